@@ -1,0 +1,371 @@
+"""Cross entropy of ``x @ weightᵀ + bias`` without ever holding all the logits.
+
+The rows go through in chunks as large as a workspace budget allows: logits of one chunk in a reused buffer, one
+kernel that takes the loss and overwrites the logits with their gradient, then the chunk's share of dx and of dweight.
+The formulas per row are those of `cross_entropy`.
+
+- A scalar loss (reduction "mean" or "sum") has one unknown upstream factor, so its gradients are made in the forward
+  and multiplied by that factor in the backward: three matrix products in all. Saved: dx in the dtype of x, dweight and
+  dbias in fp32, not normalised, so that neither fp16 nor a loss scale loses range.
+- Per-token results (reduction "none", or ``return_log_probs``) have an upstream gradient per token, so the backward
+  makes the logits again: four products. Saved: x, weight, lse.
+
+dweight is summed over the chunks in fp32. Nothing waits for the device. Frozen inputs and ``no_grad`` cost no product.
+
+Source: https://arxiv.org/abs/2410.10989 (Liger Kernel), https://arxiv.org/abs/2411.09009 (Cut Your Losses).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .cross_entropy import (
+    CrossEntropyOutput,
+    check_arguments,
+    cross_entropy_reference,
+    token_accuracy,
+    token_scale,
+    token_statistics,
+)
+from .dispatch import LIBRARY, check, check_floating
+
+DEFAULT_WORKSPACE_MIB = 512
+"""4 chunks for 8192 tokens at V = 128,256 in bf16: large enough that reading and writing dweight per chunk is small."""
+
+ROW_MULTIPLE = 128
+
+
+def linear_cross_entropy_reference(
+    x: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, **options: object
+) -> CrossEntropyOutput:
+    """What `linear_cross_entropy` computes, in plain torch: all the logits, then `cross_entropy_reference`."""
+    return cross_entropy_reference(F.linear(x, weight, bias), target, **options)  # type: ignore[arg-type]
+
+
+def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int) -> int:
+    """Rows per chunk: as many as the budget holds, evened out over the chunks, in multiples that matmuls like."""
+    limit = max(workspace_mib * 2**20 // (V * itemsize) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+    chunks = max(-(-N // limit), 1)
+    even = -(-N // chunks)
+    return min(max(-(-even // ROW_MULTIPLE), 1) * ROW_MULTIPLE, limit)
+
+
+def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b`` with ``total`` in the accumulation dtype and a, b in theirs."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _walk_chunks(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    options: tuple[int, float, float, float | None, float],
+    rows: int,
+    *,
+    predict: bool = False,
+    a: Tensor | None = None,
+    c: Tensor | None = None,
+    lse: Tensor | None = None,
+    need: tuple[bool, bool, bool] = (False, False, False),
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """Statistics of every row (none if ``lse`` is given) and, as far as needed, dx, dweight and dbias."""
+    N, C = x.shape
+    V = weight.shape[0]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    buffer = x.new_empty(min(rows, N), V)
+    dx = torch.empty_like(x) if need[0] else x.new_empty(0)
+    dweight = torch.zeros(V, C, dtype=wide, device=x.device) if need[1] else x.new_empty(0)
+    dbias = torch.zeros(V, dtype=wide, device=x.device) if need[2] else x.new_empty(0)
+    pieces = []
+    for start in range(0, N, rows):
+        part = slice(start, min(start + rows, N))
+        logits = buffer[: part.stop - part.start]
+        if bias is None:
+            torch.mm(x[part], weight.t(), out=logits)
+        else:
+            torch.addmm(bias, x[part], weight.t(), out=logits)
+        statistics = token_statistics(
+            logits,
+            target[part],
+            class_weight,
+            *options,
+            predict=predict,
+            lse=None if lse is None else lse[part],
+            a=None if a is None else a[part],
+            c=None if c is None else c[part],
+            gradient=logits if any(need) else None,
+        )  # fmt: skip
+        if statistics is not None:
+            pieces.append(statistics)
+        if need[0]:
+            torch.mm(logits, weight, out=dx[part])
+        if need[1]:
+            _accumulate(dweight, logits.t(), x[part])
+        if need[2]:
+            dbias += logits.sum(0, dtype=wide)
+    if lse is not None:
+        return [], dx, dweight, dbias
+    if N == 0:
+        empty = x.new_empty(0, dtype=wide)
+        return [empty, empty, empty, empty.view(0, 2), target.new_empty(0)], dx, dweight, dbias
+    return [torch.cat(column) for column in zip(*pieces, strict=True)], dx, dweight, dbias
+
+
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, int rows"
+_INPUTS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
+LIBRARY.define(
+    f"linear_cross_entropy({_INPUTS}, Tensor? token_weight, Tensor scale, {_OPTIONS},"
+    " bool predict, bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    f"linear_cross_entropy_tokens({_INPUTS}, {_OPTIONS}, bool predict) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    f"linear_cross_entropy_tokens_backward(Tensor? a, Tensor? c, {_INPUTS}, Tensor lse, {_OPTIONS},"
+    " bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define("scale_cast(Tensor x, Tensor scale, ScalarType dtype) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "scale_cast", "CompositeExplicitAutograd")
+def _scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    # One kernel: no temporary in the wide dtype.
+    return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
+
+
+@torch.library.register_fake("liger_models::scale_cast", lib=LIBRARY)
+def _scale_cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+@torch.library.impl(LIBRARY, "linear_cross_entropy", "CompositeExplicitAutograd")
+def _loss(x, weight, target, bias, class_weight, token_weight, scale, *rest) -> tuple[Tensor, ...]:
+    *options, rows, predict, need_dx, need_dw, need_db = rest
+    statistics, dx, dweight, dbias = _walk_chunks(
+        x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
+        predict=predict, a=token_weight, need=(need_dx, need_dw, need_db),
+    )  # fmt: skip
+    loss, z_loss, _, _, predicted = statistics
+    if token_weight is not None:
+        loss, z_loss = loss * token_weight, z_loss * token_weight
+    return loss.sum() * scale, z_loss.sum() * scale, predicted, dx, dweight, dbias
+
+
+@torch.library.register_fake("liger_models::linear_cross_entropy", lib=LIBRARY)
+def _loss_fake(x, weight, target, bias, class_weight, token_weight, scale, *rest) -> tuple[Tensor, ...]:
+    *_, predict, need_dx, need_dw, need_db = rest
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (
+        x.new_empty((), dtype=wide),
+        x.new_empty((), dtype=wide),
+        target.new_empty(x.shape[0] if predict else 0),
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
+        *_wide_gradients_fake(weight, wide if need_dw else x.dtype, wide if need_db else x.dtype, need_dw, need_db),
+    )
+
+
+def _wide_gradients_fake(
+    weight: Tensor, dw_dtype: torch.dtype, db_dtype: torch.dtype, need_dw: bool, need_db: bool
+) -> tuple[Tensor, Tensor]:
+    return (
+        weight.new_empty(weight.shape if need_dw else 0, dtype=dw_dtype),
+        weight.new_empty(weight.shape[0] if need_db else 0, dtype=db_dtype),
+    )
+
+
+def _loss_setup(ctx, inputs, output):
+    x, weight, _, bias, _, _, scale, *_ = inputs
+    _, z_loss, predicted, dx, dweight, dbias = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(z_loss, predicted, dx, dweight, dbias)
+    ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+    ctx.save_for_backward(dx, dweight, dbias, scale)
+
+
+def _loss_backward(ctx, upstream, *_):
+    gradients = [None] * 17
+    if upstream is not None:
+        *saved, scale = ctx.saved_tensors
+        for index, gradient, dtype in zip((0, 1, 3), saved, ctx.dtypes, strict=True):
+            if ctx.needs_input_grad[index]:
+                gradients[index] = torch.ops.liger_models.scale_cast(gradient, upstream * scale, dtype)
+    return tuple(gradients)
+
+
+torch.library.register_autograd(
+    "liger_models::linear_cross_entropy", _loss_backward, setup_context=_loss_setup, lib=LIBRARY
+)
+
+
+@torch.library.impl(LIBRARY, "linear_cross_entropy_tokens", "CompositeExplicitAutograd")
+def _tokens(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, ...]:
+    *options, rows, predict = rest
+    statistics, *_ = _walk_chunks(
+        x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows, predict=predict
+    )
+    return tuple(statistics)
+
+
+@torch.library.register_fake("liger_models::linear_cross_entropy_tokens", lib=LIBRARY)
+def _tokens_fake(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, ...]:
+    row = lambda *size: x.new_empty(x.shape[0], *size, dtype=torch.promote_types(x.dtype, torch.float32))
+    return row(), row(), row(), row(2), target.new_empty(x.shape[0] if rest[-1] else 0)
+
+
+@torch.library.impl(LIBRARY, "linear_cross_entropy_tokens_backward", "CompositeExplicitAutograd")
+def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    *options, rows, need_dx, need_dw, need_db = rest
+    a = lse.new_zeros(len(lse)) if a is None else a
+    # The logits' gradient is held in the dtype of x: with the largest upstream taken out it fits the range of fp16.
+    peak = a.abs().amax() if a.numel() else a.new_ones(())
+    if c is not None and c.numel():
+        peak = torch.maximum(peak, c.abs().amax())
+    peak = torch.where(peak > 0, peak, 1)
+    _, dx, dweight, dbias = _walk_chunks(
+        x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
+        a=(a / peak).contiguous(), c=None if c is None else (c / peak).contiguous(), lse=lse,
+        need=(need_dx, need_dw, need_db),
+    )  # fmt: skip
+    return (
+        _scale_cast(dx, peak, x.dtype),
+        _scale_cast(dweight, peak, weight.dtype),
+        _scale_cast(dbias, peak, weight.dtype),
+    )
+
+
+@torch.library.register_fake("liger_models::linear_cross_entropy_tokens_backward", lib=LIBRARY)
+def _tokens_backward_fake(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    *_, need_dx, need_dw, need_db = rest
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0)
+    return dx, *_wide_gradients_fake(weight, weight.dtype, weight.dtype, need_dw, need_db)
+
+
+def _tokens_setup(ctx, inputs, output):
+    x, weight, target, bias, class_weight, *ctx.options, _ = inputs
+    _, z_loss, _, lse, predicted = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(z_loss, lse, predicted)
+    ctx.save_for_backward(x, weight, target, bias, class_weight, lse)
+
+
+def _tokens_grad(ctx, a, _z_loss, c, _lse, _predicted):
+    if a is None and c is None:
+        return (None,) * 12
+    *inputs, lse = ctx.saved_tensors
+    need = [ctx.needs_input_grad[index] for index in (0, 1, 3)]
+    gradients = torch.ops.liger_models.linear_cross_entropy_tokens_backward(a, c, *inputs, lse, *ctx.options, *need)
+    dx, dweight, dbias = (g if wanted else None for g, wanted in zip(gradients, need, strict=True))
+    return dx, dweight, None, dbias, *(None,) * 8
+
+
+torch.library.register_autograd(
+    "liger_models::linear_cross_entropy_tokens", _tokens_grad, setup_context=_tokens_setup, lib=LIBRARY
+)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+    num_items: Tensor | float | None = None,
+    return_z_loss: bool = False,
+    return_log_probs: bool = False,
+    return_token_accuracy: bool = False,
+    workspace_mib: int = DEFAULT_WORKSPACE_MIB,
+) -> CrossEntropyOutput:
+    """`cross_entropy` of ``x @ weightᵀ + bias`` against ``target``; the logits exist one chunk at a time.
+
+    Args:
+        x: [..., C], floating-point.
+        weight: [V, C], in the dtype of x.
+        target: [...], int64 in [0, V) or ``ignore_index``.
+        bias: [V], in the dtype of x.
+        workspace_mib: budget in MiB of the buffer for logits; at least 128 rows are taken at a time.
+        Others: as in `cross_entropy`. ``return_log_probs`` and reduction "none" are differentiable per token and make
+            the logits again in the backward.
+
+    Returns:
+        `CrossEntropyOutput`.
+
+    Raises:
+        ValueError: shapes that do not fit, an option out of range, on the CPU a target out of range.
+        TypeError: dtypes that do not fit.
+    """
+    op = "linear_cross_entropy"
+    check_floating(op, x=x, weight=weight, bias=bias, class_weight=class_weight, token_weight=token_weight)
+    check(
+        weight.dim() == 2 and x.dim() > 0 and weight.shape[1] == x.shape[-1],
+        f"{op}: weight must be [V, C] with C the last dimension of x, got {list(weight.shape)} for x {list(x.shape)}.",
+    )
+    check(workspace_mib > 0, f"{op}: workspace_mib must be positive, got {workspace_mib}.")
+    V = weight.shape[0]
+    check(
+        bias is None or bias.shape == (V,), f"{op}: bias must have shape [{V}], got {bias is not None and bias.shape}."
+    )
+    check_arguments(
+        op, tuple(x.shape[:-1]), V, target, class_weight, token_weight,
+        ignore_index, label_smoothing, softcap, reduction, num_items,
+    )  # fmt: skip
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        raise TypeError(
+            f"{op}: x, weight and bias must have one dtype, got {x.dtype}, {weight.dtype}"
+            f"{'' if bias is None else f', {bias.dtype}'}. Convert them, or use torch.autocast."
+        )
+    flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    rows = chunk_rows(flat.shape[0], V, x.element_size(), workspace_mib)
+    options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale, rows)
+    wide = torch.promote_types(x.dtype, torch.float32)
+
+    if reduction == "none" or return_log_probs:
+        token_loss, token_z, log_probs, _, predicted = torch.ops.liger_models.linear_cross_entropy_tokens(
+            flat, weight, y, bias, class_weight, *options, return_token_accuracy
+        )
+        scale = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, wide)
+        reduced = lambda t: (t * scale).view(target.shape) if reduction == "none" else (t * scale).sum()
+        loss, z_part, log_probs = reduced(token_loss), reduced(token_z), log_probs.view(target.shape)
+    else:
+        token_weight = None if token_weight is None else token_weight.reshape(-1).to(wide)
+        if reduction == "sum":
+            divisor_inverse = flat.new_ones((), dtype=wide)
+        elif num_items is not None:
+            divisor_inverse = torch.as_tensor(num_items, dtype=wide, device=x.device).reciprocal()
+        else:
+            valid = y != ignore_index
+            weights = valid.to(wide) if token_weight is None else token_weight.where(valid, 0)
+            if class_weight is not None:
+                weights = weights * class_weight.to(wide)[y.where(valid, 0)]
+            total = weights.sum()
+            divisor_inverse = torch.where(total == 0, 0, total.reciprocal())
+        training = torch.is_grad_enabled()
+        loss, z_part, predicted, *_ = torch.ops.liger_models.linear_cross_entropy(
+            flat, weight, y, bias, class_weight, token_weight, divisor_inverse, *options, return_token_accuracy,
+            training and x.requires_grad, training and weight.requires_grad,
+            training and bias is not None and bias.requires_grad,
+        )  # fmt: skip
+        log_probs = None
+    return CrossEntropyOutput(
+        loss=loss,
+        z_loss=z_part if return_z_loss else None,
+        log_probs=log_probs if return_log_probs else None,
+        token_accuracy=token_accuracy(predicted, y, ignore_index) if return_token_accuracy else None,
+    )

@@ -1,0 +1,438 @@
+"""RMSNorm, alone and with the residual addition in front of it.
+
+Forward, per row of width C, in fp32::
+
+    h = residual + x                                  (add_rms_norm; otherwise h = x), rounded to the input dtype
+    r = 1 / sqrt(mean(h²) + eps),   n = h · r
+    y = (weight_offset + w) · cast(n)                 scale_in_fp32=False: cast to the input dtype, then scale (Llama)
+    y = cast((weight_offset + w) · n)                 scale_in_fp32=True: scale in fp32, then cast (Gemma, OLMo2)
+
+Backward, with g = dy · (weight_offset + w) and dh the gradient that reaches the new residual stream::
+
+    dx = r · (g − n · mean(g · n)) + dh,   dw = Σ_rows dy · n
+
+Saved: h in its own dtype and r in fp32. The weight gradient is summed in fp32: one partial row per program, then one sum.
+
+Source: https://arxiv.org/abs/1910.07467.
+"""
+
+import torch
+from torch import Tensor
+
+from .dispatch import LIBRARY, check, check_floating, num_programs, on_device_of, tl, triton, use_triton
+
+MAX_TILE = 16384
+"""Widest row that a program holds in registers; wider rows are walked in tiles."""
+
+BACKWARD_PROGRAMS_PER_SM = 2
+WIDE_ROW_SPLITS = 64
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, scale_in_fp32: bool = False
+) -> Tensor:
+    """What `rms_norm` computes, in plain torch (differentiable; fp64 stays fp64)."""
+    compute = torch.promote_types(x.dtype, torch.float32)
+    wide = x.to(compute)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if scale_in_fp32:
+        return ((weight.to(compute) + weight_offset) * normed).to(x.dtype)
+    scale = weight + weight_offset if weight_offset else weight
+    return (scale * normed.to(x.dtype)).to(x.dtype)
+
+
+def add_rms_norm_reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    scale_in_fp32: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """What `add_rms_norm` computes, in plain torch."""
+    residual = (residual + x).to(residual.dtype)
+    return rms_norm_reference(residual, weight, eps, weight_offset, scale_in_fp32), residual
+
+
+@triton.jit
+def _scaled(n, w, weight_offset, SCALE_IN_FP32: tl.constexpr, dtype: tl.constexpr):
+    if SCALE_IN_FP32:
+        return (w.to(tl.float32) + weight_offset) * n
+    scale = (w.to(tl.float32) + weight_offset).to(w.dtype)
+    return scale.to(tl.float32) * n.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, residual_ptr, w_ptr, y_ptr, h_ptr, rstd_ptr, C, eps, weight_offset,
+    ADD: tl.constexpr, SCALE_IN_FP32: tl.constexpr, ONE_TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * C
+    columns = tl.arange(0, BLOCK)
+    if ONE_TILE:
+        inside = columns < C
+        h = tl.load(x_ptr + row + columns, mask=inside, other=0.0)
+        if ADD:
+            residual = tl.load(residual_ptr + row + columns, mask=inside, other=0.0)
+            h = (residual.to(tl.float32) + h.to(tl.float32)).to(residual.dtype)
+            tl.store(h_ptr + row + columns, h, mask=inside)
+        wide = h.to(tl.float32)
+        rstd = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / C + eps)
+        w = tl.load(w_ptr + columns, mask=inside, other=0.0)
+        y = _scaled(wide * rstd, w, weight_offset, SCALE_IN_FP32, h.dtype)
+        tl.store(y_ptr + row + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+    else:
+        square = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, C, BLOCK):
+            inside = start + columns < C
+            h = tl.load(x_ptr + row + start + columns, mask=inside, other=0.0)
+            if ADD:
+                residual = tl.load(residual_ptr + row + start + columns, mask=inside, other=0.0)
+                h = (residual.to(tl.float32) + h.to(tl.float32)).to(residual.dtype)
+                tl.store(h_ptr + row + start + columns, h, mask=inside)
+            wide = h.to(tl.float32)
+            square += wide * wide
+        rstd = 1.0 / tl.sqrt(tl.sum(square, 0) / C + eps)
+        for start in range(0, C, BLOCK):
+            inside = start + columns < C
+            # With ADD, each thread reads back just what it stored itself above.
+            h = tl.load((h_ptr if ADD else x_ptr) + row + start + columns, mask=inside, other=0.0)
+            w = tl.load(w_ptr + start + columns, mask=inside, other=0.0)
+            y = _scaled(h.to(tl.float32) * rstd, w, weight_offset, SCALE_IN_FP32, h.dtype)
+            tl.store(y_ptr + row + start + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(rstd_ptr + tl.program_id(0), rstd)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr, dh_ptr, h_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, y_ptr, N, C, weight_offset,
+    ADD: tl.constexpr, SCALE_IN_FP32: tl.constexpr, STORE_DW: tl.constexpr, STORE_Y: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BLOCK)
+    inside = columns < C
+    w = tl.load(w_ptr + columns, mask=inside, other=0.0)
+    dw = tl.zeros([BLOCK], tl.float32)
+    row = tl.program_id(0).to(tl.int64) * C
+    for index in range(tl.program_id(0), N, tl.num_programs(0)):
+        h = tl.load(h_ptr + row + columns, mask=inside, other=0.0)
+        dy = tl.load(dy_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + index)
+        n = h.to(tl.float32) * rstd
+        g = dy * (w.to(tl.float32) + weight_offset)
+        dx = rstd * (g - n * (tl.sum(g * n, 0) / C))
+        if ADD:
+            dx += tl.load(dh_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        if STORE_DW:
+            dw += dy * (n if SCALE_IN_FP32 else n.to(h.dtype).to(tl.float32))
+        if STORE_Y:
+            y = _scaled(n, w, weight_offset, SCALE_IN_FP32, h.dtype)
+            tl.store(y_ptr + row + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+        row += tl.num_programs(0).to(tl.int64) * C
+    if STORE_DW:
+        tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * C + columns, dw, mask=inside)
+
+
+@triton.jit
+def _backward_wide_kernel(
+    dy_ptr, dh_ptr, h_ptr, w_ptr, rstd_ptr, dx_ptr, y_ptr, C, weight_offset,
+    ADD: tl.constexpr, SCALE_IN_FP32: tl.constexpr, STORE_Y: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * C
+    rstd = tl.load(rstd_ptr + tl.program_id(0))
+    dot = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, C, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < C
+        n = tl.load(h_ptr + row + columns, mask=inside, other=0.0).to(tl.float32) * rstd
+        w = tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32) + weight_offset
+        dot += n * w * tl.load(dy_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(dot, 0) / C
+    for start in range(0, C, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < C
+        h = tl.load(h_ptr + row + columns, mask=inside, other=0.0)
+        n = h.to(tl.float32) * rstd
+        w = tl.load(w_ptr + columns, mask=inside, other=0.0)
+        g = tl.load(dy_ptr + row + columns, mask=inside, other=0.0).to(tl.float32) * (w.to(tl.float32) + weight_offset)
+        dx = rstd * (g - n * mean)
+        if ADD:
+            dx += tl.load(dh_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        if STORE_Y:
+            y = _scaled(n, w, weight_offset, SCALE_IN_FP32, h.dtype)
+            tl.store(y_ptr + row + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _weight_gradient_kernel(
+    dy_ptr, h_ptr, rstd_ptr, dw_ptr, N, C, SCALE_IN_FP32: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < C
+    dw = tl.zeros([BLOCK], tl.float32)
+    row = tl.program_id(1).to(tl.int64) * C
+    for index in range(tl.program_id(1), N, tl.num_programs(1)):
+        h = tl.load(h_ptr + row + columns, mask=inside, other=0.0)
+        n = h.to(tl.float32) * tl.load(rstd_ptr + index)
+        dy = tl.load(dy_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
+        dw += dy * (n if SCALE_IN_FP32 else n.to(h.dtype).to(tl.float32))
+        row += tl.num_programs(1).to(tl.int64) * C
+    tl.store(dw_ptr + tl.program_id(1).to(tl.int64) * C + columns, dw, mask=inside)
+
+
+def _num_warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)
+
+
+def rms_norm_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float, scale_in_fp32: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the forward kernel: ``(y, h, rstd)``; without a residual h is x made contiguous."""
+    x, weight = x.contiguous(), weight.contiguous()
+    C = x.shape[-1]
+    N = x.numel() // C
+    stream = x if residual is None else residual.contiguous()
+    y = torch.empty_like(stream)
+    h = x if residual is None else torch.empty_like(stream)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    block = min(triton.next_power_of_2(C), MAX_TILE)
+    if N:
+        with on_device_of(x):
+            _forward_kernel[(N,)](
+                x, stream, weight, y, h, rstd, C, eps, weight_offset,
+                ADD=residual is not None, SCALE_IN_FP32=scale_in_fp32, ONE_TILE=block >= C, BLOCK=block,
+                num_warps=_num_warps(block),
+            )  # fmt: skip
+    return y, h, rstd
+
+
+def rms_norm_backward(
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    weight_offset: float,
+    scale_in_fp32: bool,
+    *,
+    need_dw: bool,
+    need_y: bool = False,
+    y_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Launch the backward kernels: ``(dx, dw or None, y or None)``; y is the forward's output, recomputed on the way."""
+    dy, h, weight = dy.contiguous(), h.contiguous(), weight.contiguous()
+    dh = None if dh is None else dh.contiguous()
+    C = h.shape[-1]
+    N = h.numel() // C
+    dx = torch.empty_like(h)
+    y = torch.empty_like(h, dtype=y_dtype) if need_y else None
+    if N == 0:
+        return dx, torch.zeros_like(weight) if need_dw else None, y
+    block = min(triton.next_power_of_2(C), MAX_TILE)
+    constants = {"ADD": dh is not None, "SCALE_IN_FP32": scale_in_fp32, "STORE_Y": need_y, "BLOCK": block}
+    # A pointer argument that the constants switch off still has to be a tensor.
+    dh_arg, y_arg = h if dh is None else dh, h if y is None else y
+    partial = None
+    with on_device_of(h):
+        if block >= C:
+            programs = min(N, num_programs(h, BACKWARD_PROGRAMS_PER_SM))
+            if need_dw:
+                partial = torch.empty(programs, C, dtype=torch.float32, device=h.device)
+            _backward_kernel[(programs,)](
+                dy, dh_arg, h, weight, rstd, dx, h if partial is None else partial, y_arg, N, C, weight_offset,
+                STORE_DW=need_dw, num_warps=_num_warps(block), **constants,
+            )  # fmt: skip
+        else:
+            _backward_wide_kernel[(N,)](
+                dy, dh_arg, h, weight, rstd, dx, y_arg, C, weight_offset, num_warps=_num_warps(block), **constants
+            )
+            if need_dw:
+                splits = min(N, WIDE_ROW_SPLITS)
+                partial = torch.empty(splits, C, dtype=torch.float32, device=h.device)
+                _weight_gradient_kernel[(triton.cdiv(C, 1024), splits)](
+                    dy, h, rstd, partial, N, C, SCALE_IN_FP32=scale_in_fp32, BLOCK=1024, num_warps=4
+                )
+    return dx, None if partial is None else partial.sum(0).to(weight.dtype), y
+
+
+LIBRARY.define(
+    "rms_norm(Tensor x, Tensor weight, float eps, float weight_offset, bool scale_in_fp32) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float weight_offset, bool scale_in_fp32)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "rms_norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor weight, Tensor rstd, float weight_offset,"
+    " bool scale_in_fp32, bool need_dw) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "rms_norm", "CompositeExplicitAutograd")
+def _rms_norm(
+    x: Tensor, weight: Tensor, eps: float, weight_offset: float, scale_in_fp32: bool
+) -> tuple[Tensor, Tensor]:
+    y, _, rstd = rms_norm_forward(x, None, weight, eps, weight_offset, scale_in_fp32)
+    return y, rstd
+
+
+@torch.library.impl(LIBRARY, "add_rms_norm", "CompositeExplicitAutograd")
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float, scale_in_fp32: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return rms_norm_forward(x, residual, weight, eps, weight_offset, scale_in_fp32)
+
+
+@torch.library.impl(LIBRARY, "rms_norm_backward", "CompositeExplicitAutograd")
+def _rms_norm_backward(
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    weight_offset: float,
+    scale_in_fp32: bool,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor]:
+    dx, dw, _ = rms_norm_backward(dy, dh, h, weight, rstd, weight_offset, scale_in_fp32, need_dw=need_dw)
+    return dx, weight.new_empty(0) if dw is None else dw
+
+
+@torch.library.register_fake("liger_models::rms_norm", lib=LIBRARY)
+def _rms_norm_fake(
+    x: Tensor, weight: Tensor, eps: float, weight_offset: float, scale_in_fp32: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.register_fake("liger_models::add_rms_norm", lib=LIBRARY)
+def _add_rms_norm_fake(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float, scale_in_fp32: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, rstd = _rms_norm_fake(residual, weight, eps, weight_offset, scale_in_fp32)
+    return y, torch.empty_like(y), rstd
+
+
+@torch.library.register_fake("liger_models::rms_norm_backward", lib=LIBRARY)
+def _rms_norm_backward_fake(
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    weight_offset: float,
+    scale_in_fp32: bool,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(h, memory_format=torch.contiguous_format), weight.new_empty(weight.shape if need_dw else 0)
+
+
+def _setup(ctx, inputs, output):
+    x, weight, _, ctx.weight_offset, ctx.scale_in_fp32 = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _backward(ctx, dy, _drstd):
+    if dy is None:
+        return (None,) * 5
+    x, weight, rstd = ctx.saved_tensors
+    need_dw = ctx.needs_input_grad[1]
+    dx, dw = torch.ops.liger_models.rms_norm_backward(
+        dy, None, x, weight, rstd, ctx.weight_offset, ctx.scale_in_fp32, need_dw
+    )
+    return dx, dw if need_dw else None, None, None, None
+
+
+def _add_setup(ctx, inputs, output):
+    x, _, weight, _, ctx.weight_offset, ctx.scale_in_fp32 = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+    ctx.x_dtype = x.dtype
+    ctx.save_for_backward(output[1], weight, output[2])
+
+
+def _add_backward(ctx, dy, dh, _drstd):
+    h, weight, rstd = ctx.saved_tensors
+    if dy is None:  # only the residual stream is used further on
+        return None if dh is None else dh.to(ctx.x_dtype), dh, None, None, None, None
+    need_dw = ctx.needs_input_grad[2]
+    dx, dw = torch.ops.liger_models.rms_norm_backward(
+        dy, dh, h, weight, rstd, ctx.weight_offset, ctx.scale_in_fp32, need_dw
+    )
+    return dx.to(ctx.x_dtype), dx, dw if need_dw else None, None, None, None
+
+
+torch.library.register_autograd("liger_models::rms_norm", _backward, setup_context=_setup, lib=LIBRARY)
+torch.library.register_autograd("liger_models::add_rms_norm", _add_backward, setup_context=_add_setup, lib=LIBRARY)
+
+
+def _check(op: str, x: Tensor, weight: Tensor) -> None:
+    check_floating(op, x=x, weight=weight)
+    check(
+        x.dim() > 0 and weight.shape == x.shape[-1:],
+        f"{op}: weight must have the shape of x's last dimension, got weight {list(weight.shape)} for x {list(x.shape)}.",
+    )
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, scale_in_fp32: bool = False
+) -> Tensor:
+    """``(weight_offset + weight) · x / sqrt(mean(x²) + eps)`` over the last dimension.
+
+    Args:
+        x: [..., C], float32, float16 or bfloat16.
+        weight: [C].
+        eps: added to the mean of squares.
+        weight_offset: added to the weight (Gemma stores ``w − 1``: 1.0).
+        scale_in_fp32: multiply by the weight before the cast back to x's dtype (Gemma, OLMo2) instead of after (Llama).
+
+    Returns:
+        [..., C] in the dtype of x.
+
+    Raises:
+        ValueError: the weight's shape is not [C].
+        TypeError: a tensor that is not floating-point.
+    """
+    _check("rms_norm", x, weight)
+    if not use_triton(x):
+        return rms_norm_reference(x, weight, eps, weight_offset, scale_in_fp32)
+    y: Tensor = torch.ops.liger_models.rms_norm(x, weight, eps, weight_offset, scale_in_fp32)[0]
+    return y
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    scale_in_fp32: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``residual = residual + x``, then `rms_norm` of it, in one kernel; the backward folds the residual's gradient in.
+
+    Args:
+        x: [..., C], what a branch adds to the stream.
+        residual: [..., C], the residual stream; its dtype is that of both results.
+        weight, eps, weight_offset, scale_in_fp32: as in `rms_norm`.
+
+    Returns:
+        ``(normed, residual)``: both [..., C] in the dtype of the residual.
+
+    Raises:
+        ValueError: x and residual differ in shape, or the weight's shape is not [C].
+        TypeError: a tensor that is not floating-point.
+    """
+    _check("add_rms_norm", x, weight)
+    check_floating("add_rms_norm", residual=residual)
+    check(
+        x.shape == residual.shape,
+        f"add_rms_norm: x and residual must have one shape, got {list(x.shape)} and {list(residual.shape)}.",
+    )
+    if not use_triton(x):
+        return add_rms_norm_reference(x, residual, weight, eps, weight_offset, scale_in_fp32)
+    y, h, _ = torch.ops.liger_models.add_rms_norm(x, residual, weight, eps, weight_offset, scale_in_fp32)
+    return y, h

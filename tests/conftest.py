@@ -1,0 +1,70 @@
+"""Backends that the op tests run on, and a net for outputs that no kernel wrote."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when a kernel is defined, so before any import of ours
+
+torch.set_num_threads(1)  # pytest-xdist spreads the work
+
+
+BACKENDS = [
+    pytest.param("reference", id="reference"),
+    pytest.param("interpreter", id="interpreter"),
+    pytest.param("gpu", id="gpu", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(autouse=True)
+def _reference_unless_asked(request: pytest.FixtureRequest):
+    """The interpreter is for the op tests: everything else on the CPU runs the reference backend, as users' code does."""
+    from liger_models.kernels import dispatch
+
+    if {"backend", "device", "kernel_device"} & set(request.fixturenames) or request.node.get_closest_marker("gpu"):
+        yield
+    else:
+        with dispatch.reference_backend():
+            yield
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest):
+    """Run the test once per backend; the value is the device to put tensors on."""
+    from liger_models.kernels import dispatch
+
+    if request.param == "reference":
+        with dispatch.reference_backend():
+            yield "cpu"
+    elif request.param == "interpreter":
+        if torch.cuda.is_available():
+            pytest.skip("the interpreter is set up where there is no GPU")
+        yield "cpu"
+    else:
+        assert torch.cuda.is_available(), "a gpu test was asked for on a machine without a GPU"
+        yield "cuda"
+
+
+@pytest.fixture(params=BACKENDS[1:])
+def kernel_device(request: pytest.FixtureRequest):
+    """As `backend`, but only where Triton kernels run."""
+    if request.param == "interpreter":
+        yield "cpu"
+    else:
+        assert torch.cuda.is_available(), "a gpu test was asked for on a machine without a GPU"
+        yield "cuda"
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch):
+    """`torch.empty` and its kin return NaN, so an element that no kernel writes shows."""
+    for name in ("empty", "empty_like"):
+        original = getattr(torch, name)
+
+        def poisoned(*args, _original=original, **kwargs):
+            out = _original(*args, **kwargs)
+            return out.fill_(float("nan")) if out.is_floating_point() and out.device.type != "meta" else out
+
+        monkeypatch.setattr(torch, name, poisoned)
