@@ -1,0 +1,45 @@
+"""Native implementations of the open LLM families on fused Triton kernels.
+
+Names are imported on first use, so that importing the package stays fast.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from .arch import list_archs
+    from .arch.llama import LigerLlama, LlamaConfig
+    from .convert.auto import AutoLigerModel
+    from .kernels.options import KernelOptions
+    from .tokenizer import Tokenizer
+
+_HOMES = {
+    "AutoLigerModel": "convert.auto",
+    "KernelOptions": "kernels.options",
+    "LigerLlama": "arch.llama",
+    "LlamaConfig": "arch.llama",
+    "Tokenizer": "tokenizer",
+    "list_archs": "arch",
+}
+
+__all__ = [
+    "AutoLigerModel",
+    "KernelOptions",
+    "LigerLlama",
+    "LlamaConfig",
+    "Tokenizer",
+    "__version__",
+    "list_archs",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'liger_models' has no attribute {name!r}. It has: {', '.join(__all__)}.")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,12 +6,10 @@ that the released checkpoints were trained with, as transformers' ``modeling_rop
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-
-from liger_models.kernels.rope import rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,3 +59,112 @@ ROPE_TYPES: dict[str, type[RopeScaling]] = {
     "yarn": YarnScaling,
 }
 """``rope_type`` of a config.json -> its dataclass. ``default`` is no scaling: None."""
+
+
+def yarn_attention_factor(scaling: YarnScaling) -> float:
+    """Factor of cos and sin that makes up for YaRN's flatter attention."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def mscale(m: float) -> float:
+        return 0.1 * m * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+    return mscale(1.0)
+
+
+def _base_frequencies(width: int, theta: float | Tensor) -> Tensor:
+    exponent = torch.arange(0, width, 2, dtype=torch.int64, device="cpu").float() / width
+    if isinstance(theta, Tensor):
+        exponent = exponent.to(theta.device)
+    return 1.0 / (theta**exponent)
+
+
+def _llama3_frequencies(base: Tensor, scaling: Llama3Scaling) -> Tensor:
+    wavelength = 2 * math.pi / base
+    original = scaling.original_max_position_embeddings
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * base / scaling.factor + smooth * base
+    scaled = torch.where(wavelength > original / low, base / scaling.factor, blended)
+    return torch.where(wavelength < original / high, base, scaled)
+
+
+def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScaling) -> Tensor:
+    def pair_of(rotations: float) -> float:
+        """Index of the pair that turns this many times over the original length."""
+        turns = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return width * math.log(turns) / (2 * math.log(theta))
+
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    if first == last:
+        last += 0.001
+    ramp = ((torch.arange(width // 2, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
+    return base / scaling.factor * ramp + base * (1 - ramp)
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin of every token's position, in fp32.
+
+    The frequencies are computed in fp32 from the configuration and kept out of the parameters and buffers, so that no
+    cast, meta initialisation or checkpoint touches them; they follow the module to its device.
+
+    Args:
+        width: rotary width (the head dimension, or less for partial rotary), even.
+        theta: base of the frequencies.
+        scaling: how they are changed for longer contexts, None for not at all.
+        max_position_embeddings: length from which `DynamicScaling` acts.
+
+    Raises:
+        ValueError: an odd width.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        theta: float = 10000.0,
+        scaling: RopeScaling | None = None,
+        max_position_embeddings: int = 2048,
+    ) -> None:
+        super().__init__()
+        if width % 2:
+            raise ValueError(f"RotaryEmbedding: width must be even, got {width}. Check head_dim.")
+        self.width, self.theta, self.scaling = width, theta, scaling
+        self.max_position_embeddings = max_position_embeddings
+        self.attention_factor = yarn_attention_factor(scaling) if isinstance(scaling, YarnScaling) else 1.0
+        base = _base_frequencies(width, theta)
+        match scaling:
+            case LinearScaling():
+                base = base / scaling.factor
+            case Llama3Scaling():
+                base = _llama3_frequencies(base, scaling)
+            case YarnScaling():
+                base = _yarn_frequencies(base, width, theta, scaling)
+        self.inv_freq = base
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> "RotaryEmbedding":
+        super()._apply(fn, recurse)
+        device = fn(torch.empty(0, device=self.inv_freq.device)).device
+        if device.type != "meta":
+            self.inv_freq = self.inv_freq.to(device)
+        return self
+
+    def frequencies(self, position_ids: Tensor) -> Tensor:
+        """[width / 2] fp32, on the device of ``position_ids``."""
+        inv_freq = self.inv_freq.to(position_ids.device)
+        if not isinstance(self.scaling, DynamicScaling) or position_ids.numel() == 0:
+            return inv_freq
+        factor, limit = self.scaling.factor, self.max_position_embeddings
+        length = (position_ids.max() + 1).clamp_min(limit)
+        growth = (factor * length / limit - (factor - 1)) ** (self.width / (self.width - 2))
+        return torch.where(length > limit, _base_frequencies(self.width, self.theta * growth), inv_freq)
+
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """``position_ids`` [B, T] int64 -> cos, sin, each [B, T, width / 2] fp32."""
+        with torch.autocast(position_ids.device.type, enabled=False):
+            angles = position_ids[..., None].float() * self.frequencies(position_ids)
+            return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor

@@ -1,0 +1,32 @@
+"""Which parts of a model run on fused kernels: the caller's choice, not the checkpoint's."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelOptions:
+    """Each part on its fused kernel (True) or in plain torch (False), for debugging and comparison.
+
+    Args:
+        rms_norm: norms, and the products that follow them without keeping the normed activations.
+        rope: rotary embedding on the packed QKV projection.
+        swiglu: the gated activation of the MLP, whatever its activation function.
+        cross_entropy: loss on logits that are built in full.
+        fused_linear_cross_entropy: head and loss in one, without building the logits.
+
+    Raises:
+        ValueError: both losses are asked for.
+    """
+
+    rms_norm: bool = True
+    rope: bool = True
+    swiglu: bool = True
+    cross_entropy: bool = False
+    fused_linear_cross_entropy: bool = True
+
+    def __post_init__(self) -> None:
+        if self.cross_entropy and self.fused_linear_cross_entropy:
+            raise ValueError(
+                "KernelOptions: cross_entropy and fused_linear_cross_entropy exclude each other, got both. "
+                "Switch one off."
+            )

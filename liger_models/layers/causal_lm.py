@@ -1,0 +1,360 @@
+"""The shell that every text model shares: embedding -> blocks -> norm -> head or loss; loading, saving, generating."""
+
+from collections.abc import Iterator
+from os import PathLike
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import Self
+
+from liger_models.kernels.dispatch import check
+from liger_models.kernels.options import KernelOptions
+
+from .embedding import LigerEmbedding
+from .head import LigerLMHead
+from .mlp import GatedMLP
+from .norm import LigerRMSNorm
+from .sequence import DecodeCache, Sequence
+
+if TYPE_CHECKING:
+    from liger_models.tokenizer import Tokenizer
+
+CHECKPOINTING_POLICIES = ("none", "selective", "full")
+
+
+class CausalLMOutput(NamedTuple):
+    """Result of `CausalLM.forward`; what was not computed is None.
+
+    Attributes:
+        loss: [] fp32.
+        logits: [B, T, V] in the dtype of the weights.
+        aux_loss: [] what mixture-of-experts layers add to ``loss``.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+class CausalLMConfig(Protocol):
+    """What the shell reads of a configuration."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def initializer_range(self) -> float: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+
+class CausalLM(nn.Module):
+    """A decoder with a language-model head. Architectures subclass it, set the parts below, and call `post_init`.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class: ClassVar[type[Any]]
+    embed_tokens: LigerEmbedding
+    layers: nn.ModuleList
+    """Blocks: ``(x | None, residual, sequence) -> (x, residual)``, x what is to be added to the residual stream."""
+    norm: LigerRMSNorm
+    lm_head: LigerLMHead
+    rotary: nn.Module
+
+    def __init__(self, config: CausalLMConfig, kernels: KernelOptions | None = None) -> None:
+        super().__init__()
+        self.config: Any = config
+        self.kernels = kernels or KernelOptions()
+        self.checkpointing = "none"
+        self.hf_config: dict[str, Any] = {}
+        """The config.json that the model was loaded with; keys that the model does not read are saved again."""
+        self.assets: dict[str, bytes] = {}
+        """Files that travel with the checkpoint untouched: generation_config.json, the tokenizer's."""
+
+    def post_init(self) -> None:
+        """Tie and initialise the weights; the last line of a subclass's constructor."""
+        self.tie_weights()
+        self.reset_parameters()
+
+    def tie_weights(self) -> None:
+        """Make the head's weight the embedding's, if the configuration says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew: normal with ``initializer_range``, biases 0, norms as `LigerRMSNorm` says."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+            elif isinstance(module, LigerRMSNorm):
+                module.reset_parameters()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.tie_weights()  # moving from the meta device makes a new parameter of each name
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the embedding's weight."""
+        return self.embed_tokens.weight.dtype
+
+    def num_parameters(self) -> int:
+        """Number of parameters; tied ones count once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def set_checkpointing(self, policy: str) -> None:
+        """Choose what is kept for the backward. Every policy gives the same gradients.
+
+        Args:
+            policy: "none" keeps what the fused ops need; "selective" makes the MLP's gate and up projection again
+                (the largest activations); "full" keeps only the inputs of each block.
+
+        Raises:
+            ValueError: an unknown policy.
+        """
+        check(
+            policy in CHECKPOINTING_POLICIES,
+            f"set_checkpointing: policy must be one of {CHECKPOINTING_POLICIES}, got {policy!r}.",
+        )
+        self.checkpointing = policy
+        for module in self.modules():
+            if isinstance(module, GatedMLP):
+                module.recompute = policy == "selective"
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        return_logits: bool | None = None,
+        logits_to_keep: int = 0,
+        cache: DecodeCache | None = None,
+    ) -> CausalLMOutput:
+        """Logits, or with ``labels`` the loss without building the logits.
+
+        Args:
+            input_ids: [B, T] int64.
+            labels: [B, T] int64, unshifted; −100 is ignored. The last token of a row or of a packed document, and
+                padding, predict nothing.
+            position_ids, attention_mask, cu_seqlens: see `Sequence.build`.
+            inputs_embeds: [B, T, C] instead of ``input_ids``.
+            num_items_in_batch: divisor of the summed loss (targets over all accumulation steps and ranks). Default:
+                the number of targets at hand.
+            return_logits: True for logits beside the loss. Default: logits only without ``labels``.
+            logits_to_keep: logits of only the last so many tokens; 0 for all. Not with ``labels``.
+            cache: decode cache; the tokens are appended to it.
+
+        Returns:
+            `CausalLMOutput`.
+
+        Raises:
+            ValueError: arguments that exclude each other, or shapes that do not fit.
+        """
+        check(
+            (input_ids is None) != (inputs_embeds is None),
+            "forward: exactly one of input_ids and inputs_embeds must be given.",
+        )
+        check(
+            labels is None or (cache is None and not logits_to_keep),
+            "forward: labels can't be combined with cache or logits_to_keep. Leave them out for a loss.",
+        )
+        if inputs_embeds is None:
+            assert input_ids is not None
+            check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+            inputs_embeds = self.embed_tokens(input_ids)
+        B, T, _ = inputs_embeds.shape
+        check(
+            labels is None or tuple(labels.shape) == (B, T),
+            f"forward: labels must be [{B}, {T}] like input_ids, got {None if labels is None else list(labels.shape)}.",
+        )
+        sequence = Sequence.build(
+            (B, T), inputs_embeds.device, self.rotary,
+            position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
+        )  # fmt: skip
+        hidden = self._hidden(inputs_embeds, sequence)
+        if cache is not None:
+            cache.length += T
+        target = None if labels is None else sequence.shift(labels)
+        loss, logits = self.lm_head(
+            hidden[:, -logits_to_keep:] if logits_to_keep else hidden,
+            target,
+            num_items=num_items_in_batch,
+            return_logits=bool(return_logits),
+        )
+        return CausalLMOutput(loss, logits)
+
+    def _hidden(self, inputs_embeds: Tensor, sequence: Sequence) -> Tensor:
+        """The normed output of the last block, [B, T, C]."""
+        x: Tensor | None = None
+        residual = inputs_embeds
+        recompute = self.checkpointing == "full" and torch.is_grad_enabled()
+        for block in self.layers:
+            if recompute:
+                x, residual = checkpoint(
+                    block, x, residual, sequence, use_reentrant=False, preserve_rng_state=self.uses_dropout
+                )
+            else:
+                x, residual = block(x, residual, sequence)
+        hidden, _ = self.norm.add(x, residual)
+        return hidden
+
+    @property
+    def uses_dropout(self) -> bool:
+        """True if a forward in training draws random numbers."""
+        return bool(self.training and getattr(self.config, "attention_dropout", 0.0))
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer whose files came with the checkpoint.
+
+        Raises:
+            ValueError: the checkpoint had none.
+        """
+        from liger_models.tokenizer import Tokenizer
+
+        if "_tokenizer" not in self.__dict__:
+            self.__dict__["_tokenizer"] = Tokenizer.from_files(self.assets)
+        tokenizer: Tokenizer = self.__dict__["_tokenizer"]
+        return tokenizer
+
+    def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
+        """Continue the prompts; see `liger_models.generation.generate`."""
+        from liger_models.generation import generate
+
+        return generate(self, input_ids, **options)
+
+    def stream(self, input_ids: Tensor, **options: Any) -> Iterator[Tensor]:
+        """Continue the prompts, yielding the tokens of each step; see `liger_models.generation.stream`."""
+        from liger_models.generation import stream
+
+        return stream(self, input_ids, **options)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: CausalLMConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        kernels: KernelOptions | None = None,
+    ) -> Self:
+        """A model with freshly drawn weights, made on ``device`` in ``dtype``; ``torch.manual_seed`` decides them."""
+        with torch.device("meta"):
+            model = cls(config, kernels).to(dtype)
+        model.to_empty(device=device)
+        model.reset_parameters()
+        return model
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: str | torch.device = "cpu",
+        kernels: KernelOptions | None = None,
+        strict: bool = False,
+        progress: bool = True,
+    ) -> Self:
+        """Load a Hugging Face checkpoint from a local folder; see `liger_models.convert.checkpoint.load_pretrained`."""
+        from liger_models.convert.checkpoint import load_pretrained
+
+        return load_pretrained(
+            cls, folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress
+        )
+
+    @classmethod
+    def from_hub(
+        cls,
+        repo_id: str,
+        *,
+        revision: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: str | torch.device = "cpu",
+        kernels: KernelOptions | None = None,
+        strict: bool = False,
+        progress: bool = True,
+        cache_dir: str | PathLike[str] | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+    ) -> Self:
+        """Download a checkpoint from the Hugging Face hub, or take it from its cache, and load it.
+
+        Args:
+            repo_id: such as "meta-llama/Llama-3.2-1B".
+            revision: branch, tag or commit.
+            dtype: dtype of the weights, None or "auto" for the checkpoint's own.
+            device: where the weights are put, tensor by tensor.
+            kernels: which parts run on fused kernels.
+            strict: unknown keys of config.json are an error and not a warning.
+            progress: show progress bars.
+            cache_dir, token, local_files_only, force_download: as in huggingface_hub.
+        """
+        from liger_models.convert.hub import download
+
+        folder = download(
+            repo_id,
+            revision=revision,
+            cache_dir=cache_dir,
+            token=token,
+            local_files_only=local_files_only,
+            force_download=force_download,
+            strict=strict,
+            progress=progress,
+        )
+        return cls.from_pretrained(
+            folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress
+        )
+
+    def save_pretrained(
+        self, folder: str | PathLike[str], *, dtype: torch.dtype | None = None, max_shard_size: int | str = "5GB"
+    ) -> None:
+        """Write a Hugging Face checkpoint; see `liger_models.convert.checkpoint.save_pretrained`."""
+        from liger_models.convert.checkpoint import save_pretrained
+
+        save_pretrained(self, folder, dtype=dtype, max_shard_size=max_shard_size)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool = False,
+        commit_message: str | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> None:
+        """Save the model into a repository of the hub, made if need be; see `liger_models.convert.hub.push`."""
+        from liger_models.convert.hub import push
+
+        push(
+            self,
+            repo_id,
+            private=private,
+            commit_message=commit_message,
+            token=token,
+            revision=revision,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+        )

@@ -1,0 +1,26 @@
+"""Token embedding."""
+
+import torch
+from torch import Tensor, nn
+
+
+class LigerEmbedding(nn.Embedding):
+    """`nn.Embedding` that says which token id is wrong, where that can be known without waiting for a device.
+
+    Raises:
+        ValueError: on the CPU, an id outside the vocabulary. (On an accelerator the lookup itself fails.)
+        TypeError: ids that are not integers.
+    """
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids [...] int64 or int32 -> [..., C]."""
+        if input_ids.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"LigerEmbedding: input_ids must be int64 or int32, got {input_ids.dtype}.")
+        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling() and input_ids.numel():
+            low, high = (int(bound) for bound in input_ids.aminmax())
+            if low < 0 or high >= self.num_embeddings:
+                raise ValueError(
+                    f"LigerEmbedding: input_ids must lie in [0, {self.num_embeddings}), "
+                    f"got {low if low < 0 else high}. Check the tokenizer and vocab_size."
+                )
+        return super().forward(input_ids)

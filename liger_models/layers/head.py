@@ -1,0 +1,53 @@
+"""Language-model head, with the loss inside its forward."""
+
+from torch import Tensor, nn
+
+from liger_models.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.options import KernelOptions
+
+
+class LigerLMHead(nn.Linear):
+    """Projection to the vocabulary; given targets it returns their loss without building the logits.
+
+    The loss is computed in here, not around it, so that whatever gathers this module's weight for its forward (FSDP)
+    has gathered it for the loss.
+
+    Args:
+        hidden_size: C.
+        vocab_size: V.
+        kernels: which loss runs.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, *, kernels: KernelOptions | None = None) -> None:
+        super().__init__(hidden_size, vocab_size, bias=False)
+        self.kernels = kernels or KernelOptions()
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        target: Tensor | None = None,
+        *,
+        num_items: Tensor | float | None = None,
+        return_logits: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Loss and logits, each None where it is not wanted.
+
+        Args:
+            x: [..., C].
+            target: [...] int64, already shifted; −100 is ignored. None: no loss.
+            num_items: divisor of the loss, None for the number of targets.
+            return_logits: build the logits [..., V] even with a target.
+        """
+        logits = None
+        if target is None or return_logits or not self.kernels.fused_linear_cross_entropy:
+            logits = super().forward(x)
+        if target is None:
+            return None, logits
+        if self.kernels.fused_linear_cross_entropy:
+            loss = linear_cross_entropy(x, self.weight, target, num_items=num_items).loss
+        else:
+            assert logits is not None
+            function = cross_entropy if self.kernels.cross_entropy else cross_entropy_reference
+            loss = function(logits, target, num_items=num_items).loss
+        return loss, logits if return_logits else None

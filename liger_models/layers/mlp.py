@@ -1,0 +1,96 @@
+"""Gated MLPs on the packed gate and up projection."""
+
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from liger_models.kernels.gated_act import gated_act, gated_act_reference
+from liger_models.kernels.gated_mlp import gated_mlp
+
+from .norm import LigerRMSNorm, autocast_weights, is_plain
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+"""``hidden_act`` of a config.json -> the gated kernel's name for it."""
+
+
+class MLPConfig(Protocol):
+    """What a gated MLP reads of a configuration; ``mlp_bias`` is optional."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+
+
+class GatedMLP(nn.Module):
+    """``down(act(gate(x)) · up(x))`` with gate and up in one projection, their rows interleaved.
+
+    Args:
+        hidden_size: C.
+        intermediate_size: F.
+        act: "silu", "gelu" or "gelu_tanh".
+        bias: biases in all three projections.
+        kernel: False for plain torch.
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, act: str = "silu", bias: bool = False, kernel: bool = True
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.act, self.kernel = act, kernel
+        self.recompute = False
+        """True makes gate and up again in the backward instead of keeping them (checkpointing policy "selective")."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> [..., C]."""
+        act = gated_act if self.kernel else gated_act_reference
+        y: Tensor = self.down_proj(act(self.gate_up_proj(x), self.act))
+        return y
+
+    def add_norm(self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``residual = residual + x; mlp(norm(residual))``: ``(y, residual)``, each [..., C].
+
+        The normed activations and the gated product are recomputed in the backward; with ``recompute`` the gate and up
+        projection too.
+        """
+        if not (self.kernel and norm.kernel and is_plain(norm, self.gate_up_proj, self.down_proj)):
+            normed, residual = norm.add(x, residual)
+            if self.recompute and normed.requires_grad:
+                return checkpoint(self, normed, use_reentrant=False, preserve_rng_state=False), residual
+            return self(normed), residual
+        gate_up, down, gate_up_bias, down_bias = autocast_weights(
+            residual, self.gate_up_proj.weight, self.down_proj.weight, self.gate_up_proj.bias, self.down_proj.bias
+        )
+        assert gate_up is not None
+        assert down is not None
+        return gated_mlp(
+            x, residual, norm.weight, gate_up, down, gate_up_bias, down_bias,
+            act=self.act, eps=norm.eps, weight_offset=norm.offset, scale_in_fp32=norm.scale_in_fp32,
+            recompute=self.recompute,
+        )  # fmt: skip
+
+
+class LigerSwiGLUMLP(GatedMLP):
+    """``down(silu(gate(x)) · up(x))`` with the sizes of a configuration (``hidden_size``, ``intermediate_size``)."""
+
+    def __init__(self, config: MLPConfig, *, kernel: bool = True) -> None:
+        bias = bool(getattr(config, "mlp_bias", False))
+        super().__init__(config.hidden_size, config.intermediate_size, act="silu", bias=bias, kernel=kernel)
+
+
+class LigerGEGLUMLP(GatedMLP):
+    """``down(gelu(gate(x)) · up(x))``, GELU by its tanh approximation unless ``hidden_act`` is "gelu"."""
+
+    def __init__(self, config: MLPConfig, *, kernel: bool = True) -> None:
+        bias = bool(getattr(config, "mlp_bias", False))
+        act = ACTIVATIONS.get(getattr(config, "hidden_act", "gelu_pytorch_tanh"), "gelu_tanh")
+        super().__init__(config.hidden_size, config.intermediate_size, act=act, bias=bias, kernel=kernel)

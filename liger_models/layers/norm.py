@@ -1,0 +1,112 @@
+"""RMSNorm, and the projection behind it."""
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from liger_models.kernels.rms_norm_linear import rms_norm_linear
+
+CASTING_MODES = ("llama", "gemma")
+
+
+class LigerRMSNorm(nn.Module):
+    """``(offset + weight) · x / sqrt(mean(x²) + eps)`` over the last dimension.
+
+    Args:
+        hidden_size: C.
+        eps: added to the mean of squares.
+        offset: added to the weight (Gemma: 1.0).
+        casting_mode: "llama" casts back to the input dtype before the multiplication by the weight, "gemma" after it.
+        init_fn: "ones" or "zeros".
+        kernel: False for plain torch.
+
+    Raises:
+        ValueError: an unknown casting_mode or init_fn.
+
+    Source: https://arxiv.org/abs/1910.07467.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        *,
+        kernel: bool = True,
+    ) -> None:
+        super().__init__()
+        if casting_mode not in CASTING_MODES:
+            raise ValueError(f"LigerRMSNorm: casting_mode must be one of {CASTING_MODES}, got {casting_mode!r}.")
+        if init_fn not in ("ones", "zeros"):
+            raise ValueError(f"LigerRMSNorm: init_fn must be 'ones' or 'zeros', got {init_fn!r}.")
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.eps, self.offset, self.scale_in_fp32, self.init_fn = eps, offset, casting_mode == "gemma", init_fn
+        self.kernel = kernel
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to what ``init_fn`` says."""
+        nn.init.ones_(self.weight) if self.init_fn == "ones" else nn.init.zeros_(self.weight)
+
+    def extra_repr(self) -> str:
+        """Sizes and constants, for ``print(model)``."""
+        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}, scale_in_fp32={self.scale_in_fp32}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> [..., C] in the dtype of x."""
+        function = rms_norm if self.kernel else rms_norm_reference
+        return function(x, self.weight, self.eps, self.offset, self.scale_in_fp32)
+
+    def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
+        if x is None:
+            return self(residual), residual
+        function = add_rms_norm if self.kernel else add_rms_norm_reference
+        return function(x, residual, self.weight, self.eps, self.offset, self.scale_in_fp32)
+
+
+def is_plain(*modules: nn.Module) -> bool:
+    """True if a fused op may read these modules' weights itself instead of calling them.
+
+    Not so for anything that replaces or wraps a linear layer (adapters, quantised or float8 linears, tensor-parallel
+    weights) and for modules with hooks: those are called.
+    """
+    return all(
+        type(module) in (nn.Linear, LigerRMSNorm)
+        and type(module.weight) in (nn.Parameter, Tensor)
+        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        for module in modules
+    )
+
+
+def autocast_weights(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
+    """The weights in autocast's dtype for the device of ``x``, or as they are where autocast is off."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return list(weights)
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return [None if weight is None else weight.to(dtype) for weight in weights]
+
+
+def add_norm_linear(norm: LigerRMSNorm, linear: nn.Linear, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """``residual = residual + x; linear(norm(residual))``, recomputing the normed activations in the backward.
+
+    Args:
+        norm: of width C.
+        linear: [C] -> [O].
+        x: [..., C], what the last branch adds to the stream; None at the start of the stream.
+        residual: [..., C].
+
+    Returns:
+        ``(y [..., O], residual [..., C])``.
+    """
+    if not (norm.kernel and is_plain(norm, linear)):
+        normed, residual = norm.add(x, residual)
+        return linear(normed), residual
+    weight, bias = autocast_weights(residual, linear.weight, linear.bias)
+    assert weight is not None
+    return rms_norm_linear(
+        x, residual, norm.weight, weight, bias,
+        eps=norm.eps, weight_offset=norm.offset, scale_in_fp32=norm.scale_in_fp32,
+    )  # fmt: skip

@@ -1,0 +1,171 @@
+"""What every layer needs to know about the tokens at hand, computed once per forward and handed down."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from liger_models.kernels.dispatch import ACCELERATORS, check
+
+
+class DecodeCache:
+    """Keys and values of the tokens seen so far, for decoding: room for ``capacity`` tokens, taken layer by layer.
+
+    Args:
+        capacity: tokens per sequence that fit.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append k, v [B, T, G, D] of one layer; returns all of that layer's, [B, length + T, G, D] each.
+
+        ``length`` moves on once all layers have seen the tokens (`CausalLM.forward` does that).
+
+        Raises:
+            ValueError: more tokens than ``capacity``.
+        """
+        end = self.length + k.shape[1]
+        check(
+            end <= self.capacity,
+            f"DecodeCache: capacity ({self.capacity}) must hold all tokens, got {end}. Make a larger cache.",
+        )
+        if layer not in self._layers:
+            room = (k.shape[0], self.capacity, *k.shape[2:])
+            self._layers[layer] = k.new_empty(room), v.new_empty(room)
+        keys, values = self._layers[layer]
+        keys[:, self.length : end] = k
+        values[:, self.length : end] = v
+        return keys[:, :end], values[:, :end]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep (or repeat, or reorder) sequences: ``rows`` [B'] indexes the batch."""
+        self._layers = {layer: (k[rows], v[rows]) for layer, (k, v) in self._layers.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """Positions, rotary tables, who sees whom, and the decode cache. Built by `Sequence.build`.
+
+    Attributes:
+        position_ids: [1 or B, T] int64.
+        cos, sin: [1 or B, T, D / 2] fp32, the rotary tables at these positions.
+        documents: [B, S] int64, S = cached + T: a token sees those before it with its own number. None: one document.
+        past: number of cached tokens before these.
+        cache: the decode cache, None in training.
+        block_mask: ``documents`` and causality for flex_attention; None where it does not run.
+        dense_mask: the same as [B, 1, T, S] bool, for the CPU and for single-token decoding.
+    """
+
+    position_ids: Tensor
+    cos: Tensor
+    sin: Tensor
+    documents: Tensor | None = None
+    past: int = 0
+    cache: DecodeCache | None = None
+    block_mask: BlockMask | None = None
+    dense_mask: Tensor | None = None
+
+    @classmethod
+    def build(
+        cls,
+        shape: tuple[int, int],
+        device: torch.device,
+        rotary: Callable[[Tensor], tuple[Tensor, Tensor]],
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: DecodeCache | None = None,
+    ) -> "Sequence":
+        """Sequence of a batch of ``shape`` (B, T).
+
+        Args:
+            rotary: positions -> (cos, sin).
+            position_ids: [T], [1, T] or [B, T]. Default: counted from 0, or from the cached length, or from the start
+                of each document. Padding is counted like any token, as Hugging Face's forward does.
+            attention_mask: [B, S], nonzero for tokens, 0 for padding. Tokens and padding don't see each other.
+            cu_seqlens: [n + 1] integers from 0, boundaries of packed documents over the B · T flattened tokens. Tokens
+                after the last boundary are a document of their own; rows of the batch never see each other.
+            cache: tokens before these.
+
+        Raises:
+            ValueError: shapes that do not fit, or arguments that exclude each other.
+        """
+        B, T = shape
+        past = cache.length if cache is not None else 0
+        check(
+            attention_mask is None or cu_seqlens is None,
+            "Sequence: attention_mask and cu_seqlens exclude each other, got both. Packed batches need no mask.",
+        )
+        check(cache is None or cu_seqlens is None, "Sequence: cu_seqlens can't be used with a decode cache. Pass one.")
+        documents = None
+        positions = torch.arange(past, past + T, device=device)[None]
+        if cu_seqlens is not None:
+            check(
+                cu_seqlens.dim() == 1 and len(cu_seqlens) >= 2 and not cu_seqlens.dtype.is_floating_point,
+                f"Sequence: cu_seqlens must hold n + 1 >= 2 integers, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}.",
+            )
+            bounds = cu_seqlens.to(device, torch.int64)
+            flat = torch.arange(B * T, device=device)
+            number = torch.bucketize(flat, bounds[1:], right=True)
+            row_start = flat // T * T
+            positions = (flat - torch.maximum(bounds[number], row_start)).view(B, T)
+            documents = number.view(B, T)
+        elif attention_mask is not None:
+            check(
+                tuple(attention_mask.shape) == (B, past + T),
+                f"Sequence: attention_mask must be [{B}, {past + T}] (cached and new tokens), "
+                f"got {list(attention_mask.shape)}.",
+            )
+            # Asking the device costs one wait; attention without a mask is worth far more. Not in a compiled graph.
+            if torch.compiler.is_compiling() or not bool(attention_mask.all()):
+                documents = (attention_mask != 0).to(device, torch.int64)
+        if position_ids is not None:
+            positions = position_ids if position_ids.dim() == 2 else position_ids[None]
+            check(
+                positions.dim() == 2 and positions.shape[0] in (1, B) and positions.shape[1] == T,
+                f"Sequence: position_ids must be [{T}], [1, {T}] or [{B}, {T}], got {list(position_ids.shape)}.",
+            )
+        cos, sin = rotary(positions)
+        block_mask = dense_mask = None
+        if documents is not None or (past and T > 1):
+            if device.type in ACCELERATORS and T > 1:
+                block_mask = _block_mask(documents, past, B, T, device)
+            else:
+                dense_mask = _dense_mask(documents, past, T, device)
+        return cls(positions, cos, sin, documents, past, cache, block_mask, dense_mask)
+
+    def shift(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
+        """Targets of the tokens: the label of the next one; none at the end of a row or of a document, or in padding.
+
+        Args:
+            labels: [B, T] int64, unshifted.
+        """
+        target = torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), ignore_index)], 1)
+        if self.documents is None:
+            return target
+        last = torch.ones_like(labels[:, :1], dtype=torch.bool)
+        ends = torch.cat([self.documents[:, 1:] != self.documents[:, :-1], last], 1)
+        return target.masked_fill(ends, ignore_index)
+
+
+def _dense_mask(documents: Tensor | None, past: int, T: int, device: torch.device) -> Tensor:
+    S = past + T
+    mask = torch.ones(T, S, dtype=torch.bool, device=device).tril(past)[None, None]
+    if documents is not None:
+        mask = mask & (documents[:, None, past:, None] == documents[:, None, None, :])
+    return mask
+
+
+def _block_mask(documents: Tensor | None, past: int, B: int, T: int, device: torch.device) -> BlockMask:
+    def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = q + past >= k
+        return seen if documents is None else seen & (documents[b, q + past] == documents[b, k])
+
+    build = create_block_mask if torch.compiler.is_compiling() else torch.compile(create_block_mask)
+    return build(visible, None if documents is None else B, None, T, past + T, device=device.type)

@@ -1,0 +1,73 @@
+"""Every registered architecture with its tiny configurations, and the same model in transformers beside ours."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from liger_models.arch import get_arch, list_archs
+from liger_models.convert import get_map
+from liger_models.layers.causal_lm import CausalLM
+
+DATA = Path(__file__).parents[1] / "data"
+ARCHS = list_archs()
+
+
+def tiny(arch: str) -> dict[str, dict]:
+    """Variant -> keyword arguments of transformers' configuration class. One file per architecture, no code."""
+    file = json.loads((DATA / arch / "tiny.json").read_text())
+    return {name: {**file["base"], **changes} for name, changes in file["variants"].items()}
+
+
+CASES = [(arch, variant) for arch in ARCHS for variant in tiny(arch)]
+FIRST_CASES = [(arch, next(iter(tiny(arch)))) for arch in ARCHS]
+
+
+@cache
+def _folder(arch: str, variant: str, root: Path) -> Path:
+    folder = root / f"{arch}-{variant}"
+    config = AutoConfig.for_model(arch, **tiny(arch)[variant])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Also norms and biases away from the ones and zeros that they start from.
+            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.1))
+    model.save_pretrained(folder)
+    return folder
+
+
+def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+
+
+def hf_gradients(model) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def our_gradients(model: CausalLM) -> dict[str, Tensor]:
+    """Gradients under Hugging Face's names, taken apart by the weight map."""
+    weights = get_map(type(model).__module__.rpartition(".")[2])(model.config)
+    named = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        named.update(weights.entries[name].unpack(parameter.grad))
+    return named
+
+
+def load(arch: str, folder: Path, **options) -> CausalLM:
+    return get_arch(arch).from_pretrained(folder, progress=False, strict=True, **options)
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    theirs = theirs.detach().double().cpu()
+    return ((ours.detach().double().cpu() - theirs).norm() / theirs.norm().clamp_min(1e-30)).item()
+
+
+def tokens(arch: str, variant: str, B: int, T: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, tiny(arch)[variant]["vocab_size"], (B, T), generator=generator)

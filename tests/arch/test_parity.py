@@ -1,0 +1,241 @@
+"""Every architecture against transformers: same random weights, fp32, logits, loss and every gradient."""
+
+import pytest
+import torch
+
+from liger_models.arch import get_arch
+from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
+
+from .families import (
+    CASES,
+    FIRST_CASES,
+    _folder,
+    error,
+    hf_gradients,
+    hf_model,
+    load,
+    our_gradients,
+    tokens,
+)
+
+LIMIT = 1e-5
+T = 40  # past the original length of every scaled variant
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture
+def pair(request, root):
+    arch, variant = request.param
+    folder = _folder(arch, variant, root)
+    return arch, variant, hf_model(folder), load(arch, folder)
+
+
+every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
+one_case_each = pytest.mark.parametrize("pair", FIRST_CASES, indirect=True, ids="-".join)
+
+
+def assert_same_gradients(ours, theirs, limit=LIMIT):
+    ours, theirs = our_gradients(ours), hf_gradients(theirs)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert error(ours[name], gradient) <= limit, name
+
+
+@every_case
+def test_logits_loss_and_gradients(pair):
+    arch, variant, theirs, ours = pair
+    ids = tokens(arch, variant, 2, T)
+    labels = ids.clone()
+    labels[0, :7] = -100
+    want = theirs(ids, labels=labels)
+    want.loss.backward()
+    assert error(ours(ids).logits, want.logits) <= LIMIT
+    got = ours(ids, labels=labels)
+    assert got.logits is None
+    assert error(got.loss, want.loss) <= LIMIT
+    got.loss.backward()
+    assert_same_gradients(ours, theirs)
+
+
+@one_case_each
+def test_num_items_in_batch(pair):
+    arch, variant, theirs, ours = pair
+    ids = tokens(arch, variant, 2, 12)
+    want = theirs(ids, labels=ids, num_items_in_batch=torch.tensor(37))
+    for items in (37, torch.tensor(37)):
+        assert error(ours(ids, labels=ids, num_items_in_batch=items).loss, want.loss) <= LIMIT
+
+
+@every_case
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches(pair, side):
+    """The tokens' logits, the loss on them, and all gradients are those of transformers with the same mask."""
+    arch, variant, theirs, ours = pair
+    ids = tokens(arch, variant, 3, T)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((0, 5, 11)):
+        mask[row, slice(0, padding) if side == "left" else slice(T - padding, T)] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    # A padding token before the first real one has nothing to predict it from: we ignore that target.
+    first = (mask == 1) & (torch.nn.functional.pad(mask, (1, 0))[:, :-1] == 0)
+    labels = labels.masked_fill(first, -100)
+    want = theirs(ids, attention_mask=mask, labels=labels)
+    want.loss.backward()
+    kept = mask.bool()
+    assert error(ours(ids, attention_mask=mask).logits[kept], want.logits[kept]) <= LIMIT
+    got = ours(ids, attention_mask=mask, labels=labels)
+    assert error(got.loss, want.loss) <= LIMIT
+    got.loss.backward()
+    assert_same_gradients(ours, theirs)
+
+
+@every_case
+def test_packed_documents_are_separate_documents(pair):
+    """One packed row gives the logits, the loss and the gradients of each document alone."""
+    arch, variant, theirs, ours = pair
+    lengths = [9, 1, T, 14]
+    if "dynamic" in variant:
+        lengths[2] = 16  # the frequencies of this one depend on the longest sequence at hand
+    ids = tokens(arch, variant, 1, sum(lengths))
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    targets = sum(length - 1 for length in lengths)
+    logits = []
+    for document in ids.split(lengths, 1):
+        out = theirs(document)
+        logits.append(out.logits)
+        if document.shape[1] > 1:
+            loss = torch.nn.functional.cross_entropy(out.logits[0, :-1], document[0, 1:], reduction="sum")
+            (loss / targets).backward()
+    assert error(ours(ids, cu_seqlens=bounds).logits, torch.cat(logits, 1)) <= LIMIT
+    ours(ids, labels=ids, cu_seqlens=bounds.int()).loss.backward()
+    assert_same_gradients(ours, theirs)
+
+
+@one_case_each
+def test_tokens_after_the_last_boundary_and_rows_are_documents(pair):
+    arch, variant, _, ours = pair
+    ids = tokens(arch, variant, 2, 12)
+    packed = ours(ids, cu_seqlens=torch.tensor([0, 5, 15])).logits
+    pieces = [(0, slice(0, 5)), (0, slice(5, 12)), (1, slice(0, 3)), (1, slice(3, 12))]
+    for row, part in pieces:
+        assert error(packed[row, part], ours(ids[row : row + 1, part]).logits[0]) <= LIMIT
+
+
+@one_case_each
+def test_position_ids(pair):
+    arch, variant, theirs, ours = pair
+    ids = tokens(arch, variant, 2, 10)
+    positions = torch.stack([torch.arange(10) + 3, torch.arange(10) * 2])
+    mask = torch.ones_like(ids)
+    want = theirs(ids, position_ids=positions, attention_mask=mask).logits
+    assert error(ours(ids, position_ids=positions).logits, want) <= LIMIT
+    want = theirs(ids, position_ids=positions[:1], attention_mask=mask).logits
+    assert error(ours(ids, position_ids=positions[0]).logits, want) <= LIMIT
+
+
+@one_case_each
+def test_causality(pair):
+    arch, variant, _, ours = pair
+    ids = tokens(arch, variant, 1, 16)
+    changed = ids.clone()
+    changed[0, 9] = (ids[0, 9] + 1) % 50 + 3
+    before, after = ours(ids).logits, ours(changed).logits
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.equal(before[:, 9:], after[:, 9:])
+
+
+@one_case_each
+def test_checkpointing_policies_give_identical_gradients(pair):
+    arch, variant, _, ours = pair
+    ids = tokens(arch, variant, 2, 16)
+    gradients = []
+    for policy in CHECKPOINTING_POLICIES:
+        ours.zero_grad()
+        ours.set_checkpointing(policy)
+        ours(ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in ours.named_parameters()})
+    for other in gradients[1:]:
+        assert all(torch.equal(gradient, other[name]) for name, gradient in gradients[0].items())
+
+
+@one_case_each
+def test_logits_beside_the_loss_and_only_the_last(pair):
+    arch, variant, _, ours = pair
+    ids = tokens(arch, variant, 2, 10)
+    full = ours(ids).logits
+    assert torch.equal(ours(ids, labels=ids, return_logits=True).logits, full)
+    assert error(ours(ids, logits_to_keep=1).logits, full[:, -1:]) <= LIMIT
+    with torch.no_grad():
+        assert ours.eval()(ids, labels=ids).logits is None
+
+
+@one_case_each
+def test_inputs_embeds(pair):
+    arch, variant, theirs, ours = pair
+    ids = tokens(arch, variant, 2, 10)
+    embeds = theirs.get_input_embeddings()(ids)
+    assert error(ours(inputs_embeds=embeds).logits, theirs(inputs_embeds=embeds).logits) <= LIMIT
+
+
+@one_case_each
+def test_one_token_and_an_empty_batch(pair):
+    arch, variant, theirs, ours = pair
+    one = tokens(arch, variant, 1, 1)
+    assert error(ours(one).logits, theirs(one).logits) <= LIMIT
+    assert ours(one, labels=one).loss == 0  # nothing to predict
+    empty = ours(one[:0], labels=one[:0])
+    assert empty.loss == 0
+
+
+@one_case_each
+def test_fullgraph_compile(pair):
+    """Forward and backward in one graph, with Inductor."""
+    arch, variant, theirs, ours = pair
+    ids = tokens(arch, variant, 2, 16)
+    want = theirs(ids, labels=ids)
+    want.loss.backward()
+    compiled = torch.compile(ours, fullgraph=True)
+    got = compiled(ids, labels=ids)
+    assert error(got.loss, want.loss) <= LIMIT
+    got.loss.backward()
+    assert_same_gradients(ours, theirs)
+
+
+@every_case
+def test_export_reloads_in_transformers_bit_for_bit(pair, tmp_path):
+    arch, variant, theirs, ours = pair
+    ours.save_pretrained(tmp_path / "export")
+    again = hf_model(tmp_path / "export")
+    want = theirs.state_dict()
+    got = again.state_dict()
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    ids = tokens(arch, variant, 1, T)
+    assert torch.equal(again(ids).logits, theirs(ids).logits)
+
+
+@one_case_each
+def test_fresh_weights(pair):
+    """from_config draws what the constructor draws, and ties what is tied."""
+    arch, _, _, ours = pair
+    torch.manual_seed(1)
+    drawn = get_arch(arch).from_config(ours.config)
+    for name, parameter in drawn.named_parameters():
+        assert parameter.isfinite().all(), name
+        if parameter.dim() > 1:
+            assert 0.8 < parameter.std() / ours.config.initializer_range < 1.2, name
+    assert (drawn.lm_head.weight is drawn.embed_tokens.weight) == ours.config.tie_word_embeddings
+
+
+@one_case_each
+def test_cast_keeps_the_rotary_tables(pair):
+    """Half-precision weights must not round the frequencies."""
+    _, _, _, ours = pair
+    positions = torch.arange(60)[None]
+    want = ours.rotary(positions)
+    assert all(torch.equal(a, b) for a, b in zip(ours.bfloat16().rotary(positions), want, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours.half().to("cpu").rotary(positions), want, strict=True))
