@@ -20,7 +20,7 @@ BACKENDS = [
 
 @pytest.fixture(autouse=True)
 def _reference_unless_asked(request: pytest.FixtureRequest):
-    """The interpreter is for the op tests: everything else on the CPU runs the reference backend, as users' code does."""
+    """The interpreter is for tests that ask for it: all others run the reference backend on the CPU, as users do."""
     from liger_models.kernels import dispatch
 
     if {"backend", "device", "kernel_device"} & set(request.fixturenames) or request.node.get_closest_marker("gpu"):

@@ -308,11 +308,8 @@ def cross_entropy_reference(
     log_probs = -F.cross_entropy(flat, y, ignore_index=ignore_index, reduction="none")
     hits = ((flat.argmax(-1) == y) & valid).sum() / valid.sum().clamp_min(1)
     scale = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, z.dtype)
-    loss, z_part = (token_loss + squared) * scale, (squared * scale).detach()
-    if reduction == "none":
-        loss, z_part = loss.view(target.shape), z_part.view(target.shape)
-    else:
-        loss, z_part = loss.sum(), z_part.sum()
+    loss = reduce((token_loss + squared) * scale, reduction, target.shape)
+    z_part = reduce((squared * scale).detach(), reduction, target.shape)
     return CrossEntropyOutput(loss, z_part, log_probs.view(target.shape), hits.to(z.dtype))
 
 
@@ -335,10 +332,15 @@ def token_scale(
     if reduction != "mean":
         return weight
     if num_items is not None:
-        return weight / num_items
+        return (weight / num_items).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     divisor = weight if class_weight is None else weight * class_weight.to(dtype)[target.where(valid, 0)]
     total = divisor.sum()
     return torch.where(total == 0, 0, weight / total)
+
+
+def reduce(tokens: Tensor, reduction: str, shape: torch.Size) -> Tensor:
+    """Weighted per-token losses [N] in the target's shape ("none") or summed."""
+    return tokens.view(shape) if reduction == "none" else tokens.sum()
 
 
 LIBRARY.define(
@@ -469,7 +471,7 @@ def cross_entropy(
         logit_scale: factor of the logits.
         reduction: "mean" divides by ``num_items`` if given, else by the sum of the weights of the non-ignored tokens;
             "sum"; "none" returns one loss per token.
-        num_items: divisor of "mean", for example the number of targets over all accumulation steps and ranks.
+        num_items: divisor of "mean" (0 gives 0), such as the number of targets over all accumulation steps and ranks.
         return_z_loss, return_log_probs, return_token_accuracy: fill in these fields of the result.
 
     Returns:
@@ -491,11 +493,10 @@ def cross_entropy(
         logits.reshape(-1, V), y, class_weight, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
         return_token_accuracy,
     )  # fmt: skip
-    scale = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, token_loss.dtype)
-    reduced = lambda t: (t * scale).view(target.shape) if reduction == "none" else (t * scale).sum()
+    factors = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, token_loss.dtype)
     return CrossEntropyOutput(
-        loss=reduced(token_loss),
-        z_loss=reduced(token_z) if return_z_loss else None,
+        loss=reduce(token_loss * factors, reduction, target.shape),
+        z_loss=reduce(token_z * factors, reduction, target.shape) if return_z_loss else None,
         log_probs=log_probs.view(target.shape) if return_log_probs else None,
         token_accuracy=token_accuracy(predicted, y, ignore_index) if return_token_accuracy else None,
     )

@@ -31,7 +31,7 @@ except ImportError:  # no wheel for this platform: the reference backend is all 
 
 __all__ = ["tl", "triton"]  # re-exported, so that kernels can be defined where Triton is absent
 
-HAS_TRITON = not type(triton).__name__ == "_Absent"
+HAS_TRITON = type(triton).__name__ != "_Absent"
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 ACCELERATORS = ("cuda", "xpu")
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

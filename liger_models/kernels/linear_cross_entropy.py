@@ -6,9 +6,12 @@ The formulas per row are those of `cross_entropy`.
 
 - A scalar loss (reduction "mean" or "sum") has one unknown upstream factor, so its gradients are made in the forward
   and multiplied by that factor in the backward: three matrix products in all. Saved: dx in the dtype of x, dweight and
-  dbias in fp32, not normalised, so that neither fp16 nor a loss scale loses range.
+  dbias in fp32.
 - Per-token results (reduction "none", or ``return_log_probs``) have an upstream gradient per token, so the backward
   makes the logits again: four products. Saved: x, weight, lse.
+
+The factors of the tokens' losses lose their common power of two before the logits' gradient is rounded to the dtype of
+x, and it comes back at the end: exact, and neither fp16 nor a mean over many tokens runs out of range.
 
 dweight is summed over the chunks in fp32. Nothing waits for the device. Frozen inputs and ``no_grad`` cost no product.
 
@@ -23,6 +26,7 @@ from .cross_entropy import (
     CrossEntropyOutput,
     check_arguments,
     cross_entropy_reference,
+    reduce,
     token_accuracy,
     token_scale,
     token_statistics,
@@ -48,6 +52,14 @@ def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int) -> int:
     chunks = max(-(-N // limit), 1)
     even = -(-N // chunks)
     return min(max(-(-even // ROW_MULTIPLE), 1) * ROW_MULTIPLE, limit)
+
+
+def _without_exponent(factors: Tensor) -> tuple[Tensor, Tensor]:
+    """``factors`` as numbers of magnitude up to 1 and the power of two that they share."""
+    if factors.numel() == 0:
+        return factors, factors.new_ones(())
+    exponent = torch.frexp(factors.abs().amax()).exponent
+    return torch.ldexp(factors, -exponent), torch.ldexp(factors.new_ones(()), exponent)
 
 
 def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -121,8 +133,9 @@ def _walk_chunks(
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, int rows"
 _INPUTS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
 LIBRARY.define(
-    f"linear_cross_entropy({_INPUTS}, Tensor? token_weight, Tensor scale, {_OPTIONS},"
-    " bool predict, bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"linear_cross_entropy({_INPUTS}, Tensor factors, {_OPTIONS},"
+    " bool predict, bool need_dx, bool need_dw, bool need_db)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     f"linear_cross_entropy_tokens({_INPUTS}, {_OPTIONS}, bool predict) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -146,20 +159,19 @@ def _scale_cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy", "CompositeExplicitAutograd")
-def _loss(x, weight, target, bias, class_weight, token_weight, scale, *rest) -> tuple[Tensor, ...]:
+def _loss(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
     *options, rows, predict, need_dx, need_dw, need_db = rest
+    a, scale = _without_exponent(factors)
     statistics, dx, dweight, dbias = _walk_chunks(
         x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
-        predict=predict, a=token_weight, need=(need_dx, need_dw, need_db),
+        predict=predict, a=a, need=(need_dx, need_dw, need_db),
     )  # fmt: skip
     loss, z_loss, _, _, predicted = statistics
-    if token_weight is not None:
-        loss, z_loss = loss * token_weight, z_loss * token_weight
-    return loss.sum() * scale, z_loss.sum() * scale, predicted, dx, dweight, dbias
+    return (loss * factors).sum(), (z_loss * factors).sum(), predicted, dx, dweight, dbias, scale
 
 
 @torch.library.register_fake("liger_models::linear_cross_entropy", lib=LIBRARY)
-def _loss_fake(x, weight, target, bias, class_weight, token_weight, scale, *rest) -> tuple[Tensor, ...]:
+def _loss_fake(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
     *_, predict, need_dx, need_dw, need_db = rest
     wide = torch.promote_types(x.dtype, torch.float32)
     return (
@@ -168,6 +180,7 @@ def _loss_fake(x, weight, target, bias, class_weight, token_weight, scale, *rest
         target.new_empty(x.shape[0] if predict else 0),
         torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
         *_wide_gradients_fake(weight, wide if need_dw else x.dtype, wide if need_db else x.dtype, need_dw, need_db),
+        x.new_empty((), dtype=wide),
     )
 
 
@@ -181,16 +194,16 @@ def _wide_gradients_fake(
 
 
 def _loss_setup(ctx, inputs, output):
-    x, weight, _, bias, _, _, scale, *_ = inputs
-    _, z_loss, predicted, dx, dweight, dbias = output
+    x, weight, _, bias, *_ = inputs
+    _, z_loss, predicted, dx, dweight, dbias, scale = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(z_loss, predicted, dx, dweight, dbias)
+    ctx.mark_non_differentiable(z_loss, predicted, dx, dweight, dbias, scale)
     ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
     ctx.save_for_backward(dx, dweight, dbias, scale)
 
 
 def _loss_backward(ctx, upstream, *_):
-    gradients = [None] * 17
+    gradients = [None] * 16
     if upstream is not None:
         *saved, scale = ctx.saved_tensors
         for index, gradient, dtype in zip((0, 1, 3), saved, ctx.dtypes, strict=True):
@@ -223,20 +236,16 @@ def _tokens_fake(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, 
 def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, Tensor, Tensor]:
     *options, rows, need_dx, need_dw, need_db = rest
     a = lse.new_zeros(len(lse)) if a is None else a
-    # The logits' gradient is held in the dtype of x: with the largest upstream taken out it fits the range of fp16.
-    peak = a.abs().amax() if a.numel() else a.new_ones(())
-    if c is not None and c.numel():
-        peak = torch.maximum(peak, c.abs().amax())
-    peak = torch.where(peak > 0, peak, 1)
+    factors, scale = _without_exponent(torch.cat([a, a.new_empty(0) if c is None else c]))
+    a, c = factors[: len(a)], None if c is None else factors[len(a) :]
     _, dx, dweight, dbias = _walk_chunks(
         x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
-        a=(a / peak).contiguous(), c=None if c is None else (c / peak).contiguous(), lse=lse,
-        need=(need_dx, need_dw, need_db),
+        a=a, c=c, lse=lse, need=(need_dx, need_dw, need_db),
     )  # fmt: skip
     return (
-        _scale_cast(dx, peak, x.dtype),
-        _scale_cast(dweight, peak, weight.dtype),
-        _scale_cast(dbias, peak, weight.dtype),
+        _scale_cast(dx, scale, x.dtype),
+        _scale_cast(dweight, scale, weight.dtype),
+        _scale_cast(dbias, scale, weight.dtype),
     )
 
 
@@ -334,31 +343,21 @@ def linear_cross_entropy(
     flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     rows = chunk_rows(flat.shape[0], V, x.element_size(), workspace_mib)
     options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale, rows)
-    wide = torch.promote_types(x.dtype, torch.float32)
+    factors = token_scale(
+        y, class_weight, token_weight, ignore_index, reduction, num_items, torch.promote_types(x.dtype, torch.float32)
+    )
 
     if reduction == "none" or return_log_probs:
-        token_loss, token_z, log_probs, _, predicted = torch.ops.liger_models.linear_cross_entropy_tokens(
+        loss, z_part, log_probs, _, predicted = torch.ops.liger_models.linear_cross_entropy_tokens(
             flat, weight, y, bias, class_weight, *options, return_token_accuracy
         )
-        scale = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, wide)
-        reduced = lambda t: (t * scale).view(target.shape) if reduction == "none" else (t * scale).sum()
-        loss, z_part, log_probs = reduced(token_loss), reduced(token_z), log_probs.view(target.shape)
+        loss = reduce(loss * factors, reduction, target.shape)
+        z_part = reduce(z_part * factors, reduction, target.shape)
+        log_probs = log_probs.view(target.shape)
     else:
-        token_weight = None if token_weight is None else token_weight.reshape(-1).to(wide)
-        if reduction == "sum":
-            divisor_inverse = flat.new_ones((), dtype=wide)
-        elif num_items is not None:
-            divisor_inverse = torch.as_tensor(num_items, dtype=wide, device=x.device).reciprocal()
-        else:
-            valid = y != ignore_index
-            weights = valid.to(wide) if token_weight is None else token_weight.where(valid, 0)
-            if class_weight is not None:
-                weights = weights * class_weight.to(wide)[y.where(valid, 0)]
-            total = weights.sum()
-            divisor_inverse = torch.where(total == 0, 0, total.reciprocal())
         training = torch.is_grad_enabled()
         loss, z_part, predicted, *_ = torch.ops.liger_models.linear_cross_entropy(
-            flat, weight, y, bias, class_weight, token_weight, divisor_inverse, *options, return_token_accuracy,
+            flat, weight, y, bias, class_weight, factors, *options, return_token_accuracy,
             training and x.requires_grad, training and weight.requires_grad,
             training and bias is not None and bias.requires_grad,
         )  # fmt: skip

@@ -7,11 +7,11 @@ Forward, per row of width C, in fp32::
     y = (weight_offset + w) · cast(n)                 scale_in_fp32=False: cast to the input dtype, then scale (Llama)
     y = cast((weight_offset + w) · n)                 scale_in_fp32=True: scale in fp32, then cast (Gemma, OLMo2)
 
-Backward, with g = dy · (weight_offset + w) and dh the gradient that reaches the new residual stream::
+Backward, with g = dy · (weight_offset + w) and dh the gradient of the new residual stream::
 
     dx = r · (g − n · mean(g · n)) + dh,   dw = Σ_rows dy · n
 
-Saved: h in its own dtype and r in fp32. The weight gradient is summed in fp32: one partial row per program, then one sum.
+Saved: h in its own dtype and r in fp32. The weight gradient is summed in fp32: a partial row per program, then a sum.
 
 Source: https://arxiv.org/abs/1910.07467.
 """
@@ -221,7 +221,7 @@ def rms_norm_backward(
     need_y: bool = False,
     y_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Launch the backward kernels: ``(dx, dw or None, y or None)``; y is the forward's output, recomputed on the way."""
+    """Launch the backward kernels: ``(dx, dw or None, y or None)``, y being the forward's output made again."""
     dy, h, weight = dy.contiguous(), h.contiguous(), weight.contiguous()
     dh = None if dh is None else dh.contiguous()
     C = h.shape[-1]
@@ -374,7 +374,8 @@ def _check(op: str, x: Tensor, weight: Tensor) -> None:
     check_floating(op, x=x, weight=weight)
     check(
         x.dim() > 0 and weight.shape == x.shape[-1:],
-        f"{op}: weight must have the shape of x's last dimension, got weight {list(weight.shape)} for x {list(x.shape)}.",
+        f"{op}: weight must have the shape of x's last dimension, "
+        f"got weight {list(weight.shape)} for x {list(x.shape)}.",
     )
 
 

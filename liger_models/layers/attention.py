@@ -27,8 +27,13 @@ MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @functools.cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
+def _compiled_flex_attention() -> Callable[..., Any]:
     return torch.compile(flex_attention)
+
+
+def _flex_attention() -> Any:
+    # Uncompiled it would build the T x T scores; inside a compiled graph it is compiled with the rest.
+    return flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, *, scale: float, dropout: float = 0.0) -> Tensor:
@@ -58,8 +63,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, *, scale: flo
             f"attention: dropout must be 0 with packed or padded batches on {q.device.type}, got {dropout}. "
             "Set attention_dropout=0.",
         )
-        flex: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
-        out = flex(queries, keys, values, block_mask=sequence.block_mask, scale=scale, enable_gqa=H != G)
+        out = _flex_attention()(queries, keys, values, block_mask=sequence.block_mask, scale=scale, enable_gqa=H != G)
         y: Tensor = out.transpose(1, 2)
         return y
     if T == 1 and sequence.cache is not None:

@@ -98,7 +98,7 @@ class CausalLM(nn.Module):
                 module.reset_parameters()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.tie_weights()  # moving from the meta device makes a new parameter of each name
         return self
 

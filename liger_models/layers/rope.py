@@ -104,7 +104,8 @@ def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScali
     if first == last:
         last += 0.001
     ramp = ((torch.arange(width // 2, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
-    return base / scaling.factor * ramp + base * (1 - ramp)
+    kept = 1 - ramp  # rounded here, as where the checkpoints were trained
+    return base / scaling.factor * (1 - kept) + base * kept
 
 
 class RotaryEmbedding(nn.Module):
@@ -147,7 +148,7 @@ class RotaryEmbedding(nn.Module):
         self.inv_freq = base
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> "RotaryEmbedding":
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = fn(torch.empty(0, device=self.inv_freq.device)).device
         if device.type != "meta":
             self.inv_freq = self.inv_freq.to(device)

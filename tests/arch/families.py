@@ -4,6 +4,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -25,9 +26,15 @@ def tiny(arch: str) -> dict[str, dict]:
 CASES = [(arch, variant) for arch in ARCHS for variant in tiny(arch)]
 FIRST_CASES = [(arch, next(iter(tiny(arch)))) for arch in ARCHS]
 
+every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
+one_case_each = pytest.mark.parametrize("pair", FIRST_CASES, indirect=True, ids="-".join)
+
+LIMIT = 1e-5
+"""Largest relative error in fp32."""
+
 
 @cache
-def _folder(arch: str, variant: str, root: Path) -> Path:
+def make_folder(arch: str, variant: str, root: Path) -> Path:
     folder = root / f"{arch}-{variant}"
     config = AutoConfig.for_model(arch, **tiny(arch)[variant])
     torch.manual_seed(0)
@@ -71,3 +78,10 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 def tokens(arch: str, variant: str, B: int, T: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, tiny(arch)[variant]["vocab_size"], (B, T), generator=generator)
+
+
+def assert_same_gradients(ours: CausalLM, theirs, limit: float = LIMIT) -> None:
+    ours, theirs = our_gradients(ours), hf_gradients(theirs)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert error(ours[name], gradient) <= limit, name

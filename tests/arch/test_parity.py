@@ -6,43 +6,9 @@ import torch
 from liger_models.arch import get_arch
 from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
 
-from .families import (
-    CASES,
-    FIRST_CASES,
-    _folder,
-    error,
-    hf_gradients,
-    hf_model,
-    load,
-    our_gradients,
-    tokens,
-)
+from .families import LIMIT, assert_same_gradients, error, every_case, hf_model, one_case_each, tokens
 
-LIMIT = 1e-5
 T = 40  # past the original length of every scaled variant
-
-
-@pytest.fixture(scope="session")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture
-def pair(request, root):
-    arch, variant = request.param
-    folder = _folder(arch, variant, root)
-    return arch, variant, hf_model(folder), load(arch, folder)
-
-
-every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
-one_case_each = pytest.mark.parametrize("pair", FIRST_CASES, indirect=True, ids="-".join)
-
-
-def assert_same_gradients(ours, theirs, limit=LIMIT):
-    ours, theirs = our_gradients(ours), hf_gradients(theirs)
-    assert ours.keys() == theirs.keys()
-    for name, gradient in theirs.items():
-        assert error(ours[name], gradient) <= limit, name
 
 
 @every_case

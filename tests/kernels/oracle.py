@@ -16,7 +16,9 @@ def run(function: Callable[..., object], inputs: Sequence[Tensor], upstream: Seq
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     grads = torch.autograd.grad(outputs, wanted, list(upstream), allow_unused=True)
-    return [out.detach() for out in outputs] + [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, grads)]
+    return [out.detach() for out in outputs] + [
+        torch.zeros_like(w) if g is None else g for w, g in zip(wanted, grads, strict=True)
+    ]
 
 
 def wide(tensor: Tensor) -> Tensor:

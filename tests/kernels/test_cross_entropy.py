@@ -168,6 +168,13 @@ def test_all_tokens_ignored(backend, reduction):
     assert not w.grad.any()
 
 
+def test_no_items(backend):
+    (x, w), _ = linear_inputs(backend, torch.float32)
+    ignored = torch.full((N,), -100, device=backend)
+    for items in (torch.tensor(0, device=backend), torch.tensor(0)):
+        assert linear_cross_entropy(x.requires_grad_(), w, ignored, num_items=items).loss == 0
+
+
 def test_no_tokens(backend):
     (x, w), _ = linear_inputs(backend, torch.float32, rows=0)
     x.requires_grad_()
@@ -395,8 +402,8 @@ def test_opcheck(kernel_device):
     ops = torch.ops.liger_models
     opcheck(ops.cross_entropy, ((x @ w.T).detach().requires_grad_(), target, weights, *options, True))
     opcheck(ops.linear_cross_entropy_tokens, (x, w, target, b, weights, *options, 4, True))
-    scale = torch.tensor(0.1, device=kernel_device)
-    opcheck(ops.linear_cross_entropy, (x, w, target, b, weights, None, scale, *options, 4, True, True, True, True))
+    factors = torch.rand(N, device=kernel_device)
+    opcheck(ops.linear_cross_entropy, (x, w, target, b, weights, factors, *options, 4, True, True, True, True))
 
 
 def test_compiles_without_a_graph_break(kernel_device):

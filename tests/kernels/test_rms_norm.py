@@ -42,7 +42,8 @@ def test_add_rms_norm_matches_fp64(backend, shape, flavour, poisoned_empty):
     for dtype in dtypes(backend):
         x, residual, weight, upstream = make(shape, dtype, backend)
         assert_close_to_truth(
-            lambda x, r, w: add_rms_norm(x, r, w, **flavour), lambda x, r, w: add_rms_norm_reference(x, r, w, **flavour),
+            lambda x, r, w: add_rms_norm(x, r, w, **flavour),
+            lambda x, r, w: add_rms_norm_reference(x, r, w, **flavour),
             [x, residual, weight], upstream,
         )  # fmt: skip
 

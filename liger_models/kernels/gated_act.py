@@ -1,0 +1,214 @@
+"""Gated activations (SwiGLU, GeGLU) of the packed projection, gate and up interleaved.
+
+Element 2f of ``gate_up`` is gate f, element 2f + 1 is up f, so that a split over f is a plain slice of the rows of the
+projection's weight. Forward, with the activation in fp32::
+
+    a = cast(act(gate))                   cast to the input dtype before the product, as Hugging Face's models do
+    y = cast(a · up)
+
+Backward, in fp32, with a recomputed through the same cast::
+
+    dgate = dy · up · act'(gate),   dup = dy · a
+
+    silu         act(g) = g · σ(g)                       act'(g) = σ(g) · (1 + g · (1 − σ(g)))
+    gelu_tanh    act(g) = g · σ(2z)                      act'(g) = σ(2z) + g · σ(2z) · (1 − σ(2z)) · 2z'(g)
+                 z(g) = √(2/π) · (g + 0.044715 · g³)     since (1 + tanh(z)) / 2 = σ(2z)
+    gelu         act(g) = g · Φ(g)                       act'(g) = Φ(g) + g · φ(g)
+
+Saved: gate_up alone. On demand the backward kernel also gives y, which the next projection's weight gradient needs.
+
+Source: https://arxiv.org/abs/2002.05202, https://arxiv.org/abs/1606.08415.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+BLOCK = 1024
+NUM_WARPS = 8
+"""Results per program, and its warps: in bf16 a thread loads 4 pairs in one 16-byte vector and holds their results, so
+that neither the split nor the interleaving goes through shared memory (with twice the pairs per thread they do)."""
+
+
+def gated_act_reference(gate_up: Tensor, act: str) -> Tensor:
+    """What `gated_act` computes, in plain torch (differentiable; fp64 stays fp64)."""
+    gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
+    if act == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none") * up
+
+
+@triton.jit
+def _activation(g, ACT: tl.constexpr):
+    """act(g) and act'(g), in fp32."""
+    if ACT == "silu":
+        s = tl.sigmoid(g)
+        return g * s, s * (1.0 + g * (1.0 - s))
+    elif ACT == "gelu_tanh":
+        slope = 1.5957691216057308  # 2 · √(2/π)
+        s = tl.sigmoid(slope * g * (1.0 + 0.044715 * g * g))
+        return g * s, s + g * s * (1.0 - s) * slope * (1.0 + 0.134145 * g * g)
+    else:
+        cdf = 0.5 + 0.5 * tl.erf(g * 0.7071067811865476)
+        return g * cdf, cdf + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
+
+
+@triton.jit
+def _load_pairs(pointer, left, BLOCK: tl.constexpr):
+    """gate and up of BLOCK results, in fp32; ``left`` results are left from the pointer on."""
+    elements = tl.arange(0, 2 * BLOCK)
+    pairs = tl.load(pointer + elements, mask=elements < 2 * left, other=0.0)
+    gate, up = tl.split(tl.reshape(pairs, [BLOCK, 2]))
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _forward_kernel(gate_up_ptr, y_ptr, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    left = count - start  # in int64, and so is twice that
+    gate, up = _load_pairs(gate_up_ptr + 2 * start, left, BLOCK)
+    a, _ = _activation(gate, ACT)
+    dtype = y_ptr.dtype.element_ty
+    results = tl.arange(0, BLOCK)
+    tl.store(y_ptr + start + results, (a.to(dtype).to(tl.float32) * up).to(dtype), mask=results < left)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr, gate_up_ptr, d_gate_up_ptr, product_ptr, count,
+    ACT: tl.constexpr, STORE_PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    left = count - start
+    results = tl.arange(0, BLOCK)
+    gate, up = _load_pairs(gate_up_ptr + 2 * start, left, BLOCK)
+    dy = tl.load(dy_ptr + start + results, mask=results < left, other=0.0).to(tl.float32)
+    a, slope = _activation(gate, ACT)
+    dtype = d_gate_up_ptr.dtype.element_ty
+    a = a.to(dtype).to(tl.float32)
+    elements = tl.arange(0, 2 * BLOCK)
+    gradient = tl.interleave((dy * up * slope).to(dtype), (dy * a).to(dtype))
+    tl.store(d_gate_up_ptr + 2 * start + elements, gradient, mask=elements < 2 * left)
+    if STORE_PRODUCT:
+        tl.store(product_ptr + start + results, (a * up).to(dtype), mask=results < left)
+
+
+def gated_act_forward(gate_up: Tensor, act: str) -> Tensor:
+    """Launch the forward kernel."""
+    gate_up = gate_up.contiguous()
+    y = torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    if y.numel():
+        with on_device_of(gate_up):
+            _forward_kernel[(triton.cdiv(y.numel(), BLOCK),)](
+                gate_up, y, y.numel(), ACT=act, BLOCK=BLOCK, num_warps=NUM_WARPS
+            )
+    return y
+
+
+def gated_act_backward(
+    dy: Tensor,
+    gate_up: Tensor,
+    act: str,
+    need_product: bool,
+    *,
+    overwrite_dy: bool = False,
+    overwrite_gate_up: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the backward kernel: ``(d_gate_up, product or None)``; the product is the forward's output.
+
+    A caller that owns dy or gate_up and is done with it lets the product or d_gate_up take its place in memory.
+    """
+    dy, gate_up = dy.contiguous(), gate_up.contiguous()
+    d_gate_up = gate_up if overwrite_gate_up else torch.empty_like(gate_up)
+    product = (dy if overwrite_dy else torch.empty_like(dy)) if need_product else None
+    if dy.numel():
+        with on_device_of(gate_up):
+            _backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](
+                # A pointer argument that the constants switch off still has to be a tensor.
+                dy, gate_up, d_gate_up, dy if product is None else product, dy.numel(),
+                ACT=act, STORE_PRODUCT=need_product, BLOCK=BLOCK, num_warps=NUM_WARPS,
+            )  # fmt: skip
+    return d_gate_up, product
+
+
+LIBRARY.define("gated_act(Tensor gate_up, str act) -> Tensor")
+LIBRARY.define("gated_act_backward(Tensor dy, Tensor gate_up, str act) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "gated_act", "CompositeExplicitAutograd")
+def _gated_act(gate_up: Tensor, act: str) -> Tensor:
+    return gated_act_forward(gate_up, act)
+
+
+@torch.library.impl(LIBRARY, "gated_act_backward", "CompositeExplicitAutograd")
+def _gated_act_backward(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
+    return gated_act_backward(dy, gate_up, act, need_product=False)[0]
+
+
+@torch.library.register_fake("liger_models::gated_act", lib=LIBRARY)
+def _gated_act_fake(gate_up: Tensor, act: str) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@torch.library.register_fake("liger_models::gated_act_backward", lib=LIBRARY)
+def _gated_act_backward_fake(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
+    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx, inputs, output):
+    gate_up, ctx.act = inputs
+    ctx.save_for_backward(gate_up)
+
+
+def _backward(ctx, dy):
+    (gate_up,) = ctx.saved_tensors
+    return torch.ops.liger_models.gated_act_backward(dy, gate_up, ctx.act), None
+
+
+torch.library.register_autograd("liger_models::gated_act", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+def check_act(op: str, act: str) -> None:
+    """Raise ValueError unless ``act`` names one of `ACTIVATIONS`."""
+    check(act in ACTIVATIONS, f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}.")
+
+
+def gated_act(gate_up: Tensor, act: str) -> Tensor:
+    """``act(gate) · up`` for gate = gate_up[..., 0::2] and up = gate_up[..., 1::2].
+
+    Args:
+        gate_up: [..., 2 F], element 2f is gate f and element 2f + 1 is up f; float32, float16 or bfloat16.
+        act: "silu", "gelu_tanh" or "gelu".
+
+    Returns:
+        [..., F] in the dtype of gate_up.
+
+    Raises:
+        ValueError: an unknown activation, or a last dimension that is odd.
+        TypeError: a tensor that is not floating-point.
+    """
+    check_act("gated_act", act)
+    check_floating("gated_act", gate_up=gate_up)
+    check(
+        gate_up.dim() > 0 and gate_up.shape[-1] % 2 == 0,
+        f"gated_act: the last dimension of gate_up holds pairs, got {list(gate_up.shape)}.",
+    )
+    if not use_triton(gate_up):
+        return gated_act_reference(gate_up, act)
+    y: Tensor = torch.ops.liger_models.gated_act(gate_up, act)
+    return y
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``silu(gate) · up``; Args, Returns and Raises as in `gated_act`."""
+    return gated_act(gate_up, "silu")
+
+
+def geglu(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
+    """``gelu(gate) · up``, by tanh or (``approximate="none"``) by erf; Args, Returns and Raises as in `gated_act`."""
+    check(approximate in ("tanh", "none"), f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}.")
+    return gated_act(gate_up, "gelu_tanh" if approximate == "tanh" else "gelu")

@@ -1,0 +1,109 @@
+"""Cross entropy as modules, called as Liger-Kernel's are."""
+
+from torch import Tensor, nn
+
+from liger_models.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_models.kernels.linear_cross_entropy import DEFAULT_WORKSPACE_MIB, linear_cross_entropy
+
+
+class LigerCrossEntropyLoss(nn.Module):
+    """`liger_models.kernels.cross_entropy.cross_entropy` with its options fixed.
+
+    Args:
+        weight: [V], class weights.
+        ignore_index: target value of tokens that count for nothing.
+        lse_square_scale: coefficient of the z-loss.
+        label_smoothing: in [0, 1].
+        reduction: "mean", "sum" or "none".
+        softcap: None for none.
+        return_z_loss, return_token_accuracy: return a `CrossEntropyOutput` with these fields and not the loss alone.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight, persistent=False)
+        self.ignore_index, self.lse_square_scale = ignore_index, lse_square_scale
+        self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
+        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
+        """logits [..., V] and target [...] int64 -> loss."""
+        return self._chosen(
+            cross_entropy(
+                logits,
+                target,
+                class_weight=self.weight,
+                ignore_index=self.ignore_index,
+                label_smoothing=self.label_smoothing,
+                z_loss=self.lse_square_scale,
+                softcap=self.softcap,
+                reduction=self.reduction,
+                return_z_loss=self.return_z_loss,
+                return_token_accuracy=self.return_token_accuracy,
+            )
+        )
+
+    def _chosen(self, out: CrossEntropyOutput) -> Tensor | CrossEntropyOutput:
+        return out if self.return_z_loss or self.return_token_accuracy else out.loss
+
+
+class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
+    """`liger_models.kernels.linear_cross_entropy.linear_cross_entropy` with its options fixed.
+
+    Args:
+        ce_weight: [V], class weights.
+        workspace_mib: budget in MiB of the buffer for logits.
+        Others: as in `LigerCrossEntropyLoss`.
+    """
+
+    def __init__(
+        self,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        workspace_mib: int = DEFAULT_WORKSPACE_MIB,
+    ) -> None:
+        super().__init__(
+            ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+            return_z_loss, return_token_accuracy,
+        )  # fmt: skip
+        self.workspace_mib = workspace_mib
+
+    def forward(  # type: ignore[override]
+        self, lin_weight: Tensor, x: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> Tensor | CrossEntropyOutput:
+        """lin_weight [V, C], x [..., C], target [...] int64, bias [V] -> loss."""
+        return self._chosen(
+            linear_cross_entropy(
+                x,
+                lin_weight,
+                target,
+                bias=bias,
+                class_weight=self.weight,
+                ignore_index=self.ignore_index,
+                label_smoothing=self.label_smoothing,
+                z_loss=self.lse_square_scale,
+                softcap=self.softcap,
+                reduction=self.reduction,
+                return_z_loss=self.return_z_loss,
+                return_token_accuracy=self.return_token_accuracy,
+                workspace_mib=self.workspace_mib,
+            )
+        )

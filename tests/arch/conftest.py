@@ -1,0 +1,16 @@
+import pytest
+
+from .families import hf_model, load, make_folder
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture
+def pair(request, root):
+    """(architecture, variant, the model in transformers, the same in this package)."""
+    arch, variant = request.param
+    folder = make_folder(arch, variant, root)
+    return arch, variant, hf_model(folder), load(arch, folder)

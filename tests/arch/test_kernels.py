@@ -1,0 +1,177 @@
+"""Whole models on the Triton kernels: on the CPU through the interpreter, and on a GPU."""
+
+import pytest
+import torch
+
+from liger_models import KernelOptions
+from liger_models.arch import get_arch
+from liger_models.kernels.dispatch import reference_backend
+from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
+
+from .families import (
+    LIMIT,
+    assert_same_gradients,
+    error,
+    every_case,
+    hf_gradients,
+    hf_model,
+    make_folder,
+    one_case_each,
+    our_gradients,
+    tokens,
+)
+
+T = 40
+
+
+@one_case_each
+def test_kernels_match_transformers(pair, kernel_device):
+    arch, variant, theirs, ours = pair
+    ours.to(kernel_device)
+    ids = tokens(arch, variant, 2, 9)
+    want = theirs(ids, labels=ids)
+    want.loss.backward()
+    for policy in CHECKPOINTING_POLICIES:
+        ours.zero_grad()
+        ours.set_checkpointing(policy)
+        got = ours(ids.to(kernel_device), labels=ids.to(kernel_device))
+        assert error(got.loss, want.loss) <= LIMIT
+        got.loss.backward()
+        assert_same_gradients(ours, theirs)
+
+
+@one_case_each
+def test_every_kernel_can_be_switched_off(pair, kernel_device, root):
+    """The same numbers whichever kernels run."""
+    arch, variant, theirs, _ = pair
+    ids = tokens(arch, variant, 1, 9)
+    want = theirs(ids, labels=ids)
+    want.loss.backward()
+    off = {"rms_norm": False, "rope": False, "swiglu": False, "fused_linear_cross_entropy": False}
+    for options in (
+        *({name: False} for name in off),
+        off,
+        {"cross_entropy": True, "fused_linear_cross_entropy": False},
+    ):
+        ours = get_arch(arch).from_pretrained(
+            make_folder(arch, variant, root), device=kernel_device, kernels=KernelOptions(**options), progress=False
+        )
+        got = ours(ids.to(kernel_device), labels=ids.to(kernel_device))
+        assert error(got.loss, want.loss) <= LIMIT, options
+        got.loss.backward()
+        assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.gpu
+@every_case
+def test_fp32_on_gpu(pair):
+    arch, variant, theirs, ours = pair
+    ours.cuda()
+    ids = tokens(arch, variant, 2, T)
+    want = theirs(ids, labels=ids)
+    want.loss.backward()
+    assert error(ours(ids.cuda()).logits, want.logits) <= LIMIT
+    got = ours(ids.cuda(), labels=ids.cuda())
+    assert error(got.loss, want.loss) <= LIMIT
+    got.loss.backward()
+    assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.gpu
+@one_case_each
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_gpu(pair, side):
+    """flex_attention there, a dense mask on the CPU."""
+    arch, variant, _, ours = pair
+    ids = tokens(arch, variant, 3, 200)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((0, 50, 131)):
+        mask[row, slice(0, padding) if side == "left" else slice(200 - padding, 200)] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    compare_devices(ours, ids, labels, attention_mask=mask)
+
+
+@pytest.mark.gpu
+@one_case_each
+def test_packing_on_gpu(pair):
+    arch, variant, _, ours = pair
+    ids = tokens(arch, variant, 1, 500)
+    compare_devices(ours, ids, ids, cu_seqlens=torch.tensor([0, 100, 101, 164, 420], dtype=torch.int32))
+
+
+def compare_devices(ours, ids, labels, **options):
+    with reference_backend():
+        want = ours(ids, labels=labels, return_logits=True, **options)
+        want.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in ours.named_parameters()}
+    ours.zero_grad()
+    ours.cuda()
+    on_gpu = {name: tensor.cuda() for name, tensor in options.items()}
+    got = ours(ids.cuda(), labels=labels.cuda(), return_logits=True, **on_gpu)
+    got.loss.backward()
+    seen = options.get("attention_mask", torch.ones_like(ids)).bool()
+    assert error(got.logits.cpu()[seen], want.logits[seen]) <= LIMIT
+    assert error(got.loss, want.loss) <= LIMIT
+    for name, parameter in ours.named_parameters():
+        assert error(parameter.grad, gradients[name]) <= LIMIT, name
+
+
+@pytest.mark.gpu
+@one_case_each
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_errs_no_more_than_transformers(pair, root, dtype):
+    """Against fp32 truth, from the same rounded weights."""
+    arch, variant, _, ours = pair
+    folder = make_folder(arch, variant, root)
+    ids = tokens(arch, variant, 2, T)
+    truth = hf_model(folder, dtype).float()
+    want = truth(ids, labels=ids)
+    want.loss.backward()
+    theirs = hf_model(folder, dtype).cuda()
+    their = theirs(ids.cuda(), labels=ids.cuda())
+    their.loss.backward()
+    ours.to("cuda", dtype)
+    got = ours(ids.cuda(), labels=ids.cuda(), return_logits=True)
+    got.loss.backward()
+    assert error(got.logits, want.logits) <= 1.2 * error(their.logits, want.logits)
+    exact, peer = hf_gradients(truth), hf_gradients(theirs)
+    for name, gradient in our_gradients(ours).items():
+        assert error(gradient, exact[name]) <= 1.5 * error(peer[name], exact[name]), name
+
+
+@pytest.mark.gpu
+@one_case_each
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_fullgraph_compile_on_gpu(pair, packed):
+    arch, variant, _, ours = pair
+    ours.cuda()
+    ids = tokens(arch, variant, 1, 256).cuda()
+    options = {"cu_seqlens": torch.tensor([0, 100, 256], device="cuda")} if packed else {}
+    want = ours(ids, labels=ids, **options)
+    want.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in ours.named_parameters()}
+    ours.zero_grad()
+    got = torch.compile(ours, fullgraph=True)(ids, labels=ids, **options)
+    got.loss.backward()
+    assert error(got.loss, want.loss) <= LIMIT
+    for name, parameter in ours.named_parameters():
+        assert error(parameter.grad, gradients[name]) <= LIMIT, name
+
+
+@pytest.mark.gpu
+@one_case_each
+def test_autocast_on_gpu(pair, root):
+    """fp32 weights, bf16 products: fp32 gradients that err no more than transformers' under the same autocast."""
+    arch, variant, truth, ours = pair
+    ids = tokens(arch, variant, 2, T)
+    truth(ids, labels=ids).loss.backward()
+    theirs = hf_model(make_folder(arch, variant, root)).cuda()
+    ours.cuda()
+    for model in (theirs, ours):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(ids.cuda(), labels=ids.cuda())[0 if model is ours else "loss"]
+        loss.backward()
+    exact, peer = hf_gradients(truth), hf_gradients(theirs)
+    for name, gradient in our_gradients(ours).items():
+        assert gradient.dtype == torch.float32
+        assert error(gradient, exact[name]) <= 1.5 * error(peer[name], exact[name]), name

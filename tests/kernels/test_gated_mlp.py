@@ -1,0 +1,304 @@
+import sys
+
+import pytest
+import torch
+
+from liger_models.kernels.gated_act import ACTIVATIONS
+from liger_models.kernels.gated_mlp import gated_mlp, gated_mlp_reference
+
+from .oracle import assert_close_to_truth, opcheck, run
+
+FLAVOURS = [
+    pytest.param({"act": "silu", "eps": 1e-6}, id="llama"),
+    pytest.param({"act": "gelu", "eps": 1e-5, "scale_in_fp32": True}, id="erf"),
+    pytest.param({"act": "gelu_tanh", "eps": 1e-6, "weight_offset": 1.0, "scale_in_fp32": True}, id="gemma"),
+]
+SHAPES = [((1, 130), 200, 70), ((3, 67), 51, 47), ((2, 3, 64), 40, 64), ((4, 1, 129), 33, 50)]  # the stream, F, O
+GPU_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ORDER = ("x", "residual", "norm_weight", "gate_up_weight", "down_weight", "gate_up_bias", "down_bias")
+RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+
+
+def dtypes(device: str) -> list[torch.dtype]:
+    # The interpreter truncates bfloat16 where hardware rounds.
+    return GPU_DTYPES if device == "cuda" else GPU_DTYPES[:2]
+
+
+def make(shape, width, out, dtype, device, weight_dtype=None):
+    """The seven tensors in order, and the upstream gradients of both results."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64).to(device)
+    C = shape[-1]
+    stream = [draw(*shape), draw(*shape), draw(C)]
+    weights = [draw(2 * width, C) / C**0.5, draw(out, width) / width**0.5, draw(2 * width), draw(out)]
+    upstream = [draw(*shape[:-1], out).to(weight_dtype or dtype), draw(*shape).to(dtype)]
+    return [t.to(dtype) for t in stream] + [t.to(weight_dtype or dtype) for t in weights], upstream
+
+
+def with_names(function, names=ORDER, outputs=None, **constants):
+    """``function`` of the arguments named, in that order, the other tensors None; ``outputs`` picks one result."""
+
+    def call(*tensors):
+        out = function(**{**dict.fromkeys(ORDER), **dict(zip(names, tensors, strict=True))}, **constants)
+        return out if outputs is None else out[outputs]
+
+    return call
+
+
+def check(inputs, upstream, names=ORDER, recompute=False, **kwargs):
+    ours = with_names(gated_mlp, names, recompute=recompute, **kwargs)
+    assert_close_to_truth(ours, with_names(gated_mlp_reference, names, **kwargs), inputs, upstream)
+
+
+def without(inputs, *missing):
+    """The inputs left, and their names."""
+    names = tuple(name for name in ORDER if name not in missing)
+    return [inputs[ORDER.index(name)] for name in names], names
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize(("shape", "width", "out"), SHAPES, ids=str)
+def test_matches_fp64(backend, shape, width, out, flavour, recompute, poisoned_empty):
+    for dtype in dtypes(backend):
+        inputs, upstream = make(shape, width, out, dtype, backend)
+        for missing in ((), ("gate_up_bias", "down_bias"), ("x", "down_bias"), ("norm_weight",), ("x", "norm_weight")):
+            left, names = without(inputs, *missing)
+            check(left, upstream, names, recompute, **flavour)
+
+
+@pytest.mark.gpu
+@RECOMPUTE
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_real_sizes(flavour, recompute, poisoned_empty):
+    for dtype in GPU_DTYPES[1:]:
+        inputs, upstream = make((2, 32, 2048), 5632, 2048, dtype, "cuda")
+        check(inputs, upstream, recompute=recompute, **flavour)
+
+
+@RECOMPUTE
+@pytest.mark.parametrize(("stream", "weights"), [("float32", "float16"), ("float16", "float32")])
+def test_weights_of_another_dtype(backend, stream, weights, recompute, poisoned_empty):
+    """An fp32 stream with half-precision weights is what autocast makes of a model."""
+    stream, weights = getattr(torch, stream), getattr(torch, weights)
+    inputs, upstream = make((3, 5, 32), 24, 32, stream, backend, weights)
+    for missing in ((), ("norm_weight",)):
+        left, names = without(inputs, *missing)
+        check(left, upstream, names, recompute)
+    check(inputs, upstream, recompute=recompute, scale_in_fp32=True)
+    x, residual, norm_weight, gate_up_weight, down_weight, *biases = inputs
+    biases = [bias.to(stream) for bias in biases]
+    inputs = [x.to(weights), residual, norm_weight.float(), gate_up_weight, down_weight, *biases]
+    check(inputs, upstream, recompute=recompute)
+
+
+def test_recomputation_gives_the_same_bits(kernel_device):
+    for dtype in dtypes(kernel_device):
+        for stream in {torch.float32, dtype}:
+            inputs, upstream = make((2, 33, 64), 48, 64, stream, kernel_device, dtype)
+            for act in ACTIVATIONS:
+                for missing in ((), ("x", "norm_weight")):
+                    left, names = without(inputs, *missing)
+                    kept = run(with_names(gated_mlp, names, act=act), left, upstream)
+                    again = run(with_names(gated_mlp, names, act=act, recompute=True), left, upstream)
+                    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+@RECOMPUTE
+def test_strided_inputs_and_gradients(backend, recompute):
+    inputs, (dy, dh) = make((6, 5, 32), 12, 32, torch.float32, backend)
+    t = lambda tensor: tensor.transpose(0, 1)
+    x, residual, norm_weight, gate_up_weight, down_weight, *biases = inputs
+    columns = [weight.t().contiguous().t() for weight in (gate_up_weight, down_weight)]
+    inputs = [t(x), t(residual), norm_weight, *columns, *biases]
+    for missing in ((), ("x",), ("norm_weight",), ("x", "norm_weight")):
+        left, names = without(inputs, *missing)
+        check(left, [t(dy), t(dh)], names, recompute)
+    inputs = [x[::2, :, ::2], residual[::2, :, 1::2], norm_weight[::2], gate_up_weight[:, ::2], down_weight, *biases]
+    check(inputs, [dy[:1].expand(3, 5, 32), dh[:1, :1, :1].expand(3, 5, 16)], recompute=recompute)
+
+
+def test_only_one_of_two_outputs_is_used(backend):
+    inputs, upstream = make((4, 16), 8, 16, torch.float32, backend)
+    for missing in ((), ("x",), ("norm_weight",), ("x", "norm_weight")):
+        left, names = without(inputs, *missing)
+        for pick in (0, 1):
+            check(left, upstream[pick : pick + 1], names, outputs=pick)
+
+
+def test_without_x_the_residual_is_returned_as_it_is(backend):
+    (_, residual, *rest), _ = make((4, 16), 8, 16, torch.float32, backend)
+    assert gated_mlp(None, residual, *rest)[1] is residual
+
+
+@RECOMPUTE
+def test_second_backward_agrees_and_nothing_is_overwritten(backend, recompute):
+    inputs, upstream = make((5, 48), 20, 48, torch.float32, backend)
+    leaves = [t.requires_grad_() for t in inputs]
+    outputs = gated_mlp(*leaves, recompute=recompute)
+    tensors = [*upstream, *outputs, *leaves]
+    kept = [t.clone() for t in tensors]
+    first = [g.clone() for g in torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)]
+    second = torch.autograd.grad(outputs, leaves, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
+
+
+@RECOMPUTE
+def test_empty_and_single_rows(backend, recompute):
+    for shape, width in (((0, 8), 4), ((1, 8), 1), ((2, 0, 8), 4), ((8,), 4)):
+        inputs, upstream = make(shape, width, 8, torch.float32, backend)
+        got = run(with_names(gated_mlp, recompute=recompute), inputs, upstream)
+        want = run(gated_mlp_reference, inputs, upstream)
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("with_x", [True, False])
+def test_what_is_saved(kernel_device, with_x):
+    inputs, _ = make((6, 32), 10, 8, torch.float32, kernel_device)
+    x, *rest = (t.requires_grad_() for t in inputs)
+    weights = [(32,), (20, 32), (8, 10)]
+    for recompute, expected in ((False, [(6, 20), *weights]), (True, [*weights, (20,)])):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
+            _, stream = gated_mlp(x if with_x else None, *rest, recompute=recompute)
+        assert [tuple(t.shape) for t in saved] == [(6, 32), (6,), *expected]
+        assert saved[0].data_ptr() == stream.data_ptr()
+
+
+@RECOMPUTE
+@pytest.mark.parametrize(
+    ("trained", "matmuls", "rows", "products"),
+    [
+        (ORDER, 4, 1, 1),
+        (("x", "residual"), 2, 0, 0),  # frozen weights
+        (("norm_weight",), 2, 0, 0),
+        (("gate_up_weight",), 2, 1, 0),  # a frozen trunk
+        (("down_weight",), 1, 0, 1),
+        (("gate_up_bias",), 1, 0, 0),
+        (("down_bias",), 0, 0, 0),
+        (("x", "down_weight"), 3, 0, 1),
+    ],
+    ids=str,
+)
+def test_frozen_inputs_cost_nothing(kernel_device, monkeypatch, trained, matmuls, rows, products, recompute):
+    inputs, (dy, _) = make((6, 32), 10, 8, torch.float32, kernel_device)
+    want = dict(zip(ORDER, run(with_names(gated_mlp, outputs=0), inputs, [dy])[1:], strict=True))
+    named = dict(zip(ORDER, inputs, strict=True))
+    for name in trained:
+        named[name].requires_grad_()
+    y, stream = gated_mlp(**named, recompute=recompute)
+    assert stream.requires_grad == bool({"x", "residual"} & set(trained))
+
+    module = sys.modules[gated_mlp.__module__]
+    made = {}  # what the backward made, by the function that made it
+
+    def spy(name, pick):
+        original = getattr(module, name)
+        call = lambda *args, **kwargs: made.setdefault(name, []).append(pick(out := original(*args, **kwargs))) or out
+        monkeypatch.setattr(module, name, call)
+
+    spy("norm_backward", lambda out: out[2])
+    spy("normed_again", lambda out: out)
+    spy("gated_act_backward", lambda out: out[1])
+    spy("gated_act_forward", lambda out: out)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        y.backward(dy)
+    again = recompute and trained != ("down_bias",)  # the projection with its bias is the one addmm
+    assert sum(event.name == "aten::mm" for event in profile.events()) == matmuls
+    assert sum(event.name == "aten::addmm" for event in profile.events()) == again
+    count = lambda *names: sum(out is not None for name in names for out in made.get(name, []))
+    assert count("norm_backward", "normed_again") == rows + again
+    assert count("gated_act_backward", "gated_act_forward") == products
+    for name, tensor in named.items():
+        assert (tensor.grad is not None) == (name in trained)
+        if name in trained:
+            torch.testing.assert_close(tensor.grad, want[name])
+
+
+def test_no_grad_keeps_nothing(kernel_device):
+    inputs, _ = make((6, 32), 10, 8, torch.float32, kernel_device)
+    want = [t.detach() for t in gated_mlp(*inputs)]
+    with torch.no_grad():
+        got = gated_mlp(*(t.requires_grad_() for t in inputs))
+    assert not any(t.requires_grad for t in got)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+@RECOMPUTE
+def test_memory(recompute):
+    """Between forward and backward: the stream, y, and gate and up unless they are recomputed; and the peak."""
+    N, C, F = 8192, 1024, 4096
+    inputs, upstream = make((N, C), F, C, torch.bfloat16, "cuda")
+    leaves = [t.requires_grad_() for t in inputs[:-2]]
+    torch.autograd.grad(gated_mlp(*leaves, recompute=recompute), leaves, upstream)  # cuBLAS takes its workspace once
+    before = torch.cuda.memory_allocated()
+    outputs = gated_mlp(*leaves, recompute=recompute)
+    units = 2 * N * C + (0 if recompute else 2 * N * F)
+    assert torch.cuda.memory_allocated() - before <= 2 * units + 2**21
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(outputs, leaves, upstream)
+    # In backward: gate and up and their gradient (one buffer if recomputed), the product's gradient or the product, dW.
+    peak = 2 * N * C + (3 if recompute else 5) * N * F + 3 * F * C
+    assert torch.cuda.max_memory_allocated() - before <= 2 * peak + 2**23
+
+
+def test_opcheck(kernel_device):
+    inputs, (dy, dh) = make((3, 24), 8, 24, torch.float32, kernel_device)
+    for tensor in inputs:
+        tensor.requires_grad_()
+    constants = ("silu", 1e-6, 0.0, False)
+    opcheck(torch.ops.liger_models.gated_mlp, (*inputs, *constants, False))
+    opcheck(torch.ops.liger_models.gated_mlp, (*inputs, *constants, True))
+    _, residual, norm_weight, gate_up_weight, down_weight, *_ = inputs
+    weights = (gate_up_weight, down_weight, None, None)
+    opcheck(torch.ops.liger_models.gated_mlp, (None, residual, None, *weights, *constants, False))
+    strided = [t.detach()[:, None].expand(3, 2, 24).transpose(0, 1).requires_grad_() for t in inputs[:2]]
+    for stream in (strided, (None, strided[1])):
+        opcheck(torch.ops.liger_models.gated_mlp, (*stream, None, *inputs[3:], *constants, True))
+    residual, norm_weight, gate_up_weight, down_weight = (t.detach() for t in inputs[1:5])
+    rstd, gate_up = torch.ones(3, device=kernel_device), torch.ones(3, 16, device=kernel_device).half()
+    for kept, needs in ((gate_up, [True] * 6), (None, [False, False, True, False, False, False]), (None, [True] * 6)):
+        args = (rstd, kept, norm_weight, gate_up_weight.half(), down_weight.half(), None, "gelu", 0.0, False, needs)
+        opcheck(torch.ops.liger_models.gated_mlp_backward, (dy.half(), dh, residual, *args))
+
+
+@RECOMPUTE
+def test_compiles_without_graph_breaks(kernel_device, recompute):
+    inputs, upstream = make((3, 24), 8, 24, torch.float32, kernel_device)
+
+    def function(x, residual, norm_weight, *weights):
+        y, residual = gated_mlp(None, residual, None, *weights, recompute=recompute)
+        return gated_mlp(x + y, residual, norm_weight, *weights, act="gelu_tanh", recompute=recompute)
+
+    backend = "inductor" if kernel_device == "cuda" else "aot_eager"
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    torch.testing.assert_close(run(compiled, inputs, upstream), run(function, inputs, upstream))
+
+
+def test_bad_arguments():
+    ones = torch.ones
+    good = [ones(2, 4), ones(2, 4), ones(4), ones(6, 4), ones(5, 3), ones(6), ones(5)]
+
+    def bad(index, tensor, **constants):
+        gated_mlp(*good[:index], tensor, *good[index + 1 :], **constants)
+
+    with pytest.raises(ValueError, match=r"one shape, got \[1, 4\] and \[2, 4\]"):
+        bad(0, ones(1, 4))
+    with pytest.raises(ValueError, match=r"shape of residual's last dimension, got \[3\] for residual \[2, 4\]"):
+        bad(2, ones(3))
+    with pytest.raises(ValueError, match=r"gate_up_weight must be \[out, 4\], got \[6, 3\]"):
+        bad(3, ones(6, 3))
+    with pytest.raises(ValueError, match=r"gate_up_weight holds pairs of rows, got \[7, 4\]"):
+        gated_mlp(*good[:3], ones(7, 4), ones(5, 3))
+    with pytest.raises(ValueError, match=r"down_weight must be \[out, 3\], got \[5, 6\]"):
+        bad(4, ones(5, 6))
+    with pytest.raises(ValueError, match=r"gate_up_weight's bias must be \[6\], got \[3\]"):
+        bad(5, ones(3))
+    with pytest.raises(ValueError, match=r"act must be one of silu, gelu_tanh, gelu, got 'relu'"):
+        bad(6, None, act="relu")
+    with pytest.raises(TypeError, match=r"must have one dtype, got torch.float32 and torch.float16"):
+        bad(4, ones(5, 3).half())
+    with pytest.raises(TypeError, match=r"x must be a floating-point tensor, got torch.int64"):
+        bad(0, ones(2, 4).long())

@@ -1,0 +1,138 @@
+import copy
+
+import pytest
+import torch
+
+from liger_models import KernelOptions, LigerLlama, LlamaConfig
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.head import LigerLMHead
+
+CONFIG = LlamaConfig(
+    vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+    tie_word_embeddings=True,
+)  # fmt: skip
+IDS = torch.tensor([[3, 4, 5, 6]])
+
+
+def test_tied_weights_stay_tied():
+    model = LigerLlama.from_config(CONFIG)
+    with torch.device("meta"):
+        meta = LigerLlama(CONFIG)
+    for each in (model, model.half().float(), copy.deepcopy(model), meta.to_empty(device="cpu"), LigerLlama(CONFIG)):
+        assert each.lm_head.weight is each.embed_tokens.weight
+    model(IDS, labels=IDS).loss.backward()
+    assert model.num_parameters() == sum(p.numel() for p in model.parameters())
+    assert sum(name.endswith("lm_head.weight") for name, _ in model.named_parameters()) == 0
+
+
+def test_deepcopy_and_state_dict():
+    model = LigerLlama.from_config(CONFIG)
+    other = LigerLlama.from_config(CONFIG)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(IDS).logits, model(IDS).logits)
+    assert torch.equal(copy.deepcopy(model)(IDS).logits, model(IDS).logits)
+
+
+def test_dtype_and_device():
+    model = LigerLlama.from_config(CONFIG, dtype=torch.bfloat16, device="cpu")
+    assert (model.dtype, model.device.type) == (torch.bfloat16, "cpu")
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    loss = model(IDS, labels=IDS).loss
+    assert loss.dtype == torch.float32
+
+
+def test_output_is_a_tuple_whose_first_is_the_loss():
+    out = LigerLlama.from_config(CONFIG)(IDS, labels=IDS)
+    assert out[0] is out.loss
+    leaves, _ = torch.utils._pytree.tree_flatten(out)
+    assert leaves[0] is out.loss
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "exactly one of input_ids and inputs_embeds"),
+        ({"input_ids": IDS[0]}, r"input_ids must be \[B, T\], got \[4\]"),
+        ({"input_ids": IDS, "labels": IDS[:, :2]}, r"labels must be \[1, 4\] like input_ids, got \[1, 2\]"),
+        ({"input_ids": IDS, "labels": IDS, "logits_to_keep": 1}, "labels can't be combined with"),
+        ({"input_ids": torch.tensor([[3, 20]])}, r"input_ids must lie in \[0, 20\), got 20. Check the tokenizer"),
+        ({"input_ids": torch.tensor([[3, -1]])}, r"input_ids must lie in \[0, 20\), got -1"),
+        ({"input_ids": IDS, "labels": torch.full((1, 4), 20)}, r"target must be .* lie in \[0, 20\), got 20"),
+    ],
+)
+def test_bad_calls(options, message):
+    with pytest.raises(ValueError, match=message):
+        LigerLlama.from_config(CONFIG)(**options)
+
+
+def test_unknown_arguments_and_ids_that_are_not_integers():
+    model = LigerLlama.from_config(CONFIG)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shift_labels'"):
+        model(IDS, shift_labels=IDS)
+    with pytest.raises(TypeError, match=r"input_ids must be int64 or int32, got torch\.float32"):
+        model(IDS.float())
+
+
+def test_unknown_policy():
+    with pytest.raises(ValueError, match=r"policy must be one of \('none', 'selective', 'full'\), got 'some'"):
+        LigerLlama.from_config(CONFIG).set_checkpointing("some")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_attention_heads": 14, "num_key_value_heads": 4, "head_dim": 4},
+            r"num_attention_heads \(14\) must be a multiple of num_key_value_heads \(4\)",
+        ),
+        ({"hidden_size": 30, "num_attention_heads": 4}, r"hidden_size \(30\) must be a multiple of .* \(4\)"),
+        ({"head_dim": 5}, "head_dim must be even, got 5"),
+        ({"hidden_act": "relu"}, "hidden_act must be 'silu', got 'relu'"),
+    ],
+)
+def test_bad_configurations(changes, message):
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig(**changes)
+
+
+def test_kernel_options():
+    with pytest.raises(ValueError, match="exclude each other, got both"):
+        KernelOptions(cross_entropy=True)
+    fused, plain = LigerLMHead(4, 6), LigerLMHead(4, 6, kernels=KernelOptions(fused_linear_cross_entropy=False))
+    plain.weight = fused.weight
+    x, target = torch.randn(3, 4), torch.tensor([0, -100, 5])
+    assert plain(x, target)[1] is None
+    torch.testing.assert_close(plain(x, target)[0], fused(x, target)[0])
+
+
+def test_embedding_of_nothing():
+    assert LigerEmbedding(4, 3)(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0, 3)
+
+
+def test_training_lowers_the_loss():
+    torch.manual_seed(0)
+    model = LigerLlama.from_config(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = model(IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_gradient_accumulation_with_num_items_equals_one_batch():
+    torch.manual_seed(0)
+    model = LigerLlama.from_config(CONFIG)
+    ids = torch.randint(0, 20, (4, 9))
+    labels = ids.clone()
+    labels[0, 2:] = labels[2, 5:] = -100
+    items = (labels[:, 1:] != -100).sum()
+    model(ids, labels=labels).loss.backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for rows in (slice(0, 1), slice(1, 4)):
+        model(ids[rows], labels=labels[rows], num_items_in_batch=items).loss.backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], want)

@@ -1,0 +1,88 @@
+import copy
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig as HFConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from liger_models import LigerLlama
+from liger_models.convert.config_map import read_config
+from liger_models.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
+
+from ..arch.families import DATA
+
+SCALINGS = [
+    (None, {"rope_type": "default"}),
+    (LinearScaling(factor=4.0), {"rope_type": "linear", "factor": 4.0}),
+    (DynamicScaling(factor=2.0), {"rope_type": "dynamic", "factor": 2.0}),
+    (
+        Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 64},
+    ),
+    (
+        YarnScaling(factor=4.0, original_max_position_embeddings=64),
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ),
+    (
+        YarnScaling(factor=40.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.8, beta_fast=8.0),
+        {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64, "mscale": 1.0,
+         "mscale_all_dim": 0.8, "beta_fast": 8.0},
+    ),
+    (
+        YarnScaling(factor=4.0, original_max_position_embeddings=64, attention_factor=1.25, truncate=False),
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.25,
+         "truncate": False},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scaling", "hf"), SCALINGS, ids=[type(s[0]).__name__ + str(i) for i, s in enumerate(SCALINGS)]
+)
+@pytest.mark.parametrize("length", [50, 300])  # below and past max_position_embeddings
+def test_tables_equal_transformers(scaling, hf, length):
+    config = HFConfig(
+        hidden_size=64, num_attention_heads=1, max_position_embeddings=128, rope_parameters={"rope_theta": 5e5, **hf}
+    )
+    positions = torch.arange(length)[None]
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    ours = RotaryEmbedding(64, 5e5, scaling, 128)(positions)
+    for got, want in zip(ours, (cos, sin), strict=True):
+        assert got.dtype == torch.float32
+        assert got.shape == (1, length, 32)
+        torch.testing.assert_close(torch.cat([got, got], -1), want, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("name", json.loads((DATA / "llama" / "rope_oracle.json").read_text()))
+def test_frequencies_of_released_checkpoints(name):
+    oracle = json.loads((DATA / "llama" / "rope_oracle.json").read_text())[name]["model.rotary_emb"]
+    config = read_config(LigerLlama.config_class, json.loads((DATA / "llama" / f"{name}.json").read_text()))
+    with torch.device("meta"):
+        rotary = LigerLlama(config).rotary
+    torch.testing.assert_close(rotary.inv_freq, torch.tensor(oracle["inv_freq"]), rtol=2e-7, atol=0)
+    assert rotary.attention_factor == oracle["attention_scaling"]
+
+
+def test_frequencies_survive_casts_and_meta():
+    with torch.device("meta"):
+        rotary = RotaryEmbedding(8)
+    want = RotaryEmbedding(8).inv_freq
+    for module in (rotary.bfloat16(), rotary.to_empty(device="cpu"), copy.deepcopy(rotary).half(), rotary.to("meta")):
+        assert module.inv_freq.dtype == torch.float32
+        assert torch.equal(module.inv_freq, want)
+    assert not list(rotary.buffers())
+    assert not rotary.state_dict()
+
+
+def test_autocast_does_not_round_the_angles():
+    rotary, positions = RotaryEmbedding(8), torch.arange(3000)[None]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = rotary(positions)
+    assert all(torch.equal(a, b) for a, b in zip(inside, rotary(positions), strict=True))
+
+
+def test_odd_width():
+    with pytest.raises(ValueError, match="width must be even, got 7"):
+        RotaryEmbedding(7)

@@ -1,0 +1,71 @@
+import pytest
+import torch
+
+from liger_models.layers.rope import RotaryEmbedding
+from liger_models.layers.sequence import DecodeCache, Sequence
+
+CPU = torch.device("cpu")
+
+
+def build(B, T, **options):
+    return Sequence.build((B, T), CPU, RotaryEmbedding(4), **options)
+
+
+def test_plain():
+    sequence = build(2, 3)
+    assert sequence.position_ids.tolist() == [[0, 1, 2]]
+    assert sequence.dense_mask is None
+    assert sequence.shift(torch.tensor([[5, 6, 7]])).tolist() == [[6, 7, -100]]
+
+
+def test_packed():
+    sequence = build(2, 4, cu_seqlens=torch.tensor([0, 3, 6], dtype=torch.int32))
+    assert sequence.position_ids.tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]  # document 1 is cut by the end of its row
+    assert sequence.documents.tolist() == [[0, 0, 0, 1], [1, 1, 2, 2]]
+    assert sequence.shift(torch.arange(8).view(2, 4)).tolist() == [[1, 2, -100, -100], [5, -100, 7, -100]]
+    mask = sequence.dense_mask[0, 0].int().tolist()
+    assert mask == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]]
+
+
+def test_empty_documents_are_allowed():
+    sequence = build(1, 4, cu_seqlens=torch.tensor([0, 2, 2, 4]))
+    assert sequence.position_ids.tolist() == [[0, 1, 0, 1]]
+
+
+def test_padding():
+    sequence = build(1, 4, attention_mask=torch.tensor([[0, 1, 1, 0]]))
+    assert sequence.position_ids.tolist() == [[0, 1, 2, 3]]
+    assert sequence.dense_mask[0, 0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]
+    assert sequence.shift(torch.tensor([[4, 5, 6, 7]])).tolist() == [[-100, 6, -100, -100]]
+    assert build(1, 2, attention_mask=torch.ones(1, 2)).dense_mask is None
+
+
+def test_cache():
+    cache = DecodeCache(4)
+    k = torch.randn(2, 3, 1, 4)
+    assert torch.equal(cache.extend(0, k, k)[0], k)
+    cache.length = 3
+    assert build(2, 1, cache=cache).position_ids.tolist() == [[3]]
+    keys, values = cache.extend(0, k[:, :1], 2 * k[:, :1])
+    assert torch.equal(keys, torch.cat([k, k[:, :1]], 1))
+    assert torch.equal(values[:, 3:], 2 * k[:, :1])
+    with pytest.raises(ValueError, match=r"capacity \(4\) must hold all tokens, got 6"):
+        cache.extend(0, k, k)
+    cache.select(torch.tensor([1, 1, 0]))
+    assert torch.equal(cache.extend(0, k[:1, :1].expand(3, 1, 1, 4), k[:1, :1].expand(3, 1, 1, 4))[0][0, :3], k[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_mask": torch.ones(1, 3), "cu_seqlens": torch.tensor([0, 3])}, "exclude each other, got both"),
+        ({"cu_seqlens": torch.tensor([0, 3]), "cache": DecodeCache(4)}, "can't be used with a decode cache"),
+        ({"cu_seqlens": torch.tensor([0.0, 3.0])}, r"n \+ 1 >= 2 integers, got \[2\] torch.float32"),
+        ({"cu_seqlens": torch.tensor([3])}, r"n \+ 1 >= 2 integers, got \[1\]"),
+        ({"attention_mask": torch.ones(1, 2)}, r"attention_mask must be \[1, 3\].*got \[1, 2\]"),
+        ({"position_ids": torch.arange(4)}, r"position_ids must be \[3\], \[1, 3\] or \[1, 3\], got \[4\]"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        build(1, 3, **options)

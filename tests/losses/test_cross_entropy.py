@@ -1,0 +1,32 @@
+import pytest
+import torch
+
+from liger_models import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
+from liger_models.kernels.linear_cross_entropy import linear_cross_entropy_reference
+
+OPTIONS = {"ignore_index": 3, "lse_square_scale": 0.01, "label_smoothing": 0.1, "softcap": 5.0}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_options_reach_the_op(reduction):
+    torch.manual_seed(0)
+    x, w, b, classes = torch.randn(6, 8), torch.randn(10, 8), torch.randn(10), torch.rand(10) + 0.5
+    target = torch.tensor([0, 3, 9, 1, 2, 3])
+    want = linear_cross_entropy_reference(
+        x, w, target, bias=b, class_weight=classes, ignore_index=3, z_loss=0.01, label_smoothing=0.1, softcap=5.0,
+        reduction=reduction,
+    )  # fmt: skip
+    flags = {"return_z_loss": True, "return_token_accuracy": True}
+    fused = LigerFusedLinearCrossEntropyLoss(classes, **OPTIONS, reduction=reduction, **flags)(w, x, target, b)
+    plain = LigerCrossEntropyLoss(classes, **OPTIONS, reduction=reduction, **flags)(x @ w.T + b, target)
+    for got in (fused, plain):
+        torch.testing.assert_close((got.loss, got.z_loss), (want.loss, want.z_loss))
+        assert got.token_accuracy == want.token_accuracy
+    only = LigerFusedLinearCrossEntropyLoss(classes, **OPTIONS, reduction=reduction)(w, x, target, b)
+    assert torch.equal(only, fused.loss)
+
+
+def test_class_weights_follow_the_module_and_stay_out_of_the_checkpoint():
+    loss = LigerCrossEntropyLoss(torch.ones(4)).double()
+    assert loss.weight.dtype == torch.float64
+    assert not loss.state_dict()

@@ -1,0 +1,582 @@
+"""Decoding against transformers: same random weights, same tokens."""
+
+import json
+from functools import cache
+from inspect import signature
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig as HFConfig
+from transformers import LlamaForCausalLM
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from liger_models.arch.llama import LigerLlama, LlamaConfig
+from liger_models.generation import (
+    _choose,
+    _resolve,
+    generate,
+    keep_top_k,
+    keep_top_p,
+    penalize_repetition,
+    stream,
+)
+from liger_models.layers.sequence import DecodeCache
+
+VOCAB, NEW = 53, 20
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.25,  # logits far enough apart that rounding does not choose the token
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def _rope(**scaling):
+    return {"rope_parameters": {"rope_theta": 10000.0, **scaling}}
+
+
+VARIANTS = {
+    "gqa": {},
+    "mha-tied-biased": {"num_key_value_heads": 4, "tie_word_embeddings": True, "attention_bias": True},
+    "mqa-wide-heads": {"num_key_value_heads": 1, "head_dim": 16},
+    "linear": _rope(rope_type="linear", factor=4.0),
+    # The rows grow past the length that the frequencies are made for.
+    "dynamic": {"max_position_embeddings": 16, **_rope(rope_type="dynamic", factor=4.0)},
+    "llama3": _rope(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=16,
+    ),
+    "yarn": _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+PROMPTS = [[5, 17, 3, 44, 29, 8, 31, 12, 50], [7, 33, 21], [40, 6, 6, 19, 25, 11]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Variant -> (transformers' model, ours loaded from its checkpoint)."""
+
+    @cache
+    def build(variant):
+        torch.manual_seed(0)
+        theirs = LlamaForCausalLM(HFConfig(**{**SIZES, **VARIANTS[variant]})).eval()
+        folder = tmp_path_factory.mktemp("checkpoint")
+        theirs.save_pretrained(folder)
+        return theirs, LigerLlama.from_pretrained(folder, progress=False).eval()
+
+    return build
+
+
+@pytest.fixture
+def ours(pair):
+    return pair("gqa")[1]
+
+
+def padded(prompts=PROMPTS, pad=0):
+    T = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (T - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (T - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def configure(model, monkeypatch, **values):
+    """Give the model a generation_config.json."""
+    monkeypatch.setattr(model, "assets", {"generation_config.json": json.dumps(values).encode()})
+
+
+# --- greedy decoding -------------------------------------------------------------------------------------------------
+
+
+@every_variant
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
+def test_greedy_tokens_are_those_of_transformers(pair, variant, use_cache):
+    theirs, ours = pair(variant)
+    options = {"max_new_tokens": NEW, "use_cache": use_cache, "do_sample": False}
+    one = torch.tensor(PROMPTS[:1])
+    want = theirs.generate(one, **options)
+    assert len(set(want[0, one.shape[1] :].tolist())) > 5  # a constant continuation would test little
+    assert torch.equal(generate(ours, one, **options), want)
+    assert torch.equal(generate(ours, **padded(), **options), theirs.generate(**padded(), **options))
+
+
+@pytest.mark.parametrize("pad", [None, 0, 30])
+def test_stop_tokens_and_padding(pair, pad):
+    """Rows end one after the other; the batch ends with the last one."""
+    theirs, ours = pair("gqa")
+    free = theirs.generate(**padded(), max_new_tokens=NEW)[:, 9:]
+    stops = [free[0, 4].item(), free[1, 9].item(), free[2, 2].item()]
+    for eos in (stops[0], stops[:2], stops):
+        options = {"max_new_tokens": NEW, "eos_token_id": eos, "pad_token_id": pad}
+        want = theirs.generate(**padded(), **options)
+        got = generate(ours, **padded(), **options)
+        assert torch.equal(got, want)
+    assert want.shape[1] < 9 + NEW  # the last case ended early
+    filler = stops[0] if pad is None else pad
+    assert all(row[-1] == filler for row in got[:, 9:].tolist() if row[-1] not in stops)
+    assert got.eq(filler).sum(1).max() > 1
+
+
+def test_the_batch_ends_with_the_step_that_ends_its_last_row(ours):
+    free = generate(ours, PROMPTS[:1], max_new_tokens=NEW)[0, 9:].tolist()
+    stop = free[6]
+    assert (
+        generate(ours, PROMPTS[:1], max_new_tokens=NEW, eos_token_id=stop)[0, 9:].tolist()
+        == (free[: free.index(stop) + 1])
+    )
+    first = generate(ours, PROMPTS[:1], max_new_tokens=NEW, eos_token_id=free[0])
+    assert first[0, 9:].tolist() == free[:1]
+
+
+@every_variant
+def test_repetition_penalty(pair, variant):
+    theirs, ours = pair(variant)
+    for prompt in PROMPTS:
+        options = {"max_new_tokens": NEW, "repetition_penalty": 1.4}
+        ids = torch.tensor([prompt])
+        want = theirs.generate(ids, **options)
+        assert not torch.equal(want, theirs.generate(ids, max_new_tokens=NEW))
+        assert torch.equal(generate(ours, ids, **options), want)
+
+
+def test_padding_is_no_repetition(ours):
+    """A padded row is continued as if it stood alone, even if its padding is a token that it would say."""
+    short = PROMPTS[1]
+    for penalty in (1.5, 0.7):
+        alone = generate(ours, [short], max_new_tokens=NEW, repetition_penalty=penalty)[0, 3:]
+        for pad in sorted({*alone.tolist(), *short}):
+            got = generate(ours, **padded(pad=pad), max_new_tokens=NEW, repetition_penalty=penalty)
+            assert torch.equal(got[1, 9:], alone), pad
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "dynamic"])
+def test_cached_logits_are_those_of_the_full_forward(pair, variant):
+    """Prefill, single tokens and longer pieces after each other, with padding.
+
+    Not for dynamic scaling, whose cached keys keep the frequencies of their time: see the comparison above.
+    """
+    _, ours = pair(variant)
+    torch.manual_seed(1)
+    ids = torch.randint(0, VOCAB, (3, 30))
+    mask = padded()["attention_mask"]
+    mask = torch.cat([mask, mask.new_ones(3, 21)], 1)
+    for masks in (None, mask):
+        positions = torch.arange(30)[None] if masks is None else (masks.cumsum(1) - 1).clamp_min(0)
+        with torch.no_grad():
+            full = ours(ids, attention_mask=masks, position_ids=positions).logits
+            cache = DecodeCache(30)
+            for piece in torch.arange(30).split([9, 1, 1, 5, 1, 12, 1]):
+                end = piece[-1] + 1
+                logits = ours(
+                    ids[:, piece],
+                    attention_mask=None if masks is None else masks[:, :end],
+                    position_ids=positions[:, piece],
+                    cache=cache,
+                ).logits
+                keep = torch.ones_like(piece).expand(3, -1) if masks is None else masks[:, piece]
+                difference = (logits - full[:, piece])[keep.bool()]
+                assert difference.abs().max() <= 1e-5 * full.abs().max()
+        assert cache.length == 30
+
+
+def test_rows_do_not_depend_on_one_another(ours):
+    alone = [generate(ours, [prompt], max_new_tokens=NEW)[0, len(prompt) :] for prompt in PROMPTS]
+    stop = alone[1][2].item()  # the row in the middle ends early
+    for order in ([0, 1, 2], [2, 1], [1, 0, 0, 2]):
+        got = generate(ours, [PROMPTS[row] for row in order], max_new_tokens=NEW, eos_token_id=stop, pad_token_id=9)
+        for tokens, row in zip(got[:, -NEW:], order, strict=True):
+            ends = (alone[row] == stop).nonzero().flatten().tolist()
+            end = ends[0] + 1 if ends else NEW
+            assert torch.equal(tokens[:end], alone[row][:end])
+            assert (tokens[end:] == 9).all()
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def test_lists_of_prompts_are_padded(ours):
+    want = generate(ours, **padded(pad=30), max_new_tokens=4)
+    assert torch.equal(generate(ours, PROMPTS, max_new_tokens=4, pad_token_id=30), want)
+    tensors = [torch.tensor(prompt, dtype=torch.int32) for prompt in PROMPTS]
+    got = generate(ours, tensors, max_new_tokens=4, pad_token_id=30)
+    assert got.dtype == torch.int64
+    assert torch.equal(got, want)
+    for single in (PROMPTS[1], torch.tensor(PROMPTS[1])):
+        assert torch.equal(generate(ours, single, max_new_tokens=4)[0, 3:], want[1, 9:])
+
+
+def test_padding_tokens_without_a_mask(pair):
+    """As transformers has it: the padding token is padding, unless it ends rows too."""
+    theirs, ours = pair("gqa")
+    ids = padded(pad=30)["input_ids"]
+    ids[0, 4] = 30  # also in the middle of a prompt
+    results = []
+    for eos in (None, 30, [2, 30]):
+        want = theirs.generate(ids, max_new_tokens=8, pad_token_id=30, eos_token_id=eos)
+        got = generate(ours, ids, max_new_tokens=8, pad_token_id=30, eos_token_id=[] if eos is None else eos)
+        assert torch.equal(got, want)
+        results.append(got)
+    assert not torch.equal(results[0], results[1])
+
+
+def test_any_nonzero_mask_is_a_mask(ours):
+    batch = padded()
+    want = generate(ours, **batch, max_new_tokens=4)
+    for mask in (batch["attention_mask"].bool(), batch["attention_mask"].float() * 0.5):
+        assert torch.equal(generate(ours, batch["input_ids"], attention_mask=mask, max_new_tokens=4), want)
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+
+def random_logits():
+    torch.manual_seed(3)
+    logits = torch.randn(16, VOCAB) * 3
+    logits[3] = logits[3].round()  # ties
+    logits[4] = 0.0
+    logits[5, 7] = 100.0  # certain
+    logits[6, 5:] = -torch.inf
+    return logits
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, VOCAB - 1, VOCAB, 1000])
+def test_top_k_is_that_of_transformers(k):
+    logits = random_logits()
+    before = logits.clone()
+    assert torch.equal(keep_top_k(logits, k), TopKLogitsWarper(k)(None, logits))
+    assert torch.equal(logits, before)
+    assert (keep_top_k(logits, k).isfinite().sum(1) >= min(k, 5)).all()
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999])
+def test_top_p_is_that_of_transformers(p):
+    logits = random_logits()
+    before = logits.clone()
+    assert torch.equal(keep_top_p(logits, p), TopPLogitsWarper(p)(None, logits))
+    assert torch.equal(logits, before)
+    assert keep_top_p(logits, p).isfinite().any(1).all()
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3])
+def test_repetition_penalty_is_that_of_transformers(penalty):
+    logits = random_logits()
+    before = logits.clone()
+    ids = torch.randint(0, VOCAB, (16, 12))
+    seen = torch.zeros(16, VOCAB, dtype=torch.bool).scatter_(1, ids, True)
+    want = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
+    assert torch.equal(penalize_repetition(logits, seen, penalty), want)
+    assert torch.equal(logits, before)
+
+
+def test_filters_are_applied_in_the_order_of_transformers(ours, monkeypatch):
+    """The probabilities that the draw is made from, exactly."""
+    drawn = []
+    multinomial = torch.multinomial
+    monkeypatch.setattr(torch, "multinomial", lambda p, *args, **kw: drawn.append(p) or multinomial(p, *args, **kw))
+    logits = random_logits()
+    ids = torch.randint(0, VOCAB, (16, 12))
+    seen = torch.zeros(16, VOCAB, dtype=torch.bool).scatter_(1, ids, True)
+    options = resolved(ours, do_sample=True, temperature=0.7, top_k=9, top_p=0.8, repetition_penalty=1.3)
+    tokens = _choose(logits, seen, options)
+    want = logits.clone()
+    for process in (
+        RepetitionPenaltyLogitsProcessor(1.3),
+        TemperatureLogitsWarper(0.7),
+        TopKLogitsWarper(9),
+        TopPLogitsWarper(0.8),
+    ):
+        want = process(ids, want)
+    want = want.softmax(1)
+    assert torch.equal(drawn[0], want)
+    assert (want.gather(1, tokens[:, None]) > 0).all()
+
+
+SAMPLING = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.7, "top_k": 4},
+    {"top_p": 0.7},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
+]
+
+
+@pytest.mark.parametrize("options", SAMPLING, ids=lambda options: "-".join(options) or "plain")
+def test_sampled_tokens_are_those_of_transformers(pair, options):
+    """Both draw from the global generator in the same way."""
+    theirs, ours = pair("gqa")
+    ids = torch.tensor(PROMPTS[:1] * 8)
+    torch.manual_seed(11)
+    want = theirs.generate(ids, max_new_tokens=NEW, do_sample=True, **{"top_k": 0, **options})
+    torch.manual_seed(11)
+    assert torch.equal(generate(ours, ids, max_new_tokens=NEW, do_sample=True, **options), want)
+    assert len({tuple(row) for row in want.tolist()}) > 1
+
+
+def test_a_generator_makes_the_draw_reproducible(ours):
+    def draw(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return generate(ours, PROMPTS, max_new_tokens=NEW, do_sample=True, generator=generator)
+
+    state = torch.get_rng_state()
+    first = draw(5)
+    torch.rand(3)
+    assert torch.equal(draw(5), first)
+    assert not torch.equal(draw(6), first)
+    torch.set_rng_state(state)
+    draw(7)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- defaults --------------------------------------------------------------------------------------------------------
+
+
+def resolved(model, **given):
+    names = [name for name, parameter in signature(generate).parameters.items() if parameter.default is None]
+    names.remove("attention_mask")
+    return _resolve(model, **{**dict.fromkeys(names), "max_new_tokens": 1, "use_cache": True, **given})
+
+
+def test_generation_config_gives_the_defaults(ours, monkeypatch):
+    stored = {"do_sample": True, "temperature": 0.6, "top_k": 7, "top_p": 0.9, "repetition_penalty": 1.1}
+    tokens = {"eos_token_id": [4, 5], "pad_token_id": 6}
+    configure(ours, monkeypatch, **stored, **tokens, transformers_version="5.0.0", num_beams=1, max_length=20)
+    options = resolved(ours)
+    assert {name: getattr(options, name) for name in (*stored, *tokens)} == {**stored, **tokens}
+    given = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    given |= {"eos_token_id": [], "pad_token_id": 8}
+    options = resolved(ours, **given)
+    assert {name: getattr(options, name) for name in given} == given
+    greedy = resolved(ours, do_sample=False)
+    assert (greedy.do_sample, greedy.temperature, greedy.top_k, greedy.repetition_penalty) == (False, 1.0, 0, 1.1)
+
+    torch.manual_seed(2)
+    want = generate(ours, PROMPTS, max_new_tokens=NEW, **stored, **tokens)
+    torch.manual_seed(2)
+    assert torch.equal(generate(ours, PROMPTS, max_new_tokens=NEW), want)
+
+
+def test_without_generation_config(ours, monkeypatch):
+    monkeypatch.setattr(ours, "assets", {})
+    options = resolved(ours)
+    assert (options.do_sample, options.temperature, options.top_k, options.top_p) == (False, 1.0, 0, 1.0)
+    assert (options.repetition_penalty, options.eos_token_id, options.pad_token_id) == (1.0, [], None)
+
+
+@pytest.mark.parametrize(
+    ("config", "stored", "given", "eos", "pad"),
+    [
+        ({"eos_token_id": 4, "pad_token_id": 6}, {}, {}, [4], 6),
+        ({"eos_token_id": [4, 5]}, {}, {}, [4, 5], 4),
+        ({"eos_token_id": 4}, {"eos_token_id": [7, 8]}, {}, [7, 8], 7),
+        ({"eos_token_id": 4, "pad_token_id": 6}, {"eos_token_id": None, "pad_token_id": -1}, {}, [4], 6),
+        ({"eos_token_id": 4}, {"eos_token_id": 7}, {"eos_token_id": 9}, [9], 9),
+        ({"eos_token_id": 0}, {"eos_token_id": 7}, {"eos_token_id": 0}, [0], 0),
+        ({"eos_token_id": 4}, {"pad_token_id": 0}, {"eos_token_id": torch.tensor([9, 3])}, [9, 3], 0),
+        ({"eos_token_id": 4, "pad_token_id": -1}, {}, {}, [4], 4),
+        ({"eos_token_id": 4}, {}, {"eos_token_id": []}, [], None),
+    ],
+)
+def test_where_stop_and_padding_tokens_come_from(config, stored, given, eos, pad):
+    model = LigerLlama.from_config(LlamaConfig(**{**SIZES, **config}))
+    model.assets = {"generation_config.json": json.dumps(stored).encode()}
+    options = resolved(model, **given)
+    assert (options.eos_token_id, options.pad_token_id) == (eos, pad)
+
+
+def test_what_is_without_effect_is_named(ours, monkeypatch):
+    with pytest.warns(UserWarning, match=r"without do_sample=True.*'temperature': 0.5.*no effect"):
+        generate(ours, PROMPTS, max_new_tokens=1, temperature=0.5, top_k=0, top_p=1.0)
+    configure(ours, monkeypatch, num_beams=4, min_p=0.1, typical_p=1.0)
+    with pytest.warns(UserWarning, match=r"generation_config.json: .*without effect: num_beams, min_p\."):
+        generate(ours, PROMPTS, max_new_tokens=1)
+
+
+# --- stream and state ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_stream_equals_generate(ours, sampled):
+    batch = padded()
+    free = generate(ours, **batch, max_new_tokens=NEW)[:, 9:]
+    options = {"max_new_tokens": NEW, "do_sample": sampled, "eos_token_id": [free[0, 3].item(), free[1, 7].item()]}
+    options["eos_token_id"].append(free[2, 5].item())
+    torch.manual_seed(4)
+    want = generate(ours, **batch, **options)
+    torch.manual_seed(4)
+    steps = []
+    for tokens in stream(ours, **batch, **options):
+        assert tokens.shape == (3,)
+        steps.append(tokens.clone())
+        tokens.zero_()  # what the consumer does with it changes nothing
+    assert torch.equal(torch.stack(steps, 1), want[:, 9:])
+
+
+def test_stream_computes_on_demand_but_checks_at_once(ours, monkeypatch):
+    calls = []
+    forward = ours.forward
+    monkeypatch.setattr(ours, "forward", lambda *args, **kw: calls.append(args[0].shape[1]) or forward(*args, **kw))
+    steps = stream(ours, PROMPTS, max_new_tokens=5)
+    assert calls == []
+    next(steps)
+    next(steps)
+    assert calls == [9, 1]
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        stream(ours, PROMPTS, max_new_tokens=0)
+
+
+def test_the_models_methods(ours):
+    want = generate(ours, **padded(), max_new_tokens=3)
+    assert torch.equal(ours.generate(**padded(), max_new_tokens=3), want)
+    assert torch.equal(torch.stack(list(ours.stream(**padded(), max_new_tokens=3)), 1), want[:, 9:])
+
+
+def test_modes_are_restored(ours):
+    """Each module's own training mode, and gradients: also between the steps, and after an error."""
+    model = LigerLlama.from_config(LlamaConfig(**{**SIZES, "attention_dropout": 0.9}))
+    model.load_state_dict(ours.state_dict())
+    model.train()
+    model.layers[1].eval()
+    before = [module.training for module in model.modules()]
+
+    def unchanged():
+        return [module.training for module in model.modules()] == before and torch.is_grad_enabled()
+
+    steps = stream(model, PROMPTS, max_new_tokens=NEW)
+    tokens = []
+    for step in steps:
+        assert unchanged()
+        tokens.append(step)
+    assert torch.equal(torch.stack(tokens, 1), generate(ours, PROMPTS, max_new_tokens=NEW)[:, 9:])  # no dropout
+    assert unchanged()
+
+    def fail(*_):
+        raise RuntimeError("stop here")
+
+    handle = model.norm.register_forward_pre_hook(fail)
+    model.norm.add, add = fail, model.norm.add
+    with pytest.raises(RuntimeError, match="stop here"):
+        generate(model, PROMPTS, max_new_tokens=1)
+    handle.remove()
+    model.norm.add = add
+    assert unchanged()
+
+
+def test_tokens_can_be_trained_on(ours):
+    tokens = generate(ours, PROMPTS, max_new_tokens=3)
+    ours(tokens, labels=tokens).loss.backward()
+    ours.zero_grad()
+
+
+def test_the_prompts_are_left_alone(ours):
+    batch = padded()
+    copies = {name: tensor.clone() for name, tensor in batch.items()}
+    generate(ours, **batch, max_new_tokens=3, repetition_penalty=1.2)
+    assert all(torch.equal(batch[name], copy) for name, copy in copies.items())
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_new_tokens": 0}, r"max_new_tokens must be at least 1, got 0"),
+        ({"temperature": 0.0}, r"temperature must be positive, got 0.0.*do_sample=False"),
+        ({"temperature": -1.0, "do_sample": True}, r"temperature must be positive, got -1.0"),
+        ({"top_k": -1, "do_sample": True}, r"top_k must be at least 1, got -1"),
+        ({"top_p": 0.0, "do_sample": True}, r"top_p must be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.01, "do_sample": True}, r"top_p must be in \(0, 1\], got 1.01"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty must be positive, got 0.0"),
+        ({"pad_token_id": VOCAB}, r"pad_token_id must be in \[0, 53\), got 53"),
+        ({"pad_token_id": -1}, r"pad_token_id must be in \[0, 53\), got -1"),
+        (
+            {"generator": SimpleNamespace(device=torch.device("cuda:0"))},
+            r"generator must be on cpu .* got cuda:0",
+        ),
+        ({"input_ids": IDS[:, :0]}, r"input_ids must hold at least one token per row, got \[2, 0\]"),
+        ({"input_ids": IDS[:0]}, r"input_ids must hold at least one token per row, got \[0, 3\]"),
+        ({"input_ids": []}, r"list of prompts with at least one token each, got shapes \[\]"),
+        ({"input_ids": [[3], []]}, r"list of prompts with at least one token each, got shapes \[\[1\], \[0\]\]"),
+        ({"input_ids": [IDS, IDS]}, r"list of prompts .* got shapes \[\[2, 3\], \[2, 3\]\]"),
+        ({"input_ids": IDS[None]}, r"input_ids must be \[B, T\], got \[1, 2, 3\]"),
+        ({"input_ids": IDS.float()}, r"input_ids must be integers, got torch.float32"),
+        ({"input_ids": IDS > 3}, r"input_ids must be integers, got torch.bool"),
+        ({"input_ids": [[3, VOCAB]]}, r"input_ids must be in \[0, 53\), got 3 to 53"),
+        ({"input_ids": [[3, -1]]}, r"input_ids must be in \[0, 53\), got -1 to 3"),
+        ({"attention_mask": torch.ones(2, 4)}, r"attention_mask must be \[2, 3\] like input_ids, got \[2, 4\]"),
+        ({"attention_mask": torch.ones(3)}, r"attention_mask must be \[2, 3\] like input_ids, got \[3\]"),
+        ({"input_ids": [[3]], "attention_mask": torch.ones(1, 1)}, r"attention_mask goes with a tensor, got a list"),
+        ({"attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}, r"padding at the end of rows \[1\].*on the left"),
+        ({"attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])}, r"padding at the end of rows \[0\]"),
+        ({"pad_token_id": 8}, r"padding at the end of rows \[1\].*attention_mask if those are tokens"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_bad_arguments(ours, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        generate(ours, **{"input_ids": IDS, "max_new_tokens": 2, **arguments})
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]"])
+def test_bad_generation_config(ours, monkeypatch, content):
+    monkeypatch.setattr(ours, "assets", {"generation_config.json": content})
+    with pytest.raises(ValueError, match=r"generation_config.json: must be"):
+        generate(ours, PROMPTS, max_new_tokens=1)
+
+
+# --- on an accelerator -----------------------------------------------------------------------------------------------
+
+
+def cuda_model(dtype):
+    torch.manual_seed(0)
+    return LigerLlama.from_config(LlamaConfig(**{**SIZES, "hidden_size": 64}), dtype=dtype, device="cuda")
+
+
+@pytest.mark.gpu
+def test_padded_batches_on_the_gpu():
+    """Padding goes through flex_attention, a prompt alone through SDPA: the same tokens."""
+    model = cuda_model(torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for lengths in ([9, 3, 6], [130, 1, 64, 200], [17, 40]):
+        prompts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+        together = generate(model, prompts, max_new_tokens=NEW)
+        assert together.device.type == "cuda"
+        uncached = generate(model, prompts, max_new_tokens=NEW, use_cache=False)
+        assert torch.equal(together, uncached)
+        for row, prompt in enumerate(prompts):
+            alone = generate(model, prompt, max_new_tokens=NEW)
+            assert torch.equal(together[row, -NEW:], alone[0, -NEW:]), row
+
+
+@pytest.mark.gpu
+def test_padded_batches_on_the_gpu_in_bf16():
+    """Every token is the likeliest of an fp32 model with the same weights, up to bf16's rounding."""
+    model = cuda_model(torch.bfloat16)
+    exact = cuda_model(torch.float32)
+    exact.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
+    prompts = [[*range(3, 3 + length)] for length in (9, 3, 40)]
+    together = generate(model, prompts, max_new_tokens=NEW)
+    for row, prompt in enumerate(prompts):
+        ids = together[row : row + 1, -len(prompt) - NEW :]
+        assert ids[0, : len(prompt)].tolist() == prompt
+        with torch.no_grad():
+            logits = exact(ids).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        assert (logits.amax(1) - chosen).max() <= 0.03 * logits.std()
