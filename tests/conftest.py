@@ -5,10 +5,13 @@ import os
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when a kernel is defined, so before any import of ours
-
 torch.set_num_threads(1)  # pytest-xdist spreads the work
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without ``-m gpu`` kernels run on the CPU. Triton reads this when a kernel is defined, so before our imports."""
+    if config.option.markexpr != "gpu":
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 BACKENDS = [
@@ -23,7 +26,7 @@ def _reference_unless_asked(request: pytest.FixtureRequest):
     """The interpreter is for tests that ask for it: all others run the reference backend on the CPU, as users do."""
     from liger_models.kernels import dispatch
 
-    if {"backend", "device", "kernel_device"} & set(request.fixturenames) or request.node.get_closest_marker("gpu"):
+    if {"backend", "kernel_device"} & set(request.fixturenames) or request.node.get_closest_marker("gpu"):
         yield
     else:
         with dispatch.reference_backend():
@@ -38,23 +41,22 @@ def backend(request: pytest.FixtureRequest):
     if request.param == "reference":
         with dispatch.reference_backend():
             yield "cpu"
-    elif request.param == "interpreter":
-        if torch.cuda.is_available():
-            pytest.skip("the interpreter is set up where there is no GPU")
-        yield "cpu"
     else:
-        assert torch.cuda.is_available(), "a gpu test was asked for on a machine without a GPU"
-        yield "cuda"
+        yield _kernel_device(request.param)
+
+
+def _kernel_device(backend: str) -> str:
+    if backend == "interpreter":
+        return "cpu"
+    assert torch.cuda.is_available(), "a gpu test was asked for on a machine without a GPU"
+    assert "TRITON_INTERPRET" not in os.environ, "gpu tests run by themselves: pytest -m gpu"
+    return "cuda"
 
 
 @pytest.fixture(params=BACKENDS[1:])
 def kernel_device(request: pytest.FixtureRequest):
     """As `backend`, but only where Triton kernels run."""
-    if request.param == "interpreter":
-        yield "cpu"
-    else:
-        assert torch.cuda.is_available(), "a gpu test was asked for on a machine without a GPU"
-        yield "cuda"
+    return _kernel_device(request.param)
 
 
 @pytest.fixture

@@ -1,0 +1,43 @@
+"""Checkpoints: Hugging Face's config.json and safetensors, in and out.
+
+Each architecture has one file here, named as in ``arch/``, that says where its weights stand in a checkpoint:
+``weight_map(config)`` and the Hugging Face class name ``HF_CLASS``.
+"""
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from liger_models.convert.weight_map import WeightMap
+
+
+def model_type_of(cls: type) -> str:
+    """The registry key of a model class or a config class: the name of the file in ``arch/`` that it comes from.
+
+    Raises:
+        ValueError: neither the class nor one of its bases is defined in ``liger_models.arch``.
+    """
+    for base in cls.__mro__:
+        package, _, name = base.__module__.rpartition(".")
+        if package == "liger_models.arch":
+            return name
+    raise ValueError(
+        f"{cls.__name__}: must come from a file in liger_models/arch or derive from a class there, which says how its "
+        f"checkpoints are laid out, got module {cls.__module__!r}. Derive from the architecture that it is closest to."
+    )
+
+
+def _family(model_type: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{model_type}")
+
+
+def get_map(model_type: str) -> "Callable[[Any], WeightMap]":
+    """The function config -> ``WeightMap`` of an architecture."""
+    return cast("Callable[[Any], WeightMap]", _family(model_type).weight_map)
+
+
+def get_hf_class(model_type: str) -> str:
+    """The name of an architecture's class in transformers, for ``architectures`` in config.json."""
+    return cast(str, _family(model_type).HF_CLASS)

@@ -80,7 +80,8 @@ class CausalLM(nn.Module):
     def post_init(self) -> None:
         """Tie and initialise the weights; the last line of a subclass's constructor."""
         self.tie_weights()
-        self.reset_parameters()
+        if self.device.type != "meta":
+            self.reset_parameters()
 
     def tie_weights(self) -> None:
         """Make the head's weight the embedding's, if the configuration says so."""
@@ -319,6 +320,7 @@ class CausalLM(nn.Module):
             token=token,
             local_files_only=local_files_only,
             force_download=force_download,
+            model_class=cls,
             strict=strict,
             progress=progress,
         )
@@ -344,11 +346,15 @@ class CausalLM(nn.Module):
         revision: str | None = None,
         dtype: torch.dtype | None = None,
         max_shard_size: int | str = "5GB",
-    ) -> None:
-        """Save the model into a repository of the hub, made if need be; see `liger_models.convert.hub.push`."""
+    ) -> str:
+        """Save the model into a repository of the hub, made if need be; see `liger_models.convert.hub.push`.
+
+        Returns:
+            Address of the commit.
+        """
         from liger_models.convert.hub import push
 
-        push(
+        return push(
             self,
             repo_id,
             private=private,

@@ -1,0 +1,197 @@
+"""config.json in and out of a config dataclass.
+
+Reads what transformers 4 wrote (``rope_theta`` and ``rope_scaling``, ``torch_dtype``) and what transformers 5 writes
+(``rope_parameters``, ``dtype``), and writes what both read. A value that cannot be honoured is an error; a key that is
+not known is named in a warning.
+"""
+
+import dataclasses
+import types
+import typing
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from liger_models.convert import get_hf_class, model_type_of
+from liger_models.layers.rope import ROPE_TYPES, RopeScaling
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Config = TypeVar("Config", bound=DataclassInstance)
+
+_ORIGIN = """
+    architectures model_type transformers_version _name_or_path _commit_hash torch_dtype dtype use_cache pretraining_tp
+    _attn_implementation _attn_implementation_autoset attn_implementation unsloth_version unsloth_fixed
+    is_llama_config rope_interleaved
+"""
+_IN_EVERY_CONFIG = """
+    output_attentions output_hidden_states return_dict torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward
+    is_encoder_decoder is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder pruned_heads
+    finetuning_task task_specific_params problem_type num_labels id2label label2id tokenizer_class prefix
+    sep_token_id decoder_start_token_id
+"""
+_GENERATION = """
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+"""
+IGNORED_KEYS = frozenset(f"{_ORIGIN} {_IN_EVERY_CONFIG} {_GENERATION}".split())
+"""Keys that carry no architecture: where the file comes from and how to run it (with two keys of SmolLM's, which
+transformers does not read either), what transformers writes into every config, generation settings of old files."""
+
+_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
+
+
+def read_config(config_class: "type[Config]", hf: Mapping[str, Any], *, strict: bool = False) -> "Config":
+    """The config that a config.json describes.
+
+    Args:
+        config_class: dataclass whose fields have config.json's spelling.
+        hf: the content of config.json.
+        strict: an unknown key is an error and not a warning.
+
+    Raises:
+        ValueError: a quantised checkpoint, a rope type or a value that is not supported, a required key that is
+            missing; with ``strict``, an unknown key.
+    """
+    quantization = hf.get("quantization_config") or hf.get("compression_config")
+    if quantization:
+        method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
+        raise ValueError(
+            f"config.json: the checkpoint must not be quantised, got quantization_config ({method}). "
+            "Load the original checkpoint that it was made from."
+        )
+
+    fields = dataclasses.fields(config_class)
+    hints = typing.get_type_hints(config_class)
+    rope_keys = _ROPE_KEYS if "rope_scaling" in hints else ()
+    values, unknown = _read_rope(hf) if rope_keys else ({}, [])
+    for key, value in hf.items():
+        if key in rope_keys:
+            continue
+        if key in hints:
+            if value is not None or _takes_none(hints[key]):  # a null elsewhere means that the key is not set
+                values[key] = _typed(key, value, hints[key])
+        elif key not in IGNORED_KEYS and value is not None:
+            unknown.append(key)
+
+    if unknown:
+        message = (
+            f"config.json: keys that {config_class.__name__} does not know: {', '.join(sorted(unknown))}. "
+            "Check that they do not change the architecture, and "
+        )
+        if strict:
+            raise ValueError(f"{message}remove them, or load with strict=False.")
+        warnings.warn(f"{message}ignore this warning; strict=True makes it an error.", stacklevel=2)
+
+    required = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise ValueError(f"config.json: must have {', '.join(missing)}, which {config_class.__name__} needs.")
+    return config_class(**values)
+
+
+def _read_rope(hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``rope_theta`` and ``rope_scaling`` of a config, and the keys that were not understood."""
+    where = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    rope = {key: value for key, value in (hf.get(where) or {}).items() if value is not None}
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError(
+            f"config.json: {where} must be one set of values for all layers, got one for each of {', '.join(rope)}."
+        )
+    theta = rope.pop("rope_theta", hf.get("rope_theta"))
+    fields: dict[str, Any] = {} if theta is None else {"rope_theta": _typed("rope_theta", theta, float)}
+    legacy_type = rope.pop("type", "default")
+    rope_type = rope.pop("rope_type", legacy_type)
+    top_level = hf.get("original_max_position_embeddings")
+    if rope_type == "default":
+        fields["rope_scaling"] = None
+        accepted: set[str] = set()
+    elif rope_type in ROPE_TYPES:
+        scaling = ROPE_TYPES[rope_type]
+        hints = typing.get_type_hints(scaling)
+        accepted = set(hints)
+        if "original_max_position_embeddings" in accepted:
+            rope["original_max_position_embeddings"] = (
+                top_level or rope.get("original_max_position_embeddings") or hf.get("max_position_embeddings")
+            )
+        values = {key: _typed(f"{where}.{key}", value, hints[key]) for key, value in rope.items() if key in accepted}
+        required = {field.name for field in dataclasses.fields(scaling) if field.default is dataclasses.MISSING}
+        if required - values.keys():
+            raise ValueError(
+                f"config.json: {where} of type {rope_type!r} must have {', '.join(sorted(required))}, "
+                f"got {', '.join(sorted(values)) or 'none of them'}."
+            )
+        fields["rope_scaling"] = scaling(**values)
+    else:
+        raise ValueError(
+            f"config.json: {where} must have one of the types default, {', '.join(ROPE_TYPES)}, got {rope_type!r}."
+        )
+
+    unknown = [f"{where}.{key}" for key in rope if key not in accepted]
+    if top_level is not None and "original_max_position_embeddings" not in accepted:
+        unknown.append("original_max_position_embeddings")
+    return fields, unknown
+
+
+def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a config, in the keys that transformers 4 and 5 both read.
+
+    Args:
+        config: the config to write.
+        hf: the config.json that it was read from, whose other keys are kept; empty if there is none.
+        dtype: the dtype of the weights that stand beside it.
+
+    Returns:
+        The content of config.json; ``read_config`` gives ``config`` again.
+    """
+    model_type = model_type_of(type(config))
+    out = dict(hf) | {
+        "architectures": [get_hf_class(model_type)],
+        "model_type": model_type,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    for key in ("dtype", "rope_parameters", "original_max_position_embeddings"):
+        out.pop(key, None)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name == "rope_scaling":
+            out["rope_scaling"] = _write_scaling(value)
+        elif value is not None or field.default is not None or field.name in out:
+            out[field.name] = value
+    return out
+
+
+def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    (rope_type,) = (name for name, kind in ROPE_TYPES.items() if kind is type(scaling))
+    values = {key: value for key, value in dataclasses.asdict(scaling).items() if value is not None}
+    return {"rope_type": rope_type, **values}
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _takes_none(hint: Any) -> bool:
+    return type(None) in _options(hint)
+
+
+def _typed(key: str, value: Any, hint: Any) -> Any:
+    """``value`` as the type that its field declares; a whole number may stand for a float."""
+    options = _options(hint)
+    if type(value) in options:
+        return value
+    if type(value) is int and float in options:
+        return float(value)
+    for option in options:
+        if typing.get_origin(option) is list and isinstance(value, list):
+            (element,) = typing.get_args(option)
+            return [_typed(f"{key}[{index}]", item, element) for index, item in enumerate(value)]
+    kinds = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+    raise ValueError(f"config.json: {key} must be {kinds}, got {value!r}.")

@@ -1,0 +1,238 @@
+"""Where each weight stands in a Hugging Face checkpoint: one declaration, read in both directions.
+
+A weight map gives, for each of our parameters, an expression over the checkpoint's tensor names. An expression packs
+the checkpoint's tensors into our parameter and unpacks our parameter into the checkpoint's tensors. It only moves
+elements, so a round trip is bit-exact in every dtype, and on meta tensors it computes shapes.
+
+    "layers.{i}.mlp.gate_up_proj.weight": Rearrange(
+        "f two ... -> (f two) ...",
+        Stack(["model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.mlp.up_proj.weight"], dim=1),
+        two=2,
+    )
+
+Names hold named indices (``{i}``) that are expanded over their index sets when the map is built: nothing is matched by
+pattern, so the plan can be printed (``print(weight_map)``) and diffed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+
+class Expression(ABC):
+    """A tensor of ours as a function of a checkpoint's tensors, and back."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The checkpoint's tensors that the expression is made of, in order."""
+
+    @abstractmethod
+    def expand(self, indices: Mapping[str, int]) -> Expression:
+        """The same expression with the indices in its names replaced by numbers."""
+
+    @abstractmethod
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The checkpoint's tensors, by name, as one tensor of ours."""
+
+    @abstractmethod
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        """A tensor of ours as the checkpoint's tensors, by name: views of it where strides allow."""
+
+
+class Name(Expression):
+    """A tensor of the checkpoint, as it is."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def names(self) -> list[str]:
+        return [self.name]
+
+    def expand(self, indices: Mapping[str, int]) -> Name:
+        return Name(self.name.format(**indices))
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors[self.name]
+
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        return {self.name: packed}
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Rearrange(Expression):
+    """Elements reordered by an einops pattern.
+
+    Args:
+        pattern: from the checkpoint's layout to ours, without dropped or repeated axes: it is read backwards, too.
+        child: what is rearranged.
+        sizes: lengths of the axes that one of the two directions cannot infer.
+    """
+
+    def __init__(self, pattern: str, child: Expression | str, **sizes: int) -> None:
+        self.pattern = pattern
+        self.child = _expression(child)
+        self.sizes = sizes
+
+    def names(self) -> list[str]:
+        return self.child.names()
+
+    def expand(self, indices: Mapping[str, int]) -> Rearrange:
+        return Rearrange(self.pattern, self.child.expand(indices), **self.sizes)
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return rearrange(self.child.pack(tensors), self.pattern, **self.sizes)
+
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        theirs, _, ours = self.pattern.partition(" -> ")
+        return self.child.unpack(rearrange(packed, f"{ours} -> {theirs}", **self.sizes))
+
+    def __str__(self) -> str:
+        sizes = "".join(f", {axis}={size}" for axis, size in self.sizes.items())
+        return f"Rearrange({self.pattern!r}, {self.child}{sizes})"
+
+
+class Cat(Expression):
+    """Tensors one after the other along ``dim``, of length ``sizes`` each."""
+
+    def __init__(self, children: Sequence[Expression | str], dim: int, sizes: Sequence[int]) -> None:
+        self.children = [_expression(child) for child in children]
+        self.dim = dim
+        self.sizes = list(sizes)
+
+    def names(self) -> list[str]:
+        return [name for child in self.children for name in child.names()]
+
+    def expand(self, indices: Mapping[str, int]) -> Cat:
+        return Cat([child.expand(indices) for child in self.children], self.dim, self.sizes)
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat(_same_dtype(self, [child.pack(tensors) for child in self.children]), self.dim)
+
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        parts = torch.split(packed, self.sizes, self.dim)
+        return _union(child.unpack(part) for child, part in zip(self.children, parts, strict=True))
+
+    def __str__(self) -> str:
+        return f"Cat([{', '.join(map(str, self.children))}], dim={self.dim}, sizes={self.sizes})"
+
+
+class Stack(Expression):
+    """Tensors of one shape side by side along a new dimension ``dim``."""
+
+    def __init__(self, children: Sequence[Expression | str], dim: int) -> None:
+        self.children = [_expression(child) for child in children]
+        self.dim = dim
+
+    def names(self) -> list[str]:
+        return [name for child in self.children for name in child.names()]
+
+    def expand(self, indices: Mapping[str, int]) -> Stack:
+        return Stack([child.expand(indices) for child in self.children], self.dim)
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack(_same_dtype(self, [child.pack(tensors) for child in self.children]), self.dim)
+
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        parts = packed.unbind(self.dim)
+        return _union(child.unpack(part) for child, part in zip(self.children, parts, strict=True))
+
+    def __str__(self) -> str:
+        return f"Stack([{', '.join(map(str, self.children))}], dim={self.dim})"
+
+
+def _expression(value: Expression | str) -> Expression:
+    return Name(value) if isinstance(value, str) else value
+
+
+def _union(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def _same_dtype(expression: Expression, tensors: list[Tensor]) -> list[Tensor]:
+    # torch.cat and torch.stack would promote, and the way back would no longer give the same bits.
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"{', '.join(expression.names())}: tensors that form one parameter must have one dtype, "
+            f"got {', '.join(sorted(map(str, dtypes)))}. Pass dtype to convert them."
+        )
+    return tensors
+
+
+class WeightMap:
+    """The expression of every parameter of a model, and the checkpoint tensors that are tolerated and not read.
+
+    Args:
+        entries: our parameter name -> expression over the checkpoint's names (a plain name is one, too). An index in
+            our name, like ``{i}``, makes one entry per value of its set.
+        over: the index sets: name -> values.
+        skip: checkpoint names that may be there and carry nothing.
+
+    Raises:
+        ValueError: two entries for one parameter, or a checkpoint tensor used twice.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, Expression | str],
+        *,
+        over: Mapping[str, Sequence[int]],
+        skip: Iterable[str] = (),
+    ) -> None:
+        expanded = [
+            (name.format(**indices), _expression(expression).expand(indices))
+            for name, expression in entries.items()
+            for indices in _indices(name, over)
+        ]
+        self.entries = dict(expanded)
+        self.skip = frozenset(name.format(**indices) for name in skip for indices in _indices(name, over))
+        names = [name for _, expression in expanded for name in expression.names()]
+        if len(self.entries) < len(expanded) or len(set(names)) < len(names):
+            raise ValueError(f"WeightMap: every name must stand in one entry. Look for it twice in:\n{self}")
+
+    def shapes(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The checkpoint's tensors as meta tensors: the names, shapes and dtypes that the parameters unpack to.
+
+        Raises:
+            ValueError: a parameter without an entry, or an entry without a parameter.
+        """
+        if parameters.keys() != self.entries.keys():
+            raise ValueError(
+                "WeightMap: must have an entry for each parameter of the model. "
+                f"Parameters without one: {sorted(parameters.keys() - self.entries.keys())}; "
+                f"entries without a parameter: {sorted(self.entries.keys() - parameters.keys())}. "
+                "Merge or remove what was added to the model, or correct the map."
+            )
+        return _union(
+            self.entries[name].unpack(torch.empty_like(parameter, device="meta"))
+            for name, parameter in parameters.items()
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name} = {expression}" for name, expression in self.entries.items())
+
+
+def _indices(name: str, over: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    axes = [axis for _, axis, _, _ in string.Formatter().parse(name) if axis]
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*(over[axis] for axis in axes))]
+
+
+def qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
+    """A fused qkv projection: rows grouped by KV head, each with its query heads' rows, then its key's, its value's."""
+    groups = [Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (q, k, v)]
+    sizes = [heads // kv_heads * head_dim, head_dim, head_dim]
+    return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
+
+
+def gate_up_rows(gate: str, up: str) -> Expression:
+    """A fused gate and up projection: row 2f is the gate's row f, row 2f + 1 the up's."""
+    return Rearrange("f two ... -> (f two) ...", Stack([gate, up], dim=1), two=2)

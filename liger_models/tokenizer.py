@@ -1,0 +1,332 @@
+"""Text to token ids and back, and chat templates: a Hugging Face tokenizer folder over the ``tokenizers`` library."""
+
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import jinja2
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+TOKENIZER_JSON = "tokenizer.json"
+_READ = (
+    TOKENIZER_JSON,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+class Tokenizer:
+    """A tokenizer.json with the special tokens and the chat template of its folder.
+
+    Args:
+        backend: the pipeline of tokenizer.json.
+        config: the content of tokenizer_config.json, special tokens and ``chat_template`` included.
+    """
+
+    def __init__(self, backend: Backend, config: Mapping[str, Any] | None = None) -> None:
+        config = config or {}
+        self.backend = backend
+        # What a file asks for in these two would cut or pad every text: both are the caller's choice.
+        backend.no_truncation()
+        backend.no_padding()
+        self.special_tokens = {name: _text(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
+        _add_tokens(backend, config, self.special_tokens)
+        # transformers leaves BPE text as it is, too: the clean-up is made for word pieces.
+        self._clean_up = bool(config.get("clean_up_tokenization_spaces")) and type(backend.model).__name__ != "BPE"
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}
+        self.chat_template: str | dict[str, str] | None = template
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str]) -> "Tokenizer":
+        """The tokenizer of a folder.
+
+        Raises:
+            FileNotFoundError: no such folder.
+            ValueError: as ``from_files``.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"{folder}: must be a folder with {TOKENIZER_JSON}, got nothing there. Download it."
+            )
+        return cls.from_files({name: (folder / name).read_bytes() for name in _READ if (folder / name).is_file()})
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, bytes]) -> "Tokenizer":
+        """The tokenizer of a folder's files, as a loaded model keeps them in ``model.assets``.
+
+        Args:
+            files: name -> content.
+
+        Raises:
+            ValueError: no tokenizer.json, or a file that cannot be read.
+        """
+        if TOKENIZER_JSON not in files:
+            other = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if name in files]
+            raise ValueError(
+                f"Tokenizer: must have {TOKENIZER_JSON}, got {', '.join(other) or 'no tokenizer file'}. "
+                "Write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
+            )
+        config = _json(files, "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # older than transformers 4.34: the map completes the config
+            config |= _json(files, "special_tokens_map.json")
+        if "chat_template.jinja" in files:
+            config["chat_template"] = files["chat_template.jinja"].decode()
+        try:
+            backend = Backend.from_str(files[TOKENIZER_JSON].decode())
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ValueError(f"{TOKENIZER_JSON}: cannot be read, got {error}. Download it again.") from error
+        return cls(backend, config)
+
+    def __len__(self) -> int:
+        """Number of token ids, added tokens included."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids without added tokens."""
+        return self.backend.get_vocab_size(with_added_tokens=False)
+
+    @property
+    def bos_token(self) -> str | None:
+        """The token that begins a text."""
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """The token that ends a text."""
+        return self.special_tokens.get("eos_token")
+
+    @property
+    def pad_token(self) -> str | None:
+        """The token that fills a batch up."""
+        return self.special_tokens.get("pad_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of ``bos_token``."""
+        return self._id(self.bos_token)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of ``eos_token``."""
+        return self._id(self.eos_token)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id of ``pad_token``."""
+        return self._id(self.pad_token)
+
+    def _id(self, token: str | None) -> int | None:
+        return None if token is None else self.backend.token_to_id(token)
+
+    @overload
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    @overload
+    def encode(self, text: list[str], add_special_tokens: bool = True) -> list[list[int]]: ...
+    def encode(self, text: str | list[str], add_special_tokens: bool = True) -> list[int] | list[list[int]]:
+        """Token ids of a text, or of each text of a list.
+
+        Args:
+            text: one text or several.
+            add_special_tokens: add what the tokenizer puts around a text, such as ``bos_token``.
+        """
+        if isinstance(text, str):
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return [item.ids for item in self.backend.encode_batch(text, add_special_tokens=add_special_tokens)]
+
+    def decode(self, ids: Sequence[int] | Tensor, skip_special_tokens: bool = True) -> str:
+        """The text of token ids.
+
+        Args:
+            ids: of one text; a tensor has one dimension.
+            skip_special_tokens: leave out ``bos_token`` and its like.
+        """
+        ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        text = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return _clean_up(text) if self._clean_up else text
+
+    def __call__(
+        self, texts: Sequence[str], *, padding_side: str = "left", add_special_tokens: bool = True
+    ) -> dict[str, Tensor]:
+        """A batch of texts as tensors of one length.
+
+        Args:
+            texts: the batch.
+            padding_side: "left" (generation) or "right" (training).
+            add_special_tokens: as for ``encode``.
+
+        Returns:
+            ``input_ids`` and ``attention_mask``, int64 ``[B, T]``; the mask is 0 on padding. A tokenizer without a
+            pad token pads with the end token, which the mask hides as well.
+        """
+        if padding_side not in ("left", "right"):
+            raise ValueError(f"Tokenizer: padding_side must be 'left' or 'right', got {padding_side!r}.")
+        rows = self.encode([texts] if isinstance(texts, str) else list(texts), add_special_tokens)
+        length = max(map(len, rows), default=0)
+        filler = next((token for token in (self.pad_token_id, self.eos_token_id) if token is not None), 0)
+        input_ids = torch.full((len(rows), length), filler)
+        attention_mask = torch.zeros_like(input_ids)
+        for index, row in enumerate(rows):
+            place = slice(length - len(row), length) if padding_side == "left" else slice(len(row))
+            input_ids[index, place] = torch.tensor(row, dtype=torch.int64)
+            attention_mask[index, place] = 1
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = ...,
+        tools: Sequence[Mapping[str, Any]] | None = ...,
+        tokenize: Literal[True] = ...,
+        **variables: Any,
+    ) -> list[int]: ...
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = ...,
+        tools: Sequence[Mapping[str, Any]] | None = ...,
+        tokenize: bool,
+        **variables: Any,
+    ) -> list[int] | str: ...
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> list[int] | str:
+        """A conversation in the model's own format.
+
+        Args:
+            messages: dicts with ``role`` and ``content``.
+            add_generation_prompt: end with the beginning of an answer.
+            tools: JSON schemas of functions that the model may call.
+            tokenize: return token ids; False returns text.
+            **variables: what else the template reads.
+
+        Raises:
+            ValueError: no chat template, or it refuses the messages.
+        """
+        import jinja2
+
+        try:
+            text = _compiled(self._template(tools)).render(
+                messages=messages,
+                tools=tools,
+                documents=variables.pop("documents", None),
+                add_generation_prompt=add_generation_prompt,
+                **(self.special_tokens | variables),
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"Tokenizer: the chat template must accept the messages, got: {error}.") from error
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def _template(self, tools: object) -> str:
+        templates = self.chat_template
+        if isinstance(templates, str):
+            return templates
+        names = ("tool_use", "default") if tools else ("default",)
+        for name in names:
+            if templates and name in templates:
+                return templates[name]
+        raise ValueError(
+            f"Tokenizer: must have a chat template {' or '.join(names)}, got {', '.join(templates or {}) or 'none'}. "
+            "Take an instruction-tuned model's tokenizer, or set chat_template."
+        )
+
+
+def _add_tokens(backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
+    """Add the tokens that tokenizer_config.json has and tokenizer.json does not, in transformers' order."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    added = config.get("added_tokens_decoder") or {}
+    for _, token in sorted(added.items(), key=lambda item: int(item[0])):
+        if token["content"] not in known:
+            backend.add_tokens([AddedToken(**token)])
+
+    flags = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for content in special_tokens.values():
+        # A token with a role is special, even if tokenizer.json has it as a plain added one.
+        if content not in flags or not flags[content].special:
+            backend.add_special_tokens([flags.get(content, AddedToken(content, normalized=False))])
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    for content in map(_text, extra.values() if isinstance(extra, Mapping) else extra):
+        if content not in flags:
+            backend.add_special_tokens([AddedToken(content, normalized=False)])
+
+
+def _text(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(files.get(name, b"{}")))
+    except ValueError as error:
+        raise ValueError(f"{name}: must be a JSON object, got {error}. Download it again.") from error
+
+
+def _clean_up(text: str) -> str:
+    for joined in (".", "?", "!", ","):
+        text = text.replace(f" {joined}", joined)
+    text = text.replace(" ' ", "'")
+    for joined in ("n't", "'m", "'s", "'ve", "'re"):
+        text = text.replace(f" {joined}", joined)
+    return text
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(template: str) -> "jinja2.Template":
+    """A chat template in the environment that Hugging Face's templates are written for."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}`` marks a template's answers for training masks; here its content is only rendered."""
+
+        def __init__(self, environment: jinja2.Environment) -> None:
+            super().__init__(environment)
+            self.tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(pattern: str) -> str:
+        return datetime.now().strftime(pattern)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja's own escapes HTML
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    return environment.from_string(template)

@@ -1,0 +1,186 @@
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from liger_models.arch import get_arch
+from liger_models.arch.llama import LlamaConfig
+from liger_models.convert.config_map import read_config, write_config
+from liger_models.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
+
+from .conftest import TINY
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+SCALINGS = {
+    "linear": ({"factor": 2.0}, LinearScaling(factor=2.0)),
+    "dynamic": ({"factor": 4}, DynamicScaling(factor=4.0)),
+    "llama3": (LLAMA3, Llama3Scaling(**LLAMA3)),
+    "yarn": (
+        {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 24, "mscale": 0.7, "truncate": False},
+        YarnScaling(factor=4.0, original_max_position_embeddings=16, beta_fast=24.0, mscale=0.7, truncate=False),
+    ),
+}
+
+
+def read(**changes: Any) -> LlamaConfig:
+    return read_config(LlamaConfig, {"model_type": "llama", **TINY, **changes}, strict=True)
+
+
+def test_reads_what_transformers_reads(config_file: Path) -> None:
+    hf = json.loads(config_file.read_text())
+    config = read_config(get_arch(config_file.parent.name).config_class, hf, strict=True)
+    theirs = transformers.AutoConfig.for_model(**hf)
+
+    sizes = {"num_key_value_heads": config.kv_heads, "head_dim": config.head_size}
+    for field in dataclasses.fields(config):
+        if not field.name.startswith("rope_"):
+            value = sizes.get(field.name, getattr(config, field.name))
+            assert value == getattr(theirs, field.name), field.name
+    rope = dict(theirs.rope_parameters)
+    assert config.rope_theta == rope.pop("rope_theta")
+    rope_type = rope.pop("rope_type")
+    if config.rope_scaling is None:
+        assert (rope_type, rope) == ("default", {})
+    else:
+        assert rope == {key: value for key, value in dataclasses.asdict(config.rope_scaling).items() if key in rope}
+
+
+def test_written_config_reads_the_same(config_file: Path) -> None:
+    hf = json.loads(config_file.read_text())
+    config_class = get_arch(config_file.parent.name).config_class
+    config = read_config(config_class, hf)
+    written = json.loads(json.dumps(write_config(config, hf, torch.float16)))
+
+    assert read_config(config_class, written, strict=True) == config
+    assert written["torch_dtype"] == "float16"
+    assert hf.items() - {("torch_dtype", hf["torch_dtype"])} <= written.items() if _flat(hf) else True
+    ours, theirs = (transformers.AutoConfig.for_model(**c).to_dict() for c in (written, hf))
+    assert ours.pop("dtype") == "float16"
+    theirs.pop("dtype")
+    assert ours == theirs
+
+
+def _flat(hf: dict[str, Any]) -> bool:
+    return not any(isinstance(value, (dict, list)) for value in hf.values())
+
+
+@pytest.mark.parametrize("rope_type", SCALINGS)
+@pytest.mark.parametrize("style", ["type", "rope_type", "rope_parameters"])
+def test_rope_of_both_transformers_versions(rope_type: str, style: str) -> None:
+    values, expected = SCALINGS[rope_type]
+    if style == "rope_parameters":
+        config = read(rope_parameters={"rope_type": rope_type, "rope_theta": 5e5, **values})
+    else:
+        config = read(rope_theta=500000, rope_scaling={style: rope_type, **values})
+    assert config.rope_scaling == expected
+    assert config.rope_theta == 5e5
+    assert type(config.rope_theta) is float
+
+    written = write_config(config, {}, torch.float32)
+    assert "rope_parameters" not in written
+    assert read_config(LlamaConfig, json.loads(json.dumps(written)), strict=True) == config
+    theirs = transformers.LlamaConfig(**written)
+    assert theirs.rope_parameters["rope_type"] == rope_type
+    assert theirs.rope_parameters["rope_theta"] == 5e5
+    assert {key: theirs.rope_parameters[key] for key in values} == values
+
+
+def test_everything_that_transformers_writes_is_known() -> None:
+    theirs = transformers.LlamaConfig(**TINY, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 7e3})
+    config = read_config(LlamaConfig, json.loads(json.dumps(theirs.to_dict())), strict=True)
+    assert (config.rope_theta, config.rope_scaling) == (7e3, LinearScaling(factor=2.0))
+
+
+def test_original_length_comes_from_the_top_level_then_the_rope_dict_then_the_length() -> None:
+    values = {key: value for key, value in LLAMA3.items() if not key.startswith("original")}
+    cases = [({"original_max_position_embeddings": 8}, 16, 8), ({}, 16, 16), ({}, None, 64)]
+    for top_level, inner, expected in cases:
+        rope = {"rope_type": "llama3", **values, "original_max_position_embeddings": inner}
+        config = read(rope_scaling=rope, **top_level)
+        assert isinstance(config.rope_scaling, Llama3Scaling)
+        assert config.rope_scaling.original_max_position_embeddings == expected
+        assert read_config(LlamaConfig, write_config(config, top_level, torch.float32)) == config
+
+
+def test_rope_scaling_replaces_rope_parameters() -> None:
+    config = read(
+        rope_scaling={"type": "linear", "factor": 2.0},
+        rope_parameters={"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1.0},
+    )
+    assert (config.rope_scaling, config.rope_theta) == (LinearScaling(factor=2.0), 10000.0)
+
+
+def test_missing_and_null_values_are_the_defaults() -> None:
+    assert read_config(LlamaConfig, {}) == LlamaConfig()
+    nulls = dict.fromkeys(["num_key_value_heads", "head_dim", "rope_scaling", "rope_theta", "attention_dropout"])
+    assert read_config(LlamaConfig, {**nulls, "quantization_config": None, "sliding_window": None}) == LlamaConfig()
+    assert read(bos_token_id=None).bos_token_id is None
+    written = write_config(read(bos_token_id=None), {}, torch.float32)
+    assert read_config(LlamaConfig, written).bos_token_id is None
+
+
+def test_keys_of_the_source_are_kept() -> None:
+    source = {
+        **TINY,
+        "model_type": "llama",
+        "dtype": "float32",
+        "_name_or_path": "x/y",
+        "mine": [1],
+        "rope_parameters": {},
+    }
+    with pytest.warns(UserWarning, match="mine"):
+        config = read_config(LlamaConfig, source)
+    written = write_config(dataclasses.replace(config, vocab_size=97), source, torch.bfloat16)
+    assert (written["_name_or_path"], written["mine"], written["vocab_size"]) == ("x/y", [1], 97)
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    assert written["torch_dtype"] == "bfloat16"
+    assert "dtype" not in written
+    assert source["vocab_size"] == 96
+
+
+def test_an_unknown_key_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"LlamaConfig does not know: head_gain, rope_scaling\.alpha\."):
+        read_config(LlamaConfig, {"head_gain": 2, "rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1}})
+    with pytest.raises(ValueError, match="does not know: head_gain"):
+        read(head_gain=2)
+    with pytest.raises(ValueError, match="does not know: original_max_position_embeddings"):
+        read(original_max_position_embeddings=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": {"type": "longrope"}}, r"rope_scaling must have one of the types .*llama3.*got 'longrope'"),
+        ({"rope_parameters": {"rope_type": "mrope"}}, r"rope_parameters must have one of the types .*got 'mrope'"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, r"must have factor, high_freq_factor, low_freq_factor"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, r"rope_scaling\.factor must be float, got '2'"),
+        ({"rope_parameters": {"full": {}, "sliding": {}}}, r"one set of values for all layers, got .*full, sliding"),
+        ({"hidden_act": "gelu_new"}, r"hidden_act must be 'silu', got 'gelu_new'"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"must not be quantised, got .*gptq"),
+        ({"hidden_size": "32"}, r"hidden_size must be int, got '32'"),
+        ({"tie_word_embeddings": 1}, r"tie_word_embeddings must be bool, got 1"),
+        ({"vocab_size": True}, r"vocab_size must be int, got True"),
+        ({"eos_token_id": [1, "2"]}, r"eos_token_id\[1\] must be int, got '2'"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(**changes)
+
+
+def test_a_required_key_is_asked_for() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Sized:
+        vocab_size: int
+        tie_word_embeddings: bool = False
+
+    assert read_config(Sized, {"vocab_size": 3}) == Sized(vocab_size=3)
+    with pytest.raises(ValueError, match="must have vocab_size, which Sized needs"):
+        read_config(Sized, {})
+    with pytest.raises(ValueError, match="does not know: rope_theta"):
+        read_config(Sized, {"vocab_size": 3, "rope_theta": 1e4}, strict=True)
