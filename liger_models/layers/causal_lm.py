@@ -19,6 +19,7 @@ from .norm import LigerRMSNorm
 from .sequence import DecodeCache, Sequence
 
 if TYPE_CHECKING:
+    from liger_models.generation import Prompts
     from liger_models.tokenizer import Tokenizer
 
 CHECKPOINTING_POLICIES = ("none", "selective", "full")
@@ -237,13 +238,13 @@ class CausalLM(nn.Module):
         tokenizer: Tokenizer = self.__dict__["_tokenizer"]
         return tokenizer
 
-    def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
+    def generate(self, input_ids: "Prompts", **options: Any) -> Tensor:
         """Continue the prompts; see `liger_models.generation.generate`."""
         from liger_models.generation import generate
 
         return generate(self, input_ids, **options)
 
-    def stream(self, input_ids: Tensor, **options: Any) -> Iterator[Tensor]:
+    def stream(self, input_ids: "Prompts", **options: Any) -> Iterator[Tensor]:
         """Continue the prompts, yielding the tokens of each step; see `liger_models.generation.stream`."""
         from liger_models.generation import stream
 

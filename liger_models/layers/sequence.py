@@ -1,5 +1,6 @@
 """What every layer needs to know about the tokens at hand, computed once per forward and handed down."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -122,8 +123,9 @@ class Sequence:
                 f"Sequence: attention_mask must be [{B}, {past + T}] (cached and new tokens), "
                 f"got {list(attention_mask.shape)}.",
             )
-            # Asking the device costs one wait; attention without a mask is worth far more. Not in a compiled graph.
-            if torch.compiler.is_compiling() or not bool(attention_mask.all()):
+            # Asking the device costs one wait; attention without a mask is worth far more. Not so for a single token,
+            # and not in a compiled graph.
+            if T == 1 or torch.compiler.is_compiling() or not bool(attention_mask.all()):
                 documents = (attention_mask != 0).to(device, torch.int64)
         if position_ids is not None:
             positions = position_ids if position_ids.dim() == 2 else position_ids[None]
@@ -162,10 +164,16 @@ def _dense_mask(documents: Tensor | None, past: int, T: int, device: torch.devic
     return mask
 
 
+@functools.cache
+def _compiled_create_block_mask() -> Callable[..., BlockMask]:
+    return torch.compile(create_block_mask)
+
+
 def _block_mask(documents: Tensor | None, past: int, B: int, T: int, device: torch.device) -> BlockMask:
     def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = q + past >= k
         return seen if documents is None else seen & (documents[b, q + past] == documents[b, k])
 
-    build = create_block_mask if torch.compiler.is_compiling() else torch.compile(create_block_mask)
+    # Uncompiled it would build the T x S mask first.
+    build = create_block_mask if torch.compiler.is_compiling() else _compiled_create_block_mask()
     return build(visible, None if documents is None else B, None, T, past + T, device=device.type)

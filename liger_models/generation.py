@@ -1,0 +1,405 @@
+"""Continuing prompts: greedy decoding and sampling, with the names and the semantics of transformers' ``generate``.
+
+What is not given is taken from the checkpoint's generation_config.json, then (stop and padding tokens) from its
+config.json: so a chat model samples as its authors meant it to. Where this differs from transformers: top-k is off
+unless somebody asks for it (transformers keeps 50 tokens), and padding does not count as a repeated token.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.kernels.dispatch import check
+from liger_models.layers.sequence import DecodeCache
+
+if TYPE_CHECKING:
+    from liger_models.layers.causal_lm import CausalLM
+
+Prompts = Tensor | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]
+
+NOT_HERE = (
+    "num_beams", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "min_length",
+    "min_new_tokens", "bad_words_ids", "suppress_tokens", "stop_strings",
+)  # fmt: skip
+"""Keys of a generation_config.json that would change the tokens and that are not implemented: a warning names them."""
+
+
+def generate(
+    model: "CausalLM",
+    input_ids: Prompts,
+    *,
+    attention_mask: Tensor | None = None,
+    max_new_tokens: int,
+    do_sample: bool | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    generator: torch.Generator | None = None,
+    use_cache: bool = True,
+) -> Tensor:
+    """Continue the prompts.
+
+    The model runs in eval mode without gradients, and is left as it was. None stands for what the checkpoint says
+    (generation_config.json, then config.json), and for what is given here in brackets if it says nothing.
+
+    Args:
+        model: a language model.
+        input_ids: [B, T] integers, rows of unequal length padded on the left; or a list of prompts, each a 1-D tensor
+            or a list of ids, which is padded here; or a single prompt.
+        attention_mask: [B, T], nonzero for tokens, 0 for padding. Default: as in transformers, ``pad_token_id`` is
+            padding wherever it stands, unless it is a stop token too. Not with a list.
+        max_new_tokens: stop after so many, at least 1.
+        do_sample: draw tokens; False takes the likeliest. (False)
+        temperature: divisor of the logits, positive. (1)
+        top_k: draw from the k likeliest tokens and those as likely as the last of them; 0 for all. (0)
+        top_p: draw from the fewest likeliest tokens that hold this probability, in (0, 1]. (1)
+        repetition_penalty: what positive logits of tokens that stand in the row are divided by and negative ones
+            multiplied with, positive. (1)
+        eos_token_id: token or tokens that end a row; ``[]`` for none. (none)
+        pad_token_id: fills ended rows, and lists on the left. (the first stop token)
+        generator: source of the draws, on the model's device; None for the global one.
+        use_cache: False runs the whole sequence anew for each token.
+
+    Returns:
+        [B, T + new] int64 on the model's device: the (padded) prompts and their continuations, up to the step in which
+        the last row ended.
+
+    Raises:
+        ValueError: an argument out of its range, an empty prompt, a mask that does not fit or pads on the right.
+    """
+    options = _resolve(
+        model,
+        max_new_tokens=max_new_tokens,
+        do_sample=do_sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        generator=generator,
+        use_cache=use_cache,
+    )
+    ids, mask = _batch(model, input_ids, attention_mask, options)
+    return torch.cat([ids, torch.stack(list(_steps(model, ids, mask, options)), 1)], 1)
+
+
+def stream(
+    model: "CausalLM",
+    input_ids: Prompts,
+    *,
+    attention_mask: Tensor | None = None,
+    max_new_tokens: int,
+    do_sample: bool | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    generator: torch.Generator | None = None,
+    use_cache: bool = True,
+) -> Iterator[Tensor]:
+    """Continue the prompts step by step.
+
+    Args:
+        model, input_ids, ...: as `generate`; they are checked at once, not with the first token.
+
+    Returns:
+        Iterator over the new tokens, [B] int64 of each step. The model is in eval mode only while it computes one.
+
+    Raises:
+        ValueError: as `generate`.
+    """
+    options = _resolve(
+        model,
+        max_new_tokens=max_new_tokens,
+        do_sample=do_sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        generator=generator,
+        use_cache=use_cache,
+    )
+    ids, mask = _batch(model, input_ids, attention_mask, options)
+    return _steps(model, ids, mask, options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """Arguments of `generate` with nothing left open; ``pad_token_id`` is None where nothing ends and nothing pads."""
+
+    max_new_tokens: int
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    repetition_penalty: float
+    eos_token_id: list[int]
+    pad_token_id: int | None
+    generator: torch.Generator | None
+    use_cache: bool
+
+
+def _resolve(
+    model: "CausalLM",
+    *,
+    max_new_tokens: int,
+    do_sample: bool | None,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    repetition_penalty: float | None,
+    eos_token_id: int | Sequence[int] | None,
+    pad_token_id: int | None,
+    generator: torch.Generator | None,
+    use_cache: bool,
+) -> _Options:
+    """Fill in what the checkpoint says, and check the ranges."""
+    stored = _generation_config(model)
+    if do_sample is None:
+        do_sample = bool(stored.get("do_sample"))
+    idle = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    idle = {name: value for name, value in idle.items() if not do_sample and value not in (None, 0, 1)}
+    if not do_sample:
+        stored = {key: value for key, value in stored.items() if key not in ("temperature", "top_k", "top_p")}
+    temperature = _first(temperature, stored.get("temperature"), 1.0)
+    top_k = _first(top_k, stored.get("top_k"), 0)
+    top_p = _first(top_p, stored.get("top_p"), 1.0)
+    repetition_penalty = _first(repetition_penalty, stored.get("repetition_penalty"), 1.0)
+    check(max_new_tokens >= 1, f"generate: max_new_tokens must be at least 1, got {max_new_tokens}.")
+    check(
+        temperature > 0,
+        f"generate: temperature must be positive, got {temperature}. For the likeliest tokens set do_sample=False.",
+    )
+    check(top_k >= 0, f"generate: top_k must be at least 1, got {top_k}. Set 0 to draw from all tokens.")
+    check(0 < top_p <= 1, f"generate: top_p must be in (0, 1], got {top_p}. Set 1 to draw from all tokens.")
+    check(
+        repetition_penalty > 0,
+        f"generate: repetition_penalty must be positive, got {repetition_penalty}. Set 1 for none.",
+    )
+    if idle:
+        warnings.warn(f"generate: without do_sample=True nothing is drawn, {idle} has no effect.", stacklevel=3)
+
+    eos = _first(eos_token_id, stored.get("eos_token_id"), getattr(model.config, "eos_token_id", None), [])
+    eos = torch.as_tensor(eos).flatten().tolist()
+    vocab = model.config.vocab_size
+    check(
+        pad_token_id is None or 0 <= pad_token_id < vocab,
+        f"generate: pad_token_id must be in [0, {vocab}), got {pad_token_id}. Leave it out to pad with the stop token.",
+    )
+    # Some checkpoints say −1 for no padding token.
+    pads = [pad_token_id, stored.get("pad_token_id"), getattr(model.config, "pad_token_id", None), *eos]
+    pad = next((pad for pad in pads if pad is not None and 0 <= pad < vocab), None)
+    check(
+        generator is None or generator.device.type == model.device.type,
+        f"generate: generator must be on {model.device.type} like the model, "
+        f"got {None if generator is None else generator.device}. Make it with torch.Generator({model.device.type!r}).",
+    )
+    return _Options(
+        max_new_tokens=max_new_tokens,
+        do_sample=do_sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        generator=generator,
+        use_cache=use_cache,
+    )
+
+
+def _generation_config(model: "CausalLM") -> dict[str, Any]:
+    """The content of the checkpoint's generation_config.json, {} without one."""
+    try:
+        stored = json.loads(model.assets.get("generation_config.json", b"{}"))
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: must be JSON, got {error}. Download it again.") from error
+    check(isinstance(stored, dict), f"generation_config.json: must be a JSON object, got {type(stored).__name__}.")
+    absent = [key for key in NOT_HERE if stored.get(key) not in (None, 0, 1, [])]
+    if absent:
+        names = ", ".join(absent)
+        warnings.warn(f"generation_config.json: not implemented and without effect: {names}.", stacklevel=4)
+    return dict(stored)
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _batch(
+    model: "CausalLM", prompts: Prompts, attention_mask: Tensor | None, options: _Options
+) -> tuple[Tensor, Tensor | None]:
+    """``(ids, mask)``, each [B, T] int64 on the model's device; ``mask`` is None if nothing is padded."""
+    where, vocab = model.device, model.config.vocab_size
+    if isinstance(prompts, Tensor):
+        ids = prompts[None] if prompts.dim() == 1 else prompts
+        mask = attention_mask
+    else:
+        check(attention_mask is None, "generate: attention_mask goes with a tensor, got a list. It pads by itself.")
+        ids, mask = _pad(prompts, options.pad_token_id or 0)
+    check(ids.dim() == 2, f"generate: input_ids must be [B, T], got {list(ids.shape)}.")
+    check(ids.numel() > 0, f"generate: input_ids must hold at least one token per row, got {list(ids.shape)}.")
+    check(
+        not (ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool),
+        f"generate: input_ids must be integers, got {ids.dtype}.",
+    )
+    ids = ids.to(where, torch.int64)
+    low, high = (int(bound) for bound in ids.aminmax())
+    check(
+        low >= 0 and high < vocab,
+        f"generate: input_ids must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?",
+    )
+    check(
+        mask is None or mask.shape == ids.shape,
+        f"generate: attention_mask must be {list(ids.shape)} like input_ids, "
+        f"got {None if mask is None else list(mask.shape)}.",
+    )
+    if mask is None and options.pad_token_id is not None and options.pad_token_id not in options.eos_token_id:
+        mask = ids != options.pad_token_id
+    if mask is None:
+        return ids, None
+    mask = (mask != 0).to(where, torch.int64)
+    wrong = (mask[:, -1] == 0).nonzero().flatten().tolist()
+    check(
+        not wrong,
+        f"generate: each row must end with a token, got padding at the end of rows {wrong}. Pad on the left, give a "
+        "list of prompts, or an attention_mask if those are tokens.",
+    )
+    return ids, None if bool(mask.all()) else mask
+
+
+def _pad(prompts: Sequence[Any], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """A list of prompts, or a single one, as ``(ids, mask)`` [B, T], padded on the left."""
+    if prompts and isinstance(prompts[0], int):
+        prompts = [prompts]
+    rows = [torch.as_tensor(prompt) for prompt in prompts]
+    shapes = [list(row.shape) for row in rows]
+    check(
+        bool(rows) and all(row.dim() == 1 and len(row) for row in rows),
+        f"generate: input_ids must be a list of prompts with at least one token each, got shapes {shapes}.",
+    )
+    T = max(map(len, rows))
+    ids = torch.stack([nn.functional.pad(row, (T - len(row), 0), value=pad_token_id) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows], device=ids.device)
+    return ids, torch.arange(T, device=ids.device) >= T - lengths[:, None]
+
+
+@torch.no_grad()
+def _steps(model: "CausalLM", prompts: Tensor, mask: Tensor | None, options: _Options) -> Iterator[Tensor]:
+    """The new tokens of each step, [B] int64, until every row has ended.
+
+    Args:
+        prompts: [B, T] int64.
+        mask: [B, T] int64, 0 for padding; None: there is none.
+    """
+    B, T = prompts.shape
+    S = T + options.max_new_tokens
+    ids = nn.functional.pad(prompts, (0, options.max_new_tokens))  # [B, S], filled as tokens come
+    positions = torch.arange(S, device=ids.device)[None]
+    if mask is not None:
+        mask = nn.functional.pad(mask, (0, options.max_new_tokens), value=1)
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+    seen = None
+    if options.repetition_penalty != 1:
+        tokens = prompts if mask is None else torch.where(mask[:, :T] != 0, prompts, prompts[:, -1:])
+        seen = torch.zeros(B, model.config.vocab_size, dtype=torch.bool, device=ids.device).scatter_(1, tokens, True)
+    stops = torch.tensor(options.eos_token_id, dtype=torch.int64, device=ids.device)
+    ended = torch.zeros(B, dtype=torch.bool, device=ids.device)
+    cache = DecodeCache(S - 1) if options.use_cache else None  # nothing comes after the last token
+    modules = list(model.modules())
+
+    for end in range(T, S):
+        new = slice(cache.length if cache is not None else 0, end)
+        with _evaluating(modules):
+            logits = model(
+                ids[:, new],
+                position_ids=positions[:, new],
+                attention_mask=None if mask is None else mask[:, :end],
+                logits_to_keep=1,
+                cache=cache,
+            ).logits
+        tokens = _choose(logits[:, -1].float(), seen, options)
+        if len(stops):
+            tokens = tokens.masked_fill(ended, _first(options.pad_token_id, 0))
+            ended |= torch.isin(tokens, stops)
+        ids[:, end] = tokens
+        if seen is not None:
+            seen.scatter_(1, tokens[:, None], True)
+        yield tokens
+        if len(stops) and bool(ended.all()):
+            return
+
+
+@contextmanager
+def _evaluating(modules: list[nn.Module]) -> Iterator[None]:
+    """Eval mode for a while; each module gets its own mode back."""
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _choose(logits: Tensor, seen: Tensor | None, options: _Options) -> Tensor:
+    """The next tokens [B], by logits [B, V] fp32 and tokens ``seen`` [B, V] bool."""
+    if seen is not None:
+        logits = penalize_repetition(logits, seen, options.repetition_penalty)
+    if not options.do_sample:
+        return logits.argmax(1)
+    logits = logits / options.temperature
+    if options.top_k:
+        logits = keep_top_k(logits, options.top_k)
+    if options.top_p < 1:
+        logits = keep_top_p(logits, options.top_p)
+    return torch.multinomial(logits.softmax(1), 1, generator=options.generator)[:, 0]
+
+
+def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make the tokens in ``seen`` less likely: positive logits divided by ``penalty``, negative ones multiplied.
+
+    Args:
+        logits: [B, V] fp32.
+        seen: [B, V] bool.
+        penalty: more than 1 to discourage repetition.
+
+    Source: CTRL (https://arxiv.org/abs/1909.05858).
+    """
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def keep_top_k(logits: Tensor, k: int) -> Tensor:
+    """All but the ``k`` largest logits of a row, and those equal to the last of them, set to −∞; logits [B, V] fp32."""
+    last = logits.topk(min(k, logits.shape[1])).values[:, -1:]
+    return logits.masked_fill(logits < last, -torch.inf)
+
+
+def keep_top_p(logits: Tensor, p: float) -> Tensor:
+    """The least likely tokens, which together have at most 1 − ``p``, set to −∞; the likeliest one always stays.
+
+    Args:
+        logits: [B, V] fp32.
+        p: in (0, 1].
+
+    Source: https://arxiv.org/abs/1904.09751.
+    """
+    ascending, order = logits.sort(1)
+    drop = ascending.softmax(1).cumsum(1) <= 1 - p
+    drop[:, -1] = False
+    return logits.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)

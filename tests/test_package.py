@@ -1,0 +1,139 @@
+"""The package as a whole: what importing it costs, what it runs without, what its files may import."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import liger_models
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "liger_models"
+FILES = sorted(PACKAGE.rglob("*.py"))
+HEAVY = {"torch", "triton", "transformers", "huggingface_hub", "tokenizers", "safetensors", "numpy", "einops"}
+ORDER = ("kernels", "layers", "arch", "convert")
+"""Each of these may import itself and those before it; every other module may import all of them."""
+UPWARD_AT_RUN_TIME = {"layers/causal_lm.py"}
+"""Methods of the model class (from_pretrained, generate, ...) import what does their work when they are called."""
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment())
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def environment() -> dict[str, str]:
+    import os
+
+    return {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    loaded = run("import sys, liger_models; print(*sys.modules)").split()
+    assert HEAVY.isdisjoint(loaded)
+
+
+@pytest.mark.parametrize("name", liger_models.__all__)
+def test_every_public_name_is_there(name):
+    assert getattr(liger_models, name)
+    assert name in dir(liger_models)
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(AttributeError, match="LigerLlama"):
+        liger_models.LigerLama  # noqa: B018
+
+
+TRAIN_WITHOUT = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent!r}:
+            raise ImportError(f"{{name}} is absent")
+
+sys.meta_path.insert(0, Absent())
+import warnings
+warnings.simplefilter("ignore")  # torch says that NumPy is missing
+import torch
+from liger_models import LigerLlama, LlamaConfig
+
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+model = LigerLlama.from_config(config)
+ids = torch.arange(20)[None]
+loss = model(ids, labels=ids, cu_seqlens=torch.tensor([0, 8, 20])).loss
+loss.backward()
+assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+model.save_pretrained({folder!r})
+again = LigerLlama.from_pretrained({folder!r}, progress=False)
+assert torch.equal(again.generate(ids, max_new_tokens=4), model.generate(ids, max_new_tokens=4))
+assert not [name for name in sys.modules if name.partition(".")[0] in {absent!r}]
+"""
+
+
+@pytest.mark.parametrize("absent", [("triton",), ("numpy",), ("triton", "numpy", "transformers", "liger_kernel")])
+def test_a_model_trains_saves_and_generates_on_the_cpu_without(absent, tmp_path):
+    run(TRAIN_WITHOUT.format(absent=absent, folder=str(tmp_path / "model")))
+
+
+def test_core_dependencies():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {requirement.partition(">=")[0] for requirement in project["dependencies"]}
+    assert names == {"torch", "triton", "safetensors", "huggingface_hub", "tokenizers", "einops"}
+    assert all(project["optional-dependencies"].values())
+
+
+def imports(file: Path) -> Iterator[tuple[str, bool]]:
+    """Full names of the modules that a file imports, and whether it does so when it is imported itself."""
+    package = [PACKAGE.name, *file.relative_to(PACKAGE).parts[:-1]]
+
+    def walk(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, at_import) for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            # `from package import module` and `from module import name` look alike; both are told by their beginning.
+            yield from ((f"{module}.{alias.name}", at_import) for alias in node.names)
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, at_import and not inside)
+
+    yield from walk(ast.parse(file.read_text(encoding="utf-8")), True)
+
+
+def rank(module: str) -> int:
+    """Place of a module of ours in `ORDER`; what stands in none of its packages comes last."""
+    part = module.split(".")[1]
+    return ORDER.index(part) if part in ORDER else len(ORDER)
+
+
+def name_of(file: Path) -> str:
+    return str(file.relative_to(PACKAGE))
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_imports(file):
+    own = rank(".".join([PACKAGE.name, *file.relative_to(PACKAGE).with_suffix("").parts]))
+    for module, at_import in imports(file):
+        top = module.partition(".")[0]
+        assert top not in ("transformers", "liger_kernel"), f"{name_of(file)} imports {module}"
+        if top == PACKAGE.name and (at_import or name_of(file) not in UPWARD_AT_RUN_TIME):
+            assert rank(module) <= own, f"{name_of(file)} imports {module}, which stands above it"
+        if file.parent.name == "arch" and file.name != "__init__.py":
+            assert not module.startswith(f"{PACKAGE.name}.arch"), f"{name_of(file)} imports {module}"
+
+
+def test_files_of_the_package_are_found():
+    assert {"__init__.py", "kernels/rms_norm.py", "layers/causal_lm.py"} <= {name_of(file) for file in FILES}
