@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels.dispatch import ACCELERATORS, check
 from liger_models.kernels.rope import rope_qkv, rope_qkv_reference
@@ -127,6 +128,8 @@ class LigerAttention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.layer, self.dropout, self.rope_kernel = layer, dropout, rope_kernel
         self.scale = head_dim**-0.5
+        self.recompute = False
+        """True keeps only the inputs and makes everything again in the backward (checkpointing policy "full")."""
         self.qkv_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
 
@@ -139,8 +142,19 @@ class LigerAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """``residual = residual + x; attention(norm(residual))``: ``(y, residual)``, each [B, T, C].
 
-        The normed activations are recomputed in the backward.
+        The normed activations are recomputed in the backward; with ``recompute`` all but the output projection.
         """
+        if self.recompute and torch.is_grad_enabled():
+            y, residual = checkpoint(
+                self._add_norm, norm, x, residual, sequence,
+                use_reentrant=False, preserve_rng_state=self.training and self.dropout > 0,
+            )  # fmt: skip
+            return y, residual
+        return self._add_norm(norm, x, residual, sequence)
+
+    def _add_norm(
+        self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, sequence: Sequence
+    ) -> tuple[Tensor, Tensor]:
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
         return self._attend(qkv, sequence), residual
 

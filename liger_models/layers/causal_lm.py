@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from typing_extensions import Self
 
 from liger_models.kernels.dispatch import check
 from liger_models.kernels.options import KernelOptions
 
+from .attention import LigerAttention
 from .embedding import LigerEmbedding
 from .head import LigerLMHead
 from .mlp import GatedMLP
@@ -123,7 +123,8 @@ class CausalLM(nn.Module):
 
         Args:
             policy: "none" keeps what the fused ops need; "selective" makes the MLP's gate and up projection again
-                (the largest activations); "full" keeps only the inputs of each block.
+                (the largest activations); "full" keeps only the inputs of attention and MLP, and makes all else again
+                but the two output projections, whose results nothing needs.
 
         Raises:
             ValueError: an unknown policy.
@@ -135,7 +136,9 @@ class CausalLM(nn.Module):
         self.checkpointing = policy
         for module in self.modules():
             if isinstance(module, GatedMLP):
-                module.recompute = policy == "selective"
+                module.recompute = policy in ("selective", "full")
+            elif isinstance(module, LigerAttention):
+                module.recompute = policy == "full"
 
     def forward(
         self,
@@ -208,21 +211,10 @@ class CausalLM(nn.Module):
         """The normed output of the last block, [B, T, C]."""
         x: Tensor | None = None
         residual = inputs_embeds
-        recompute = self.checkpointing == "full" and torch.is_grad_enabled()
         for block in self.layers:
-            if recompute:
-                x, residual = checkpoint(
-                    block, x, residual, sequence, use_reentrant=False, preserve_rng_state=self.uses_dropout
-                )
-            else:
-                x, residual = block(x, residual, sequence)
+            x, residual = block(x, residual, sequence)
         hidden, _ = self.norm.add(x, residual)
         return hidden
-
-    @property
-    def uses_dropout(self) -> bool:
-        """True if a forward in training draws random numbers."""
-        return bool(self.training and getattr(self.config, "attention_dropout", 0.0))
 
     @property
     def tokenizer(self) -> "Tokenizer":

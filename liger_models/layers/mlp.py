@@ -2,9 +2,11 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.gated_act import gated_act, gated_act_reference
 from liger_models.kernels.gated_mlp import gated_mlp
 
@@ -48,7 +50,7 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.act, self.kernel = act, kernel
         self.recompute = False
-        """True makes gate and up again in the backward instead of keeping them (checkpointing policy "selective")."""
+        """True makes gate and up again in the backward (checkpointing policies "selective" and "full")."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., C]."""
@@ -62,10 +64,11 @@ class GatedMLP(nn.Module):
         The normed activations and the gated product are recomputed in the backward; with ``recompute`` the gate and up
         projection too.
         """
-        if not (self.kernel and norm.kernel and is_plain(norm, self.gate_up_proj, self.down_proj)):
+        fused = self.kernel and norm.kernel and is_plain(norm, self.gate_up_proj, self.down_proj)
+        if not (fused and use_triton(residual)):
             normed, residual = norm.add(x, residual)
-            if self.recompute and normed.requires_grad:
-                return checkpoint(self, normed, use_reentrant=False, preserve_rng_state=False), residual
+            if self.recompute and torch.is_grad_enabled():
+                return checkpoint(self, normed, use_reentrant=False), residual
             return self(normed), residual
         gate_up, down, gate_up_bias, down_bias = autocast_weights(
             residual, self.gate_up_proj.weight, self.down_proj.weight, self.gate_up_proj.bias, self.down_proj.bias

@@ -171,6 +171,24 @@ def test_fullgraph_compile(pair):
     assert_same_gradients(ours, theirs)
 
 
+@one_case_each
+@pytest.mark.parametrize("policy", CHECKPOINTING_POLICIES)
+def test_every_policy_compiles_in_one_graph(pair, policy):
+    """Packed, too; without Inductor, which the test above has."""
+    arch, variant, _, ours = pair
+    ids = tokens(arch, variant, 1, 16)
+    options = {"labels": ids, "cu_seqlens": torch.tensor([0, 7, 16])}
+    want = ours(ids, **options).loss
+    want.backward()
+    gradients = [parameter.grad for parameter in ours.parameters()]
+    ours.zero_grad()
+    ours.set_checkpointing(policy)
+    got = torch.compile(ours, fullgraph=True, backend="aot_eager")(ids, **options).loss
+    got.backward()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close([parameter.grad for parameter in ours.parameters()], gradients)
+
+
 @every_case
 def test_export_reloads_in_transformers_bit_for_bit(pair, tmp_path):
     arch, variant, theirs, ours = pair
