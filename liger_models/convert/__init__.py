@@ -1,7 +1,8 @@
 """Checkpoints: Hugging Face's config.json and safetensors, in and out.
 
 Each architecture has one file here, named as in ``arch/``, that says where its weights stand in a checkpoint:
-``weight_map(config)`` and the Hugging Face class name ``HF_CLASS``.
+``weight_map(config)`` and the Hugging Face class name ``HF_CLASS``; where released config.json files have keys that
+change nothing, ``IGNORED_KEYS``.
 """
 
 import importlib
@@ -41,3 +42,8 @@ def get_map(model_type: str) -> "Callable[[Any], WeightMap]":
 def get_hf_class(model_type: str) -> str:
     """The name of an architecture's class in transformers, for ``architectures`` in config.json."""
     return cast(str, _family(model_type).HF_CLASS)
+
+
+def get_ignored_keys(model_type: str) -> frozenset[str]:
+    """Keys of an architecture's config.json files that change nothing."""
+    return frozenset(getattr(_family(model_type), "IGNORED_KEYS", ()))

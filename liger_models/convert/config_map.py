@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from liger_models.convert import get_hf_class, model_type_of
+from liger_models.convert import get_hf_class, get_ignored_keys, model_type_of
 from liger_models.layers.rope import ROPE_TYPES, RopeScaling
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def read_config(config_class: "type[Config]", hf: Mapping[str, Any], *, strict: 
 
     fields = dataclasses.fields(config_class)
     hints = typing.get_type_hints(config_class)
+    ignored = IGNORED_KEYS | get_ignored_keys(model_type_of(config_class))
     rope_keys = _ROPE_KEYS if "rope_scaling" in hints else ()
     values, unknown = _read_rope(hf) if rope_keys else ({}, [])
     for key, value in hf.items():
@@ -76,7 +77,7 @@ def read_config(config_class: "type[Config]", hf: Mapping[str, Any], *, strict: 
         if key in hints:
             if value is not None or _takes_none(hints[key]):  # a null elsewhere means that the key is not set
                 values[key] = _typed(key, value, hints[key])
-        elif key not in IGNORED_KEYS and value is not None:
+        elif key not in ignored and value is not None:
             unknown.append(key)
 
     if unknown:

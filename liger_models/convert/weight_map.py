@@ -25,6 +25,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from liger_models.layers.config import DecoderConfig
+
 
 class Expression(ABC):
     """A tensor of ours as a function of a checkpoint's tensors, and back."""
@@ -236,3 +238,57 @@ def qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int
 def gate_up_rows(gate: str, up: str) -> Expression:
     """A fused gate and up projection: row 2f is the gate's row f, row 2f + 1 the up's."""
     return Rearrange("f two ... -> (f two) ...", Stack([gate, up], dim=1), two=2)
+
+
+def decoder_map(
+    config: DecoderConfig,
+    *,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    norms: Sequence[str] = ("input_layernorm", "post_attention_layernorm"),
+    instead: Mapping[str, Expression | str | None] | None = None,
+    skip: Iterable[str] = (),
+) -> WeightMap:
+    """The map of a decoder whose checkpoint is laid out like Llama's.
+
+    Args:
+        config: sizes.
+        qkv_bias, o_bias, mlp_bias: whether these projections have biases.
+        norms: names of a block's norms, ours and theirs.
+        instead: entries of a layer that differ or that Llama does not have; our name within the layer -> expression
+            (names within the layer start with ``model.layers.{i}.``), None for an entry that is not there.
+        skip: checkpoint names that may be there and carry nothing.
+    """
+    theirs = "model.layers.{i}"
+    layer: dict[str, Expression | str | None] = {f"{norm}.weight": f"{theirs}.{norm}.weight" for norm in norms}
+    for kind in _kinds(qkv_bias):
+        layer[f"self_attn.qkv_proj.{kind}"] = qkv_rows(
+            *(f"{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv"),
+            heads=config.num_attention_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_size,
+        )
+    for kind in _kinds(o_bias):
+        layer[f"self_attn.o_proj.{kind}"] = f"{theirs}.self_attn.o_proj.{kind}"
+    for kind in _kinds(mlp_bias):
+        gate, up, down = (f"{theirs}.mlp.{part}_proj.{kind}" for part in ("gate", "up", "down"))
+        layer[f"mlp.gate_up_proj.{kind}"] = gate_up_rows(gate, up)
+        layer[f"mlp.down_proj.{kind}"] = down
+    layer |= instead or {}
+
+    entries: dict[str, Expression | str] = {
+        "embed_tokens.weight": "model.embed_tokens.weight",
+        **{f"layers.{{i}}.{name}": expression for name, expression in layer.items() if expression is not None},
+        "norm.weight": "model.norm.weight",
+    }
+    skip = [*skip]
+    if config.tie_word_embeddings:
+        skip.append("lm_head.weight")  # some tied checkpoints store the head
+    else:
+        entries["lm_head.weight"] = "lm_head.weight"
+    return WeightMap(entries, over={"i": range(config.num_hidden_layers)}, skip=skip)
+
+
+def _kinds(bias: bool) -> tuple[str, ...]:
+    return ("weight", "bias") if bias else ("weight",)

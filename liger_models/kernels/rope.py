@@ -1,16 +1,19 @@
 """Rotary position embedding: of one tensor, or of the packed QKV projection while it is taken apart.
 
-Forward, per token and head, for each pair (i, i + R/2) of the first R (rotary width) of D entries, in fp32::
+Forward, per token and head, for each pair (x1, x2) of the first R (rotary width) of D entries, in fp32::
 
     y1 = x1 · cos − x2 · sin
     y2 = x2 · cos + x1 · sin                      the entries from R on, and the values v, are copied
+
+A pair is (i, i + R/2), the half-split order of most Hugging Face checkpoints, or (2i, 2i + 1) if ``interleaved`` (GLM).
+The packed projection may come without tables (layers that have no rotation): it is only taken apart.
 
 Backward is the rotation by the opposite angle, ``dx = rope(dy, cos, −sin)``: no activation is saved, only the tables,
 which get no gradient. Tables hold one entry per pair (half width); the result is rounded once, to the input dtype.
 
 The packed projection is grouped by KV head: for each KV head its H / G query heads, then k, then v.
 
-Source: https://arxiv.org/abs/2104.09864, in the half-split order of Hugging Face's checkpoints.
+Source: https://arxiv.org/abs/2104.09864.
 """
 
 import torch
@@ -18,39 +21,58 @@ from torch import Tensor
 
 from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
 
-PAIRS_PER_PROGRAM = 1024
-"""Heads of one token are tiled to about this many pairs: 16 heads of 128, so 32 + 2 · 8 heads leave no lane idle."""
+ELEMENTS_PER_PROGRAM = 2048
+"""Heads of one token are tiled to about this size: 16 heads of 128, so 32 + 2 · 8 heads leave no lane idle."""
 
 NUM_WARPS = 4
 """One 16-byte load of each half per thread in bf16, in 32 registers; 2 warps send the angles through shared memory."""
 
 
-def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """What `rope` computes, in plain torch (differentiable in x; fp64 stays fp64)."""
     compute = torch.promote_types(x.dtype, torch.float32)
     half = cos.shape[-1]
     cos, sin = (table.detach().to(compute).unsqueeze(2) for table in (cos, sin))  # [B, T, 1, R / 2]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
-    first, second = first.to(compute), second.to(compute)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    rotary, rest = x.split([2 * half, x.shape[-1] - 2 * half], -1)
+    pairs = rotary.unflatten(-1, (half, 2) if interleaved else (2, half)).to(compute)
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    rotated = torch.stack(turned, -1 if interleaved else -2).flatten(-2)
     return torch.cat([rotated.to(x.dtype), rest], -1)
 
 
-def rope_qkv_reference(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `rope_qkv` computes, in plain torch."""
+def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The heads of the packed projection, in plain torch: q [B, T, H, D], k and v [B, T, G, D], new and contiguous."""
     queries = num_heads // num_kv_heads
     groups = qkv.unflatten(-1, (num_kv_heads, queries + 2, head_dim))  # [B, T, G, H / G + 2, D]
-    q, k, v = (part.flatten(2, 3) for part in groups.split([queries, 1, 1], 3))
-    return rope_reference(q, cos, sin), rope_reference(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
+    parts = groups.split([queries, 1, 1], 3)
+    q, k, v = (part.clone(memory_format=torch.contiguous_format).flatten(2, 3) for part in parts)
+    return q, k, v
+
+
+def rope_qkv_reference(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `rope_qkv` computes, in plain torch."""
+    q, k, v = split_heads(qkv, num_heads, num_kv_heads, head_dim)
+    if cos is None or sin is None:
+        return q, k, v
+    return rope_reference(q, cos, sin, interleaved), rope_reference(k, cos, sin, interleaved), v
 
 
 @triton.jit
-def _angles(
+def load_angles(
     cos_ptr, sin_ptr, batch, position, table_b, table_t,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
+    """cos and sin of a token, [1, BLOCK_HALF] in fp32; with INVERSE those of the opposite angle."""
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     entry = batch * table_b + position * table_t + pair
     cos = tl.load(cos_ptr + entry, mask=pair < HALF, other=0.0).to(tl.float32)
@@ -59,46 +81,86 @@ def _angles(
 
 
 @triton.jit
+def load_heads(
+    source, given, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """One head per row of [ROWS, 1] pointers: x1, x2 [ROWS, BLOCK_HALF], rest [ROWS, BLOCK_REST]; 0 if not given."""
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        pairs = tl.load(source + column, mask=given & (column < 2 * HALF), other=0.0)
+        x1, x2 = tl.split(tl.reshape(pairs, [source.shape[0], BLOCK_HALF, 2]))
+    else:
+        pair = tl.arange(0, BLOCK_HALF)[None, :]
+        x1 = tl.load(source + pair, mask=given & (pair < HALF), other=0.0)
+        x2 = tl.load(source + HALF + pair, mask=given & (pair < HALF), other=0.0)
+    rest = tl.zeros([source.shape[0], BLOCK_REST], source.dtype.element_ty)
+    if D > 2 * HALF:
+        column = tl.arange(0, BLOCK_REST)[None, :]
+        rest = tl.load(source + 2 * HALF + column, mask=given & (column < D - 2 * HALF), other=0.0)
+    return x1, x2, rest
+
+
+@triton.jit
+def store_heads(
+    target, inside, y1, y2, rest, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_heads`, rounding to what the pointers point to."""
+    dtype = target.dtype.element_ty
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        tl.store(target + column, tl.interleave(y1.to(dtype), y2.to(dtype)), mask=inside & (column < 2 * HALF))
+    else:
+        pair = tl.arange(0, BLOCK_HALF)[None, :]
+        tl.store(target + pair, y1.to(dtype), mask=inside & (pair < HALF))
+        tl.store(target + HALF + pair, y2.to(dtype), mask=inside & (pair < HALF))
+    if D > 2 * HALF:
+        column = tl.arange(0, BLOCK_REST)[None, :]
+        tl.store(target + 2 * HALF + column, rest.to(dtype), mask=inside & (column < D - 2 * HALF))
+
+
+@triton.jit
+def rotate(x1, x2, cos, sin):
+    """Every pair turned by its angle."""
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+
+@triton.jit
 def _rotate_rows(
-    source, target, given, inside, rotary, cos, sin,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    source, target, given, inside, rotary, cos, sin, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """One head per row. source, target: [ROWS, 1] pointers; rows not given read as 0; rows not rotary are copied."""
-    pair = tl.arange(0, BLOCK_HALF)[None, :]
-    x1 = tl.load(source + pair, mask=given & (pair < HALF), other=0.0).to(tl.float32)
-    x2 = tl.load(source + HALF + pair, mask=given & (pair < HALF), other=0.0).to(tl.float32)
-    y1 = tl.where(rotary, x1 * cos - x2 * sin, x1)
-    y2 = tl.where(rotary, x2 * cos + x1 * sin, x2)
-    tl.store(target + pair, y1.to(target.dtype.element_ty), mask=inside & (pair < HALF))
-    tl.store(target + HALF + pair, y2.to(target.dtype.element_ty), mask=inside & (pair < HALF))
-    if REST > 0:
-        column = tl.arange(0, BLOCK_REST)[None, :]
-        rest = tl.load(source + 2 * HALF + column, mask=given & (column < REST), other=0.0)
-        tl.store(target + 2 * HALF + column, rest, mask=inside & (column < REST))
+    x1, x2, rest = load_heads(source, given, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED)
+    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+    y1, y2 = rotate(x1, x2, cos, sin)
+    y1, y2 = tl.where(rotary, y1, x1), tl.where(rotary, y2, x2)
+    store_heads(target, inside, y1, y2, rest, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED)
 
 
 @triton.jit
 def _rope_kernel(
     x_ptr, y_ptr, cos_ptr, sin_ptr, T, x_b, x_t, x_h, table_b, table_t,
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    ROWS: tl.constexpr, INVERSE: tl.constexpr,
+    ROWS: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = (H + ROWS - 1) // ROWS
     token = tl.program_id(0) // CHUNKS
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
     head = tl.program_id(0) % CHUNKS * ROWS + tl.arange(0, ROWS)[:, None]
-    cos, sin = _angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK_HALF, INVERSE)
+    cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK_HALF, INVERSE)
     x = x_ptr + batch * x_b + position * x_t + head.to(tl.int64) * x_h
     y = y_ptr + token.to(tl.int64) * (H * D) + head * D
-    _rotate_rows(x, y, head < H, head < H, head < H, cos, sin, HALF, BLOCK_HALF, D - 2 * HALF, BLOCK_REST)
+    _rotate_rows(x, y, head < H, head < H, head < H, cos, sin, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED)
 
 
 @triton.jit
 def _rope_qkv_kernel(
     packed_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, T, packed_b, packed_t,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, table_b, table_t,
-    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, ROWS: tl.constexpr,
+    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr,
 ):  # fmt: skip
     SLOTS: tl.constexpr = G * (QUERIES + 2)
@@ -108,7 +170,7 @@ def _rope_qkv_kernel(
     slot = tl.program_id(0) % CHUNKS * ROWS + tl.arange(0, ROWS)[:, None]
     group = (slot // (QUERIES + 2)).to(tl.int64)
     member = slot % (QUERIES + 2)  # the group's queries, then its key, then its value
-    cos, sin = _angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK_HALF, BACKWARD)
+    cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK_HALF, BACKWARD)
     packed = packed_ptr + batch * packed_b + position * packed_t + slot * D
     q = q_ptr + batch * q_b + position * q_t + (group * QUERIES + member) * q_h
     k = k_ptr + batch * k_b + position * k_t + group * k_h
@@ -124,138 +186,159 @@ def _rope_qkv_kernel(
         given = given & (member <= QUERIES)
     source = split if BACKWARD else packed
     target = packed if BACKWARD else split
-    _rotate_rows(source, target, given, inside, member <= QUERIES, cos, sin, HALF, BLOCK_HALF, D - 2 * HALF, BLOCK_REST)
+    _rotate_rows(
+        source, target, given, inside, member <= QUERIES, cos, sin, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED
+    )
 
 
-def _rows(x: Tensor) -> Tensor:
+def contiguous_rows(x: Tensor) -> Tensor:
+    """``x``, copied unless its last dimension is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """``(cos, sin, batch stride, position stride)``, the strides common to both; batch 1 serves every batch."""
-    cos, sin = _rows(cos), _rows(sin)
+def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """``(cos, sin, batch stride, position stride)``, the strides common to both; batch 1 serves every batch.
+
+    Without tables ``stand_in`` takes their place in the launch: there are no pairs, so nothing is read.
+    """
+    if cos is None or sin is None:
+        return stand_in, stand_in, 0, 0
+    cos, sin = contiguous_rows(cos), contiguous_rows(sin)
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
 
 
-def _tiles(heads: int, head_dim: int, half: int) -> dict[str, int]:
-    block_half = triton.next_power_of_2(half)
+def tiles(heads: int, head_dim: int, cos: Tensor | None) -> dict[str, int]:
+    """Constants of a launch over heads of one token; with no pairs a block of one keeps their place."""
+    half = 0 if cos is None else cos.shape[-1]
     return {
         "D": head_dim,
         "HALF": half,
-        "BLOCK_HALF": block_half,
+        "BLOCK_HALF": triton.next_power_of_2(max(half, 1)),
         "BLOCK_REST": triton.next_power_of_2(max(head_dim - 2 * half, 1)),
-        "ROWS": min(triton.next_power_of_2(heads), max(PAIRS_PER_PROGRAM // block_half, 1)),
-    }
+        "ROWS": min(
+            triton.next_power_of_2(heads), max(ELEMENTS_PER_PROGRAM // triton.next_power_of_2(head_dim), 1)
+        ),
+    }  # fmt: skip
 
 
-def rope_forward(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+def rope_forward(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool) -> Tensor:
     """Launch the kernel; ``inverse`` rotates by the opposite angle."""
-    x = _rows(x)
-    cos, sin, table_b, table_t = _tables(cos, sin)
+    x = contiguous_rows(x)
+    cos, sin, table_b, table_t = tables(cos, sin, x)
     B, T, H, D = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        tiles = _tiles(H, D, cos.shape[-1])
+        constants = tiles(H, D, cos)
         with on_device_of(x):
-            _rope_kernel[(B * T * triton.cdiv(H, tiles["ROWS"]),)](
+            _rope_kernel[(B * T * triton.cdiv(H, constants["ROWS"]),)](
                 x, y, cos, sin, T, *x.stride()[:3], table_b, table_t,
-                H=H, INVERSE=inverse, num_warps=NUM_WARPS, **tiles,
+                H=H, INTERLEAVED=interleaved, INVERSE=inverse, num_warps=NUM_WARPS, **constants,
             )  # fmt: skip
     return y
 
 
 def _launch_qkv(
-    packed: Tensor, q: Tensor | None, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor,
-    queries: int, num_kv_heads: int, head_dim: int, backward: bool,
+    packed: Tensor, q: Tensor | None, k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    queries: int, num_kv_heads: int, head_dim: int, interleaved: bool, backward: bool,
 ) -> None:  # fmt: skip
-    cos, sin, table_b, table_t = _tables(cos, sin)
-    B, T, _ = packed.shape
     slots = num_kv_heads * (queries + 2)
-    tiles = _tiles(slots, head_dim, cos.shape[-1])
+    constants = tiles(slots, head_dim, cos)
+    cos, sin, table_b, table_t = tables(cos, sin, packed)
+    B, T, _ = packed.shape
     # A part that the constants switch off still has to be a tensor with strides.
     parts = [packed.unsqueeze(2) if part is None else part for part in (q, k, v)]
     if packed.numel():
         with on_device_of(packed):
-            _rope_qkv_kernel[(B * T * triton.cdiv(slots, tiles["ROWS"]),)](
+            _rope_qkv_kernel[(B * T * triton.cdiv(slots, constants["ROWS"]),)](
                 packed, *parts, cos, sin, T, *packed.stride()[:2],
                 *(stride for part in parts for stride in part.stride()[:3]), table_b, table_t,
-                G=num_kv_heads, QUERIES=queries, BACKWARD=backward,
-                HAS_Q=q is not None, HAS_K=k is not None, HAS_V=v is not None, num_warps=NUM_WARPS, **tiles,
+                G=num_kv_heads, QUERIES=queries, INTERLEAVED=interleaved, BACKWARD=backward,
+                HAS_Q=q is not None, HAS_K=k is not None, HAS_V=v is not None, num_warps=NUM_WARPS, **constants,
             )  # fmt: skip
 
 
-LIBRARY.define("rope(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor")
+LIBRARY.define("rope(Tensor x, Tensor cos, Tensor sin, bool inverse, bool interleaved) -> Tensor")
 LIBRARY.define(
-    "rope_qkv(Tensor qkv, Tensor cos, Tensor sin, int num_heads, int num_kv_heads, int head_dim)"
+    "rope_qkv(Tensor qkv, Tensor? cos, Tensor? sin, int num_heads, int num_kv_heads, int head_dim, bool interleaved)"
     " -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
-    "rope_qkv_backward(Tensor? dq, Tensor? dk, Tensor? dv, Tensor cos, Tensor sin,"
-    " int num_heads, int num_kv_heads, int head_dim) -> Tensor"
+    "rope_qkv_backward(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? cos, Tensor? sin,"
+    " int num_heads, int num_kv_heads, int head_dim, bool interleaved) -> Tensor"
 )
 
 
 @torch.library.impl(LIBRARY, "rope", "CompositeExplicitAutograd")
-def _rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    return rope_forward(x, cos, sin, inverse)
+def _rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool) -> Tensor:
+    return rope_forward(x, cos, sin, inverse, interleaved)
+
+
+def empty_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised q, k and v for the packed projection ``qkv``."""
+    q, k, v = (
+        torch.empty(*qkv.shape[:2], heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    return q, k, v
 
 
 @torch.library.impl(LIBRARY, "rope_qkv", "CompositeExplicitAutograd")
 def _rope_qkv(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    qkv = _rows(qkv)
-    empty = lambda heads: torch.empty(*qkv.shape[:2], heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    q, k, v = empty(num_heads), empty(num_kv_heads), empty(num_kv_heads)
-    _launch_qkv(qkv, q, k, v, cos, sin, num_heads // num_kv_heads, num_kv_heads, head_dim, backward=False)
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv = contiguous_rows(qkv)
+    q, k, v = empty_heads(qkv, num_heads, num_kv_heads, head_dim)
+    _launch_qkv(qkv, q, k, v, cos, sin, num_heads // num_kv_heads, num_kv_heads, head_dim, interleaved, backward=False)
     return q, k, v
 
 
 @torch.library.impl(LIBRARY, "rope_qkv_backward", "CompositeExplicitAutograd")
 def _rope_qkv_backward(
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cos: Tensor, sin: Tensor,
-    num_heads: int, num_kv_heads: int, head_dim: int,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    num_heads: int, num_kv_heads: int, head_dim: int, interleaved: bool,
 ) -> Tensor:  # fmt: skip
-    dq, dk, dv = (None if grad is None else _rows(grad) for grad in (dq, dk, dv))
+    dq, dk, dv = (None if grad is None else contiguous_rows(grad) for grad in (dq, dk, dv))
     like = next(grad for grad in (dq, dk, dv) if grad is not None)
     width = (num_heads + 2 * num_kv_heads) * head_dim
     dqkv = torch.empty(*like.shape[:2], width, dtype=like.dtype, device=like.device)
-    _launch_qkv(dqkv, dq, dk, dv, cos, sin, num_heads // num_kv_heads, num_kv_heads, head_dim, backward=True)
+    queries = num_heads // num_kv_heads
+    _launch_qkv(dqkv, dq, dk, dv, cos, sin, queries, num_kv_heads, head_dim, interleaved, backward=True)
     return dqkv
 
 
 @torch.library.register_fake("liger_models::rope", lib=LIBRARY)
-def _rope_fake(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+def _rope_fake(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.register_fake("liger_models::rope_qkv", lib=LIBRARY)
 def _rope_qkv_fake(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (qkv.new_empty(*qkv.shape[:2], heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads))
-    return q, k, v
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return empty_heads(qkv, num_heads, num_kv_heads, head_dim)
 
 
 @torch.library.register_fake("liger_models::rope_qkv_backward", lib=LIBRARY)
 def _rope_qkv_backward_fake(
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cos: Tensor, sin: Tensor,
-    num_heads: int, num_kv_heads: int, head_dim: int,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    num_heads: int, num_kv_heads: int, head_dim: int, interleaved: bool,
 ) -> Tensor:  # fmt: skip
     like = next(grad for grad in (dq, dk, dv) if grad is not None)
     return like.new_empty(*like.shape[:2], (num_heads + 2 * num_kv_heads) * head_dim)
 
 
 def _setup(ctx, inputs, output):
-    _, cos, sin, ctx.inverse = inputs
+    _, cos, sin, ctx.inverse, ctx.interleaved = inputs
     ctx.save_for_backward(cos, sin)
 
 
 def _backward(ctx, dy):
     cos, sin = ctx.saved_tensors
-    return torch.ops.liger_models.rope(dy, cos, sin, not ctx.inverse), None, None, None
+    return torch.ops.liger_models.rope(dy, cos, sin, not ctx.inverse, ctx.interleaved), None, None, None, None
 
 
 def _qkv_setup(ctx, inputs, output):
@@ -266,9 +349,9 @@ def _qkv_setup(ctx, inputs, output):
 
 def _qkv_backward(ctx, dq, dk, dv):
     if dq is None and dk is None and dv is None:
-        return (None,) * 6
+        return (None,) * 7
     cos, sin = ctx.saved_tensors
-    return torch.ops.liger_models.rope_qkv_backward(dq, dk, dv, cos, sin, *ctx.sizes), None, None, None, None, None
+    return torch.ops.liger_models.rope_qkv_backward(dq, dk, dv, cos, sin, *ctx.sizes), *(None,) * 6
 
 
 torch.library.register_autograd("liger_models::rope", _backward, setup_context=_setup, lib=LIBRARY)
@@ -288,13 +371,34 @@ def _check(op: str, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
     )
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + R/2) of every head: ``(x1 · cos − x2 · sin, x2 · cos + x1 · sin)``.
+def check_qkv(
+    op: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    """Raise unless the packed projection, the tables (or none) and the sizes fit together."""
+    check(
+        num_kv_heads > 0 and num_heads % num_kv_heads == 0,
+        f"{op}: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).",
+    )
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    check(
+        qkv.dim() == 3 and qkv.shape[-1] == width,
+        f"{op}: qkv must be [B, T, (H + 2 G) · D] with a last dimension of {width}, got {list(qkv.shape)}.",
+    )
+    if cos is not None and sin is not None:
+        _check(op, qkv, cos, sin, head_dim)
+        return
+    check(cos is None and sin is None, f"{op}: cos and sin must both be given, or both be None for no rotation.")
+    check_floating(op, qkv=qkv)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate every pair of every head: ``(x1 · cos − x2 · sin, x2 · cos + x1 · sin)``.
 
     Args:
         x: [B, T, H, D], any strides (a transposed [B, H, T, D] is read in place), float32, float16 or bfloat16.
         cos, sin: [B or 1, T, R / 2], best in float32; the tables of each token's position. Entries of a head from R on
             pass through. They get no gradient.
+        interleaved: the pairs are (2i, 2i + 1) instead of (i, i + R/2).
 
     Returns:
         [B, T, H, D], contiguous, in the dtype of x.
@@ -306,43 +410,42 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     check(x.dim() == 4, f"rope: x must be [B, T, H, D], got {list(x.shape)}.")
     _check("rope", x, cos, sin, x.shape[-1])
     if not use_triton(x):
-        return rope_reference(x, cos, sin)
-    y: Tensor = torch.ops.liger_models.rope(x, cos, sin, False)
+        return rope_reference(x, cos, sin, interleaved)
+    y: Tensor = torch.ops.liger_models.rope(x, cos, sin, False, interleaved)
     return y
 
 
 def rope_qkv(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Take the packed projection apart and rotate q and k, in one kernel; the packed buffer is not kept for backward.
 
     Args:
         qkv: [B, T, (H + 2 G) · D], for each of the G KV heads its H / G query heads, then k, then v.
-        cos, sin: as in `rope`.
+        cos, sin: as in `rope`; None for no rotation.
         num_heads: H, query heads.
         num_kv_heads: G, a divisor of H.
         head_dim: D.
+        interleaved: as in `rope`.
 
     Returns:
         ``(q, k, v)``: [B, T, H, D], [B, T, G, D] and [B, T, G, D], each contiguous, in the dtype of qkv.
 
     Raises:
-        ValueError: the sizes don't fit together.
+        ValueError: the sizes don't fit together, or one table is given without the other.
         TypeError: a tensor that is not floating-point.
     """
-    check(
-        num_kv_heads > 0 and num_heads % num_kv_heads == 0,
-        f"rope_qkv: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).",
-    )
-    width = (num_heads + 2 * num_kv_heads) * head_dim
-    check(
-        qkv.dim() == 3 and qkv.shape[-1] == width,
-        f"rope_qkv: qkv must be [B, T, (H + 2 G) · D] with a last dimension of {width}, got {list(qkv.shape)}.",
-    )
-    _check("rope_qkv", qkv, cos, sin, head_dim)
+    check_qkv("rope_qkv", qkv, cos, sin, num_heads, num_kv_heads, head_dim)
     if not use_triton(qkv):
-        return rope_qkv_reference(qkv, cos, sin, num_heads, num_kv_heads, head_dim)
-    q, k, v = torch.ops.liger_models.rope_qkv(qkv, cos, sin, num_heads, num_kv_heads, head_dim)
+        return rope_qkv_reference(qkv, cos, sin, num_heads, num_kv_heads, head_dim, interleaved=interleaved)
+    q, k, v = torch.ops.liger_models.rope_qkv(qkv, cos, sin, num_heads, num_kv_heads, head_dim, interleaved)
     return q, k, v
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels.dispatch import ACCELERATORS, check
+from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from liger_models.kernels.rope import rope_qkv, rope_qkv_reference
 
 from .norm import LigerRMSNorm, add_norm_linear
@@ -32,62 +34,99 @@ def _compiled_flex_attention() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
-def _flex_attention() -> Any:
-    # Uncompiled it would build the T x T scores; inside a compiled graph it is compiled with the rest.
-    return flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+@functools.cache
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    """The score function of a softcap; one object per value, so that flex_attention compiles once."""
+
+    def score(s: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
+        return softcap * torch.tanh(s / softcap)
+
+    return score
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, sequence: Sequence, *, scale: float, dropout: float = 0.0) -> Tensor:
-    """Causal attention within each document of ``sequence``.
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float | None, dropout: float
+) -> Tensor:
+    """Attention by its formula, softmax in fp32. q [B, H, T, D], k, v [B, G, S, D], visible [B, 1, T, S] bool."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
 
-    SDPA on the fastest backend where causality is all there is; flex_attention on an accelerator for documents and
-    padding, so that no T × T mask exists; SDPA with a mask on the CPU and for single-token decoding.
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequence: Sequence,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Causal attention within each document of ``sequence``, and within a window.
+
+    SDPA on the fastest backend where causality is all there is; flex_attention on an accelerator for documents,
+    padding, windows shorter than the sequence and softcaps, so that no T × T mask or score exists; SDPA with a mask on
+    the CPU and for single-token decoding.
 
     Args:
         q: [B, T, H, D].
         k, v: [B, S, G, D], S = cached + T; H is a multiple of G.
+        sequence: has a mask for ``window``.
         scale: factor of q·k.
+        window: number of tokens that are seen, the token itself included; None for all.
+        softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight.
 
     Returns:
         [B, T, H, D].
 
     Raises:
-        ValueError: dropout together with documents on an accelerator, which flex_attention does not have.
+        ValueError: dropout where flex_attention runs, which has none.
     """
     T, H, G = q.shape[1], q.shape[2], k.shape[2]
-    on_accelerator = q.device.type in ACCELERATORS
+    mask = sequence.masks[window]
+    dense = mask.dense
+    if T == 1 and window is not None:
+        k, v = k[:, -window:], v[:, -window:]
+        dense = None if dense is None else dense[..., -window:]
     queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
-    if sequence.block_mask is not None:
+    if mask.block is not None:
         check(
             dropout == 0.0,
-            f"attention: dropout must be 0 with packed or padded batches on {q.device.type}, got {dropout}. "
-            "Set attention_dropout=0.",
+            f"attention: dropout must be 0 with packed or padded batches, windows and softcaps on {q.device.type}, "
+            f"got {dropout}. Set attention_dropout=0.",
         )
-        out = _flex_attention()(queries, keys, values, block_mask=sequence.block_mask, scale=scale, enable_gqa=H != G)
-        y: Tensor = out.transpose(1, 2)
-        return y
-    if T == 1 and sequence.cache is not None:
+        # Inside a compiled graph it is compiled with the rest; alone and uncompiled it would build the scores.
+        flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+        score_mod = None if softcap is None else _capped(softcap)
+        out = flex(queries, keys, values, score_mod, mask.block, scale, H != G)
+    elif softcap is not None:
+        out = attention_reference(queries, keys, values, dense, scale, softcap, dropout)
+    elif T == 1 and sequence.cache is not None:
         # One query per head: the heads of a group are rows that share keys, so keys and values are not repeated.
         rows = queries.reshape(q.shape[0], G, H // G, q.shape[3])
-        sdpa = functools.partial(F.scaled_dot_product_attention, scale=scale)
-        if sequence.dense_mask is not None and on_accelerator:
-            with sdpa_kernel(MASKED_BACKENDS):
-                out = sdpa(rows, keys, values, attn_mask=sequence.dense_mask)
-        else:
-            out = sdpa(rows, keys, values, attn_mask=sequence.dense_mask)
+        with _backends(MASKED_BACKENDS, q):
+            out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=dense, scale=scale)
         return out.reshape(q.shape)
-    sdpa = functools.partial(
-        F.scaled_dot_product_attention, queries, keys, values, dropout_p=dropout, scale=scale, enable_gqa=H != G
-    )
-    if sequence.dense_mask is not None:
-        out = sdpa(attn_mask=sequence.dense_mask)
-    elif on_accelerator:
-        with sdpa_kernel(CAUSAL_BACKENDS, set_priority=True):
-            out = sdpa(is_causal=True)
     else:
-        out = sdpa(is_causal=True)
-    return out.transpose(1, 2)
+        with _backends(CAUSAL_BACKENDS, q):
+            out = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=dense, dropout_p=dropout, is_causal=dense is None, scale=scale,
+                enable_gqa=H != G,
+            )  # fmt: skip
+    y: Tensor = out.transpose(1, 2)
+    return y
+
+
+def _backends(order: list[SDPBackend], x: Tensor) -> AbstractContextManager[Any]:
+    return sdpa_kernel(order, set_priority=True) if x.device.type in ACCELERATORS else nullcontext()
 
 
 class LigerAttention(nn.Module):
@@ -100,8 +139,13 @@ class LigerAttention(nn.Module):
         num_heads, num_kv_heads: H and G; H is a multiple of G.
         head_dim: D.
         layer: index of the layer, its place in the decode cache.
-        bias: biases in all projections.
+        qkv_bias, o_bias: biases in the projections.
+        scale: factor of q·k, None for D^-0.5.
+        window: number of tokens that are seen, the token itself included; None for all.
+        softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight in training.
+        rotary: name of the model's rotary embedding; None for no rotation.
+        interleaved: rotate the pairs (2i, 2i + 1) and not (i, i + R/2).
         rope_kernel: False for plain torch.
 
     Raises:
@@ -116,8 +160,14 @@ class LigerAttention(nn.Module):
         head_dim: int,
         *,
         layer: int,
-        bias: bool = False,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
         dropout: float = 0.0,
+        rotary: str | None = "default",
+        interleaved: bool = False,
         rope_kernel: bool = True,
     ) -> None:
         super().__init__()
@@ -125,13 +175,14 @@ class LigerAttention(nn.Module):
             num_heads % num_kv_heads == 0,
             f"LigerAttention: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).",
         )
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.layer, self.dropout, self.rope_kernel = layer, dropout, rope_kernel
-        self.scale = head_dim**-0.5
+        self.num_heads, self.num_kv_heads, self.head_dim, self.layer = num_heads, num_kv_heads, head_dim, layer
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.window, self.softcap, self.dropout = window, softcap, dropout
+        self.rotary, self.interleaved, self.rope_kernel = rotary, interleaved, rope_kernel
         self.recompute = False
         """True keeps only the inputs and makes everything again in the backward (checkpointing policy "full")."""
-        self.qkv_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
+        self.qkv_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
 
     def forward(self, x: Tensor, sequence: Sequence) -> Tensor:
         """x [B, T, C] -> [B, T, C]."""
@@ -158,12 +209,56 @@ class LigerAttention(nn.Module):
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
         return self._attend(qkv, sequence), residual
 
-    def _attend(self, qkv: Tensor, sequence: Sequence) -> Tensor:
+    def _split(self, qkv: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, D], k, v [B, T, G, D], rotated."""
         split = rope_qkv if self.rope_kernel else rope_qkv_reference
-        q, k, v = split(qkv, sequence.cos, sequence.sin, self.num_heads, self.num_kv_heads, self.head_dim)
+        cos, sin = self._tables(sequence)
+        return split(qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim, interleaved=self.interleaved)
+
+    def _tables(self, sequence: Sequence) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        return (None, None) if self.rotary is None else sequence.tables[self.rotary]
+
+    def _attend(self, qkv: Tensor, sequence: Sequence) -> Tensor:
+        q, k, v = self._split(qkv, sequence)
         if sequence.cache is not None:
             k, v = sequence.cache.extend(self.layer, k, v)
-        dropout = self.dropout if self.training else 0.0
-        out = attention(q, k, v, sequence, scale=self.scale, dropout=dropout)
+        out = attention(
+            q, k, v, sequence, scale=self.scale, window=self.window, softcap=self.softcap,
+            dropout=self.dropout if self.training else 0.0,
+        )  # fmt: skip
         y: Tensor = self.o_proj(out.flatten(2))  # [B, T, H · D]
         return y
+
+
+class LigerQKNormAttention(LigerAttention):
+    """`LigerAttention` with a norm of q and one of k before the rotation.
+
+    Args:
+        norm: width -> a `LigerRMSNorm`.
+        whole_projection: norm over all heads together (OLMo 2), not over each head (Qwen3, Gemma 3).
+        Others: as in `LigerAttention`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        norm: Callable[[int], LigerRMSNorm],
+        whole_projection: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, **options)
+        self.q_norm = norm(num_heads * head_dim if whole_projection else head_dim)
+        self.k_norm = norm(num_kv_heads * head_dim if whole_projection else head_dim)
+
+    def _split(self, qkv: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
+        split = qk_norm_rope if self.rope_kernel and self.q_norm.kernel else qk_norm_rope_reference
+        cos, sin = self._tables(sequence)
+        return split(
+            qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim, self.q_norm.weight, self.k_norm.weight,
+            eps=self.q_norm.eps, weight_offset=self.q_norm.offset, scale_in_fp32=self.q_norm.scale_in_fp32,
+            interleaved=self.interleaved,
+        )  # fmt: skip

@@ -63,10 +63,12 @@ class CausalLM(nn.Module):
     config_class: ClassVar[type[Any]]
     embed_tokens: LigerEmbedding
     layers: nn.ModuleList
-    """Blocks: ``(x | None, residual, sequence) -> (x, residual)``, x what is to be added to the residual stream."""
+    """Blocks: ``(x | None, residual, sequence) -> (x, residual)``, x what is still to be added to the stream. One with
+    routed experts returns its router logits as a third."""
     norm: LigerRMSNorm
     lm_head: LigerLMHead
-    rotary: nn.Module
+    rotary: nn.ModuleDict
+    """`RotaryEmbedding` by name; an attention layer names the one that it takes."""
 
     def __init__(self, config: CausalLMConfig, kernels: KernelOptions | None = None) -> None:
         super().__init__()
@@ -80,6 +82,11 @@ class CausalLM(nn.Module):
 
     def post_init(self) -> None:
         """Tie and initialise the weights; the last line of a subclass's constructor."""
+        self._windows: dict[int | None, bool] = {}
+        for module in self.modules():
+            if isinstance(module, LigerAttention):
+                needed = self._windows.get(module.window, False)
+                self._windows[module.window] = needed or module.softcap is not None
         self.tie_weights()
         if self.device.type != "meta":
             self.reset_parameters()
@@ -192,10 +199,10 @@ class CausalLM(nn.Module):
             f"forward: labels must be [{B}, {T}] like input_ids, got {None if labels is None else list(labels.shape)}.",
         )
         sequence = Sequence.build(
-            (B, T), inputs_embeds.device, self.rotary,
+            (B, T), inputs_embeds.device, dict(self.rotary.items()), windows=self._windows,
             position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
         )  # fmt: skip
-        hidden = self._hidden(inputs_embeds, sequence)
+        hidden, router_logits = self._hidden(inputs_embeds, sequence)
         if cache is not None:
             cache.length += T
         target = None if labels is None else sequence.shift(labels)
@@ -205,16 +212,25 @@ class CausalLM(nn.Module):
             num_items=num_items_in_batch,
             return_logits=bool(return_logits),
         )
-        return CausalLMOutput(loss, logits)
+        aux_loss = self.auxiliary_loss(router_logits, attention_mask)
+        if loss is not None and aux_loss is not None:
+            loss = loss + aux_loss
+        return CausalLMOutput(loss, logits, aux_loss)
 
-    def _hidden(self, inputs_embeds: Tensor, sequence: Sequence) -> Tensor:
-        """The normed output of the last block, [B, T, C]."""
+    def _hidden(self, inputs_embeds: Tensor, sequence: Sequence) -> tuple[Tensor, list[Tensor]]:
+        """The normed output of the last block, [B, T, C], and the router logits of the blocks that have them."""
         x: Tensor | None = None
         residual = inputs_embeds
+        router_logits = []
         for block in self.layers:
-            x, residual = block(x, residual, sequence)
+            x, residual, *routed = block(x, residual, sequence)
+            router_logits += routed
         hidden, _ = self.norm.add(x, residual)
-        return hidden
+        return hidden, router_logits
+
+    def auxiliary_loss(self, router_logits: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
+        """What is added to the loss besides the cross entropy, already weighted; None for nothing."""
+        return None
 
     @property
     def tokenizer(self) -> "Tokenizer":

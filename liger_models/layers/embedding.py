@@ -7,10 +7,18 @@ from torch import Tensor, nn
 class LigerEmbedding(nn.Embedding):
     """`nn.Embedding` that says which token id is wrong, where that can be known without waiting for a device.
 
+    Args:
+        num_embeddings, embedding_dim: V and C.
+        scale: factor of the embeddings, rounded to the dtype of the weight before it is applied (Gemma); None for 1.
+
     Raises:
         ValueError: on the CPU, an id outside the vocabulary. (On an accelerator the lookup itself fails.)
         TypeError: ids that are not integers.
     """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, scale: float | None = None) -> None:
+        super().__init__(num_embeddings, embedding_dim)
+        self.scale = scale
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [...] int64 or int32 -> [..., C]."""
@@ -23,4 +31,5 @@ class LigerEmbedding(nn.Embedding):
                     f"LigerEmbedding: input_ids must lie in [0, {self.num_embeddings}), "
                     f"got {low if low < 0 else high}. Check the tokenizer and vocab_size."
                 )
-        return super().forward(input_ids)
+        x = super().forward(input_ids)
+        return x if self.scale is None else x * torch.tensor(self.scale, dtype=self.weight.dtype, device="cpu")

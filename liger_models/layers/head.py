@@ -1,5 +1,6 @@
 """Language-model head, with the loss inside its forward."""
 
+import torch
 from torch import Tensor, nn
 
 from liger_models.kernels.cross_entropy import cross_entropy, cross_entropy_reference
@@ -16,11 +17,22 @@ class LigerLMHead(nn.Linear):
     Args:
         hidden_size: C.
         vocab_size: V.
+        logit_scale: factor of the logits.
+        softcap: logits, scaled, become ``softcap · tanh(logits / softcap)``; None for no cap.
         kernels: which loss runs.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, *, kernels: KernelOptions | None = None) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        kernels: KernelOptions | None = None,
+    ) -> None:
         super().__init__(hidden_size, vocab_size, bias=False)
+        self.logit_scale, self.softcap = logit_scale, softcap
         self.kernels = kernels or KernelOptions()
 
     def forward(  # type: ignore[override]
@@ -39,15 +51,21 @@ class LigerLMHead(nn.Linear):
             num_items: divisor of the loss, None for the number of targets.
             return_logits: build the logits [..., V] even with a target.
         """
+        scale, cap = self.logit_scale, self.softcap
+        fused = self.kernels.fused_linear_cross_entropy
+        raw = super().forward(x) if target is None or return_logits or not fused else None
         logits = None
-        if target is None or return_logits or not self.kernels.fused_linear_cross_entropy:
-            logits = super().forward(x)
+        if raw is not None and (target is None or return_logits):
+            logits = raw if scale == 1.0 else raw * scale
+            if cap is not None:
+                logits = cap * torch.tanh(logits / cap)
         if target is None:
             return None, logits
-        if self.kernels.fused_linear_cross_entropy:
-            loss = linear_cross_entropy(x, self.weight, target, num_items=num_items).loss
+        if raw is None or fused:
+            loss = linear_cross_entropy(
+                x, self.weight, target, num_items=num_items, logit_scale=scale, softcap=cap
+            ).loss
         else:
-            assert logits is not None
             function = cross_entropy if self.kernels.cross_entropy else cross_entropy_reference
-            loss = function(logits, target, num_items=num_items).loss
-        return loss, logits if return_logits else None
+            loss = function(raw, target, num_items=num_items, logit_scale=scale, softcap=cap).loss
+        return loss, logits

@@ -1,8 +1,8 @@
 """What every layer needs to know about the tokens at hand, computed once per forward and handed down."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,35 +49,46 @@ class DecodeCache:
 
 
 @dataclass(frozen=True, eq=False)
+class Mask:
+    """Who sees whom in the layers of one window, in the form that the device at hand takes; both None: causality alone.
+
+    Attributes:
+        block: for flex_attention.
+        dense: [1 or B, 1, T, S] bool, for the CPU and for single-token decoding.
+    """
+
+    block: BlockMask | None = None
+    dense: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Sequence:
     """Positions, rotary tables, who sees whom, and the decode cache. Built by `Sequence.build`.
 
     Attributes:
         position_ids: [1 or B, T] int64.
-        cos, sin: [1 or B, T, D / 2] fp32, the rotary tables at these positions.
+        tables: name of a rotary embedding -> cos, sin at these positions, each [1 or B, T, R / 2] fp32.
         documents: [B, S] int64, S = cached + T: a token sees those before it with its own number. None: one document.
         past: number of cached tokens before these.
         cache: the decode cache, None in training.
-        block_mask: ``documents`` and causality for flex_attention; None where it does not run.
-        dense_mask: the same as [B, 1, T, S] bool, for the CPU and for single-token decoding.
+        masks: window of a layer (None: no window) -> its mask.
     """
 
     position_ids: Tensor
-    cos: Tensor
-    sin: Tensor
+    tables: Mapping[str, tuple[Tensor, Tensor]]
     documents: Tensor | None = None
     past: int = 0
     cache: DecodeCache | None = None
-    block_mask: BlockMask | None = None
-    dense_mask: Tensor | None = None
+    masks: Mapping[int | None, Mask] = field(default_factory=dict)
 
     @classmethod
     def build(
         cls,
         shape: tuple[int, int],
         device: torch.device,
-        rotary: Callable[[Tensor], tuple[Tensor, Tensor]],
+        rotary: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]],
         *,
+        windows: Mapping[int | None, bool] | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -86,7 +97,9 @@ class Sequence:
         """Sequence of a batch of ``shape`` (B, T).
 
         Args:
-            rotary: positions -> (cos, sin).
+            rotary: name -> function of the positions that gives (cos, sin).
+            windows: the windows that layers have (None: no window) -> whether one of them needs a mask even where
+                causality is all there is. Default: no window, no need.
             position_ids: [T], [1, T] or [B, T]. Default: counted from 0, or from the cached length, or from the start
                 of each document. Padding is counted like any token, as Hugging Face's forward does.
             attention_mask: [B, S], nonzero for tokens, 0 for padding. Tokens and padding don't see each other.
@@ -107,16 +120,7 @@ class Sequence:
         documents = None
         positions = torch.arange(past, past + T, device=device)[None]
         if cu_seqlens is not None:
-            check(
-                cu_seqlens.dim() == 1 and len(cu_seqlens) >= 2 and not cu_seqlens.dtype.is_floating_point,
-                f"Sequence: cu_seqlens must hold n + 1 >= 2 integers, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}.",
-            )
-            bounds = cu_seqlens.to(device, torch.int64)
-            flat = torch.arange(B * T, device=device)
-            number = torch.bucketize(flat, bounds[1:], right=True)
-            row_start = flat // T * T
-            positions = (flat - torch.maximum(bounds[number], row_start)).view(B, T)
-            documents = number.view(B, T)
+            documents, positions = _documents(cu_seqlens, B, T, device)
         elif attention_mask is not None:
             check(
                 tuple(attention_mask.shape) == (B, past + T),
@@ -133,14 +137,12 @@ class Sequence:
                 positions.dim() == 2 and positions.shape[0] in (1, B) and positions.shape[1] == T,
                 f"Sequence: position_ids must be [{T}], [1, {T}] or [{B}, {T}], got {list(position_ids.shape)}.",
             )
-        cos, sin = rotary(positions)
-        block_mask = dense_mask = None
-        if documents is not None or (past and T > 1):
-            if device.type in ACCELERATORS and T > 1:
-                block_mask = _block_mask(documents, past, B, T, device)
-            else:
-                dense_mask = _dense_mask(documents, past, T, device)
-        return cls(positions, cos, sin, documents, past, cache, block_mask, dense_mask)
+        masks = {
+            window: _mask(documents, past, window, B, T, device, needed)
+            for window, needed in (windows or {None: False}).items()
+        }
+        tables = {name: table(positions) for name, table in rotary.items()}
+        return cls(positions, tables, documents, past, cache, masks)
 
     def shift(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
         """Targets of the tokens: the label of the next one; none at the end of a row or of a document, or in padding.
@@ -156,12 +158,40 @@ class Sequence:
         return target.masked_fill(ends, ignore_index)
 
 
-def _dense_mask(documents: Tensor | None, past: int, T: int, device: torch.device) -> Tensor:
-    S = past + T
-    mask = torch.ones(T, S, dtype=torch.bool, device=device).tril(past)[None, None]
+def _documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Each token's document number, and its position in the document: [B, T] int64 both."""
+    check(
+        cu_seqlens.dim() == 1 and len(cu_seqlens) >= 2 and not cu_seqlens.dtype.is_floating_point,
+        f"Sequence: cu_seqlens must hold n + 1 >= 2 integers, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}.",
+    )
+    bounds = cu_seqlens.to(device, torch.int64)
+    flat = torch.arange(B * T, device=device)
+    number = torch.bucketize(flat, bounds[1:], right=True)
+    row_start = flat // T * T if T else flat
+    positions = flat - torch.maximum(bounds[number], row_start)
+    return number.view(B, T), positions.view(B, T)
+
+
+def _mask(
+    documents: Tensor | None, past: int, window: int | None, B: int, T: int, device: torch.device, needed: bool
+) -> Mask:
+    if T == 1 and documents is None:
+        return Mask()  # a single token sees all that is cached, or the window's share, which attention cuts out
+    if window is not None and past + T <= window:
+        window = None  # no token is that far back
+    if not (needed or window or documents is not None or past):
+        return Mask()
+    if T > 1 and device.type in ACCELERATORS:
+        return Mask(block=_block_mask(documents, past, window, B, T, device))
+    query = torch.arange(past, past + T, device=device)[:, None]
+    key = torch.arange(past + T, device=device)
+    visible = query >= key
+    if window is not None:
+        visible = visible & (query - key < window)
+    dense = visible[None, None]
     if documents is not None:
-        mask = mask & (documents[:, None, past:, None] == documents[:, None, None, :])
-    return mask
+        dense = dense & (documents[:, None, past:, None] == documents[:, None, None, :])
+    return Mask(dense=dense)
 
 
 @functools.cache
@@ -169,9 +199,13 @@ def _compiled_create_block_mask() -> Callable[..., BlockMask]:
     return torch.compile(create_block_mask)
 
 
-def _block_mask(documents: Tensor | None, past: int, B: int, T: int, device: torch.device) -> BlockMask:
+def _block_mask(
+    documents: Tensor | None, past: int, window: int | None, B: int, T: int, device: torch.device
+) -> BlockMask:
     def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = q + past >= k
+        if window is not None:
+            seen = seen & (q + past - k < window)
         return seen if documents is None else seen & (documents[b, q + past] == documents[b, k])
 
     # Uncompiled it would build the T x S mask first.

@@ -9,13 +9,15 @@ from liger_models.layers.sequence import DecodeCache, Sequence
 
 
 def sequence(B, T, **options):
-    return Sequence.build((B, T), torch.device("cpu"), RotaryEmbedding(8), **options)
+    return Sequence.build((B, T), torch.device("cpu"), {"default": RotaryEmbedding(8)}, **options)
 
 
-def naive(q, k, v, visible, scale):
+def naive(q, k, v, visible, scale, softcap=None):
     repeat = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeat, 2) for x in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     return torch.einsum("bhts,bshd->bthd", scores.masked_fill(~visible, -math.inf).softmax(-1), v)
 
 
@@ -30,20 +32,44 @@ def test_against_the_formula(H, G):
     torch.testing.assert_close(attention(q, k, v, packed, scale=0.3), naive(q, k, v, visible, 0.3))
 
 
-@pytest.mark.parametrize(("H", "G"), [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("padded", [False, True])
-def test_decoding_in_any_pieces_equals_one_pass(H, G, padded):
+def sees(T, window, documents=None):
+    """[1 or B, 1, T, T]: causal, no further back than the window, in the same document."""
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    visible = (distance >= 0) & (distance < window)
+    return visible if documents is None else visible & (documents[:, None, :, None] == documents[:, None, None, :])
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [3, 6, 100])
+def test_windows_and_softcaps(window, softcap):
     torch.manual_seed(0)
-    layer = LigerAttention(16, H, G, 8, layer=0)
+    q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8)
+    options = {"scale": 0.5, "window": window, "softcap": softcap}
+    needs = {window: softcap is not None}
+    got = attention(q, k, v, sequence(2, 6, windows=needs), **options)
+    torch.testing.assert_close(got, naive(q, k, v, sees(6, window), 0.5, softcap))
+    packed = sequence(2, 6, windows=needs, cu_seqlens=torch.tensor([0, 5, 12]))
+    got = attention(q, k, v, packed, **options)
+    torch.testing.assert_close(got, naive(q, k, v, sees(6, window, packed.documents), 0.5, softcap))
+
+
+@pytest.mark.parametrize(("H", "G"), [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 1.5}, {"window": 2, "softcap": 1.5}], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_decoding_in_any_pieces_equals_one_pass(H, G, options, padded):
+    torch.manual_seed(0)
+    layer = LigerAttention(16, H, G, 8, layer=0, **options)
+    windows = {layer.window: layer.softcap is not None}
     x = torch.randn(2, 7, 16)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7]) if padded else None
-    want = layer(x, sequence(2, 7, attention_mask=mask))
+    want = layer(x, sequence(2, 7, windows=windows, attention_mask=mask))
     for pieces in ([1] * 7, [4, 1, 2], [3, 4]):
         cache, got = DecodeCache(7), []
         for piece in x.split(pieces, 1):
             end = cache.length + piece.shape[1]
             part = None if mask is None else mask[:, :end]
-            got.append(layer(piece, sequence(2, piece.shape[1], cache=cache, attention_mask=part)))
+            new = sequence(2, piece.shape[1], windows=windows, cache=cache, attention_mask=part)
+            got.append(layer(piece, new))
             cache.length = end
         torch.testing.assert_close(torch.cat(got, 1), want)
 
@@ -67,8 +93,36 @@ def test_cudnn_runs_where_nothing_but_causality_is_asked():
     from torch.profiler import ProfilerActivity, profile
 
     q, k = (torch.randn(1, 1024, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 2))
-    s = Sequence.build((1, 1024), torch.device("cuda"), RotaryEmbedding(128))
+    s = Sequence.build((1, 1024), torch.device("cuda"), {"default": RotaryEmbedding(128)})
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         attention(q, k, k, s, scale=0.1).sum().backward()
     names = {event.key for event in trace.key_averages()}
     assert any("cudnn_attention" in name for name in names), names
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("H", "G", "D"), [(4, 4, 64), (8, 2, 128), (4, 1, 256)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "bounds"),
+    [(100, None, None), (None, 20.0, None), (100, 20.0, None), (100, None, [0, 170, 171, 600]), (None, None, [0, 300])],
+)
+def test_flex_attention_against_the_formula(dtype, H, G, D, window, softcap, bounds):
+    torch.manual_seed(0)
+    T = 600
+    q, k, v = (torch.randn(2, T, h, D, device="cuda", dtype=dtype, requires_grad=True) for h in (H, G, G))
+    dy = torch.randn(2, T, H, D, device="cuda", dtype=dtype)
+    s = Sequence.build(
+        (2, T), torch.device("cuda"), {}, windows={window: softcap is not None},
+        cu_seqlens=None if bounds is None else torch.tensor(bounds, device="cuda"),
+    )  # fmt: skip
+    assert s.masks[window].block is not None
+    out = attention(q, k, v, s, scale=D**-0.5, window=window, softcap=softcap)
+    got = [out, *torch.autograd.grad(out, (q, k, v), dy)]
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    documents = None if s.documents is None else s.documents.cpu()
+    out = naive(*wide, sees(T, window or T, documents).cuda(), D**-0.5, softcap)
+    want = [out, *torch.autograd.grad(out, wide, dy.double())]
+    limit = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for ours, exact in zip(got, want, strict=True):
+        assert (ours.double() - exact).norm() <= limit * exact.norm()

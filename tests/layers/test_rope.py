@@ -60,7 +60,7 @@ def test_frequencies_of_released_checkpoints(name):
     oracle = json.loads((DATA / "llama" / "rope_oracle.json").read_text())[name]["model.rotary_emb"]
     config = read_config(LigerLlama.config_class, json.loads((DATA / "llama" / f"{name}.json").read_text()))
     with torch.device("meta"):
-        rotary = LigerLlama(config).rotary
+        rotary = LigerLlama(config).rotary["default"]
     torch.testing.assert_close(rotary.inv_freq, torch.tensor(oracle["inv_freq"]), rtol=2e-7, atol=0)
     assert rotary.attention_factor == oracle["attention_scaling"]
 

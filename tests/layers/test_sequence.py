@@ -8,13 +8,13 @@ CPU = torch.device("cpu")
 
 
 def build(B, T, **options):
-    return Sequence.build((B, T), CPU, RotaryEmbedding(4), **options)
+    return Sequence.build((B, T), CPU, {"default": RotaryEmbedding(4)}, **options)
 
 
 def test_plain():
     sequence = build(2, 3)
     assert sequence.position_ids.tolist() == [[0, 1, 2]]
-    assert sequence.dense_mask is None
+    assert sequence.masks[None].dense is None
     assert sequence.shift(torch.tensor([[5, 6, 7]])).tolist() == [[6, 7, -100]]
 
 
@@ -23,7 +23,7 @@ def test_packed():
     assert sequence.position_ids.tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]  # document 1 is cut by the end of its row
     assert sequence.documents.tolist() == [[0, 0, 0, 1], [1, 1, 2, 2]]
     assert sequence.shift(torch.arange(8).view(2, 4)).tolist() == [[1, 2, -100, -100], [5, -100, 7, -100]]
-    mask = sequence.dense_mask[0, 0].int().tolist()
+    mask = sequence.masks[None].dense[0, 0].int().tolist()
     assert mask == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]]
 
 
@@ -35,9 +35,9 @@ def test_empty_documents_are_allowed():
 def test_padding():
     sequence = build(1, 4, attention_mask=torch.tensor([[0, 1, 1, 0]]))
     assert sequence.position_ids.tolist() == [[0, 1, 2, 3]]
-    assert sequence.dense_mask[0, 0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]
+    assert sequence.masks[None].dense[0, 0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]
     assert sequence.shift(torch.tensor([[4, 5, 6, 7]])).tolist() == [[-100, 6, -100, -100]]
-    assert build(1, 2, attention_mask=torch.ones(1, 2)).dense_mask is None
+    assert build(1, 2, attention_mask=torch.ones(1, 2)).masks[None].dense is None
 
 
 def test_cache():
