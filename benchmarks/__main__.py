@@ -1,4 +1,4 @@
-"""Run a benchmark: ``python -m benchmarks train --model llama-3-8b --batch 1x8192``."""
+"""Run a benchmark: ``python -m benchmarks train --model llama-3-8b``, or ``python -m benchmarks families``."""
 
 import argparse
 import datetime
@@ -33,19 +33,31 @@ def commit() -> str:
     return run.stdout.strip()
 
 
-def measure(mode: str, model: str, batch: str, steps: int) -> dict:
+def measure(benchmark: str, mode: str, model: str, batch: str, steps: int) -> dict:
     """One mode in a process of its own; the result is the last line that it prints."""
+    row = {
+        "benchmark": benchmark, "model": model, "batch": batch, "mode": mode,
+        "date": datetime.date.today().isoformat(), "commit": commit(), "versions": versions(),
+    }  # fmt: skip
     command = [sys.executable, "-m", "benchmarks.train", mode, model, batch, str(steps)]
     run = subprocess.run(command, capture_output=True, text=True)
     lines = run.stdout.strip().splitlines()
     if run.returncode or not lines:
-        return {"error": run.stderr.strip().splitlines()[-1:] or [f"exit status {run.returncode}"]}
-    return json.loads(lines[-1])
+        row["error"] = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
+    else:
+        row |= json.loads(lines[-1])
+    print(json.dumps(row), flush=True)
+    return row
 
 
-def table(rows: list[dict]) -> str:
-    head = f"{'mode':<22}{'tokens/s':>10}{'ms/step':>9}{'peak GiB':>10}{'MFU':>7}  losses of the first steps"
-    lines = [head]
+def append(file: Path, rows: list[dict]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def train_table(rows: list[dict]) -> str:
+    lines = [f"{'mode':<22}{'tokens/s':>10}{'ms/step':>9}{'peak GiB':>10}{'MFU':>7}  losses of the first steps"]
     for row in rows:
         if "error" in row:
             lines.append(f"{row['mode']:<22}{row['error']}")
@@ -58,29 +70,66 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def family_table(rows: list[dict]) -> str:
+    """One row per family; ratios to the faster and to the smaller of the two peers."""
+    lines = [
+        "| family | HF ms | HF + Liger ms | ours ms | speed ratio | HF GiB | HF + Liger GiB | ours GiB | memory ratio "
+        "| logits error, HF / ours | gradients error, HF / ours |",
+        "| --- " * 11 + "|",
+    ]
+    for family in dict.fromkeys(row["model"] for row in rows):
+        by_mode = {row["mode"]: row for row in rows if row["model"] == family}
+        peers = [row for mode, row in by_mode.items() if mode.startswith("hf") and "error" not in row]
+        ours, error = by_mode.get("ours", {}), by_mode.get("error", {})
+
+        def show(mode: str, key: str, by_mode: dict = by_mode) -> str:
+            return str(by_mode.get(mode, {}).get(key, "failed"))
+
+        def ratio(key: str, invert: bool, peers: list = peers, ours: dict = ours) -> str:
+            if key not in ours or not peers:
+                return ""
+            best = min(peer[key] for peer in peers)
+            return f"{best / ours[key] if invert else ours[key] / best:.3f}"
+
+        def pair(what: str, error: dict = error) -> str:
+            found = [error.get(f"{who}_{what}") for who in ("hf", "ours")]
+            return " / ".join("failed" if value is None else f"{value:.2e}" for value in found)
+
+        times = " | ".join(show(mode, "step_ms") for mode in ("hf", "hf+liger", "ours"))
+        sizes = " | ".join(show(mode, "peak_gib") for mode in ("hf", "hf+liger", "ours"))
+        lines.append(
+            f"| {family} | {times} | {ratio('step_ms', True)} | {sizes} | {ratio('peak_gib', False)} "
+            f"| {pair('logits')} | {pair('gradients')} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("train", help="a full fine-tuning step: tokens/s, peak memory, losses")
-    command.add_argument("--model", default="llama-3-8b", choices=train.MODELS)
-    command.add_argument("--batch", default="1x8192", help="rows x tokens per row")
-    command.add_argument("--modes", default="hf,hf+liger,ours", help=f"comma-separated, of {', '.join(train.MODES)}")
-    command.add_argument("--steps", type=int, default=10, help="timed steps, after 5 whose losses are kept")
-    command.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines")
+    one = commands.add_parser("train", help="a full fine-tuning step: tokens/s, peak memory, losses")
+    one.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
+    one.add_argument("--modes", default="hf,hf+liger,ours", help=f"comma-separated, of {', '.join(train.MODES)}")
+    every = commands.add_parser("families", help="a few layers of each family: speed, memory, error against fp32")
+    every.add_argument("--families", default=",".join(train.FAMILIES), help="comma-separated")
+    every.add_argument("--modes", default="hf,hf+liger,ours,error", help="comma-separated, of these")
+    for command in (one, every):
+        command.add_argument("--batch", default="1x8192", help="rows x tokens per row")
+        command.add_argument("--steps", type=int, default=10, help="timed steps, after 5 whose losses are kept")
+        command.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines")
     options = parser.parse_args()
 
-    rows = []
-    for mode in options.modes.split(","):
-        row = {
-            "benchmark": "train", "model": options.model, "batch": options.batch, "mode": mode,
-            "date": datetime.date.today().isoformat(), "commit": commit(), "versions": versions(),
-        } | measure(mode, options.model, options.batch, options.steps)  # fmt: skip
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / f"train-{options.model}-{options.batch}.jsonl").open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    print(table(rows))
+    if options.command == "train":
+        models, file = [options.model], f"train-{options.model}-{options.batch}.jsonl"
+    else:
+        models, file = options.families.split(","), f"families-{options.batch}.jsonl"
+    rows = [
+        measure(options.command, mode, model, options.batch, options.steps)
+        for model in models
+        for mode in options.modes.split(",")
+    ]
+    append(options.out / file, rows)
+    print(train_table(rows) if options.command == "train" else family_table(rows))
 
 
 if __name__ == "__main__":

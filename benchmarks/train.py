@@ -1,13 +1,19 @@
 """One mode of the training benchmark, in this process: ``python -m benchmarks.train MODE MODEL BATCH STEPS``.
 
 A full fine-tuning step (forward, backward, fused AdamW) in pure bf16, from weights and tokens that are the same in
-every mode: each weight is drawn from a generator seeded by its Hugging Face name.
+every mode: each weight is drawn from a generator seeded by its Hugging Face name. (Where transformers keeps the experts
+of a layer in one tensor, their weights differ from ours, of the same distribution.)
+
+Mode ``error`` measures instead how far the bf16 logits and gradients of transformers and of this package are from
+transformers' in fp32.
 """
 
+import gc
 import itertools
 import json
 import statistics
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -16,13 +22,43 @@ from torch import Tensor, nn
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "data"
 MODELS = {
-    "llama-3-8b": "llama/Meta-Llama-3-8B.json",
-    "llama-3.2-1b": "llama/Llama-3.2-1B-Instruct.json",
+    "llama-3-8b": ("llama/Meta-Llama-3-8B.json", None),
+    "llama-3.2-1b": ("llama/Llama-3.2-1B-Instruct.json", None),
 }
+FAMILIES = {
+    "llama": ("llama/Llama-3.2-1B-Instruct.json", 4),
+    "mistral": ("mistral/Mistral-7B-v0.1.json", 4),
+    "mixtral": ("mixtral/Mixtral-8x7B-v0.1.json", 4),
+    "gemma": ("gemma/gemma-2b.json", 4),
+    "gemma2": ("gemma2/gemma-2-2b.json", 4),
+    "gemma3_text": ("gemma3_text/gemma-3-1b-it.json", 6),
+    "qwen2": ("qwen2/Qwen2.5-7B.json", 4),
+    "qwen3": ("qwen3/Qwen3-8B.json", 4),
+    "qwen3_moe": ("qwen3_moe/Qwen3-30B-A3B.json", 4),
+    "phi3": ("phi3/Phi-3-mini-4k-instruct.json", 4),
+    "granite": ("granite/granite-3.1-2b-instruct.json", 4),
+    "olmo2": ("olmo2/OLMo-2-1124-7B.json", 4),
+    "olmo3": ("olmo3/Olmo-3-7B.json", 6),
+    "glm4": ("glm4/GLM-4-9B-0414.json", 4),
+    "smollm3": ("smollm3/SmolLM3-3B.json", 4),
+}
+"""The real width of a release of each family, few layers: file and number of layers."""
 MODES = ("hf", "hf+ac", "hf+liger", "hf+liger+ac", "ours", "ours+selective", "ours+full", "ours+compile")
 KEPT_LOSSES = 5
+ERROR_TOKENS = 1024
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200, by the vendor's datasheet: the divisor of MFU."""
+
+
+def read(name: str) -> dict:
+    file, layers = (MODELS | FAMILIES)[name]
+    config = json.loads((CONFIGS / file).read_text())
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+        for key in ("layer_types", "no_rope_layers"):
+            if config.get(key):
+                config[key] = config[key][:layers]
+    return config
 
 
 def weight(name: str, shape: torch.Size, device: torch.device) -> Tensor:
@@ -34,7 +70,7 @@ def weight(name: str, shape: torch.Size, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def build_hf(config: dict, liger: bool, recompute: bool) -> nn.Module:
+def build_hf(config: dict, liger: bool, recompute: bool, attention: str = "sdpa") -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if liger:
@@ -43,7 +79,7 @@ def build_hf(config: dict, liger: bool, recompute: bool) -> nn.Module:
         getattr(peer, f"apply_liger_kernel_to_{config['model_type']}")()
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**config), dtype=torch.bfloat16, attn_implementation="sdpa"
+            AutoConfig.for_model(**config), dtype=torch.bfloat16, attn_implementation=attention
         )
     for name, parameter in model.named_parameters():
         parameter.copy_(weight(name, parameter.shape, parameter.device))
@@ -69,7 +105,7 @@ def build_ours(config: dict, policy: str) -> nn.Module:
 
 
 def flops_per_token(config: dict, T: int) -> float:
-    """Forward and backward, matrix products and causal attention."""
+    """Forward and backward, matrix products and causal attention, of a dense model without windows."""
     C, F, H = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     D = config.get("head_dim") or C // H
     G = config.get("num_key_value_heads") or H
@@ -80,7 +116,7 @@ def flops_per_token(config: dict, T: int) -> float:
 
 
 def run(mode: str, name: str, batch: str, steps: int) -> dict:
-    config = json.loads((CONFIGS / MODELS[name]).read_text())
+    config = read(name)
     B, T = map(int, batch.split("x"))
     family, *extras = mode.split("+")
     if family == "hf":
@@ -123,5 +159,51 @@ def run(mode: str, name: str, batch: str, steps: int) -> dict:
     }
 
 
+def gradients_by_name(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def errors(name: str) -> dict:
+    """Relative error of logits and of all gradients together against transformers in fp32, from the same weights."""
+    from liger_models import AutoLigerModel
+
+    config = read(name)
+    theirs = build_hf(config, liger=False, recompute=False, attention="eager")
+    ids = torch.randint(0, config["vocab_size"], (1, ERROR_TOKENS), device="cuda")
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        ours = AutoLigerModel.from_pretrained(folder, device="cuda", progress=False)
+        for label, model in (("hf", theirs), ("ours", ours)):
+            out = model(ids, labels=ids, **({"return_logits": True} if model is ours else {}))
+            out.loss.backward()
+            results[label] = (out.logits.detach().cpu(), gradients_by_name(model))
+            del out
+        # Our gradients under transformers' names: saved and loaded like weights.
+        with torch.no_grad():
+            for parameter in ours.parameters():
+                parameter.copy_(parameter.grad)
+        ours.save_pretrained(folder)
+        named = type(theirs).from_pretrained(folder, dtype=torch.bfloat16)
+        results["ours"] = (results["ours"][0], {n: p.detach().to("cuda") for n, p in named.named_parameters()})
+    del ours, named
+    truth = theirs.float()
+    results["hf"] = (results["hf"][0], {n: g.clone() for n, g in results["hf"][1].items()})
+    truth.zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()
+    out = truth(ids, labels=ids)
+    out.loss.backward()
+    logits, exact = out.logits.detach().cpu(), gradients_by_name(truth)
+    found = {"device": torch.cuda.get_device_name()}
+    for label, (approximate, gradients) in results.items():
+        squares = sum(((gradients[n].float() - g).double().norm() ** 2).item() for n, g in exact.items())
+        total = sum((g.double().norm() ** 2).item() for g in exact.values())
+        found[f"{label}_logits"] = ((approximate.float() - logits).norm() / logits.norm()).item()
+        found[f"{label}_gradients"] = (squares / total) ** 0.5
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps(run(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))))
+    mode, name, batch, steps = sys.argv[1:]
+    print(json.dumps(errors(name) if mode == "error" else run(mode, name, batch, int(steps))))
