@@ -10,7 +10,23 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .arch import list_archs
+    from .arch.gemma import LigerGemma
+    from .arch.gemma2 import LigerGemma2
+    from .arch.gemma3_text import LigerGemma3
+    from .arch.glm import LigerGLM
+    from .arch.glm4 import LigerGLM4
+    from .arch.granite import LigerGranite
     from .arch.llama import LigerLlama, LlamaConfig
+    from .arch.ministral import LigerMinistral
+    from .arch.mistral import LigerMistral
+    from .arch.mixtral import LigerMixtral
+    from .arch.olmo2 import LigerOlmo2
+    from .arch.olmo3 import LigerOlmo3
+    from .arch.phi3 import LigerPhi3
+    from .arch.qwen2 import LigerQwen2
+    from .arch.qwen3 import LigerQwen3
+    from .arch.qwen3_moe import LigerQwen3MoE
+    from .arch.smollm3 import LigerSmolLM3
     from .convert.auto import AutoLigerModel
     from .kernels.options import KernelOptions
     from .kernels.rope import liger_rotary_pos_emb
@@ -25,8 +41,24 @@ _HOMES = {
     "LigerCrossEntropyLoss": "losses.cross_entropy",
     "LigerFusedLinearCrossEntropyLoss": "losses.cross_entropy",
     "LigerGEGLUMLP": "layers.mlp",
+    "LigerGLM": "arch.glm",
+    "LigerGLM4": "arch.glm4",
+    "LigerGemma": "arch.gemma",
+    "LigerGemma2": "arch.gemma2",
+    "LigerGemma3": "arch.gemma3_text",
+    "LigerGranite": "arch.granite",
     "LigerLlama": "arch.llama",
+    "LigerMinistral": "arch.ministral",
+    "LigerMistral": "arch.mistral",
+    "LigerMixtral": "arch.mixtral",
+    "LigerOlmo2": "arch.olmo2",
+    "LigerOlmo3": "arch.olmo3",
+    "LigerPhi3": "arch.phi3",
+    "LigerQwen2": "arch.qwen2",
+    "LigerQwen3": "arch.qwen3",
+    "LigerQwen3MoE": "arch.qwen3_moe",
     "LigerRMSNorm": "layers.norm",
+    "LigerSmolLM3": "arch.smollm3",
     "LigerSwiGLUMLP": "layers.mlp",
     "LlamaConfig": "arch.llama",
     "Tokenizer": "tokenizer",
@@ -40,8 +72,24 @@ __all__ = [
     "LigerCrossEntropyLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
+    "LigerGLM",
+    "LigerGLM4",
+    "LigerGemma",
+    "LigerGemma2",
+    "LigerGemma3",
+    "LigerGranite",
     "LigerLlama",
+    "LigerMinistral",
+    "LigerMistral",
+    "LigerMixtral",
+    "LigerOlmo2",
+    "LigerOlmo3",
+    "LigerPhi3",
+    "LigerQwen2",
+    "LigerQwen3",
+    "LigerQwen3MoE",
     "LigerRMSNorm",
+    "LigerSmolLM3",
     "LigerSwiGLUMLP",
     "LlamaConfig",
     "Tokenizer",

@@ -313,6 +313,9 @@ def _steps(model: "CausalLM", prompts: Tensor, mask: Tensor | None, options: _Op
     if mask is not None:
         mask = nn.functional.pad(mask, (0, options.max_new_tokens), value=1)
         positions = (mask.cumsum(1) - 1).clamp_min(0)
+    # Columns in which all frequencies switch (longrope): the keys cached before have the old ones.
+    lengths = [getattr(rotary, "switch_length", None) for rotary in model.rotary.values()]
+    switches = [int((positions.amax(0) < length).sum()) for length in lengths if length is not None]
     seen = None
     if options.repetition_penalty != 1:
         tokens = prompts if mask is None else torch.where(mask[:, :T] != 0, prompts, prompts[:, -1:])
@@ -323,6 +326,8 @@ def _steps(model: "CausalLM", prompts: Tensor, mask: Tensor | None, options: _Op
     modules = list(model.modules())
 
     for end in range(T, S):
+        if cache is not None and any(cache.length <= switch < end for switch in switches):
+            cache.length = 0
         new = slice(cache.length if cache is not None else 0, end)
         with _evaluating(modules):
             logits = model(

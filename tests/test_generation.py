@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import LlamaConfig as HFConfig
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from liger_models import AutoLigerModel
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.generation import (
     _choose,
@@ -192,6 +193,20 @@ def test_cached_logits_are_those_of_the_full_forward(pair, variant):
                 difference = (logits - full[:, piece])[keep.bool()]
                 assert difference.abs().max() <= 1e-5 * full.abs().max()
         assert cache.length == 30
+
+
+@pytest.mark.parametrize("original", [9, 16, 20])
+def test_cached_keys_are_made_anew_where_longrope_switches(tmp_path, original):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 6.0, 9.0]}
+    rope = _rope(rope_type="longrope", original_max_position_embeddings=original, **factors)
+    torch.manual_seed(0)
+    theirs = Phi3ForCausalLM(Phi3Config(**SIZES, **rope, original_max_position_embeddings=original)).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = AutoLigerModel.from_pretrained(tmp_path, progress=False)
+    for inputs in ({"input_ids": torch.tensor(PROMPTS[:1])}, padded()):
+        want = theirs.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        for use_cache in (True, False):
+            assert torch.equal(generate(ours, **inputs, max_new_tokens=NEW, use_cache=use_cache), want)
 
 
 def test_rows_do_not_depend_on_one_another(ours):

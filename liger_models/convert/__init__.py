@@ -2,11 +2,14 @@
 
 Each architecture has one file here, named as in ``arch/``, that says where its weights stand in a checkpoint:
 ``weight_map(config)`` and the Hugging Face class name ``HF_CLASS``; where released config.json files have keys that
-change nothing, ``IGNORED_KEYS``.
+change nothing, ``IGNORED_KEYS``; and where config.json does not spell the settings as the config class does, two
+functions from dict to dict: ``from_json``, which gives a config.json's settings the names and shape that
+``config_map.read_config`` reads, and ``to_json``, which turns the keys that ``config_map.write_config`` writes into
+those that transformers reads.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,6 +45,16 @@ def get_map(model_type: str) -> "Callable[[Any], WeightMap]":
 def get_hf_class(model_type: str) -> str:
     """The name of an architecture's class in transformers, for ``architectures`` in config.json."""
     return cast(str, _family(model_type).HF_CLASS)
+
+
+def from_json(model_type: str, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json in the spelling of the architecture's config class."""
+    return cast("dict[str, Any]", getattr(_family(model_type), "from_json", dict)(hf))
+
+
+def to_json(model_type: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config's fields are in config.json."""
+    return cast("dict[str, Any]", getattr(_family(model_type), "to_json", dict)(keys))
 
 
 def get_ignored_keys(model_type: str) -> frozenset[str]:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from liger_models.convert import get_hf_class, get_ignored_keys, model_type_of
-from liger_models.layers.rope import ROPE_TYPES, RopeScaling
+from liger_models.convert import from_json, get_hf_class, get_ignored_keys, model_type_of, to_json
+from liger_models.layers.config import LAYER_TYPES
+from liger_models.layers.rope import ROPE_TYPES, LongRopeScaling, RopeScaling
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 _ORIGIN = """
     architectures model_type transformers_version _name_or_path _commit_hash torch_dtype dtype use_cache pretraining_tp
-    _attn_implementation _attn_implementation_autoset attn_implementation unsloth_version unsloth_fixed
+    _attn_implementation _attn_implementation_autoset attn_implementation unsloth_version unsloth_fixed auto_map
     is_llama_config rope_interleaved
 """
 _IN_EVERY_CONFIG = """
@@ -66,17 +67,19 @@ def read_config(config_class: "type[Config]", hf: Mapping[str, Any], *, strict: 
             "Load the original checkpoint that it was made from."
         )
 
+    model_type = model_type_of(config_class)
+    hf = from_json(model_type, hf)
     fields = dataclasses.fields(config_class)
     hints = typing.get_type_hints(config_class)
-    ignored = IGNORED_KEYS | get_ignored_keys(model_type_of(config_class))
+    ignored = IGNORED_KEYS | get_ignored_keys(model_type)
     rope_keys = _ROPE_KEYS if "rope_scaling" in hints else ()
-    values, unknown = _read_rope(hf) if rope_keys else ({}, [])
+    values, unknown = _read_rope(config_class, hf) if rope_keys else ({}, [])
     for key, value in hf.items():
         if key in rope_keys:
             continue
         if key in hints:
             if value is not None or _takes_none(hints[key]):  # a null elsewhere means that the key is not set
-                values[key] = _typed(key, value, hints[key])
+                values.setdefault(key, _typed(key, value, hints[key]))
         elif key not in ignored and value is not None:
             unknown.append(key)
 
@@ -96,8 +99,8 @@ def read_config(config_class: "type[Config]", hf: Mapping[str, Any], *, strict: 
     return config_class(**values)
 
 
-def _read_rope(hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """``rope_theta`` and ``rope_scaling`` of a config, and the keys that were not understood."""
+def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor`` of a config, and the keys not understood."""
     where = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     rope = {key: value for key, value in (hf.get(where) or {}).items() if value is not None}
     if any(isinstance(value, Mapping) for value in rope.values()):
@@ -106,9 +109,14 @@ def _read_rope(hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
     theta = rope.pop("rope_theta", hf.get("rope_theta"))
     fields: dict[str, Any] = {} if theta is None else {"rope_theta": _typed("rope_theta", theta, float)}
+    if any(field.name == "partial_rotary_factor" for field in dataclasses.fields(config_class)):
+        partial = rope.pop("partial_rotary_factor", None)
+        fields |= {} if partial is None else {"partial_rotary_factor": _typed("partial_rotary_factor", partial, float)}
     legacy_type = rope.pop("type", "default")
     rope_type = rope.pop("rope_type", legacy_type)
-    top_level = hf.get("original_max_position_embeddings")
+    rope_type = getattr(config_class, "rope_aliases", {}).get(rope_type, rope_type)
+    original_length = getattr(config_class, "original_length", None)
+    top_level = hf.get("original_max_position_embeddings") or original_length
     if rope_type == "default":
         fields["rope_scaling"] = None
         accepted: set[str] = set()
@@ -134,9 +142,39 @@ def _read_rope(hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
 
     unknown = [f"{where}.{key}" for key in rope if key not in accepted]
-    if top_level is not None and "original_max_position_embeddings" not in accepted:
+    if top_level is not None and original_length is None and "original_max_position_embeddings" not in accepted:
         unknown.append("original_max_position_embeddings")
     return fields, unknown
+
+
+def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json whose ``rope_parameters`` hold a set of values for each layer type, in the older spelling.
+
+    Those of full attention become ``rope_theta`` and ``rope_scaling``, those of sliding attention
+    ``rope_local_base_freq``.
+
+    Raises:
+        ValueError: other layer types, or anything but a base for sliding attention.
+    """
+    flat = {key: value for key, value in hf.items() if key != "rope_parameters"}
+    nested = hf.get("rope_parameters") or {}
+    if nested.keys() - set(LAYER_TYPES):
+        raise ValueError(
+            f"config.json: rope_parameters must hold a set of values for each of {', '.join(LAYER_TYPES)}, "
+            f"got {', '.join(nested)}."
+        )
+    full, sliding = (dict(nested.get(layer_type) or {}) for layer_type in LAYER_TYPES)
+    if full:
+        flat["rope_scaling"] = full | (hf.get("rope_scaling") or {})  # with rope_theta in it
+    theta, rope_type = sliding.pop("rope_theta", None), sliding.pop("rope_type", "default")
+    if theta is not None:
+        flat["rope_local_base_freq"] = theta
+    if rope_type != "default" or any(value is not None for value in sliding.values()):
+        raise ValueError(
+            "config.json: rope_parameters.sliding_attention must be of type default, "
+            f"got {nested['sliding_attention']}. The architecture scales full attention only."
+        )
+    return flat
 
 
 def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -156,23 +194,33 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
         "model_type": model_type,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    for key in ("dtype", "rope_parameters", "original_max_position_embeddings"):
+    for key in ("dtype", "rope_parameters"):
         out.pop(key, None)
+    original_length = getattr(config, "original_length", None)
+    if original_length is None:
+        out.pop("original_max_position_embeddings", None)
+    keys: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name == "rope_scaling":
-            out["rope_scaling"] = _write_scaling(value)
+            keys |= _write_scaling(value, original_length)
         elif value is not None or field.default is not None or field.name in out:
-            out[field.name] = value
-    return out
+            keys[field.name] = value
+    return out | to_json(model_type, keys)
 
 
-def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+def _write_scaling(scaling: RopeScaling | None, original_length: int | None) -> dict[str, Any]:
     if scaling is None:
-        return None
+        return {"rope_scaling": None}
     (rope_type,) = (name for name, kind in ROPE_TYPES.items() if kind is type(scaling))
     values = {key: value for key, value in dataclasses.asdict(scaling).items() if value is not None}
-    return {"rope_type": rope_type, **values}
+    if not isinstance(scaling, LongRopeScaling):
+        return {"rope_scaling": {"rope_type": rope_type, **values}}
+    # transformers 4 looks for the length beside the dict, and its Phi-3 refuses other keys and spellings in the dict.
+    length = scaling.original_max_position_embeddings
+    if original_length is not None:
+        del values["original_max_position_embeddings"]
+    return {"rope_scaling": {"type": rope_type, **values}, "original_max_position_embeddings": length}
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

@@ -151,6 +151,40 @@ class Stack(Expression):
         return f"Stack([{', '.join(map(str, self.children))}], dim={self.dim})"
 
 
+class Split(Expression):
+    """A tensor that holds several, taken apart and put together differently.
+
+    Args:
+        child: the checkpoint's tensor.
+        dim: the dimension along which its parts follow each other.
+        sizes: name of a part -> its length, in order.
+        parts: our tensor, as an expression over the names of the parts.
+    """
+
+    def __init__(self, child: Expression | str, dim: int, sizes: Mapping[str, int], parts: Expression) -> None:
+        self.child = _expression(child)
+        self.dim = dim
+        self.sizes = dict(sizes)
+        self.parts = parts
+
+    def names(self) -> list[str]:
+        return self.child.names()
+
+    def expand(self, indices: Mapping[str, int]) -> Split:
+        return Split(self.child.expand(indices), self.dim, self.sizes, self.parts)
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        parts = torch.split(self.child.pack(tensors), list(self.sizes.values()), self.dim)
+        return self.parts.pack(dict(zip(self.sizes, parts, strict=True)))
+
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        parts = self.parts.unpack(packed)
+        return self.child.unpack(torch.cat([parts[name] for name in self.sizes], self.dim))
+
+    def __str__(self) -> str:
+        return f"Split({self.child}, dim={self.dim}, sizes={self.sizes}, parts={self.parts})"
+
+
 def _expression(value: Expression | str) -> Expression:
     return Name(value) if isinstance(value, str) else value
 
@@ -240,6 +274,24 @@ def gate_up_rows(gate: str, up: str) -> Expression:
     return Rearrange("f two ... -> (f two) ...", Stack([gate, up], dim=1), two=2)
 
 
+def fused_qkv_rows(qkv: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
+    """`qkv_rows` of a checkpoint's fused projection: the rows of all queries, then of all keys, then of all values."""
+    sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+    return Split(qkv, 0, sizes, qkv_rows("q", "k", "v", heads=heads, kv_heads=kv_heads, head_dim=head_dim))
+
+
+def fused_gate_up_rows(gate_up: str) -> Expression:
+    """`gate_up_rows` of a checkpoint's fused projection: all rows of the gate, then all rows of the up projection."""
+    return Rearrange("(two f) ... -> (f two) ...", gate_up, two=2)
+
+
+def expert_rows(gate: str, up: str, down: str, experts: int) -> tuple[Expression, Expression]:
+    """The stacked weights of a layer's experts, gate and up and then down; ``{x}`` in the names is the expert."""
+    numbers = [str(x) for x in range(experts)]
+    gate_up = Stack([gate_up_rows(gate.replace("{x}", x), up.replace("{x}", x)) for x in numbers], dim=0)
+    return gate_up, Stack([down.replace("{x}", x) for x in numbers], dim=0)
+
+
 def decoder_map(
     config: DecoderConfig,
     *,
@@ -248,6 +300,8 @@ def decoder_map(
     mlp_bias: bool = False,
     norms: Sequence[str] = ("input_layernorm", "post_attention_layernorm"),
     instead: Mapping[str, Expression | str | None] | None = None,
+    also: Mapping[str, Expression | str] | None = None,
+    over: Mapping[str, Sequence[int]] | None = None,
     skip: Iterable[str] = (),
 ) -> WeightMap:
     """The map of a decoder whose checkpoint is laid out like Llama's.
@@ -258,6 +312,8 @@ def decoder_map(
         norms: names of a block's norms, ours and theirs.
         instead: entries of a layer that differ or that Llama does not have; our name within the layer -> expression
             (names within the layer start with ``model.layers.{i}.``), None for an entry that is not there.
+        also: further entries, with whole names.
+        over: the index sets of ``also`` besides ``i``.
         skip: checkpoint names that may be there and carry nothing.
     """
     theirs = "model.layers.{i}"
@@ -281,13 +337,14 @@ def decoder_map(
         "embed_tokens.weight": "model.embed_tokens.weight",
         **{f"layers.{{i}}.{name}": expression for name, expression in layer.items() if expression is not None},
         "norm.weight": "model.norm.weight",
+        **(also or {}),
     }
     skip = [*skip]
     if config.tie_word_embeddings:
         skip.append("lm_head.weight")  # some tied checkpoints store the head
     else:
         entries["lm_head.weight"] = "lm_head.weight"
-    return WeightMap(entries, over={"i": range(config.num_hidden_layers)}, skip=skip)
+    return WeightMap(entries, over={"i": range(config.num_hidden_layers), **(over or {})}, skip=skip)
 
 
 def _kinds(bias: bool) -> tuple[str, ...]:

@@ -27,6 +27,8 @@ from torch import Tensor
 from .dispatch import LIBRARY, check, check_floating, num_programs, on_device_of, tl, triton, use_triton
 from .rms_norm import _scaled, rms_norm_reference
 from .rope import (
+    ELEMENTS_PER_WARP,
+    MAX_WARPS,
     check_qkv,
     contiguous_rows,
     empty_heads,
@@ -40,12 +42,11 @@ from .rope import (
     tiles,
 )
 
-ELEMENTS_PER_WARP = 512
-MAX_WARPS = 16
-"""16 elements per thread, as in `rope`; a token of 64 heads of 128, normed as a whole, is the widest held like that."""
-
-BACKWARD_WARPS_PER_SM = 32
-"""Warps per multiprocessor that share the tokens when each program sums a weight gradient over those it takes."""
+HEAD_WARPS_PER_SM = 64
+WHOLE_WARPS_PER_SM = 32
+"""Warps per multiprocessor among which the tokens are divided when each program sums a weight gradient over its own.
+About 16 are resident (by registers), so that programs with fewer heads make room for others. With norms over all heads
+a partial gradient is as wide as the projection, and fewer of them are worth it."""
 
 
 def qk_norm_rope_reference(
@@ -75,169 +76,144 @@ def qk_norm_rope_reference(
 
 
 @triton.jit
-def _mean(
-    x, rest, is_query, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WHOLE: tl.constexpr
-):
-    """[ROWS, 1]: the mean over each row, or, with WHOLE, over all rows that are queries or all that are keys."""
-    total = tl.sum(x, 1)[:, None]
-    if D > 2 * HALF:
-        total += tl.sum(rest, 1)[:, None]
-    if WHOLE:
-        queries = tl.sum(tl.where(is_query, total, 0.0)) / (H * D)
-        keys = tl.sum(tl.where(is_query, 0.0, total)) / (G * D)
-        return tl.where(is_query, queries, keys)
-    return total / D
+def _mean(x, count, WHOLE: tl.constexpr):
+    """The mean over ``count`` entries, from their sums by pair: of each row [ROWS, 1], or, with WHOLE, of all rows."""
+    return (tl.sum(x) if WHOLE else tl.sum(x, 1)[:, None]) / count
 
 
 @triton.jit
-def _places(chunk, G: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr):
-    """The heads of a program, [ROWS, 1]: index (queries, then keys), which are queries, index in the packed row."""
-    head = chunk * ROWS + tl.arange(0, ROWS)[:, None]
-    is_query = head < G * QUERIES
-    key = (head - G * QUERIES) * (QUERIES + 2) + QUERIES
-    return head, is_query, tl.where(is_query, head // QUERIES * (QUERIES + 2) + head % QUERIES, key)
+def _heads(chunk, G: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
+    """The heads of a program, [ROWS, 1]: index (queries, then keys), if there is one, index in the packed row.
+
+    With WHOLE all queries are the first chunk, all keys the second.
+    """
+    H: tl.constexpr = G * QUERIES
+    PER_CHUNK: tl.constexpr = H if WHOLE else ROWS
+    row = tl.arange(0, ROWS)[:, None]
+    head = chunk * PER_CHUNK + row
+    key = (head - H) * (QUERIES + 2) + QUERIES
+    place = tl.where(head < H, head // QUERIES * (QUERIES + 2) + head % QUERIES, key)
+    return head, (row < PER_CHUNK) & (head < H + G), place
 
 
 @triton.jit
-def _copy_values(
-    source, source_h, target, target_h, chunk, given,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SHARE: tl.constexpr, BLOCK_SHARE: tl.constexpr,
-):  # fmt: skip
-    """Copy a program's share of a token's values."""
-    row = tl.arange(0, BLOCK_SHARE)[:, None]
+def _values(chunk, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr):
+    """A program's share of a token's values: index [ROWS, 1], column [1, 2 BLOCK], and which of them there are."""
+    row = tl.arange(0, ROWS)[:, None]
     value = chunk * SHARE + row
-    column = tl.arange(0, BLOCK_D)[None, :]
-    inside = (row < SHARE) & (value < G) & (column < D)
-    values = tl.load(source + value * source_h + column, mask=inside & given, other=0.0)
-    tl.store(target + value * target_h + column, values, mask=inside)
+    column = tl.arange(0, 2 * BLOCK)[None, :]
+    return value, column, (row < SHARE) & (value < G) & (column < D)
 
 
 @triton.jit
 def _forward_kernel(
     packed_ptr, q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, T, packed_b, packed_t, table_b, table_t,
     eps, weight_offset,
-    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SHARE: tl.constexpr,
-    BLOCK_SHARE: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, SCALE_IN_FP32: tl.constexpr,
+    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, SHARE_ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, SCALE_IN_FP32: tl.constexpr,
 ):  # fmt: skip
     H: tl.constexpr = G * QUERIES
-    CHUNKS: tl.constexpr = (H + G + ROWS - 1) // ROWS
     W: tl.constexpr = D if WHOLE else 0
     chunk = tl.program_id(0) % CHUNKS
     token = tl.program_id(0) // CHUNKS
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    row = token.to(tl.int64)
     packed = packed_ptr + batch * packed_b + position * packed_t
-    head, is_query, place = _places(chunk, G, QUERIES, ROWS)
-    inside = head < H + G
-    x1, x2, rest = load_heads(packed + place * D, inside, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED)
-    weight = tl.where(is_query, wq_ptr + head * W, wk_ptr + (head - H) * W)
-    w1, w2, w_rest = load_heads(weight, inside, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED)
-    cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK_HALF, False)
+    head, inside, place = _heads(chunk, G, QUERIES, ROWS, WHOLE)
+    x1, x2 = load_heads(packed + place * D, inside, D, HALF, BLOCK, INTERLEAVED)
+    value, column, inside_values = _values(chunk, G, D, BLOCK, SHARE, SHARE_ROWS)
+    values = tl.load(packed + (value * (QUERIES + 2) + QUERIES + 1) * D + column, mask=inside_values, other=0.0)
+    weight = tl.where(head < H, wq_ptr + head * W, wk_ptr + (head - H) * W)
+    w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, INTERLEAVED)
+    cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, False)
     dtype = packed_ptr.dtype.element_ty
-    x1, x2, rest = x1.to(tl.float32), x2.to(tl.float32), rest.to(tl.float32)
-    rstd = 1.0 / tl.sqrt(_mean(x1 * x1 + x2 * x2, rest * rest, is_query, H, G, D, HALF, WHOLE) + eps)
+    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+    count = tl.where(chunk == 0, H, G) * D if WHOLE else D
+    rstd = 1.0 / tl.sqrt(_mean(x1 * x1 + x2 * x2, count, WHOLE) + eps)
     z1 = _scaled(x1 * rstd, w1, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
     z2 = _scaled(x2 * rstd, w2, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
-    rest = _scaled(rest * rstd, w_rest, weight_offset, SCALE_IN_FP32, dtype)
-    z1, z2 = rotate(z1, z2, cos, sin)
-    row = batch * T + position
-    split = tl.where(is_query, q_ptr + row * (H * D) + head * D, k_ptr + row * (G * D) + (head - H) * D)
-    store_heads(split, inside, z1, z2, rest, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED)
-    values = packed + (QUERIES + 1) * D
-    _copy_values(values, (QUERIES + 2) * D, v_ptr + row * (G * D), D, chunk, True, G, D, BLOCK_D, SHARE, BLOCK_SHARE)
+    y1, y2 = rotate(z1, z2, cos, sin, True, HALF, BLOCK)
+    split = tl.where(head < H, q_ptr + row * (H * D) + head * D, k_ptr + row * (G * D) + (head - H) * D)
+    store_heads(split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
+    tl.store(v_ptr + row * (G * D) + value * D + column, values, mask=inside_values)
 
 
 @triton.jit
 def _backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, packed_ptr, d_packed_ptr, wq_ptr, wk_ptr, dw_ptr, cos_ptr, sin_ptr, N, T,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, packed_b, packed_t, table_b, table_t, eps, weight_offset,
-    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SHARE: tl.constexpr,
-    BLOCK_SHARE: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, SCALE_IN_FP32: tl.constexpr,
+    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, SHARE_ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, STORE_DW: tl.constexpr,
 ):  # fmt: skip
     H: tl.constexpr = G * QUERIES
-    CHUNKS: tl.constexpr = (H + G + ROWS - 1) // ROWS
     W: tl.constexpr = D if WHOLE else 0
     chunk = tl.program_id(0) % CHUNKS
-    head, is_query, place = _places(chunk, G, QUERIES, ROWS)
-    inside = head < H + G
+    program = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    head, inside, place = _heads(chunk, G, QUERIES, ROWS, WHOLE)
     given = inside
     if not HAS_Q:
         given = given & (head >= H)
     if not HAS_K:
-        given = given & is_query
-    weight = tl.where(is_query, wq_ptr + head * W, wk_ptr + (head - H) * W)
-    w1, w2, w_rest = load_heads(weight, inside, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED)
-    dtype = packed_ptr.dtype.element_ty
-    dw1 = tl.zeros([ROWS, BLOCK_HALF], tl.float32)
-    dw2 = tl.zeros([ROWS, BLOCK_HALF], tl.float32)
-    dw_rest = tl.zeros([ROWS, BLOCK_REST], tl.float32)
+        given = given & (head < H)
+    value, column, inside_values = _values(chunk, G, D, BLOCK, SHARE, SHARE_ROWS)
+    weight = tl.where(head < H, wq_ptr + head * W, wk_ptr + (head - H) * W)
+    w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, INTERLEAVED)
+    count = tl.where(chunk == 0, H, G) * D if WHOLE else D
+    dw1 = tl.zeros([ROWS, BLOCK], tl.float32)
+    dw2 = tl.zeros([ROWS, BLOCK], tl.float32)
     for token in tl.range(tl.program_id(0) // CHUNKS, N, tl.num_programs(0) // CHUNKS):
         batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
         dq = dq_ptr + batch * q_b + position * q_t + head.to(tl.int64) * q_h
         dk = dk_ptr + batch * k_b + position * k_t + (head - H).to(tl.int64) * k_h
-        split = tl.where(is_query, dq, dk)
-        g1, g2, g_rest = load_heads(split, given, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED)
+        g1, g2 = load_heads(tl.where(head < H, dq, dk), given, D, HALF, BLOCK, INTERLEAVED)
         packed = packed_ptr + batch * packed_b + position * packed_t + place * D
-        x1, x2, rest = load_heads(packed, inside, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED)
-        cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK_HALF, True)
-        g1, g2, g_rest = g1.to(tl.float32), g2.to(tl.float32), g_rest.to(tl.float32)
-        x1, x2, rest = x1.to(tl.float32), x2.to(tl.float32), rest.to(tl.float32)
-        g1, g2 = rotate(g1, g2, cos, sin)
+        x1, x2 = load_heads(packed, inside, D, HALF, BLOCK, INTERLEAVED)
+        cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, True)
+        dv = dv_ptr + batch * v_b + position * v_t + value.to(tl.int64) * v_h
+        values = tl.load(dv + column, mask=inside_values & HAS_V, other=0.0)
+        g1, g2 = rotate(g1.to(tl.float32), g2.to(tl.float32), cos, sin, True, HALF, BLOCK)
+        x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
         s1, s2 = g1 * (w1.to(tl.float32) + weight_offset), g2 * (w2.to(tl.float32) + weight_offset)
-        s_rest = g_rest * (w_rest.to(tl.float32) + weight_offset)
-        rstd = 1.0 / tl.sqrt(_mean(x1 * x1 + x2 * x2, rest * rest, is_query, H, G, D, HALF, WHOLE) + eps)
-        along = rstd * rstd * _mean(s1 * x1 + s2 * x2, s_rest * rest, is_query, H, G, D, HALF, WHOLE)
-        dx1, dx2, dx_rest = rstd * (s1 - x1 * along), rstd * (s2 - x2 * along), rstd * (s_rest - rest * along)
-        d_token = d_packed_ptr + (batch * T + position) * ((H + 2 * G) * D)
-        store_heads(d_token + place * D, inside, dx1, dx2, dx_rest, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED)
-        dv = dv_ptr + batch * v_b + position * v_t
-        values = d_token + (QUERIES + 1) * D
-        _copy_values(dv, v_h, values, (QUERIES + 2) * D, chunk, HAS_V, G, D, BLOCK_D, SHARE, BLOCK_SHARE)
+        rstd = 1.0 / tl.sqrt(_mean(x1 * x1 + x2 * x2, count, WHOLE) + eps)
+        along = rstd * rstd * _mean(s1 * x1 + s2 * x2, count, WHOLE)
+        dx1, dx2 = rstd * (s1 - x1 * along), rstd * (s2 - x2 * along)
+        d_packed = d_packed_ptr + (batch * T + position) * ((H + 2 * G) * D)
+        store_heads(d_packed + place * D, inside, dx1, dx2, D, HALF, BLOCK, INTERLEAVED)
+        tl.store(d_packed + (value * (QUERIES + 2) + QUERIES + 1) * D + column, values, mask=inside_values)
         if STORE_DW:
-            n1, n2, n_rest = x1 * rstd, x2 * rstd, rest * rstd
-            if not SCALE_IN_FP32:
-                n1, n2 = n1.to(dtype).to(tl.float32), n2.to(dtype).to(tl.float32)
-                n_rest = n_rest.to(dtype).to(tl.float32)
-            dw1 += g1 * n1
-            dw2 += g2 * n2
-            dw_rest += g_rest * n_rest
+            dw1 += g1 * (x1 * rstd)
+            dw2 += g2 * (x2 * rstd)
     if STORE_DW:
-        program = tl.program_id(0).to(tl.int64)
         if WHOLE:
-            dw = dw_ptr + (program * (H + G) + head) * D
-            store_heads(dw, inside, dw1, dw2, dw_rest, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED)
+            store_heads(dw_ptr + (program * (H + G) + head) * D, inside, dw1, dw2, D, HALF, BLOCK, INTERLEAVED)
         else:
-            first = tl.arange(0, 1)[:, None]
+            one = tl.arange(0, 1)[:, None]
             for keys in tl.static_range(2):
-                mine = is_query != (keys == 1)
-                store_heads(
-                    dw_ptr + (program * 2 + keys) * D + first, first == 0,
-                    tl.sum(tl.where(mine, dw1, 0.0), 0)[None, :], tl.sum(tl.where(mine, dw2, 0.0), 0)[None, :],
-                    tl.sum(tl.where(mine, dw_rest, 0.0), 0)[None, :],
-                    D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED,
-                )  # fmt: skip
+                mine = (head < H) != (keys == 1)
+                sum1 = tl.sum(tl.where(mine, dw1, 0.0), 0)[None, :]
+                sum2 = tl.sum(tl.where(mine, dw2, 0.0), 0)[None, :]
+                row = (program * CHUNKS + chunk) * 2 + keys
+                store_heads(dw_ptr + row * D + one, one == 0, sum1, sum2, D, HALF, BLOCK, INTERLEAVED)
 
 
-def _constants(
-    num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor | None, whole: bool
-) -> tuple[int, dict[str, int]]:
-    """Programs that share a token's heads, and what both kernels are compiled for."""
-    normed = num_heads + num_kv_heads
-    constants = tiles(normed, head_dim, cos)
+def _constants(num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor | None, whole: bool) -> dict[str, int]:
+    """What both kernels are compiled for, and how many programs (``CHUNKS``) share the heads of a token."""
+    constants = tiles(num_heads + num_kv_heads, head_dim, cos)
     if whole:
-        constants["ROWS"] = triton.next_power_of_2(normed)
-    chunks = triton.cdiv(normed, constants["ROWS"])
+        rows = triton.next_power_of_2(num_heads)
+        warps = min(rows * 2 * constants["BLOCK"] // ELEMENTS_PER_WARP, MAX_WARPS)
+        constants |= {"ROWS": rows, "num_warps": max(constants["num_warps"], warps)}
+    chunks = 2 if whole else triton.cdiv(num_heads + num_kv_heads, constants["ROWS"])
     share = triton.cdiv(num_kv_heads, chunks)
-    block_d = triton.next_power_of_2(head_dim)
-    return chunks, constants | {
+    return constants | {
         "G": num_kv_heads,
         "QUERIES": num_heads // num_kv_heads,
-        "BLOCK_D": block_d,
+        "CHUNKS": chunks,
         "SHARE": share,
-        "BLOCK_SHARE": triton.next_power_of_2(share),
-        "num_warps": min(max(constants["ROWS"] * block_d // ELEMENTS_PER_WARP, 1), MAX_WARPS),
+        "SHARE_ROWS": triton.next_power_of_2(share),
     }
 
 
@@ -249,7 +225,7 @@ LIBRARY.define(
 LIBRARY.define(
     "qk_norm_rope_backward(Tensor? dq, Tensor? dk, Tensor? dv, Tensor qkv, Tensor? cos, Tensor? sin, int num_heads,"
     " int num_kv_heads, int head_dim, Tensor q_norm_weight, Tensor k_norm_weight, float eps, float weight_offset,"
-    " bool scale_in_fp32, bool interleaved, bool need_dw) -> (Tensor, Tensor, Tensor)"
+    " bool interleaved, bool need_dw) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -261,13 +237,13 @@ def _qk_norm_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     qkv = contiguous_rows(qkv)
     whole = q_norm_weight.shape[0] != head_dim
-    chunks, constants = _constants(num_heads, num_kv_heads, head_dim, cos, whole)
+    constants = _constants(num_heads, num_kv_heads, head_dim, cos, whole)
     cos, sin, table_b, table_t = tables(cos, sin, qkv)
     q, k, v = empty_heads(qkv, num_heads, num_kv_heads, head_dim)
     B, T, _ = qkv.shape
     if qkv.numel():
         with on_device_of(qkv):
-            _forward_kernel[(B * T * chunks,)](
+            _forward_kernel[(B * T * constants["CHUNKS"],)](
                 qkv, q, k, v, q_norm_weight.contiguous(), k_norm_weight.contiguous(), cos, sin, T, *qkv.stride()[:2],
                 table_b, table_t, eps, weight_offset,
                 INTERLEAVED=interleaved, WHOLE=whole, SCALE_IN_FP32=scale_in_fp32, **constants,
@@ -279,22 +255,23 @@ def _qk_norm_rope(
 def _qk_norm_rope_backward(
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, qkv: Tensor, cos: Tensor | None, sin: Tensor | None,
     num_heads: int, num_kv_heads: int, head_dim: int, q_norm_weight: Tensor, k_norm_weight: Tensor, eps: float,
-    weight_offset: float, scale_in_fp32: bool, interleaved: bool, need_dw: bool,
+    weight_offset: float, interleaved: bool, need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     qkv = contiguous_rows(qkv)
     grads = [None if grad is None else contiguous_rows(grad) for grad in (dq, dk, dv)]
     whole = q_norm_weight.shape[0] != head_dim
-    chunks, constants = _constants(num_heads, num_kv_heads, head_dim, cos, whole)
+    constants = _constants(num_heads, num_kv_heads, head_dim, cos, whole)
+    chunks = constants["CHUNKS"]
     cos, sin, table_b, table_t = tables(cos, sin, qkv)
     B, T, _ = qkv.shape
     shares = B * T  # programs among which the tokens are divided, for each chunk of heads
     if need_dw:
-        shares = min(shares, max(num_programs(qkv, BACKWARD_WARPS_PER_SM // constants["num_warps"]) // chunks, 1))
+        warps = WHOLE_WARPS_PER_SM if whole else HEAD_WARPS_PER_SM
+        shares = min(shares, max(num_programs(qkv, warps // constants["num_warps"]) // chunks, 1))
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    q_rows, k_rows = (num_heads, num_kv_heads) if whole else (1, 1)
-    partial = torch.empty(
-        shares * chunks if need_dw else 0, q_rows + k_rows, head_dim, dtype=torch.float32, device=qkv.device
-    )
+    rows, q_rows = (num_heads + num_kv_heads, num_heads) if whole else (2, 1)
+    partials = (shares if whole else shares * chunks) if need_dw else 0
+    partial = torch.empty(partials, rows, head_dim, dtype=torch.float32, device=qkv.device)
     # A part that the constants switch off still has to be a tensor with strides.
     parts = [qkv.unsqueeze(2) if grad is None else grad for grad in grads]
     if qkv.numel():
@@ -302,13 +279,14 @@ def _qk_norm_rope_backward(
             _backward_kernel[(shares * chunks,)](
                 *parts, qkv, dqkv, q_norm_weight.contiguous(), k_norm_weight.contiguous(), partial, cos, sin, B * T, T,
                 *(stride for part in parts for stride in part.stride()[:3]), *qkv.stride()[:2], table_b, table_t,
-                eps, weight_offset, INTERLEAVED=interleaved, WHOLE=whole, SCALE_IN_FP32=scale_in_fp32,
+                eps, weight_offset, INTERLEAVED=interleaved, WHOLE=whole,
                 HAS_Q=dq is not None, HAS_K=dk is not None, HAS_V=dv is not None, STORE_DW=need_dw, **constants,
             )  # fmt: skip
     if not need_dw:
         return dqkv, q_norm_weight.new_empty(0), k_norm_weight.new_empty(0)
     total = partial.sum(0)
-    dwq, dwk = total[:q_rows].flatten().to(q_norm_weight.dtype), total[q_rows:].flatten().to(k_norm_weight.dtype)
+    # Copied even from fp32 to fp32: outputs of an op may not share memory.
+    dwq, dwk = (part.flatten().to(q_norm_weight.dtype, copy=True) for part in (total[:q_rows], total[q_rows:]))
     return dqkv, dwq, dwk
 
 
@@ -320,15 +298,15 @@ def _qk_norm_rope_fake(qkv, cos, sin, num_heads, num_kv_heads, head_dim, *norms)
 @torch.library.register_fake("liger_models::qk_norm_rope_backward", lib=LIBRARY)
 def _qk_norm_rope_backward_fake(
     dq, dk, dv, qkv, cos, sin, num_heads, num_kv_heads, head_dim, q_norm_weight, k_norm_weight, eps, weight_offset,
-    scale_in_fp32, interleaved, need_dw,
+    interleaved, need_dw,
 ):  # fmt: skip
     weights = (weight.new_empty(weight.shape if need_dw else 0) for weight in (q_norm_weight, k_norm_weight))
     return qkv.new_empty(qkv.shape), *weights
 
 
 def _setup(ctx, inputs, output):
-    qkv, cos, sin, *ctx.sizes, q_norm_weight, k_norm_weight, eps, weight_offset, scale_in_fp32, interleaved = inputs
-    ctx.options = eps, weight_offset, scale_in_fp32, interleaved
+    qkv, cos, sin, *ctx.sizes, q_norm_weight, k_norm_weight, eps, weight_offset, _, interleaved = inputs
+    ctx.options = eps, weight_offset, interleaved
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(qkv, cos, sin, q_norm_weight, k_norm_weight)
 

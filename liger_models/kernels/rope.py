@@ -21,11 +21,13 @@ from torch import Tensor
 
 from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
 
-ELEMENTS_PER_PROGRAM = 2048
-"""Heads of one token are tiled to about this size: 16 heads of 128, so 32 + 2 · 8 heads leave no lane idle."""
+MIN_WARPS, MAX_WARPS = 4, 16
+ELEMENTS_PER_WARP = 512
+"""Heads of one token are tiled to about this size: 16 heads of 128, so 32 + 2 · 8 heads leave no lane idle. In bf16 a
+thread makes one 16-byte load of each half, in 32 registers."""
 
-NUM_WARPS = 4
-"""One 16-byte load of each half per thread in bf16, in 32 registers; 2 warps send the angles through shared memory."""
+PAIRS_PER_WARP = 16
+"""At most: a token's angles must be fewer than the threads, or Triton sends them through shared memory."""
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -69,98 +71,89 @@ def rope_qkv_reference(
 
 @triton.jit
 def load_angles(
-    cos_ptr, sin_ptr, batch, position, table_b, table_t,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INVERSE: tl.constexpr,
-):  # fmt: skip
-    """cos and sin of a token, [1, BLOCK_HALF] in fp32; with INVERSE those of the opposite angle."""
-    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF: tl.constexpr, BLOCK: tl.constexpr, INVERSE: tl.constexpr
+):
+    """cos and sin of a token, [1, BLOCK] in fp32; with INVERSE those of the opposite angle."""
+    pair = tl.arange(0, BLOCK)[None, :]
     entry = batch * table_b + position * table_t + pair
-    cos = tl.load(cos_ptr + entry, mask=pair < HALF, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + entry, mask=pair < HALF, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + entry, mask=pair < HALF, other=0.0).to(tl.float32)
     return cos, -sin if INVERSE else sin
 
 
 @triton.jit
+def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """[1, BLOCK]: the D / 2 pairs of a head in half-split order, where x1 and x2 of each lie, and which there are."""
+    pair = tl.arange(0, BLOCK)[None, :]
+    turned = pair < HALF  # the others pair up the two halves of what follows the rotary width
+    return pair + tl.where(turned, 0, HALF), pair + tl.where(turned, HALF, D // 2), pair < D // 2
+
+
+@triton.jit
 def load_heads(
-    source, given, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    source, given, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """One head per row of [ROWS, 1] pointers: x1, x2 [ROWS, BLOCK_HALF], rest [ROWS, BLOCK_REST]; 0 if not given."""
+    """One head per row of [ROWS, 1] pointers: x1 and x2 of all its pairs, [ROWS, BLOCK]; rows not given read as 0."""
     if INTERLEAVED:
-        column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-        pairs = tl.load(source + column, mask=given & (column < 2 * HALF), other=0.0)
-        x1, x2 = tl.split(tl.reshape(pairs, [source.shape[0], BLOCK_HALF, 2]))
+        column = tl.arange(0, 2 * BLOCK)[None, :]
+        x = tl.load(source + column, mask=given & (column < D), other=0.0)
+        x1, x2 = tl.split(tl.reshape(x, [source.shape[0], BLOCK, 2]))
     else:
-        pair = tl.arange(0, BLOCK_HALF)[None, :]
-        x1 = tl.load(source + pair, mask=given & (pair < HALF), other=0.0)
-        x2 = tl.load(source + HALF + pair, mask=given & (pair < HALF), other=0.0)
-    rest = tl.zeros([source.shape[0], BLOCK_REST], source.dtype.element_ty)
-    if D > 2 * HALF:
-        column = tl.arange(0, BLOCK_REST)[None, :]
-        rest = tl.load(source + 2 * HALF + column, mask=given & (column < D - 2 * HALF), other=0.0)
-    return x1, x2, rest
+        first, second, inside = _columns(D, HALF, BLOCK)
+        x1 = tl.load(source + first, mask=given & inside, other=0.0)
+        x2 = tl.load(source + second, mask=given & inside, other=0.0)
+    return x1, x2
 
 
 @triton.jit
 def store_heads(
-    target, inside, y1, y2, rest, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """The inverse of `load_heads`, rounding to what the pointers point to."""
-    dtype = target.dtype.element_ty
+    target, given, y1, y2, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """The inverse of `load_heads`, rounding to what the pointers point to; rows not given are left alone."""
+    y1, y2 = y1.to(target.dtype.element_ty), y2.to(target.dtype.element_ty)
     if INTERLEAVED:
-        column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-        tl.store(target + column, tl.interleave(y1.to(dtype), y2.to(dtype)), mask=inside & (column < 2 * HALF))
+        column = tl.arange(0, 2 * BLOCK)[None, :]
+        tl.store(target + column, tl.interleave(y1, y2), mask=given & (column < D))
     else:
-        pair = tl.arange(0, BLOCK_HALF)[None, :]
-        tl.store(target + pair, y1.to(dtype), mask=inside & (pair < HALF))
-        tl.store(target + HALF + pair, y2.to(dtype), mask=inside & (pair < HALF))
-    if D > 2 * HALF:
-        column = tl.arange(0, BLOCK_REST)[None, :]
-        tl.store(target + 2 * HALF + column, rest.to(dtype), mask=inside & (column < D - 2 * HALF))
+        first, second, inside = _columns(D, HALF, BLOCK)
+        tl.store(target + first, y1, mask=given & inside)
+        tl.store(target + second, y2, mask=given & inside)
 
 
 @triton.jit
-def rotate(x1, x2, cos, sin):
-    """Every pair turned by its angle."""
-    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
-
-
-@triton.jit
-def _rotate_rows(
-    source, target, given, inside, rotary, cos, sin, D: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """One head per row. source, target: [ROWS, 1] pointers; rows not given read as 0; rows not rotary are copied."""
-    x1, x2, rest = load_heads(source, given, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED)
-    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
-    y1, y2 = rotate(x1, x2, cos, sin)
-    y1, y2 = tl.where(rotary, y1, x1), tl.where(rotary, y2, x2)
-    store_heads(target, inside, y1, y2, rest, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED)
+def rotate(x1, x2, cos, sin, rotary, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """The first HALF pairs of rotary rows turned by their angles, all else as it is, bit for bit."""
+    turned = rotary
+    if HALF < BLOCK:
+        turned = rotary & (tl.arange(0, BLOCK)[None, :] < HALF)
+    return tl.where(turned, x1 * cos - x2 * sin, x1), tl.where(turned, x2 * cos + x1 * sin, x2)
 
 
 @triton.jit
 def _rope_kernel(
     x_ptr, y_ptr, cos_ptr, sin_ptr, T, x_b, x_t, x_h, table_b, table_t,
-    H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    ROWS: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = (H + ROWS - 1) // ROWS
     token = tl.program_id(0) // CHUNKS
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
     head = tl.program_id(0) % CHUNKS * ROWS + tl.arange(0, ROWS)[:, None]
-    cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK_HALF, INVERSE)
+    inside = head < H
+    cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, INVERSE)
     x = x_ptr + batch * x_b + position * x_t + head.to(tl.int64) * x_h
     y = y_ptr + token.to(tl.int64) * (H * D) + head * D
-    _rotate_rows(x, y, head < H, head < H, head < H, cos, sin, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED)
+    x1, x2 = load_heads(x, inside, D, HALF, BLOCK, INTERLEAVED)
+    y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin, inside, HALF, BLOCK)
+    store_heads(y, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
 
 
 @triton.jit
 def _rope_qkv_kernel(
     packed_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, T, packed_b, packed_t,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, table_b, table_t,
-    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr,
 ):  # fmt: skip
     SLOTS: tl.constexpr = G * (QUERIES + 2)
@@ -170,7 +163,7 @@ def _rope_qkv_kernel(
     slot = tl.program_id(0) % CHUNKS * ROWS + tl.arange(0, ROWS)[:, None]
     group = (slot // (QUERIES + 2)).to(tl.int64)
     member = slot % (QUERIES + 2)  # the group's queries, then its key, then its value
-    cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK_HALF, BACKWARD)
+    cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, BACKWARD)
     packed = packed_ptr + batch * packed_b + position * packed_t + slot * D
     q = q_ptr + batch * q_b + position * q_t + (group * QUERIES + member) * q_h
     k = k_ptr + batch * k_b + position * k_t + group * k_h
@@ -184,11 +177,9 @@ def _rope_qkv_kernel(
         given = given & (member != QUERIES)
     if not HAS_V:
         given = given & (member <= QUERIES)
-    source = split if BACKWARD else packed
-    target = packed if BACKWARD else split
-    _rotate_rows(
-        source, target, given, inside, member <= QUERIES, cos, sin, D, HALF, BLOCK_HALF, BLOCK_REST, INTERLEAVED
-    )
+    x1, x2 = load_heads(split if BACKWARD else packed, given, D, HALF, BLOCK, INTERLEAVED)
+    y1, y2 = rotate(x1.to(tl.float32), x2.to(tl.float32), cos, sin, member <= QUERIES, HALF, BLOCK)
+    store_heads(packed if BACKWARD else split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
@@ -210,17 +201,16 @@ def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Te
 
 
 def tiles(heads: int, head_dim: int, cos: Tensor | None) -> dict[str, int]:
-    """Constants of a launch over heads of one token; with no pairs a block of one keeps their place."""
-    half = 0 if cos is None else cos.shape[-1]
+    """Constants of a launch over the heads of a token."""
+    block = triton.next_power_of_2(head_dim // 2)
+    warps = min(max(block // PAIRS_PER_WARP, MIN_WARPS), MAX_WARPS)
     return {
         "D": head_dim,
-        "HALF": half,
-        "BLOCK_HALF": triton.next_power_of_2(max(half, 1)),
-        "BLOCK_REST": triton.next_power_of_2(max(head_dim - 2 * half, 1)),
-        "ROWS": min(
-            triton.next_power_of_2(heads), max(ELEMENTS_PER_PROGRAM // triton.next_power_of_2(head_dim), 1)
-        ),
-    }  # fmt: skip
+        "HALF": 0 if cos is None else cos.shape[-1],
+        "BLOCK": block,
+        "ROWS": min(triton.next_power_of_2(heads), max(warps * ELEMENTS_PER_WARP // (2 * block), 1)),
+        "num_warps": warps,
+    }
 
 
 def rope_forward(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool) -> Tensor:
@@ -234,7 +224,7 @@ def rope_forward(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved
         with on_device_of(x):
             _rope_kernel[(B * T * triton.cdiv(H, constants["ROWS"]),)](
                 x, y, cos, sin, T, *x.stride()[:3], table_b, table_t,
-                H=H, INTERLEAVED=interleaved, INVERSE=inverse, num_warps=NUM_WARPS, **constants,
+                H=H, INTERLEAVED=interleaved, INVERSE=inverse, **constants,
             )  # fmt: skip
     return y
 
@@ -255,7 +245,7 @@ def _launch_qkv(
                 packed, *parts, cos, sin, T, *packed.stride()[:2],
                 *(stride for part in parts for stride in part.stride()[:3]), table_b, table_t,
                 G=num_kv_heads, QUERIES=queries, INTERLEAVED=interleaved, BACKWARD=backward,
-                HAS_Q=q is not None, HAS_K=k is not None, HAS_V=v is not None, num_warps=NUM_WARPS, **constants,
+                HAS_Q=q is not None, HAS_K=k is not None, HAS_V=v is not None, **constants,
             )  # fmt: skip
 
 
@@ -358,8 +348,11 @@ torch.library.register_autograd("liger_models::rope", _backward, setup_context=_
 torch.library.register_autograd("liger_models::rope_qkv", _qkv_backward, setup_context=_qkv_setup, lib=LIBRARY)
 
 
-def _check(op: str, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
-    check_floating(op, x=x, cos=cos, sin=sin)
+def _check_even(op: str, head_dim: int) -> None:
+    check(head_dim % 2 == 0, f"{op}: head_dim must be even, got {head_dim}.")
+
+
+def _check_tables(op: str, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
     check(
         cos.shape == sin.shape and cos.dim() == 3 and cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == x.shape[1],
         f"{op}: cos and sin must be [B or 1, T, R / 2] with B {x.shape[0]} and T {x.shape[1]}, "
@@ -384,11 +377,11 @@ def check_qkv(
         qkv.dim() == 3 and qkv.shape[-1] == width,
         f"{op}: qkv must be [B, T, (H + 2 G) · D] with a last dimension of {width}, got {list(qkv.shape)}.",
     )
+    _check_even(op, head_dim)
+    check_floating(op, qkv=qkv, cos=cos, sin=sin)
+    check((cos is None) == (sin is None), f"{op}: cos and sin must both be given, or both be None for no rotation.")
     if cos is not None and sin is not None:
-        _check(op, qkv, cos, sin, head_dim)
-        return
-    check(cos is None and sin is None, f"{op}: cos and sin must both be given, or both be None for no rotation.")
-    check_floating(op, qkv=qkv)
+        _check_tables(op, qkv, cos, sin, head_dim)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -408,7 +401,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
         TypeError: a tensor that is not floating-point.
     """
     check(x.dim() == 4, f"rope: x must be [B, T, H, D], got {list(x.shape)}.")
-    _check("rope", x, cos, sin, x.shape[-1])
+    _check_even("rope", x.shape[-1])
+    check_floating("rope", x=x, cos=cos, sin=sin)
+    _check_tables("rope", x, cos, sin, x.shape[-1])
     if not use_triton(x):
         return rope_reference(x, cos, sin, interleaved)
     y: Tensor = torch.ops.liger_models.rope(x, cos, sin, False, interleaved)

@@ -16,7 +16,7 @@ from liger_models.kernels.dispatch import ACCELERATORS, check
 from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from liger_models.kernels.rope import rope_qkv, rope_qkv_reference
 
-from .norm import LigerRMSNorm, add_norm_linear
+from .norm import LigerRMSNorm, add_norm, add_norm_linear
 from .sequence import Sequence
 
 CAUSAL_BACKENDS = [
@@ -189,12 +189,15 @@ class LigerAttention(nn.Module):
         return self._attend(self.qkv_proj(x), sequence)
 
     def add_norm(
-        self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, sequence: Sequence
+        self, norm: LigerRMSNorm | None, x: Tensor | None, residual: Tensor, sequence: Sequence
     ) -> tuple[Tensor, Tensor]:
         """``residual = residual + x; attention(norm(residual))``: ``(y, residual)``, each [B, T, C].
 
-        The normed activations are recomputed in the backward; with ``recompute`` all but the output projection.
+        Without a norm, attention takes the sum itself. The normed activations are recomputed in the backward; with
+        ``recompute`` all but the output projection.
         """
+        if norm is None:
+            x, (residual, _) = None, add_norm(norm, x, residual)  # the sum is all that is kept
         if self.recompute and torch.is_grad_enabled():
             y, residual = checkpoint(
                 self._add_norm, norm, x, residual, sequence,
@@ -204,7 +207,7 @@ class LigerAttention(nn.Module):
         return self._add_norm(norm, x, residual, sequence)
 
     def _add_norm(
-        self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, sequence: Sequence
+        self, norm: LigerRMSNorm | None, x: Tensor | None, residual: Tensor, sequence: Sequence
     ) -> tuple[Tensor, Tensor]:
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
         return self._attend(qkv, sequence), residual

@@ -15,6 +15,7 @@ from .attention import LigerAttention
 from .embedding import LigerEmbedding
 from .head import LigerLMHead
 from .mlp import GatedMLP
+from .moe import LigerMoE
 from .norm import LigerRMSNorm
 from .sequence import DecodeCache, Sequence
 
@@ -105,6 +106,8 @@ class CausalLM(nn.Module):
                     nn.init.zeros_(module.bias)  # type: ignore[arg-type]
             elif isinstance(module, LigerRMSNorm):
                 module.reset_parameters()
+            elif isinstance(module, LigerMoE):
+                module.reset_parameters(self.config.initializer_range)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -142,7 +145,7 @@ class CausalLM(nn.Module):
         )
         self.checkpointing = policy
         for module in self.modules():
-            if isinstance(module, GatedMLP):
+            if isinstance(module, GatedMLP | LigerMoE):
                 module.recompute = policy in ("selective", "full")
             elif isinstance(module, LigerAttention):
                 module.recompute = policy == "full"

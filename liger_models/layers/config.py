@@ -1,7 +1,8 @@
 """The fields that every decoder's configuration has, and the checks across them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from liger_models.kernels.dispatch import check
 
@@ -23,6 +24,12 @@ class DecoderConfig:
 
     activations: ClassVar[tuple[str, ...]] = ("silu",)
     """Values of ``hidden_act`` that the architecture computes."""
+
+    rope_aliases: ClassVar[Mapping[str, str]] = {}
+    """Names of rope types that mean another one in the architecture's config.json files."""
+
+    original_length: ClassVar[int | None] = None
+    """``original_max_position_embeddings`` where config.json has none at its top level, if the architecture says so."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -70,6 +77,17 @@ class DecoderConfig:
     def head_size(self) -> int:
         """Width of a head; hidden_size over the number of heads if the configuration does not say."""
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+
+def check_values(config: DecoderConfig, **allowed: tuple[Any, ...]) -> None:
+    """Raise ValueError unless each field named has one of the values that the architecture computes."""
+    for field, values in allowed.items():
+        value = getattr(config, field)
+        check(
+            value in values,
+            f"{type(config).__name__}: {field} must be {' or '.join(map(repr, values))}, got {value!r}. "
+            "The architecture computes nothing else.",
+        )
 
 
 def check_layer_types(name: str, layer_types: list[str] | None, num_hidden_layers: int) -> None:

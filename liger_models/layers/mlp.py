@@ -1,6 +1,6 @@
 """Gated MLPs on the packed gate and up projection."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.gated_act import gated_act, gated_act_reference
 from liger_models.kernels.gated_mlp import gated_mlp
 
-from .norm import LigerRMSNorm, autocast_weights, is_plain
+from .norm import LigerRMSNorm, add_norm, autocast_weights, is_plain
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -58,15 +58,17 @@ class GatedMLP(nn.Module):
         y: Tensor = self.down_proj(act(self.gate_up_proj(x), self.act))
         return y
 
-    def add_norm(self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add_norm(self, norm: LigerRMSNorm | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual = residual + x; mlp(norm(residual))``: ``(y, residual)``, each [..., C].
 
-        The normed activations and the gated product are recomputed in the backward; with ``recompute`` the gate and up
-        projection too.
+        Without a norm, the MLP takes the sum itself. The normed activations and the gated product are recomputed in the
+        backward; with ``recompute`` the gate and up projection too.
         """
-        fused = self.kernel and norm.kernel and is_plain(norm, self.gate_up_proj, self.down_proj)
+        fused = self.kernel and is_plain(self.gate_up_proj, self.down_proj)
+        if norm is not None:
+            fused = fused and norm.kernel and is_plain(norm)
         if not (fused and use_triton(residual)):
-            normed, residual = norm.add(x, residual)
+            normed, residual = add_norm(norm, x, residual)
             if self.recompute and torch.is_grad_enabled():
                 return checkpoint(self, normed, use_reentrant=False), residual
             return self(normed), residual
@@ -75,11 +77,11 @@ class GatedMLP(nn.Module):
         )
         assert gate_up is not None
         assert down is not None
-        return gated_mlp(
-            x, residual, norm.weight, gate_up, down, gate_up_bias, down_bias,
-            act=self.act, eps=norm.eps, weight_offset=norm.offset, scale_in_fp32=norm.scale_in_fp32,
-            recompute=self.recompute,
-        )  # fmt: skip
+        options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
+        if norm is not None:
+            options |= {"eps": norm.eps, "weight_offset": norm.offset, "scale_in_fp32": norm.scale_in_fp32}
+        norm_weight = None if norm is None else norm.weight
+        return gated_mlp(x, residual, norm_weight, gate_up, down, gate_up_bias, down_bias, **options)
 
 
 class LigerSwiGLUMLP(GatedMLP):

@@ -67,6 +67,14 @@ class LigerRMSNorm(nn.Module):
         return function(x, residual, self.weight, self.eps, self.offset, self.scale_in_fp32)
 
 
+def add_norm(norm: LigerRMSNorm | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """`LigerRMSNorm.add`; without a norm (OLMo 2: a branch takes the stream itself) the sum stands in both places."""
+    if norm is not None:
+        return norm.add(x, residual)
+    total = residual if x is None else (residual + x).to(residual.dtype)
+    return total, total
+
+
 def is_plain(*modules: nn.Module) -> bool:
     """True if a fused op may read these modules' weights itself instead of calling them.
 
@@ -89,11 +97,13 @@ def autocast_weights(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
     return [None if weight is None else weight.to(dtype) for weight in weights]
 
 
-def add_norm_linear(norm: LigerRMSNorm, linear: nn.Linear, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+def add_norm_linear(
+    norm: LigerRMSNorm | None, linear: nn.Linear, x: Tensor | None, residual: Tensor
+) -> tuple[Tensor, Tensor]:
     """``residual = residual + x; linear(norm(residual))``, recomputing the normed activations in the backward.
 
     Args:
-        norm: of width C.
+        norm: of width C; None for no norm.
         linear: [C] -> [O].
         x: [..., C], what the last branch adds to the stream; None at the start of the stream.
         residual: [..., C].
@@ -101,8 +111,8 @@ def add_norm_linear(norm: LigerRMSNorm, linear: nn.Linear, x: Tensor | None, res
     Returns:
         ``(y [..., O], residual [..., C])``.
     """
-    if not (norm.kernel and is_plain(norm, linear)):
-        normed, residual = norm.add(x, residual)
+    if norm is None or not (norm.kernel and is_plain(norm, linear)):
+        normed, residual = add_norm(norm, x, residual)
         return linear(normed), residual
     weight, bias = autocast_weights(residual, linear.weight, linear.bias)
     assert weight is not None

@@ -50,13 +50,25 @@ class YarnScaling:
     truncate: bool = True
 
 
-RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """A divisor per frequency: of the short set, or of the long one once a position passes the original length."""
+
+    short_factor: list[float]
+    long_factor: list[float]
+    original_max_position_embeddings: int
+    factor: float | None = None
+    attention_factor: float | None = None
+
+
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 ROPE_TYPES: dict[str, type[RopeScaling]] = {
     "linear": LinearScaling,
     "dynamic": DynamicScaling,
     "llama3": Llama3Scaling,
     "yarn": YarnScaling,
+    "longrope": LongRopeScaling,
 }
 """``rope_type`` of a config.json -> its dataclass. ``default`` is no scaling: None."""
 
@@ -74,11 +86,33 @@ def yarn_attention_factor(scaling: YarnScaling) -> float:
     return mscale(1.0)
 
 
+def longrope_attention_factor(scaling: LongRopeScaling, max_position_embeddings: int) -> float:
+    """Factor of cos and sin, the same for both sets of divisors."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    original = scaling.original_max_position_embeddings
+    growth = max_position_embeddings / original if scaling.factor is None else scaling.factor
+    return math.sqrt(1 + math.log(growth) / math.log(original)) if growth > 1 else 1.0
+
+
+def _exponent(width: int) -> Tensor:
+    return torch.arange(0, width, 2, dtype=torch.int64, device="cpu").float() / width
+
+
 def _base_frequencies(width: int, theta: float | Tensor) -> Tensor:
-    exponent = torch.arange(0, width, 2, dtype=torch.int64, device="cpu").float() / width
+    exponent = _exponent(width)
     if isinstance(theta, Tensor):
         exponent = exponent.to(theta.device)
     return 1.0 / (theta**exponent)
+
+
+def _longrope_frequencies(width: int, theta: float, divisors: list[float]) -> Tensor:
+    if len(divisors) != width // 2:
+        raise ValueError(
+            f"RotaryEmbedding: short_factor and long_factor must have half the rotary width ({width // 2}) of entries, "
+            f"got {len(divisors)}. Check head_dim and partial_rotary_factor."
+        )
+    return 1.0 / (torch.tensor(divisors, dtype=torch.float32, device="cpu") * theta ** _exponent(width))
 
 
 def _llama3_frequencies(base: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -118,10 +152,10 @@ class RotaryEmbedding(nn.Module):
         width: rotary width (the head dimension, or less for partial rotary), even.
         theta: base of the frequencies.
         scaling: how they are changed for longer contexts, None for not at all.
-        max_position_embeddings: length from which `DynamicScaling` acts.
+        max_position_embeddings: length from which `DynamicScaling` acts, and that `LongRopeScaling` was made for.
 
     Raises:
-        ValueError: an odd width.
+        ValueError: an odd width, or sets of divisors that do not fit it.
     """
 
     def __init__(
@@ -136,7 +170,10 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"RotaryEmbedding: width must be even, got {width}. Check head_dim.")
         self.width, self.theta, self.scaling = width, theta, scaling
         self.max_position_embeddings = max_position_embeddings
-        self.attention_factor = yarn_attention_factor(scaling) if isinstance(scaling, YarnScaling) else 1.0
+        self.attention_factor = 1.0
+        self.switch_length: int | None = None
+        """Length past which all positions have other frequencies, those of cached keys too."""
+        self.long_inv_freq: Tensor | None = None
         base = _base_frequencies(width, theta)
         match scaling:
             case LinearScaling():
@@ -145,6 +182,12 @@ class RotaryEmbedding(nn.Module):
                 base = _llama3_frequencies(base, scaling)
             case YarnScaling():
                 base = _yarn_frequencies(base, width, theta, scaling)
+                self.attention_factor = yarn_attention_factor(scaling)
+            case LongRopeScaling():
+                base = _longrope_frequencies(width, theta, scaling.short_factor)
+                self.long_inv_freq = _longrope_frequencies(width, theta, scaling.long_factor)
+                self.attention_factor = longrope_attention_factor(scaling, max_position_embeddings)
+                self.switch_length = scaling.original_max_position_embeddings
         self.inv_freq = base
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> "RotaryEmbedding":
@@ -152,12 +195,18 @@ class RotaryEmbedding(nn.Module):
         device = fn(torch.empty(0, device=self.inv_freq.device)).device
         if device.type != "meta":
             self.inv_freq = self.inv_freq.to(device)
+            self.long_inv_freq = None if self.long_inv_freq is None else self.long_inv_freq.to(device)
         return self
 
     def frequencies(self, position_ids: Tensor) -> Tensor:
         """[width / 2] fp32, on the device of ``position_ids``."""
         inv_freq = self.inv_freq.to(position_ids.device)
-        if not isinstance(self.scaling, DynamicScaling) or position_ids.numel() == 0:
+        if position_ids.numel() == 0:
+            return inv_freq
+        if self.switch_length is not None and self.long_inv_freq is not None:
+            switched = position_ids.max() >= self.switch_length
+            return torch.where(switched, self.long_inv_freq.to(position_ids.device), inv_freq)
+        if not isinstance(self.scaling, DynamicScaling):
             return inv_freq
         factor, limit = self.scaling.factor, self.max_position_embeddings
         length = (position_ids.max() + 1).clamp_min(limit)

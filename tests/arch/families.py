@@ -1,11 +1,14 @@
 """Every registered architecture with its tiny configurations, and the same model in transformers beside ours."""
 
+import copy
 import json
+import tempfile
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -52,7 +55,15 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
 
 
 def hf_gradients(model) -> dict[str, Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    """Gradients under the names of the checkpoint: saved like weights, since transformers may hold several in one."""
+    gradients = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter, source in zip(gradients.parameters(), model.parameters(), strict=True):
+            assert source.grad is not None
+            parameter.copy_(source.grad)
+    with tempfile.TemporaryDirectory() as folder:
+        gradients.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
 
 
 def our_gradients(model: CausalLM) -> dict[str, Tensor]:

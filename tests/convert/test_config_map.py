@@ -9,12 +9,16 @@ import transformers
 
 from liger_models.arch import get_arch
 from liger_models.arch.llama import LlamaConfig
-from liger_models.convert.config_map import read_config, write_config
-from liger_models.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
+from liger_models.arch.phi3 import Phi3Config
+from liger_models.convert import get_ignored_keys
+from liger_models.convert.config_map import flat_rope, read_config, write_config
+from liger_models.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
+from ..arch.families import CASES, tiny
 from .conftest import TINY
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 16}
 SCALINGS = {
     "linear": ({"factor": 2.0}, LinearScaling(factor=2.0)),
     "dynamic": ({"factor": 4}, DynamicScaling(factor=4.0)),
@@ -23,6 +27,7 @@ SCALINGS = {
         {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 24, "mscale": 0.7, "truncate": False},
         YarnScaling(factor=4.0, original_max_position_embeddings=16, beta_fast=24.0, mscale=0.7, truncate=False),
     ),
+    "longrope": (LONGROPE, LongRopeScaling(**LONGROPE)),
 }
 
 
@@ -37,13 +42,18 @@ def test_reads_what_transformers_reads(config_file: Path) -> None:
 
     sizes = {"num_key_value_heads": config.kv_heads, "head_dim": config.head_size}
     for field in dataclasses.fields(config):
-        # transformers overwrites what describes the layers' windows with what follows from it.
-        if not field.name.startswith("rope_") and field.name not in ("sliding_window", "layer_types"):
+        # transformers overwrites what describes the layers' windows with what follows from it, and Gemma's "gelu".
+        if not field.name.startswith("rope_") and field.name not in ("sliding_window", "layer_types", "hidden_act"):
             value = sizes.get(field.name, getattr(config, field.name))
-            assert value == getattr(theirs, field.name, value), field.name
+            assert getattr(theirs, field.name, None) in (value, None), field.name
     rope = dict(theirs.rope_parameters)
+    if "sliding_attention" in rope:
+        assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": config.rope_local_base_freq}
+        rope = rope["full_attention"]
     assert config.rope_theta == rope.pop("rope_theta")
     rope_type = rope.pop("rope_type")
+    assert rope.pop("type", rope_type) == rope_type
+    assert rope.pop("partial_rotary_factor", 1.0) == (getattr(config, "partial_rotary_factor", None) or 1.0)
     if config.rope_scaling is None:
         assert (rope_type, rope) == ("default", {})
     else:
@@ -96,6 +106,41 @@ def test_everything_that_transformers_writes_is_known() -> None:
     assert (config.rope_theta, config.rope_scaling) == (7e3, LinearScaling(factor=2.0))
 
 
+@pytest.mark.parametrize(("arch", "variant"), CASES, ids=str)
+def test_reads_what_transformers_5_writes_and_writes_what_it_reads(arch: str, variant: str) -> None:
+    config_class = get_arch(arch).config_class
+    theirs = json.loads(json.dumps(transformers.AutoConfig.for_model(arch, **tiny(arch)[variant]).to_dict()))
+    config = read_config(config_class, theirs, strict=True)
+    for source in (theirs, {}):
+        written = json.loads(json.dumps(write_config(config, source, torch.float32)))
+        assert read_config(config_class, written, strict=True) == config
+        again = json.loads(json.dumps(transformers.AutoConfig.for_model(**written).to_dict()))
+        inert = {"architectures", "dtype", *get_ignored_keys(arch)}
+        assert _within({key: value for key, value in theirs.items() if key not in inert}, again)
+
+
+def _within(part: Any, whole: Any) -> bool:
+    """Equal but for keys that ``whole`` has besides."""
+    if isinstance(part, dict):
+        return all(_within(value, whole.get(key)) for key, value in part.items())
+    return part == whole
+
+
+def test_rope_of_each_layer_type_in_the_older_spelling() -> None:
+    yarn = {"rope_type": "yarn", "factor": 2.0}
+    full, sliding = {**yarn, "rope_theta": 7e3}, {"rope_type": "default", "rope_theta": 3.0}
+    nested = {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}, "vocab_size": 7}
+    assert flat_rope(nested) == {"vocab_size": 7, "rope_scaling": full, "rope_local_base_freq": 3.0}
+    assert flat_rope({**nested, "rope_scaling": {"factor": 4.0}})["rope_scaling"] == full | {"factor": 4.0}
+    old = {"rope_theta": 5.0, "rope_scaling": yarn, "rope_local_base_freq": 4.0}
+    assert flat_rope(old) == flat_rope({**old, "rope_parameters": {"full_attention": None}}) == old
+    with pytest.raises(ValueError, match=r"each of full_attention, sliding_attention, got rope_type, rope_theta\."):
+        flat_rope({"rope_parameters": sliding})
+    for bad in (full, {**sliding, "factor": 2.0}):
+        with pytest.raises(ValueError, match=r"rope_parameters\.sliding_attention must be of type default, got"):
+            flat_rope({"rope_parameters": {"full_attention": full, "sliding_attention": bad}})
+
+
 def test_original_length_comes_from_the_top_level_then_the_rope_dict_then_the_length() -> None:
     values = {key: value for key, value in LLAMA3.items() if not key.startswith("original")}
     cases = [({"original_max_position_embeddings": 8}, 16, 8), ({}, 16, 16), ({}, None, 64)]
@@ -105,6 +150,31 @@ def test_original_length_comes_from_the_top_level_then_the_rope_dict_then_the_le
         assert isinstance(config.rope_scaling, Llama3Scaling)
         assert config.rope_scaling.original_max_position_embeddings == expected
         assert read_config(LlamaConfig, write_config(config, top_level, torch.float32)) == config
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+@pytest.mark.parametrize("style", ["type", "rope_type", "rope_parameters"])
+def test_longrope_of_phi3(name: str, style: str) -> None:
+    """Its old names, the length at the top level of config.json, and the spelling that transformers 4 insists on."""
+    factors = {key: LONGROPE[key] for key in ("short_factor", "long_factor")}
+    if style == "rope_parameters":  # transformers 5 writes the length in both places
+        hf = {style: {"rope_type": name, "rope_theta": 7e3, "partial_rotary_factor": 0.5, **LONGROPE}}
+    else:
+        hf = {"rope_scaling": {style: name, **factors}, "rope_theta": 7e3, "partial_rotary_factor": 0.5}
+    hf |= {**TINY, "head_dim": 32, "hidden_size": 128, "original_max_position_embeddings": 24}
+    config = read_config(Phi3Config, hf, strict=True)
+    assert config.rope_scaling == LongRopeScaling(**factors, original_max_position_embeddings=24)
+    assert (config.rope_theta, config.partial_rotary_factor) == (7e3, 0.5)
+    del hf["original_max_position_embeddings"]
+    assert read_config(Phi3Config, hf).rope_scaling == LongRopeScaling(**factors, original_max_position_embeddings=4096)
+
+    written = write_config(config, hf, torch.float32)
+    assert read_config(Phi3Config, json.loads(json.dumps(written)), strict=True) == config
+    assert written["rope_scaling"] == {"type": "longrope", **factors}
+    assert (written["original_max_position_embeddings"], written["partial_rotary_factor"]) == (24, 0.5)
+    rope = transformers.Phi3Config(**written).rope_parameters
+    assert (rope["rope_type"], rope["original_max_position_embeddings"]) == ("longrope", 24)
+    assert (rope["rope_theta"], rope["partial_rotary_factor"]) == (7e3, 0.5)
 
 
 def test_rope_scaling_replaces_rope_parameters() -> None:
@@ -155,7 +225,7 @@ def test_an_unknown_key_is_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_scaling": {"type": "longrope"}}, r"rope_scaling must have one of the types .*llama3.*got 'longrope'"),
+        ({"rope_scaling": {"type": "su"}}, r"rope_scaling must have one of the types .*llama3.*got 'su'"),
         ({"rope_parameters": {"rope_type": "mrope"}}, r"rope_parameters must have one of the types .*got 'mrope'"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, r"must have factor, high_freq_factor, low_freq_factor"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, r"rope_scaling\.factor must be float, got '2'"),

@@ -10,7 +10,17 @@ from liger_models.arch import get_arch
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.convert import get_map, model_type_of
 from liger_models.convert.config_map import read_config
-from liger_models.convert.weight_map import Cat, Expression, Rearrange, Stack, WeightMap
+from liger_models.convert.weight_map import (
+    Cat,
+    Expression,
+    Rearrange,
+    Stack,
+    WeightMap,
+    fused_gate_up_rows,
+    fused_qkv_rows,
+    gate_up_rows,
+    qkv_rows,
+)
 
 from .conftest import TINY, assert_same_bits
 
@@ -112,6 +122,24 @@ def test_gate_and_up_rows_alternate() -> None:
     )
     assert torch.equal(packed[0::2], gate)
     assert torch.equal(packed[1::2], up)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
+def test_fused_checkpoints_give_the_same_rows(heads: int, kv_heads: int) -> None:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 4}
+    q, k, v = (random_bits((count * 4, 8), torch.bfloat16) for count in (heads, kv_heads, kv_heads))
+    fused = fused_qkv_rows("layers.{i}.qkv", **sizes).expand({"i": 3})
+    assert fused.names() == ["layers.3.qkv"]
+    packed = fused.pack({"layers.3.qkv": torch.cat([q, k, v])})
+    assert_same_bits({"": packed}, {"": qkv_rows("q", "k", "v", **sizes).pack({"q": q, "k": k, "v": v})})
+    assert_same_bits(fused.unpack(packed), {"layers.3.qkv": torch.cat([q, k, v])})
+    assert str(fused).startswith(f"Split(layers.3.qkv, dim=0, sizes={{'q': {heads * 4}, 'k': {kv_heads * 4},")
+
+    gate, up = random_bits((48, 8), torch.float32), random_bits((48, 8), torch.float32)
+    rows = fused_gate_up_rows("gate_up")
+    packed = rows.pack({"gate_up": torch.cat([gate, up])})
+    assert_same_bits({"": packed}, {"": gate_up_rows("gate", "up").pack({"gate": gate, "up": up})})
+    assert_same_bits(rows.unpack(packed), {"gate_up": torch.cat([gate, up])})
 
 
 def test_a_tied_model_has_no_head_of_its_own() -> None:

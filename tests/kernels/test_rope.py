@@ -15,7 +15,8 @@ from .oracle import assert_close_to_truth, opcheck, run
 
 # (B, T, H, G, D, R): grouped, multi-head and multi-query; odd sizes; partial rotary widths
 SHAPES = [(2, 3, 4, 2, 8, 8), (1, 1, 1, 1, 2, 2), (2, 5, 7, 1, 6, 2), (1, 3, 6, 6, 20, 10), (3, 2, 40, 8, 96, 48)]
-GPU_SHAPES = [(2, 33, 32, 8, 128, 128), (2, 17, 28, 4, 128, 128), (1, 9, 8, 1, 256, 64), (2, 7, 32, 32, 80, 32)]
+GPU_SHAPES = [(2, 33, 32, 8, 128, 128), (2, 17, 28, 4, 128, 128), (1, 9, 8, 1, 256, 256), (2, 7, 32, 32, 80, 32)]
+GLM = (2, 17, 32, 2, 128, 64)
 GPU_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -48,55 +49,79 @@ def upstream_of(B, T, H, G, D, dtype, device):
     return [draw(B, T, n, D, dtype=dtype, device=device, seed=n + i) for i, n in enumerate((H, G, G))]
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half-split", "interleaved"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rope_matches_fp64(backend, shape, poisoned_empty):
+def test_rope_matches_fp64(backend, shape, interleaved, poisoned_empty):
     B, T, H, _, D, R = shape
+    ours, reference = partial(rope, interleaved=interleaved), partial(rope_reference, interleaved=interleaved)
     for dtype in dtypes(backend):
-        for batch in {1, B}:
-            cos, sin = tables(batch, T, R, backend)
-            x, dy = (draw(B, T, H, D, dtype=dtype, device=backend, seed=s) for s in (0, 1))
-            assert_close_to_truth(on(rope, cos, sin), on(rope_reference, cos, sin), [x], [dy])
+        cos, sin = tables(B if dtype == torch.float32 else 1, T, R, backend)
+        x, dy = (draw(B, T, H, D, dtype=dtype, device=backend, seed=s) for s in (0, 1))
+        assert_close_to_truth(on(ours, cos, sin), on(reference, cos, sin), [x], [dy])
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half-split", "interleaved"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rope_qkv_matches_fp64(backend, shape, interleaved, poisoned_empty):
+    B, T, H, G, D, R = shape
+    ours, reference = partial(rope_qkv, interleaved=interleaved), partial(rope_qkv_reference, interleaved=interleaved)
+    for dtype in dtypes(backend):
+        cos, sin = tables(B if dtype == torch.float32 else 1, T, R, backend)
+        qkv = draw(*packed(B, T, H, G, D), dtype=dtype, device=backend)
+        assert_close_to_truth(
+            on(ours, cos, sin, H, G, D), on(reference, cos, sin, H, G, D), [qkv],
+            upstream_of(B, T, H, G, D, dtype, backend),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rope_qkv_matches_fp64(backend, shape, poisoned_empty):
-    B, T, H, G, D, R = shape
+def test_without_tables_heads_are_only_sorted(backend, shape, poisoned_empty):
+    B, T, H, G, D, _ = shape
     for dtype in dtypes(backend):
-        for batch in {1, B}:
-            cos, sin = tables(batch, T, R, backend)
-            qkv = draw(*packed(B, T, H, G, D), dtype=dtype, device=backend)
-            assert_close_to_truth(
-                on(rope_qkv, cos, sin, H, G, D), on(rope_qkv_reference, cos, sin, H, G, D), [qkv],
-                upstream_of(B, T, H, G, D, dtype, backend),
-            )  # fmt: skip
+        qkv = draw(*packed(B, T, H, G, D), dtype=dtype, device=backend)
+        upstream = upstream_of(B, T, H, G, D, dtype, backend)
+        got, want = (
+            run(partial(function, cos=None, sin=None, num_heads=H, num_kv_heads=G, head_dim=D), [qkv], upstream)
+            for function in (rope_qkv, rope_qkv_reference)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
-def test_real_sizes(shape, poisoned_empty):
+@pytest.mark.parametrize(
+    ("shape", "interleaved"), [(shape, False) for shape in GPU_SHAPES] + [(GPU_SHAPES[0], True), (GLM, True)], ids=str
+)
+def test_real_sizes(shape, interleaved, poisoned_empty):
     B, T, H, G, D, R = shape
     cos, sin = tables(1, T, R, "cuda")
     for dtype in GPU_DTYPES:
         qkv = draw(*packed(B, T, H, G, D), dtype=dtype, device="cuda")
         upstream = upstream_of(B, T, H, G, D, dtype, "cuda")
-        assert_close_to_truth(
-            on(rope_qkv, cos, sin, H, G, D), on(rope_qkv_reference, cos, sin, H, G, D), [qkv], upstream
+        ours, reference = (
+            on(partial(f, interleaved=interleaved), cos, sin, H, G, D) for f in (rope_qkv, rope_qkv_reference)
         )
+        assert_close_to_truth(ours, reference, [qkv], upstream)
         x = draw(B, H, T, D, dtype=dtype, device="cuda").transpose(1, 2)
-        assert_close_to_truth(on(rope, cos, sin), on(rope_reference, cos, sin), [x], upstream[:1])
+        ours, reference = (on(partial(f, interleaved=interleaved), cos, sin) for f in (rope, rope_reference))
+        assert_close_to_truth(ours, reference, [x], upstream[:1])
 
 
-def test_packed_layout_and_direction(backend):
-    """Against a head by head loop, so that the reference itself is pinned: x1 of a pair is entry i, x2 is i + R/2."""
-    B, T, H, G, D = 1, 3, 6, 2, 4
-    cos, sin = tables(1, T, D, backend)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half-split", "interleaved"])
+def test_packed_layout_and_direction(backend, interleaved):
+    """Against a head by head loop, so that the reference itself is pinned: which entries are a pair, and which way."""
+    B, T, H, G, D, R = 1, 3, 6, 2, 10, 4
+    cos, sin = tables(1, T, R, backend)
     qkv = draw(*packed(B, T, H, G, D), device=backend)
-    q, k, v = rope_qkv(qkv, cos, sin, H, G, D)
+    q, k, v = rope_qkv(qkv, cos, sin, H, G, D, interleaved=interleaved)
     heads = qkv.view(B, T, -1, D)
 
     def turned(head):
-        pairs = torch.complex(head[..., : D // 2], head[..., D // 2 :]) * torch.complex(cos, sin)
-        return torch.cat([pairs.real, pairs.imag], -1)
+        result = head.clone()
+        for i in range(R // 2):
+            first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + R // 2)
+            pair = torch.complex(head[..., first], head[..., second]) * torch.complex(cos[..., i], sin[..., i])
+            result[..., first], result[..., second] = pair.real, pair.imag
+        return result
 
     for group in range(G):
         first = group * (H // G + 2)
@@ -130,6 +155,8 @@ def test_strided_inputs_and_gradients(backend):
     dq, dk, dv = draw(B, H, T, D, device=backend), draw(B, G, T, D, device=backend), draw(T, B, G, D, device=backend)
     upstream = [dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(0, 1)]
     assert_close_to_truth(function, reference, [qkv.transpose(0, 1).contiguous().transpose(0, 1)], upstream)
+    split = lambda f: lambda qkv: f(qkv, None, None, H, G, D, interleaved=True)
+    assert_close_to_truth(split(rope_qkv), split(rope_qkv_reference), [qkv], upstream)
     upstream = [dq[..., :1].transpose(1, 2).expand(B, T, H, D), dk[:1, :, :1].transpose(1, 2).expand(B, T, G, D), dv]
     double = draw(B, T, 2 * qkv.shape[-1], device=backend)
     assert_close_to_truth(function, reference, [double[..., ::2]], [*upstream[:2], dv.transpose(0, 1)])
@@ -146,13 +173,19 @@ def test_missing_gradients_are_zero(backend, given, poisoned_empty):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_values_are_copied_bit_for_bit(backend):
-    B, T, H, G, D = 1, 2, 2, 1, 4
-    cos, sin = tables(1, T, D, backend)
-    qkv = draw(*packed(B, T, H, G, D), device=backend)
-    qkv[..., -D:] = torch.tensor([float("inf"), -0.0, 1e-45, 3e38], device=backend)
-    v = rope_qkv(qkv, cos, sin, H, G, D)[2]
-    assert torch.equal(v.flatten(2).view(torch.int32), qkv[..., -D:].view(torch.int32))
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half-split", "interleaved"])
+def test_what_is_not_rotated_is_copied_bit_for_bit(backend, interleaved):
+    B, T, H, G, D, R = 1, 2, 2, 1, 8, 4
+    cos, sin = tables(1, T, R, backend)
+    heads = draw(B, T, H + 2 * G, D, device=backend)
+    odd = torch.tensor([float("inf"), -0.0, 1e-45, 3e38], device=backend)
+    heads[..., R:] = odd
+    heads[:, :, -1, :R] = -odd
+    q, k, v = rope_qkv(heads.flatten(2), cos, sin, H, G, D, interleaved=interleaved)
+    bits = lambda x: x.contiguous().view(torch.int32)
+    assert torch.equal(bits(v), bits(heads[:, :, -1:]))
+    assert torch.equal(bits(q[..., R:]), bits(heads[:, :, :H, R:]))
+    assert torch.equal(bits(k[..., R:]), bits(heads[:, :, H : H + 1, R:]))
 
 
 def test_half_precision_tables(backend):
@@ -177,6 +210,18 @@ def test_liger_rotary_pos_emb_equals_transformers(backend, unsqueeze_dim):
         torch.testing.assert_close(run(ours, [q, k], upstream), run(theirs, [q, k], upstream))
 
 
+def test_interleaved_equals_transformers_glm(backend):
+    from transformers.models.glm.modeling_glm import apply_rotary_pos_emb
+
+    cos, sin = tables(2, 5, 4, backend)
+    q, k = draw(2, 6, 5, 8, device=backend), draw(2, 2, 5, 8, device=backend)
+    upstream = [torch.randn_like(q), torch.randn_like(k)]
+    turned = lambda x: rope(x.transpose(1, 2), cos, sin, interleaved=True).transpose(1, 2)
+    full = {"cos": torch.cat([cos, cos], -1), "sin": torch.cat([sin, sin], -1)}
+    got = run(lambda q, k: (turned(q), turned(k)), [q, k], upstream)
+    torch.testing.assert_close(got, run(partial(apply_rotary_pos_emb, **full), [q, k], upstream))
+
+
 def test_second_backward_agrees_and_nothing_is_overwritten(backend):
     B, T, H, G, D = 2, 3, 4, 2, 8
     cos, sin = tables(1, T, D, backend)
@@ -198,6 +243,7 @@ def test_only_tables_are_saved(kernel_device):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)), lambda t: t):
         rope_qkv(qkv, cos, sin, 4, 2, 8)
         rope(qkv.view(2, 3, 8, 8), cos, sin)
+        rope_qkv(qkv, None, None, 4, 2, 8)
     assert saved == [(1, 3, 4)] * 4
 
 
@@ -207,6 +253,7 @@ def test_empty_batch(backend):
         qkv = torch.empty(B, T, 64, device=backend, requires_grad=True)
         sum(part.sum() for part in rope_qkv(qkv, cos, sin, 4, 2, 8)).backward()
         assert qkv.grad.shape == qkv.shape
+        assert [part.shape for part in rope_qkv(qkv, None, None, 4, 2, 8)] == [(B, T, n, 8) for n in (4, 2, 2)]
         x = torch.empty(B, T, 4, 8, device=backend, requires_grad=True)
         rope(x, cos, sin).sum().backward()
         assert x.grad.shape == x.shape
@@ -237,10 +284,11 @@ def test_opcheck(kernel_device):
     cos, sin = tables(1, 3, 8, kernel_device)
     x = draw(2, 3, 4, 8, device=kernel_device).requires_grad_()
     qkv = draw(*packed(2, 3, 4, 2, 8), device=kernel_device).requires_grad_()
-    opcheck(torch.ops.liger_models.rope, (x, cos, sin, False))
-    opcheck(torch.ops.liger_models.rope_qkv, (qkv, cos, sin, 4, 2, 8))
+    opcheck(torch.ops.liger_models.rope, (x, cos, sin, False, False))
+    opcheck(torch.ops.liger_models.rope_qkv, (qkv, cos, sin, 4, 2, 8, True))
+    opcheck(torch.ops.liger_models.rope_qkv, (qkv, None, None, 4, 2, 8, False))
     dq = draw(2, 4, 3, 8, device=kernel_device).transpose(1, 2)
-    opcheck(torch.ops.liger_models.rope_qkv_backward, (dq, None, None, cos, sin, 4, 2, 8))
+    opcheck(torch.ops.liger_models.rope_qkv_backward, (dq, None, None, cos, sin, 4, 2, 8, False))
 
 
 def test_compiles_without_graph_breaks(kernel_device):
@@ -248,7 +296,8 @@ def test_compiles_without_graph_breaks(kernel_device):
     full = [torch.cat([table, table], -1) for table in (cos, sin)]
 
     def function(qkv):
-        q, k, v = rope_qkv(qkv, cos, sin, 4, 2, 8)
+        q, k, v = rope_qkv(qkv, None, None, 4, 2, 8)
+        q, k, v = rope_qkv(torch.cat([q, k, v], 2).flatten(2), cos, sin, 4, 2, 8, interleaved=True)
         q, k = liger_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *full)
         return q, k, v
 
@@ -274,6 +323,10 @@ def test_bad_arguments():
         rope_qkv(torch.ones(2, 3, 80), table, table, 4, 3, 8)
     with pytest.raises(ValueError, match=r"last dimension of 64, got \[2, 3, 80\]"):
         rope_qkv(torch.ones(2, 3, 80), table, table, 4, 2, 8)
+    with pytest.raises(ValueError, match=r"both be given, or both be None for no rotation"):
+        rope_qkv(torch.ones(2, 3, 64), table, None, 4, 2, 8)
+    with pytest.raises(ValueError, match=r"head_dim must be even, got 7"):
+        rope(x[..., :7], table[..., :3], table[..., :3])
     with pytest.raises(ValueError, match=r"unsqueeze_dim must be 1 or 2, got 3"):
         liger_rotary_pos_emb(x, x, table, table, unsqueeze_dim=3)
     with pytest.raises(TypeError, match=r"x must be a floating-point tensor, got torch.int64"):

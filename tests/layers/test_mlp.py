@@ -37,20 +37,22 @@ class Doubled(nn.Linear):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_norm_and_mlp_together(recompute, kernel_device):
+@pytest.mark.parametrize("with_norm", [True, False], ids=["norm", "no-norm"])
+def test_norm_and_mlp_together(with_norm, recompute, kernel_device):
     """The fused path, a replaced linear, and a hook: each is what the modules say."""
     torch.manual_seed(0)
-    norm, mlp = LigerRMSNorm(8).to(kernel_device), LigerSwiGLUMLP(CONFIG).to(kernel_device)
+    norm, mlp = LigerRMSNorm(8).to(kernel_device) if with_norm else None, LigerSwiGLUMLP(CONFIG).to(kernel_device)
+    normed = norm or nn.Identity()
     x, residual = torch.randn(2, 3, 8, device=kernel_device).unbind()
     mlp.recompute = recompute
 
     def check():
         y, total = mlp.add_norm(norm, x, residual)
         torch.testing.assert_close(total, residual + x)
-        torch.testing.assert_close(y, mlp(norm(residual + x)))
-        weights = [*norm.parameters(), *mlp.parameters()]
+        torch.testing.assert_close(y, mlp(normed(residual + x)))
+        weights = [*normed.parameters(), *mlp.parameters()]
         got = torch.autograd.grad(y.sum(), weights)
-        torch.testing.assert_close(got, torch.autograd.grad(mlp(norm(residual + x)).sum(), weights))
+        torch.testing.assert_close(got, torch.autograd.grad(mlp(normed(residual + x)).sum(), weights))
 
     check()
     calls = []

@@ -45,6 +45,9 @@ def test_add_norm_linear(x, kernel_device):
     check()
     norm.kernel = False
     check()
+    y, new = add_norm_linear(None, linear, x, residual)
+    torch.testing.assert_close(new, total)
+    torch.testing.assert_close(y, linear(total))
 
 
 def test_bad_arguments():

@@ -6,12 +6,21 @@ import torch
 from transformers import LlamaConfig as HFConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from liger_models import LigerLlama
+from liger_models.arch import get_arch
 from liger_models.convert.config_map import read_config
-from liger_models.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
+from liger_models.layers.rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RotaryEmbedding,
+    YarnScaling,
+)
 
 from ..arch.families import DATA
 
+SHORT = [1 + 0.05 * i for i in range(32)]
+LONG = [1 + 0.9 * i for i in range(32)]
 SCALINGS = [
     (None, {"rope_type": "default"}),
     (LinearScaling(factor=4.0), {"rope_type": "linear", "factor": 4.0}),
@@ -35,13 +44,29 @@ SCALINGS = [
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.25,
          "truncate": False},
     ),
+    (
+        LongRopeScaling(short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=64),
+        {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 64},
+    ),
+    (
+        LongRopeScaling(
+            short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=64, attention_factor=1.25, factor=8.0
+        ),
+        {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 64,
+         "attention_factor": 1.25, "factor": 8.0},
+    ),
+    (
+        LongRopeScaling(short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=64, factor=8.0),
+        {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 64,
+         "factor": 8.0},
+    ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("scaling", "hf"), SCALINGS, ids=[type(s[0]).__name__ + str(i) for i, s in enumerate(SCALINGS)]
 )
-@pytest.mark.parametrize("length", [50, 300])  # below and past max_position_embeddings
+@pytest.mark.parametrize("length", [64, 65, 300])  # to the original length, past it, past max_position_embeddings
 def test_tables_equal_transformers(scaling, hf, length):
     config = HFConfig(
         hidden_size=64, num_attention_heads=1, max_position_embeddings=128, rope_parameters={"rope_theta": 5e5, **hf}
@@ -55,14 +80,26 @@ def test_tables_equal_transformers(scaling, hf, length):
         torch.testing.assert_close(torch.cat([got, got], -1), want, rtol=0, atol=2e-7)
 
 
-@pytest.mark.parametrize("name", json.loads((DATA / "llama" / "rope_oracle.json").read_text()))
-def test_frequencies_of_released_checkpoints(name):
-    oracle = json.loads((DATA / "llama" / "rope_oracle.json").read_text())[name]["model.rotary_emb"]
-    config = read_config(LigerLlama.config_class, json.loads((DATA / "llama" / f"{name}.json").read_text()))
+ORACLES = {
+    f"{path.parent.name}-{name}": (path, name, modules["model.rotary_emb"])
+    for path in sorted(DATA.glob("*/rope_oracle.json"))
+    for name, modules in json.loads(path.read_text()).items()
+    if "inv_freq" in modules.get("model.rotary_emb", ())
+}
+"""Text models with one rotary embedding, and what transformers computes for it."""
+
+
+@pytest.mark.parametrize(("path", "name", "oracle"), ORACLES.values(), ids=ORACLES)
+def test_frequencies_of_released_checkpoints(path, name, oracle):
+    model_class = get_arch(path.parent.name)
+    config = read_config(model_class.config_class, json.loads(path.with_name(f"{name}.json").read_text()))
     with torch.device("meta"):
-        rotary = LigerLlama(config).rotary["default"]
+        rotary = model_class(config).rotary["default"]
     torch.testing.assert_close(rotary.inv_freq, torch.tensor(oracle["inv_freq"]), rtol=2e-7, atol=0)
     assert rotary.attention_factor == oracle["attention_scaling"]
+    if "inv_freq_long" in oracle:
+        long = rotary.frequencies(torch.tensor([[0, config.rope_scaling.original_max_position_embeddings]]))
+        torch.testing.assert_close(long, torch.tensor(oracle["inv_freq_long"]), rtol=2e-7, atol=0)
 
 
 def test_frequencies_survive_casts_and_meta():
@@ -86,3 +123,9 @@ def test_autocast_does_not_round_the_angles():
 def test_odd_width():
     with pytest.raises(ValueError, match="width must be even, got 7"):
         RotaryEmbedding(7)
+
+
+def test_longrope_needs_a_divisor_per_frequency():
+    scaling = LongRopeScaling(short_factor=SHORT, long_factor=LONG[:-1], original_max_position_embeddings=64)
+    with pytest.raises(ValueError, match=r"half the rotary width \(32\) of entries, got 31"):
+        RotaryEmbedding(64, scaling=scaling)

@@ -1,0 +1,68 @@
+# make test                            installs into .venv on first use, then runs the tests
+# make test PYTHON=python3.12 VENV=v   makes the virtual environment v with another Python
+# make test-gpu PY=python3             uses an interpreter as it is, with the packages that it has
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+WORKERS ?= 2
+ARGS ?=
+
+# OpenMP's threads wait for each other in a busy loop; a long one starves them where other processes want the cores.
+export GOMP_SPINCOUNT ?= 2000
+
+ifdef PY
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(VENV)/bin/python
+DEV := $(VENV)/.installed-dev
+DOCS := $(VENV)/.installed-docs
+BENCH := $(VENV)/.installed-bench
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu check format bench docs clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: $(DEV) ## train a small Llama on the CPU or the GPU, save, reload, generate; under 3 minutes (ARGS="--steps 50")
+	$(PY) examples/demo.py $(ARGS)
+
+test: $(DEV) ## run the tests that need no GPU (WORKERS=2, ARGS="-k rope")
+	$(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+test-gpu: $(DEV) ## run the tests that need a GPU
+	$(PY) -m pytest -m gpu $(ARGS)
+
+check: $(DEV) ## lint, formatting, types
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+format: $(DEV) ## format the code, fix what the linter can fix
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+bench: $(BENCH) ## run the benchmarks (ARGS="train --model llama-3-8b")
+	$(PY) -m benchmarks $(or $(ARGS),--help)
+
+docs: $(DOCS) ## build the documentation into build/docs
+	$(PY) -m mkdocs build --strict --quiet
+	@echo "build/docs/index.html"
+
+clean: ## remove .venv, caches and everything built
+	rm -rf .venv build dist *.egg-info demo_output .pytest_cache .mypy_cache .ruff_cache
+
+# One stamp per set of extras: pip runs again only when the project's dependencies change.
+$(VENV)/.installed-%: pyproject.toml constraints.txt
+	@$(PYTHON) -c "" || { \
+	    echo "make: no Python at PYTHON=$(PYTHON). Install Python 3.10 or newer, or give another: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" || { \
+	    echo "make: Python must be 3.10 or newer, $(PYTHON) is `$(PYTHON) --version 2>&1`. Give another: make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) || { \
+	    echo "make: $(PYTHON) -m venv $(VENV) failed, see above. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "installing the packages into $(VENV) (minutes, the first time)"
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,$*]' || { \
+	    echo "make: pip could not install the packages, see above. Behind a proxy or without a network set PIP_ARGS; to begin anew: make clean" >&2; exit 1; }
+	@touch $@

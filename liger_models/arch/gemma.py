@@ -1,0 +1,107 @@
+"""Gemma 1 and 1.1, CodeGemma: model_type ``gemma``.
+
+Differs from Llama: embeddings are multiplied by sqrt(hidden_size), rounded to the dtype of the weights; norms scale by
+1 + weight, in fp32; the MLP's activation is GELU by its tanh approximation; the head's weight is the embedding's.
+
+Source: https://arxiv.org/abs/2403.08295, transformers ``models/gemma``.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.causal_lm import CausalLM
+from liger_models.layers.config import DecoderConfig, check_values
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.head import LigerLMHead
+from liger_models.layers.mlp import GatedMLP
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.rope import RotaryEmbedding
+from liger_models.layers.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmaConfig(DecoderConfig):
+    """Sizes and constants of a Gemma model.
+
+    The first releases say ``hidden_act`` "gelu" and mean its tanh approximation, as everyone computes it.
+    """
+
+    activations = ("gelu_pytorch_tanh", "gelu")
+
+    vocab_size: int = 256000
+    hidden_size: int = 3072
+    intermediate_size: int = 24576
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 16
+    head_dim: int | None = 256
+    hidden_act: str = "gelu_pytorch_tanh"
+    hidden_activation: str | None = None
+    max_position_embeddings: int = 8192
+    attention_bias: bool = False
+    use_bidirectional_attention: bool | None = None
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = 2
+    eos_token_id: int | list[int] | None = 1
+    pad_token_id: int | None = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_values(self, hidden_activation=(None, *self.activations), use_bidirectional_attention=(None, False))
+
+
+class GemmaBlock(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+
+    def __init__(self, config: GemmaConfig, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
+        super().__init__()
+        self.input_layernorm = norm(config.hidden_size)
+        self.self_attn = LigerAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_size,
+            layer=layer,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            dropout=config.attention_dropout,
+            rope_kernel=kernels.rope,
+        )
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+
+
+class LigerGemma(CausalLM):
+    """Gemma with its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = GemmaConfig
+
+    def __init__(self, config: GemmaConfig, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        norm = partial(
+            LigerRMSNorm, eps=config.rms_norm_eps, offset=1.0, casting_mode="gemma", init_fn="zeros",
+            kernel=self.kernels.rms_norm,
+        )  # fmt: skip
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, scale=config.hidden_size**0.5)
+        self.layers = nn.ModuleList(GemmaBlock(config, i, norm, self.kernels) for i in range(config.num_hidden_layers))
+        self.norm = norm(config.hidden_size)
+        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+        rotary = RotaryEmbedding(
+            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
+        self.rotary = nn.ModuleDict({"default": rotary})
+        self.post_init()

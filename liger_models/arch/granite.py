@@ -1,0 +1,95 @@
+"""Granite 3.0 to 3.3 dense: model_type ``granite``.
+
+Differs from Llama in four factors: ``embedding_multiplier`` of the embeddings, ``residual_multiplier`` of what a branch
+adds to the stream, ``attention_multiplier`` of q·k instead of D^-0.5, and ``logits_scaling``, which the logits are
+divided by. A missing one is 1.
+
+Source: https://arxiv.org/abs/2408.13359, transformers ``models/granite``.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.causal_lm import CausalLM
+from liger_models.layers.config import DecoderConfig
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.head import LigerLMHead
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.rope import RotaryEmbedding
+from liger_models.layers.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteConfig(DecoderConfig):
+    """Sizes and constants of a Granite model."""
+
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+
+
+class GraniteBlock(nn.Module):
+    """``h += m · attention(norm(h)); h += m · mlp(norm(h))``, each addition done with the norm that follows."""
+
+    def __init__(self, config: GraniteConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.residual_multiplier = config.residual_multiplier
+        self.input_layernorm = norm()
+        self.self_attn = LigerAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_size,
+            layer=layer,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            scale=config.attention_multiplier,
+            dropout=config.attention_dropout,
+            rope_kernel=kernels.rope,
+        )
+        self.post_attention_layernorm = norm()
+        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+        x, residual = self.mlp.add_norm(self.post_attention_layernorm, x * self.residual_multiplier, residual)
+        return x * self.residual_multiplier, residual
+
+
+class LigerGranite(CausalLM):
+    """Granite with its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = GraniteConfig
+
+    def __init__(self, config: GraniteConfig, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(GraniteBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
+        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
+        self.lm_head = LigerLMHead(
+            config.hidden_size, config.vocab_size, logit_scale=1 / config.logits_scaling, kernels=self.kernels
+        )
+        rotary = RotaryEmbedding(
+            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
+        self.rotary = nn.ModuleDict({"default": rotary})
+        self.post_init()
+
+    def _hidden(self, inputs_embeds: Tensor, sequence: Sequence) -> tuple[Tensor, list[Tensor]]:
+        # Here and not in the embedding: embeddings that the caller passes in are scaled, too.
+        return super()._hidden(inputs_embeds * self.config.embedding_multiplier, sequence)

@@ -1,0 +1,110 @@
+"""OLMo 3: model_type ``olmo3``.
+
+Differs from Llama: the branches have no norm before them but one after, so that they take the residual stream itself;
+queries and keys are normed before rotation, over all heads of a token together; norms multiply by their weight in fp32;
+three layers of four see only the last ``sliding_window`` tokens, and ``rope_scaling`` leaves their rotation alone.
+
+Source: https://arxiv.org/abs/2512.13961, transformers ``models/olmo3``.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerQKNormAttention
+from liger_models.layers.causal_lm import CausalLM
+from liger_models.layers.config import DecoderConfig, check_layer_types
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.head import LigerLMHead
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.rope import RotaryEmbedding
+from liger_models.layers.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo3Config(DecoderConfig):
+    """Sizes and constants of an OLMo 3 model.
+
+    ``rope_theta`` and ``rope_scaling`` are those of the layers without a window, ``rope_local_base_freq`` (Gemma 3's
+    name) is the rotary base of the others.
+    """
+
+    vocab_size: int = 50304
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 500_000.0
+    rope_local_base_freq: float = 500_000.0
+    attention_bias: bool = False
+    sliding_window: int | None = 4096
+    layer_types: list[str] | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 50279
+    pad_token_id: int | None = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layer_types("Olmo3Config", self.layer_types, self.num_hidden_layers)
+
+    def layer_type(self, layer: int) -> str:
+        """What a layer attends to; also the name of its rotary embedding."""
+        if self.layer_types is not None:
+            return self.layer_types[layer]
+        return "sliding_attention" if (layer + 1) % 4 else "full_attention"
+
+
+class Olmo3Block(nn.Module):
+    """``h += norm(attention(h)); h += norm(mlp(h))``; of the stream only the sums h are kept for the backward."""
+
+    def __init__(self, config: Olmo3Config, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
+        super().__init__()
+        layer_type = config.layer_type(layer)
+        self.self_attn = LigerQKNormAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_size,
+            layer=layer,
+            norm=norm,
+            whole_projection=True,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            window=config.sliding_window if layer_type == "sliding_attention" else None,
+            dropout=config.attention_dropout,
+            rotary=layer_type,
+            rope_kernel=kernels.rope,
+        )
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        self.post_feedforward_layernorm = norm(config.hidden_size)
+
+    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
+        x, residual = self.self_attn.add_norm(None, x, residual, sequence)
+        x = self.post_attention_layernorm(x)
+        x, residual = self.mlp.add_norm(None, x, residual)
+        return self.post_feedforward_layernorm(x), residual
+
+
+class LigerOlmo3(CausalLM):
+    """OLMo 3 with its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = Olmo3Config
+
+    def __init__(self, config: Olmo3Config, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=self.kernels.rms_norm)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Olmo3Block(config, i, norm, self.kernels) for i in range(config.num_hidden_layers))
+        self.norm = norm(config.hidden_size)
+        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+        full = RotaryEmbedding(config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
+        sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
+        self.rotary = nn.ModuleDict({"full_attention": full, "sliding_attention": sliding})
+        self.post_init()

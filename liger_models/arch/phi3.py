@@ -1,0 +1,113 @@
+"""Phi-3 mini and medium, Phi-3.5-mini, Phi-4, Phi-4-mini: model_type ``phi3``.
+
+Differs from Llama: every layer sees only the last ``sliding_window`` tokens, where there is a window (Phi-3-mini-4k);
+the long-context models scale their frequencies with one set of divisors up to ``original_max_position_embeddings`` and
+another beyond it (longrope); Phi-4-mini rotates only the first ``partial_rotary_factor`` of each head. No biases. The
+checkpoints hold q, k and v, and gate and up, as one tensor each.
+
+Source: https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2503.01743, https://arxiv.org/abs/2402.13753 (LongRoPE),
+transformers ``models/phi3``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from liger_models.kernels.dispatch import check
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.causal_lm import CausalLM
+from liger_models.layers.config import DecoderConfig
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.head import LigerLMHead
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.rope import LongRopeScaling, RotaryEmbedding
+from liger_models.layers.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phi3Config(DecoderConfig):
+    """Sizes and constants of a Phi-3 model."""
+
+    rope_aliases: ClassVar[Mapping[str, str]] = {"su": "longrope", "yarn": "longrope"}
+    original_length: ClassVar[int | None] = 4096
+
+    vocab_size: int = 32064
+    hidden_size: int = 3072
+    intermediate_size: int = 8192
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    partial_rotary_factor: float | None = None
+    sliding_window: int | None = None
+    resid_pdrop: float = 0.0
+    eos_token_id: int | list[int] | None = 32000
+    pad_token_id: int | None = 32000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(
+            self.rope_scaling is None or isinstance(self.rope_scaling, LongRopeScaling),
+            f"Phi3Config: rope_scaling must be LongRopeScaling or None, got {self.rope_scaling}. Phi-3 has no other.",
+        )
+        check(
+            self.resid_pdrop == 0,
+            f"Phi3Config: resid_pdrop must be 0, got {self.resid_pdrop}. Branches have no dropout here; set it to 0.",
+        )
+
+    @property
+    def rotary_width(self) -> int:
+        """Number of entries of a head that are rotated."""
+        return int(self.head_size * (self.partial_rotary_factor or 1))
+
+
+class Phi3Block(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+
+    def __init__(self, config: Phi3Config, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm()
+        self.self_attn = LigerAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_size,
+            layer=layer,
+            window=config.sliding_window,
+            dropout=config.attention_dropout,
+            rope_kernel=kernels.rope,
+        )
+        self.post_attention_layernorm = norm()
+        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+
+
+class LigerPhi3(CausalLM):
+    """Phi-3 with its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = Phi3Config
+
+    def __init__(self, config: Phi3Config, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Phi3Block(config, i, self.kernels) for i in range(config.num_hidden_layers))
+        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
+        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+        rotary = RotaryEmbedding(
+            config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
+        self.rotary = nn.ModuleDict({"default": rotary})
+        self.post_init()

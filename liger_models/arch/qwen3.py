@@ -1,0 +1,106 @@
+"""Qwen3, dense: model_type ``qwen3``.
+
+Differs from Llama: q and k pass an RMSNorm of each head (its weight shared by all heads) before the rotation; heads are
+128 wide whatever the hidden size. As in Qwen2 the layers from ``max_window_layers`` on can have a window (no release
+uses it).
+
+Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3``.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerQKNormAttention
+from liger_models.layers.causal_lm import CausalLM
+from liger_models.layers.config import DecoderConfig, check_layer_types
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.head import LigerLMHead
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.rope import RotaryEmbedding
+from liger_models.layers.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Config(DecoderConfig):
+    """Sizes and constants of a Qwen3 model."""
+
+    vocab_size: int = 151936
+    intermediate_size: int = 22016
+    num_key_value_heads: int | None = 32
+    head_dim: int | None = 128
+    max_position_embeddings: int = 32768
+    attention_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layer_types("Qwen3Config", self.layer_types, self.num_hidden_layers)
+
+    def window(self, layer: int) -> int | None:
+        """Number of tokens that a layer sees, None for all."""
+        if not self.use_sliding_window:
+            return None
+        if self.layer_types is not None:
+            return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+        return self.sliding_window if layer >= self.max_window_layers else None
+
+
+class Qwen3Block(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+
+    def __init__(self, config: Qwen3Config, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm(config.hidden_size)
+        self.self_attn = LigerQKNormAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_size,
+            norm=norm,
+            layer=layer,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            window=config.window(layer),
+            dropout=config.attention_dropout,
+            rope_kernel=kernels.rope,
+        )
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+
+
+class LigerQwen3(CausalLM):
+    """Qwen3 with its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = Qwen3Config
+
+    def __init__(self, config: Qwen3Config, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Qwen3Block(config, i, self.kernels) for i in range(config.num_hidden_layers))
+        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
+        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+        rotary = RotaryEmbedding(
+            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
+        self.rotary = nn.ModuleDict({"default": rotary})
+        self.post_init()

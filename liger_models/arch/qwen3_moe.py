@@ -1,0 +1,131 @@
+"""Qwen3-MoE (30B-A3B, 235B-A22B, Coder): model_type ``qwen3_moe``.
+
+Differs from Qwen3: a layer's MLP is a mixture of experts if its index + 1 is a multiple of ``decoder_sparse_step`` and
+it is not among ``mlp_only_layers``; the routing weights are renormalised if ``norm_topk_prob`` and rounded to the dtype
+of the logits. With ``output_router_logits`` the load-balancing loss is added to the loss.
+
+Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3_moe``.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from liger_models.kernels.moe import load_balancing_loss
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerQKNormAttention
+from liger_models.layers.causal_lm import CausalLM
+from liger_models.layers.config import DecoderConfig
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.head import LigerLMHead
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.moe import LigerMoE
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.rope import RotaryEmbedding
+from liger_models.layers.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(DecoderConfig):
+    """Sizes and constants of a Qwen3Moe model."""
+
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    intermediate_size: int = 6144
+    num_hidden_layers: int = 24
+    num_key_value_heads: int | None = 4
+    max_position_embeddings: int = 32768
+    attention_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    decoder_sparse_step: int = 1
+    moe_intermediate_size: int = 768
+    num_experts_per_tok: int = 8
+    num_experts: int = 128
+    norm_topk_prob: bool = False
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+    mlp_only_layers: list[int] | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def is_sparse(self, layer: int) -> bool:
+        """True if a layer's MLP is a mixture of experts."""
+        return layer not in (self.mlp_only_layers or ()) and (layer + 1) % self.decoder_sparse_step == 0
+
+
+class Qwen3MoeBlock(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+
+    def __init__(self, config: Qwen3MoeConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm(config.hidden_size)
+        self.self_attn = LigerQKNormAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_size,
+            norm=norm,
+            layer=layer,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            window=config.sliding_window if config.use_sliding_window else None,
+            dropout=config.attention_dropout,
+            rope_kernel=kernels.rope,
+        )
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp: LigerMoE | LigerSwiGLUMLP
+        if not config.is_sparse(layer):
+            self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        else:
+            self.mlp = LigerMoE(
+                config.hidden_size,
+                config.moe_intermediate_size,
+                config.num_experts,
+                config.num_experts_per_tok,
+                normalize=config.norm_topk_prob,
+                round_weights=True,
+                kernel=kernels.swiglu,
+            )
+
+    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, ...]:
+        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair, and a router's logits."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+        if isinstance(self.mlp, LigerSwiGLUMLP):
+            return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+        normed, residual = self.post_attention_layernorm.add(x, residual)
+        x, router_logits = self.mlp(normed)
+        return x, residual, router_logits
+
+
+class LigerQwen3MoE(CausalLM):
+    """Qwen3Moe with its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = Qwen3MoeConfig
+
+    def __init__(self, config: Qwen3MoeConfig, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Qwen3MoeBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
+        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
+        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+        rotary = RotaryEmbedding(
+            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
+        self.rotary = nn.ModuleDict({"default": rotary})
+        self.post_init()
+
+    def auxiliary_loss(self, router_logits: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
+        """The weighted load-balancing loss of all layers together, if the configuration asks for it."""
+        if not (self.config.output_router_logits and router_logits):
+            return None
+        loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, attention_mask)
+        weighted: Tensor = self.config.router_aux_loss_coef * loss
+        return weighted

@@ -1,0 +1,126 @@
+"""SmolLM3: model_type ``smollm3``.
+
+Differs from Llama: in every fourth layer q and k are not rotated (``no_rope_layers``: 1 for rotation, 0 for none,
+despite the name). With ``use_sliding_window`` the layers that ``layer_types`` calls sliding, or without it the
+unrotated ones, see only the last ``sliding_window`` tokens (no release uses it). Tied embeddings by default.
+
+Source: https://huggingface.co/blog/smollm3, https://arxiv.org/abs/2501.18795 (layers without rotation), transformers
+``models/smollm3``.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from liger_models.kernels.dispatch import check
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.causal_lm import CausalLM
+from liger_models.layers.config import DecoderConfig, check_layer_types
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.head import LigerLMHead
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.rope import RotaryEmbedding
+from liger_models.layers.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmolLM3Config(DecoderConfig):
+    """Sizes and constants of a SmolLM3 model."""
+
+    vocab_size: int = 128256
+    hidden_size: int = 2048
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 4
+    max_position_embeddings: int = 32768
+    rope_theta: float = 2000000.0
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: int = 4
+    use_sliding_window: bool = False
+    sliding_window: int | None = None
+    layer_types: list[str] | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = 128000
+    eos_token_id: int | list[int] | None = 128001
+    pad_token_id: int | None = 128004
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layer_types("SmolLM3Config", self.layer_types, self.num_hidden_layers)
+        given = self.num_hidden_layers if self.no_rope_layers is None else len(self.no_rope_layers)
+        check(
+            given >= self.num_hidden_layers,
+            f"SmolLM3Config: no_rope_layers must hold num_hidden_layers ({self.num_hidden_layers}) entries, "
+            f"got {given}. Check config.json.",
+        )
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer rotates q and k."""
+        if self.no_rope_layers is not None:
+            return bool(self.no_rope_layers[layer])
+        return (layer + 1) % self.no_rope_layer_interval != 0
+
+    def window(self, layer: int) -> int | None:
+        """Number of tokens that a layer sees, None for all."""
+        if not self.use_sliding_window:
+            return None
+        if self.layer_types is not None:
+            return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+        return None if self.rotates(layer) else self.sliding_window
+
+
+class SmolLM3Block(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+
+    def __init__(self, config: SmolLM3Config, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm()
+        self.self_attn = LigerAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_size,
+            layer=layer,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            window=config.window(layer),
+            rotary="default" if config.rotates(layer) else None,
+            dropout=config.attention_dropout,
+            rope_kernel=kernels.rope,
+        )
+        self.post_attention_layernorm = norm()
+        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+
+
+class LigerSmolLM3(CausalLM):
+    """SmolLM3 with its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = SmolLM3Config
+
+    def __init__(self, config: SmolLM3Config, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(SmolLM3Block(config, i, self.kernels) for i in range(config.num_hidden_layers))
+        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
+        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+        rotary = RotaryEmbedding(
+            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
+        self.rotary = nn.ModuleDict({"default": rotary})
+        self.post_init()

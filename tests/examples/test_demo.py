@@ -1,0 +1,58 @@
+"""`examples/demo.py` as a user starts it, with few steps."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_demo(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "examples/demo.py", *options]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_second_run_trains_saves_and_generates(device, tmp_path):
+    (tmp_path / "trained").mkdir()
+    for name in ("config.json", "model.safetensors"):  # as an earlier run leaves them
+        (tmp_path / "trained" / name).write_text("old")
+
+    run = run_demo("--output", str(tmp_path), "--steps", "10", "--device", device)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    for text in ("step   10 of 10", "same loss", "--- def __init__(self"):
+        assert text in run.stdout
+    before, after = (line.split() for line in run.stdout.splitlines() if line.startswith("loss on files"))
+    assert float(after[9].rstrip(",")) < float(before[-1]) - 0.5
+
+    for folder in (tmp_path / "initial", tmp_path / "trained"):
+        assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "trained")
+    ids = torch.tensor([tokenizer.encode("def __init__(self")])
+    assert ids[0, 0] == model.config.bos_token_id
+    assert model(ids).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--output", "Makefile"], "Makefile"),
+        (["--output", "Makefile/inside"], "Makefile"),
+        (["--steps", "0"], "must be positive, got 0"),
+        (["--device", "gameboy"], "gameboy"),
+    ],
+)
+def test_a_failure_says_what_and_why(options, message):
+    run = run_demo(*options)
+    assert run.returncode != 0
+    assert message in run.stderr.splitlines()[-1]
+    assert "Traceback" not in run.stderr

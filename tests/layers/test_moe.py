@@ -1,0 +1,167 @@
+import pytest
+import torch
+from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from liger_models.kernels.moe import route_reference
+from liger_models.layers.moe import LigerMoE
+
+C, F, X, K = 32, 24, 6, 3
+RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+
+
+def mixtral(**options):
+    config = MixtralConfig(hidden_size=C, intermediate_size=F, num_local_experts=X, num_experts_per_tok=K, **options)
+    return MixtralSparseMoeBlock, config, {"normalize": True}
+
+
+def qwen3(norm_topk_prob):
+    config = Qwen3MoeConfig(
+        hidden_size=C, moe_intermediate_size=F, num_experts=X, num_experts_per_tok=K, norm_topk_prob=norm_topk_prob
+    )
+    return Qwen3MoeSparseMoeBlock, config, {"normalize": norm_topk_prob, "round_weights": True}
+
+
+def pair(build, config, ours, **options):
+    """transformers' block and ours, with the same weights."""
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    block, moe = build(config), LigerMoE(C, F, X, K, **ours, **options)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(std=0.3)
+        gate, up = block.experts.gate_up_proj.chunk(2, dim=1)
+        moe.gate.weight.copy_(block.gate.weight)
+        moe.gate_up_weight.copy_(torch.stack([gate, up], dim=2).flatten(1, 2))
+        moe.down_weight.copy_(block.experts.down_proj)
+    return block, moe
+
+
+def error(ours, theirs):
+    return ((ours.detach().cpu() - theirs.detach()).norm() / theirs.norm()).item()
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "torch"])
+@pytest.mark.parametrize("case", [mixtral(), qwen3(True), qwen3(False)], ids=["mixtral", "qwen3", "qwen3-plain"])
+def test_matches_transformers(backend, case, kernel, recompute):
+    block, moe = pair(*case, kernel=kernel)
+    moe.to(backend).recompute = recompute
+    x, dy = torch.randn(2, 2, 5, C)
+    theirs, ours = x.clone().requires_grad_(), x.to(backend).requires_grad_()
+    want = block(theirs)
+    want.backward(dy)
+    got, logits = moe(ours)
+    got.backward(dy.to(backend))
+    assert got.shape == x.shape
+    assert error(got, want) <= 1e-6
+    assert error(logits, block.gate(x)[0]) <= 1e-6
+    d_gate_up = block.experts.gate_up_proj.grad
+    d_gate_up = torch.stack(d_gate_up.chunk(2, dim=1), dim=2).flatten(1, 2)
+    wanted = theirs.grad, block.gate.weight.grad, d_gate_up, block.experts.down_proj.grad
+    gotten = ours.grad, moe.gate.weight.grad, moe.gate_up_weight.grad, moe.down_weight.grad
+    for a, b in zip(gotten, wanted, strict=True):
+        assert error(a, b) <= 1e-6
+
+
+@pytest.mark.parametrize("case", [mixtral(), qwen3(True), qwen3(False)], ids=["mixtral", "qwen3", "qwen3-plain"])
+def test_routing_weights_in_bf16_are_transformers(case):
+    """The order of the casts: Mixtral keeps the weights in fp32, Qwen3-MoE rounds them."""
+    block, moe = pair(*case)
+    x = torch.randn(9, C, dtype=torch.bfloat16)
+    logits, want, experts = block.gate.to(torch.bfloat16)(x)
+    weights, chosen = route_reference(logits, K, moe.normalize, moe.round_weights)
+    assert want.dtype == (torch.bfloat16 if moe.round_weights else torch.float32)
+    assert torch.equal(weights, want.float())
+    assert torch.equal(chosen, experts)
+
+
+def test_jitter_in_training_only():
+    block, moe = pair(*mixtral(router_jitter_noise=0.3), router_jitter=0.3)
+    x = torch.randn(2, 5, C)
+    torch.manual_seed(1)
+    want = block(x.clone())
+    torch.manual_seed(1)
+    assert error(moe(x)[0], want) <= 1e-6
+    block.eval()
+    moe.eval()
+    assert error(moe(x)[0], block(x.clone())) <= 1e-6
+
+
+def test_autocast(backend):
+    """The experts compute in autocast's dtype, and the parameters keep fp32 gradients."""
+    _, moe = pair(*mixtral())
+    moe.to(backend)
+    x = torch.randn(1, 3, C, device=backend, requires_grad=True)
+    want, _ = moe(x)
+    with torch.autocast(torch.device(backend).type, dtype=torch.float16):
+        got, logits = moe(x)
+    assert got.dtype == logits.dtype == torch.float16
+    assert error(got.float(), want.cpu()) <= 2e-3
+    got.float().sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in moe.parameters())
+    assert x.grad.dtype == torch.float32
+
+
+@RECOMPUTE
+def test_compiles_in_one_graph(backend, recompute):
+    """Also on the reference backend, where the experts are a loop over row counts that no compiler knows."""
+    _, moe = pair(*qwen3(True))
+    moe.to(backend).recompute = recompute
+    x = torch.randn(2, 5, C, device=backend)
+    want, _ = moe(x)
+    want.sum().backward()
+    gradients = [parameter.grad for parameter in moe.parameters()]
+    moe.zero_grad()
+    compiler = "inductor" if backend == "cuda" else "aot_eager"
+    got, _ = torch.compile(moe, fullgraph=True, backend=compiler)(x)
+    got.sum().backward()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close([parameter.grad for parameter in moe.parameters()], gradients)
+
+
+def test_the_plain_path_recomputes_the_experts_alone():
+    _, moe = pair(*mixtral(), kernel=False)
+    moe.recompute = True
+    saved = []
+    x = torch.randn(7, C)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y, _ = moe(x)
+    assert not {(7 * K, 2 * F), (7 * K, F), (7 * K, C)} & {tuple(t.shape) for t in saved}
+    calls = []
+    moe.gate.register_forward_hook(lambda *_: calls.append(1))
+    y.sum().backward()
+    assert not calls
+
+
+def test_parameters_and_initialisation():
+    moe = LigerMoE(40, 30, 5, 2, normalize=True)
+    shapes = {name: tuple(parameter.shape) for name, parameter in moe.named_parameters()}
+    assert shapes == {"gate_up_weight": (5, 60, 40), "down_weight": (5, 40, 30), "gate.weight": (5, 40)}
+    torch.manual_seed(0)
+    moe.reset_parameters(std=0.5)
+    for weight in (moe.gate_up_weight, moe.down_weight):
+        assert 0.48 < weight.std().item() < 0.52
+        assert abs(weight.mean().item()) < 0.02
+    assert "40, 30, num_experts=5, top_k=2" in repr(moe)
+
+
+def test_any_leading_shape_and_no_token(backend):
+    _, moe = pair(*mixtral())
+    moe.to(backend)
+    x = torch.randn(2, 3, 2, C, device=backend)
+    y, logits = moe(x)
+    assert logits.shape == (12, X)
+    torch.testing.assert_close(moe(x[1, 2, 0])[0], y[1, 2, 0])
+    torch.testing.assert_close(moe(x.transpose(0, 1))[0], y.transpose(0, 1))
+    assert moe(x[:0])[0].shape == (0, 3, 2, C)
+
+
+def test_bad_arguments():
+    for top_k in (0, 5):
+        with pytest.raises(ValueError, match=rf"top_k \({top_k}\) must be 1 to num_experts \(4\)"):
+            LigerMoE(8, 8, 4, top_k, normalize=True)
+    with pytest.raises(ValueError, match=r"LigerMoE: act must be one of"):
+        LigerMoE(8, 8, 4, 2, normalize=True, act="relu")

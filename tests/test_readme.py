@@ -1,0 +1,104 @@
+"""The documentation: every Python block runs, every make target and every local link in it exists."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from liger_models import LigerLlama, LlamaConfig
+from liger_models.convert import hub
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
+    """Line number and content of each fenced block of a language."""
+    text = page.read_text(encoding="utf-8")
+    for match in FENCE.finditer(text):
+        if match[1] == language:
+            yield text.count("\n", 0, match.start()) + 2, match[2]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+@pytest.fixture
+def tiny_hub(tmp_path, monkeypatch):
+    """Every name on the hub is a tiny Llama with a tokenizer, and the working directory is an empty folder."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<s>", "</s>"]
+    trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([], trainer)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model = LigerLlama.from_config(config, dtype=torch.bfloat16)
+    model.assets = {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": json.dumps({"bos_token": "<s>", "eos_token": "</s>"}).encode(),
+    }
+    model.save_pretrained(tmp_path / "hub")
+    monkeypatch.setattr(hub, "download", lambda repo_id, **options: tmp_path / "hub")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+
+
+@every_page
+def test_python_blocks_run(page, tiny_hub, capsys):
+    namespace: dict = {"__name__": "readme"}
+    for line, code in blocks(page, "python"):
+        # The empty lines in front give a traceback the page's line numbers.
+        exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
+
+
+@every_page
+def test_shell_blocks_name_what_exists(page):
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for _, code in blocks(page, "sh"):
+        for line in code.splitlines():
+            command = line.partition("#")[0].split()
+            if command[:1] == ["make"]:
+                named = {word for word in command[1:] if re.fullmatch("[a-z-]+", word)}
+                assert named <= targets, line
+            for word in command:
+                if word.endswith(".py"):
+                    assert (ROOT / word).is_file(), line
+
+
+@every_page
+def test_local_links_exist(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_every_op_is_documented():
+    text = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+    for file in sorted((ROOT / "liger_models" / "kernels").glob("*.py")):
+        if file.name not in ("__init__.py", "options.py", "dispatch.py"):
+            assert f": `{file.name}`" in text, file.name
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert all(f": {page.name}" in navigation for page in (ROOT / "docs").glob("*.md"))
