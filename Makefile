@@ -63,6 +63,6 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) || { \
 	    echo "make: $(PYTHON) -m venv $(VENV) failed, see above. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@echo "installing the packages into $(VENV) (minutes, the first time)"
-	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,$*]' || { \
+	@$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,$*]' || { \
 	    echo "make: pip could not install the packages, see above. Behind a proxy or without a network set PIP_ARGS; to begin anew: make clean" >&2; exit 1; }
 	@touch $@

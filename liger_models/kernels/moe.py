@@ -65,6 +65,7 @@ ACT_BLOCK = 1024
 
 MAX_COPIES = 2**30
 MAX_EXPERTS = 2**15 - 1
+"""The copies are counted in 32 bits, and the sort counts one block beyond the last; the experts in 16 bits."""
 
 PRODUCT_BLOCKS = {2: (128, 128, 64), 4: (64, 64, 32)}
 PRODUCT_WARPS = {2: 8, 4: 4}

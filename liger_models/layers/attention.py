@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels.dispatch import ACCELERATORS, check
@@ -29,19 +29,42 @@ MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Never cuDNN with a mask: its gradient of q has been NaN for some lengths (pytorch#196678)."""
 
 
+RECOMPILE_LIMIT = 256
+"""Each dtype, head size, window and batch shape compiles flex_attention once; PyTorch's own limit of 8 would make it
+run unfused from there on, with all scores in memory."""
+
+
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, fullgraph=True)
 
 
-@functools.cache
-def _capped(softcap: float) -> Callable[..., Tensor]:
-    """The score function of a softcap; one object per value, so that flex_attention compiles once."""
-
-    def score(s: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
+def _score(softcap: float) -> Callable[..., Tensor]:
+    def capped(s: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
         return softcap * torch.tanh(s / softcap)
 
-    return score
+    return capped
+
+
+_cached_score = functools.cache(_score)
+"""One function per value, so that flex_attention compiles once for all layers."""
+
+
+def _flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float, softcap: float | None
+) -> Tensor:
+    """flex_attention's fused kernel, on [B, heads, T, D]."""
+    options: dict[str, Any] = {"block_mask": block_mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    # The kernel for few queries has no configuration for some head sizes.
+    options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
+    out: Any
+    if torch.compiler.is_compiling():  # compiled with the rest of the graph
+        out = flex_attention(q, k, v, None if softcap is None else _score(softcap), **options)
+    else:
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, specialize_float=True):
+            out = _compiled_flex_attention()(q, k, v, None if softcap is None else _cached_score(softcap), **options)
+    y: Tensor = out
+    return y
 
 
 def attention_reference(
@@ -103,10 +126,7 @@ def attention(
             f"attention: dropout must be 0 with packed or padded batches, windows and softcaps on {q.device.type}, "
             f"got {dropout}. Set attention_dropout=0.",
         )
-        # Inside a compiled graph it is compiled with the rest; alone and uncompiled it would build the scores.
-        flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
-        score_mod = None if softcap is None else _capped(softcap)
-        out = flex(queries, keys, values, score_mod, mask.block, scale, H != G)
+        out = _flex_attention(queries, keys, values, mask.block, scale, softcap)
     elif softcap is not None:
         out = attention_reference(queries, keys, values, dense, scale, softcap, dropout)
     elif T == 1 and sequence.cache is not None:

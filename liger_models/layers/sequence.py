@@ -208,6 +208,9 @@ def _block_mask(
             seen = seen & (q + past - k < window)
         return seen if documents is None else seen & (documents[b, q + past] == documents[b, k])
 
-    # Uncompiled it would build the T x S mask first.
-    build = create_block_mask if torch.compiler.is_compiling() else _compiled_create_block_mask()
-    return build(visible, None if documents is None else B, None, T, past + T, device=device.type)
+    batch = None if documents is None else B
+    if torch.compiler.is_compiling():
+        return create_block_mask(visible, batch, None, T, past + T, device=device.type)
+    # Uncompiled it would build the T x S mask first; each window and length may compile once.
+    with torch._dynamo.config.patch(recompile_limit=256):
+        return _compiled_create_block_mask()(visible, batch, None, T, past + T, device=device.type)

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from .families import hf_model, load, make_folder
 
@@ -14,3 +15,9 @@ def pair(request, root):
     arch, variant = request.param
     folder = make_folder(arch, variant, root)
     return arch, variant, hf_model(folder), load(arch, folder)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """All models share one forward, and Dynamo counts its recompilations."""
+    torch._dynamo.reset()

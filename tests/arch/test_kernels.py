@@ -116,6 +116,13 @@ def compare_devices(ours, ids, labels, **options):
         assert error(parameter.grad, gradients[name]) <= LIMIT, name
 
 
+def error_of_all(gradients, exact):
+    """Of all gradients as one vector: in half precision a router may choose otherwise, and one tensor is luck."""
+    assert gradients.keys() == exact.keys()
+    names = sorted(exact)
+    return error(*(torch.cat([g[name].flatten().cpu().float() for name in names]) for g in (gradients, exact)))
+
+
 @pytest.mark.gpu
 @one_case_each
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -134,15 +141,14 @@ def test_half_precision_errs_no_more_than_transformers(pair, root, dtype):
     got = ours(ids.cuda(), labels=ids.cuda(), return_logits=True)
     got.loss.backward()
     assert error(got.logits, want.logits) <= 1.2 * error(their.logits, want.logits)
-    exact, peer = hf_gradients(truth), hf_gradients(theirs)
-    for name, gradient in our_gradients(ours).items():
-        assert error(gradient, exact[name]) <= 1.5 * error(peer[name], exact[name]), name
+    exact = hf_gradients(truth)
+    assert error_of_all(our_gradients(ours), exact) <= 1.2 * error_of_all(hf_gradients(theirs), exact)
 
 
 @pytest.mark.gpu
 @one_case_each
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-def test_fullgraph_compile_on_gpu(pair, packed):
+def test_fullgraph_compile_on_gpu(pair, packed, fresh_dynamo):
     arch, variant, _, ours = pair
     ours.cuda()
     ids = tokens(arch, variant, 1, 256).cuda()
@@ -171,7 +177,6 @@ def test_autocast_on_gpu(pair, root):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = model(ids.cuda(), labels=ids.cuda())[0 if model is ours else "loss"]
         loss.backward()
-    exact, peer = hf_gradients(truth), hf_gradients(theirs)
-    for name, gradient in our_gradients(ours).items():
-        assert gradient.dtype == torch.float32
-        assert error(gradient, exact[name]) <= 1.5 * error(peer[name], exact[name]), name
+    exact, gradients = hf_gradients(truth), our_gradients(ours)
+    assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+    assert error_of_all(gradients, exact) <= 1.2 * error_of_all(hf_gradients(theirs), exact)

@@ -176,12 +176,6 @@ def test_one_token_and_an_empty_batch(pair):
         assert out.loss == (out.aux_loss or 0)  # nothing to predict
 
 
-@pytest.fixture
-def fresh_dynamo():
-    """All models share one forward, and Dynamo counts its recompilations."""
-    torch._dynamo.reset()
-
-
 @one_case_each
 def test_fullgraph_compile(pair, fresh_dynamo):
     """Forward and backward in one graph, with Inductor."""

@@ -31,7 +31,7 @@ def test_a_second_run_trains_saves_and_generates(device, tmp_path):
     for text in ("step   10 of 10", "same loss", "--- def __init__(self"):
         assert text in run.stdout
     before, after = (line.split() for line in run.stdout.splitlines() if line.startswith("loss on files"))
-    assert float(after[9].rstrip(",")) < float(before[-1]) - 0.5
+    assert float(after[9].rstrip(",")) < float(before[-1]) - 0.3
 
     for folder in (tmp_path / "initial", tmp_path / "trained"):
         assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
