@@ -166,7 +166,10 @@ def _documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -> tupl
     )
     bounds = cu_seqlens.to(device, torch.int64)
     flat = torch.arange(B * T, device=device)
-    number = torch.bucketize(flat, bounds[1:], right=True)
+    # Not torch.bucketize: fused with a maximum over the positions, Inductor 2.11 gave wrong ones.
+    ends = bounds[1:].clamp(max=B * T)
+    number = torch.zeros(B * T + 1, dtype=torch.int64, device=device).index_add(0, ends, torch.ones_like(ends))
+    number = number[:-1].cumsum(0)
     row_start = flat // T * T if T else flat
     positions = flat - torch.maximum(bounds[number], row_start)
     return number.view(B, T), positions.view(B, T)
