@@ -5,8 +5,8 @@ kernel that takes the loss and overwrites the logits with their gradient, then t
 The formulas per row are those of `cross_entropy`.
 
 - A scalar loss (reduction "mean" or "sum") has one unknown upstream factor, so its gradients are made in the forward
-  and multiplied by that factor in the backward: three matrix products in all. Saved: dx in the dtype of x, dweight and
-  dbias in fp32.
+  and multiplied by that factor in the backward: three matrix products in all. Saved: dx in the dtype of x, dweight in
+  bf16 if the weight is, else in fp32, dbias in fp32.
 - Per-token results (reduction "none", or ``return_log_probs``) have an upstream gradient per token, so the backward
   makes the logits again: four products. Saved: x, weight, lse.
 
@@ -37,6 +37,10 @@ DEFAULT_WORKSPACE_MIB = 512
 """4 chunks for 8192 tokens at V = 128,256 in bf16: large enough that reading and writing dweight per chunk is small."""
 
 ROW_MULTIPLE = 128
+
+BLOCK_MIB = 256
+"""Size of the blocks in which dweight is summed in fp32: as each is cast and freed by itself, the bf16 copy never stands
+beside the whole sum (1 GiB less at V = 128,256 and C = 4096), and the products stay large."""
 
 
 def linear_cross_entropy_reference(
@@ -72,6 +76,23 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
+def _block_rows(weight: Tensor) -> list[int]:
+    """Rows of the blocks in which dweight is summed: several only for bf16, which has the range of fp32."""
+    V, C = weight.shape
+    rows = min(max(BLOCK_MIB * 2**20 // (4 * C), 1), V) if weight.dtype == torch.bfloat16 else V
+    return [min(rows, V - start) for start in range(0, V, rows)]
+
+
+def _gathered(sums: list[Tensor], weight: Tensor) -> Tensor:
+    """dweight of the blocks' sums: in bf16 if the weight is, else as summed. The list is emptied on the way."""
+    if weight.dtype != torch.bfloat16:
+        return sums.pop()
+    blocks = []
+    while sums:  # each block's sum is freed before the next one is cast
+        blocks.append(sums.pop(0).to(weight.dtype))
+    return torch.cat(blocks)
+
+
 def _walk_chunks(
     x: Tensor,
     weight: Tensor,
@@ -91,9 +112,9 @@ def _walk_chunks(
     N, C = x.shape
     V = weight.shape[0]
     wide = torch.promote_types(x.dtype, torch.float32)
-    buffer = x.new_empty(min(rows, N), V)
+    logits = buffer = x.new_empty(min(rows, N), V)
     dx = torch.empty_like(x) if need[0] else x.new_empty(0)
-    dweight = torch.zeros(V, C, dtype=wide, device=x.device) if need[1] else x.new_empty(0)
+    sums = [torch.zeros(rows, C, dtype=wide, device=x.device) for rows in _block_rows(weight)] if need[1] else []
     dbias = torch.zeros(V, dtype=wide, device=x.device) if need[2] else x.new_empty(0)
     pieces = []
     for start in range(0, N, rows):
@@ -118,10 +139,12 @@ def _walk_chunks(
             pieces.append(statistics)
         if need[0]:
             torch.mm(logits, weight, out=dx[part])
-        if need[1]:
-            _accumulate(dweight, logits.t(), x[part])
+        for block, columns in zip(sums, logits.split(_block_rows(weight), 1) if sums else (), strict=True):
+            _accumulate(block, columns.t(), x[part])
         if need[2]:
             dbias += logits.sum(0, dtype=wide)
+    del logits, buffer
+    dweight = _gathered(sums, weight) if need[1] else x.new_empty(0)
     if lse is not None:
         return [], dx, dweight, dbias
     if N == 0:
@@ -174,12 +197,13 @@ def _loss(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor
 def _loss_fake(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
     *_, predict, need_dx, need_dw, need_db = rest
     wide = torch.promote_types(x.dtype, torch.float32)
+    dw_dtype = weight.dtype if weight.dtype == torch.bfloat16 else wide
     return (
         x.new_empty((), dtype=wide),
         x.new_empty((), dtype=wide),
         target.new_empty(x.shape[0] if predict else 0),
         torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
-        *_wide_gradients_fake(weight, wide if need_dw else x.dtype, wide if need_db else x.dtype, need_dw, need_db),
+        *_wide_gradients_fake(weight, dw_dtype if need_dw else x.dtype, wide if need_db else x.dtype, need_dw, need_db),
         x.new_empty((), dtype=wide),
     )
 

@@ -276,6 +276,22 @@ def test_weight_gradient_is_summed_in_fp32(backend, four_rows_a_chunk):
     )  # fmt: skip
 
 
+def test_weight_gradient_in_blocks(backend, four_rows_a_chunk, monkeypatch):
+    """bf16 weights sum theirs block by block; 37 rows end in a block of two."""
+    monkeypatch.setattr("liger_models.kernels.linear_cross_entropy._block_rows", lambda w: [5] * 7 + [2])
+    for reduction in ("mean", "none"):
+        (x, w), _ = linear_inputs(backend, torch.bfloat16)
+        target = targets(backend)
+        leaves = [t.detach().requires_grad_() for t in (x, w)]
+        loss = linear_cross_entropy(*leaves, target, reduction=reduction).loss.sum()
+        got = torch.autograd.grad(loss, leaves)
+        wide = [t.detach().float().requires_grad_() for t in (x, w)]
+        loss = linear_cross_entropy_reference(*wide, target, reduction=reduction).loss.sum()
+        for ours, truth in zip(got, torch.autograd.grad(loss, wide), strict=True):
+            assert ours.dtype == torch.bfloat16
+            assert (ours.float() - truth).norm() <= 1e-2 * truth.norm()
+
+
 def test_tiny_upstream_in_fp16(backend):
     """A mean over many tokens makes gradients below fp16's range unless they are scaled after the product."""
     (x, w), _ = linear_inputs(backend, torch.float16)
@@ -353,6 +369,9 @@ def test_memory_stays_within_the_workspace():
         loss = linear_cross_entropy(x, w, target, workspace_mib=budget).loss
         held = x.numel() * 2 + w.numel() * 4
         assert torch.cuda.max_memory_allocated() - before <= held + (budget + 40) * 2**20
+        loss.backward()
+        assert torch.cuda.max_memory_allocated() - before <= held + (budget + 40) * 2**20
+        x.grad = w.grad = None
         del loss
 
 
