@@ -39,8 +39,8 @@ DEFAULT_WORKSPACE_MIB = 512
 ROW_MULTIPLE = 128
 
 BLOCK_MIB = 256
-"""Size of the blocks in which dweight is summed in fp32: as each is cast and freed by itself, the bf16 copy never stands
-beside the whole sum (1 GiB less at V = 128,256 and C = 4096), and the products stay large."""
+"""Size of the blocks in which dweight is summed in fp32. Each is cast and freed by itself, so that the bf16 copy never
+stands beside the whole sum (1 GiB less at V = 128,256 and C = 4096), and the products stay large."""
 
 
 def linear_cross_entropy_reference(
