@@ -66,14 +66,15 @@ def _without_exponent(factors: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ldexp(factors, -exponent), torch.ldexp(factors.new_ones(()), exponent)
 
 
-def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b`` with ``total`` in the accumulation dtype and a, b in theirs."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.device.type == "cuda":
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+def _accumulate(sums: list[Tensor], gradient: Tensor, x: Tensor) -> None:
+    """Add ``gradientᵀ @ x`` to the blocks of rows in ``sums``, in their dtype."""
+    for total, columns in zip(sums, gradient.split([len(block) for block in sums], 1), strict=True):
+        if x.dtype == total.dtype:
+            total.addmm_(columns.t(), x)
+        elif x.device.type == "cuda":
+            torch.addmm(total, columns.t(), x, out_dtype=total.dtype, out=total)
+        else:
+            total.addmm_(columns.t().to(total.dtype), x.to(total.dtype))
 
 
 def _block_rows(weight: Tensor) -> list[int]:
@@ -139,8 +140,8 @@ def _walk_chunks(
             pieces.append(statistics)
         if need[0]:
             torch.mm(logits, weight, out=dx[part])
-        for block, columns in zip(sums, logits.split(_block_rows(weight), 1) if sums else (), strict=True):
-            _accumulate(block, columns.t(), x[part])
+        if need[1]:
+            _accumulate(sums, logits, x[part])
         if need[2]:
             dbias += logits.sum(0, dtype=wide)
     del logits, buffer
