@@ -10,6 +10,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from liger_models.kernels.dispatch import ACCELERATORS, check
 
+RECOMPILE_LIMIT = 256
+"""Each dtype, head size, window and batch shape compiles flex_attention and its mask once; from PyTorch's own limit of
+8 on they would run unfused, with all scores in memory."""
+
 
 class DecodeCache:
     """Keys and values of the tokens seen so far, for decoding: room for ``capacity`` tokens, taken layer by layer.
@@ -215,5 +219,5 @@ def _block_mask(
     if torch.compiler.is_compiling():
         return create_block_mask(visible, batch, None, T, past + T, device=device.type)
     # Uncompiled it would build the T x S mask first; each window and length may compile once.
-    with torch._dynamo.config.patch(recompile_limit=256):
+    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
         return _compiled_create_block_mask()(visible, batch, None, T, past + T, device=device.type)
