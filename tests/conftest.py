@@ -33,6 +33,11 @@ def _reference_unless_asked(request: pytest.FixtureRequest):
             yield
 
 
+@pytest.fixture(autouse=True)
+def _same_random_numbers_in_every_run():
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest):
     """Run the test once per backend; the value is the device to put tensors on."""
@@ -62,11 +67,11 @@ def kernel_device(request: pytest.FixtureRequest):
 @pytest.fixture
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch):
     """`torch.empty` and its kin return NaN, so an element that no kernel writes shows."""
-    for name in ("empty", "empty_like"):
-        original = getattr(torch, name)
+    for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        original = getattr(place, name)
 
         def poisoned(*args, _original=original, **kwargs):
             out = _original(*args, **kwargs)
             return out.fill_(float("nan")) if out.is_floating_point() and out.device.type != "meta" else out
 
-        monkeypatch.setattr(torch, name, poisoned)
+        monkeypatch.setattr(place, name, poisoned)

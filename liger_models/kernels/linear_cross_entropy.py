@@ -5,15 +5,18 @@ kernel that takes the loss and overwrites the logits with their gradient, then t
 The formulas per row are those of `cross_entropy`.
 
 - A scalar loss (reduction "mean" or "sum") has one unknown upstream factor, so its gradients are made in the forward
-  and multiplied by that factor in the backward: three matrix products in all. Saved: dx in the dtype of x, dweight in
-  bf16 if the weight is, else in fp32, dbias in fp32.
+  and multiplied by that factor in the backward: three matrix products in all. Kept: dx in the dtype of x, dweight in
+  bf16 if the weight is, else in fp32, dbias in fp32. The first backward hands these very tensors on, so that dweight
+  never exists twice; a second one (``retain_graph``) makes them again. x is saved for that.
 - Per-token results (reduction "none", or ``return_log_probs``) have an upstream gradient per token, so the backward
   makes the logits again: four products. Saved: x, weight, lse.
 
-The factors of the tokens' losses lose their common power of two before the logits' gradient is rounded to the dtype of
-x, and it comes back at the end: exact, and neither fp16 nor a mean over many tokens runs out of range.
+In fp16 the factors of the tokens' losses lose their common power of two before the logits' gradient is rounded, and it
+comes back at the end: exact, and a mean over many tokens does not run out of range.
 
-dweight is summed over the chunks in fp32. Nothing waits for the device. Frozen inputs and ``no_grad`` cost no product.
+dweight is summed over the chunks in fp32, but for bf16 weights and few chunks: then the sum is rounded to bf16 after
+each, which costs less accuracy than the rounding of the logits does, and half the memory and traffic. Nothing waits for
+the device. Frozen inputs and ``no_grad`` cost no product.
 
 Source: https://arxiv.org/abs/2410.10989 (Liger Kernel), https://arxiv.org/abs/2411.09009 (Cut Your Losses).
 """
@@ -33,14 +36,20 @@ from .cross_entropy import (
 )
 from .dispatch import LIBRARY, check, check_floating
 
-DEFAULT_WORKSPACE_MIB = 512
+WORKSPACE_MIB = 512
 """4 chunks for 8192 tokens at V = 128,256 in bf16: large enough that reading and writing dweight per chunk is small."""
 
 ROW_MULTIPLE = 128
 
+COLUMN_MULTIPLE = 64
+"""Rows of the logits buffer start aligned: with V = 100,278 or 49,155 cuBLAS takes three times as long otherwise."""
+
+BF16_CHUNKS = 8
+"""Up to so many chunks a bf16 dweight is summed in bf16."""
+
 BLOCK_MIB = 256
-"""Size of the blocks in which dweight is summed in fp32. Each is cast and freed by itself, so that the bf16 copy never
-stands beside the whole sum (1 GiB less at V = 128,256 and C = 4096), and the products stay large."""
+"""Otherwise it is summed in fp32 in blocks of about this size. Each is cast and freed by itself, so that the bf16 copy
+never stands beside the whole sum (1 GiB less at V = 128,256 and C = 4096), and the products stay large."""
 
 
 def linear_cross_entropy_reference(
@@ -50,43 +59,52 @@ def linear_cross_entropy_reference(
     return cross_entropy_reference(F.linear(x, weight, bias), target, **options)  # type: ignore[arg-type]
 
 
-def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int) -> int:
-    """Rows per chunk: as many as the budget holds, evened out over the chunks, in multiples that matmuls like."""
-    limit = max(workspace_mib * 2**20 // (V * itemsize) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
+    """Rows per chunk: as many as the budget holds, evened out over the chunks, in multiples that matmuls like.
+
+    The budget None is 512 MiB, or as much as ``BF16_CHUNKS`` chunks need.
+    """
+    limit = max((workspace_mib or WORKSPACE_MIB) * 2**20 // (V * itemsize) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
     chunks = max(-(-N // limit), 1)
-    even = -(-N // chunks)
-    return min(max(-(-even // ROW_MULTIPLE), 1) * ROW_MULTIPLE, limit)
+    if workspace_mib is None:
+        chunks = min(chunks, BF16_CHUNKS)
+    return max(-(-N // (chunks * ROW_MULTIPLE)), 1) * ROW_MULTIPLE
 
 
-def _without_exponent(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """``factors`` as numbers of magnitude up to 1 and the power of two that they share."""
-    if factors.numel() == 0:
-        return factors, factors.new_ones(())
+def _without_exponent(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """For fp16, ``factors`` as numbers of magnitude up to 1 and the power of two that they share; else the power 1."""
+    one = factors.new_ones(())
+    if dtype != torch.float16 or factors.numel() == 0:
+        return factors, one
     exponent = torch.frexp(factors.abs().amax()).exponent
-    return torch.ldexp(factors, -exponent), torch.ldexp(factors.new_ones(()), exponent)
+    return torch.ldexp(factors, -exponent), torch.ldexp(one, exponent)
 
 
-def _accumulate(sums: list[Tensor], gradient: Tensor, x: Tensor) -> None:
-    """Add ``gradientᵀ @ x`` to the blocks of rows in ``sums``, in their dtype."""
+def _accumulate(sums: list[Tensor], gradient: Tensor, x: Tensor, beta: int) -> None:
+    """``beta`` (0 or 1) times the blocks of rows in ``sums``, plus ``gradientᵀ @ x``, in their dtype."""
     for total, columns in zip(sums, gradient.split([len(block) for block in sums], 1), strict=True):
         if x.dtype == total.dtype:
-            total.addmm_(columns.t(), x)
+            total.addmm_(columns.t(), x, beta=beta)
         elif x.device.type == "cuda":
-            torch.addmm(total, columns.t(), x, out_dtype=total.dtype, out=total)
+            torch.addmm(total, columns.t(), x, beta=beta, out_dtype=total.dtype, out=total)
         else:
-            total.addmm_(columns.t().to(total.dtype), x.to(total.dtype))
+            total.addmm_(columns.t().to(total.dtype), x.to(total.dtype), beta=beta)
 
 
-def _block_rows(weight: Tensor) -> list[int]:
-    """Rows of the blocks in which dweight is summed: several only for bf16, which has the range of fp32."""
+def _new_sums(weight: Tensor, chunks: int) -> list[Tensor]:
+    """Room to sum dweight in: one tensor, or several of some rows each if the sum is rounded to bf16 in the end."""
     V, C = weight.shape
-    rows = min(max(BLOCK_MIB * 2**20 // (4 * C), 1), V) if weight.dtype == torch.bfloat16 else V
-    return [min(rows, V - start) for start in range(0, V, rows)]
+    if weight.dtype != torch.bfloat16:
+        return [weight.new_empty(V, C, dtype=torch.promote_types(weight.dtype, torch.float32))]
+    if chunks <= BF16_CHUNKS:
+        return [weight.new_empty(V, C)]
+    rows = max(BLOCK_MIB * 2**20 // (4 * C) // ROW_MULTIPLE, 1) * ROW_MULTIPLE  # products need aligned blocks
+    return [weight.new_empty(min(rows, V - start), C, dtype=torch.float32) for start in range(0, V, rows)]
 
 
 def _gathered(sums: list[Tensor], weight: Tensor) -> Tensor:
     """dweight of the blocks' sums: in bf16 if the weight is, else as summed. The list is emptied on the way."""
-    if weight.dtype != torch.bfloat16:
+    if len(sums) == 1 and (weight.dtype != torch.bfloat16 or sums[0].dtype == torch.bfloat16):
         return sums.pop()
     blocks = []
     while sums:  # each block's sum is freed before the next one is cast
@@ -110,12 +128,13 @@ def _walk_chunks(
     need: tuple[bool, bool, bool] = (False, False, False),
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """Statistics of every row (none if ``lse`` is given) and, as far as needed, dx, dweight and dbias."""
-    N, C = x.shape
-    V = weight.shape[0]
+    N, V = x.shape[0], weight.shape[0]
     wide = torch.promote_types(x.dtype, torch.float32)
-    logits = buffer = x.new_empty(min(rows, N), V)
+    logits = buffer = x.new_empty(min(rows, N), -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE)[:, :V]
     dx = torch.empty_like(x) if need[0] else x.new_empty(0)
-    sums = [torch.zeros(rows, C, dtype=wide, device=x.device) for rows in _block_rows(weight)] if need[1] else []
+    sums = _new_sums(weight, -(-N // rows)) if need[1] else []
+    if N == 0:
+        sums = [torch.zeros_like(total) for total in sums]
     dbias = torch.zeros(V, dtype=wide, device=x.device) if need[2] else x.new_empty(0)
     pieces = []
     for start in range(0, N, rows):
@@ -141,7 +160,7 @@ def _walk_chunks(
         if need[0]:
             torch.mm(logits, weight, out=dx[part])
         if need[1]:
-            _accumulate(sums, logits, x[part])
+            _accumulate(sums, logits, x[part], beta=int(start > 0))
         if need[2]:
             dbias += logits.sum(0, dtype=wide)
     del logits, buffer
@@ -185,7 +204,7 @@ def _scale_cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.library.impl(LIBRARY, "linear_cross_entropy", "CompositeExplicitAutograd")
 def _loss(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
     *options, rows, predict, need_dx, need_dw, need_db = rest
-    a, scale = _without_exponent(factors)
+    a, scale = _without_exponent(factors, x.dtype)
     statistics, dx, dweight, dbias = _walk_chunks(
         x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
         predict=predict, a=a, need=(need_dx, need_dw, need_db),
@@ -242,6 +261,34 @@ torch.library.register_autograd(
 )
 
 
+class _HandOver(torch.autograd.Function):
+    """The op of a scalar loss, outside of compiled graphs: its backward scales the gradients in place and lets go."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        loss, z_loss, predicted, *made, scale = torch.ops.liger_models.linear_cross_entropy(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(z_loss, predicted)
+        ctx.save_for_backward(*inputs[:6], scale)
+        ctx.made, ctx.rest = made, inputs[6:]
+        return loss, z_loss, predicted
+
+    @staticmethod
+    def backward(ctx, upstream, *_):
+        gradients = [None] * 16
+        if upstream is None:
+            return tuple(gradients)
+        *inputs, scale = ctx.saved_tensors
+        made, ctx.made = ctx.made, None
+        if made is None:
+            made = torch.ops.liger_models.linear_cross_entropy(*inputs, *ctx.rest)[3:6]
+        factor = upstream * scale
+        for index, gradient in zip((0, 1, 3), made, strict=True):
+            if ctx.needs_input_grad[index]:
+                gradients[index] = gradient.mul_(factor).to(inputs[index].dtype)
+        return tuple(gradients)
+
+
 @torch.library.impl(LIBRARY, "linear_cross_entropy_tokens", "CompositeExplicitAutograd")
 def _tokens(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, ...]:
     *options, rows, predict = rest
@@ -261,7 +308,7 @@ def _tokens_fake(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, 
 def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, Tensor, Tensor]:
     *options, rows, need_dx, need_dw, need_db = rest
     a = lse.new_zeros(len(lse)) if a is None else a
-    factors, scale = _without_exponent(torch.cat([a, a.new_empty(0) if c is None else c]))
+    factors, scale = _without_exponent(torch.cat([a, a.new_empty(0) if c is None else c]), x.dtype)
     a, c = factors[: len(a)], None if c is None else factors[len(a) :]
     _, dx, dweight, dbias = _walk_chunks(
         x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
@@ -322,7 +369,7 @@ def linear_cross_entropy(
     return_z_loss: bool = False,
     return_log_probs: bool = False,
     return_token_accuracy: bool = False,
-    workspace_mib: int = DEFAULT_WORKSPACE_MIB,
+    workspace_mib: int | None = None,
 ) -> CrossEntropyOutput:
     """`cross_entropy` of ``x @ weightᵀ + bias`` against ``target``; the logits exist one chunk at a time.
 
@@ -331,7 +378,8 @@ def linear_cross_entropy(
         weight: [V, C], in the dtype of x.
         target: [...], int64 in [0, V) or ``ignore_index``.
         bias: [V], in the dtype of x.
-        workspace_mib: budget in MiB of the buffer for logits; at least 128 rows are taken at a time.
+        workspace_mib: budget in MiB of the buffer for logits; at least 128 rows are taken at a time. None takes 512
+            MiB, or more for so many tokens that there would be over 8 chunks.
         Others: as in `cross_entropy`. ``return_log_probs`` and reduction "none" are differentiable per token and make
             the logits again in the backward.
 
@@ -348,7 +396,7 @@ def linear_cross_entropy(
         weight.dim() == 2 and x.dim() > 0 and weight.shape[1] == x.shape[-1],
         f"{op}: weight must be [V, C] with C the last dimension of x, got {list(weight.shape)} for x {list(x.shape)}.",
     )
-    check(workspace_mib > 0, f"{op}: workspace_mib must be positive, got {workspace_mib}.")
+    check(workspace_mib is None or workspace_mib > 0, f"{op}: workspace_mib must be positive, got {workspace_mib}.")
     V = weight.shape[0]
     check(
         bias is None or bias.shape == (V,), f"{op}: bias must have shape [{V}], got {bias is not None and bias.shape}."
@@ -381,7 +429,9 @@ def linear_cross_entropy(
         log_probs = log_probs.view(target.shape)
     else:
         training = torch.is_grad_enabled()
-        loss, z_part, predicted, *_ = torch.ops.liger_models.linear_cross_entropy(
+        compiling = torch.compiler.is_compiling()
+        run = torch.ops.liger_models.linear_cross_entropy if compiling else _HandOver.apply
+        loss, z_part, predicted, *_ = run(
             flat, weight, y, bias, class_weight, factors, *options, return_token_accuracy,
             training and x.requires_grad, training and weight.requires_grad,
             training and bias is not None and bias.requires_grad,

@@ -17,7 +17,7 @@ from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_referen
 from liger_models.kernels.rope import rope_qkv, rope_qkv_reference
 
 from .norm import LigerRMSNorm, add_norm, add_norm_linear
-from .sequence import RECOMPILE_LIMIT, Sequence
+from .sequence import Sequence
 
 CAUSAL_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,  # H200, head dim 128, S 8192: ahead of flash by about a quarter
@@ -27,6 +27,10 @@ CAUSAL_BACKENDS = [
 ]
 MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Never cuDNN with a mask: its gradient of q has been NaN for some lengths (pytorch#196678)."""
+
+RECOMPILE_LIMIT = 256
+"""Each dtype, head size and batch shape compiles flex_attention once; from PyTorch's own limit of 8 on it would run
+unfused, with all scores in memory."""
 
 
 @functools.cache

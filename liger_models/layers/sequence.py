@@ -1,18 +1,16 @@
 """What every layer needs to know about the tokens at hand, computed once per forward and handed down."""
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from liger_models.kernels.dispatch import ACCELERATORS, check
 
-RECOMPILE_LIMIT = 256
-"""Each dtype, head size, window and batch shape compiles flex_attention and its mask once; from PyTorch's own limit of
-8 on they would run unfused, with all scores in memory."""
+BLOCK = 128
+"""Tokens per block of flex_attention's masks."""
 
 
 class DecodeCache:
@@ -201,23 +199,51 @@ def _mask(
     return Mask(dense=dense)
 
 
-@functools.cache
-def _compiled_create_block_mask() -> Callable[..., BlockMask]:
-    return torch.compile(create_block_mask)
-
-
 def _block_mask(
     documents: Tensor | None, past: int, window: int | None, B: int, T: int, device: torch.device
 ) -> BlockMask:
-    def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = q + past >= k
-        if window is not None:
-            seen = seen & (q + past - k < window)
-        return seen if documents is None else seen & (documents[b, q + past] == documents[b, k])
+    """Which blocks of tokens see each other, from the first and last token and document of each, not from all pairs.
 
-    batch = None if documents is None else B
-    if torch.compiler.is_compiling():
-        return create_block_mask(visible, batch, None, T, past + T, device=device.type)
-    # Uncompiled it would build the T x S mask first; each window and length may compile once.
-    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-        return _compiled_create_block_mask()(visible, batch, None, T, past + T, device=device.type)
+    The window and the cached length are tensors, so that flex_attention is compiled once for all of them.
+    """
+    S = past + T
+    reach = torch.full((), S if window is None else window, device=device)
+    start = torch.full((), past, device=device)
+
+    def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = (q + start >= k) & (q + start - k < reach)
+        return seen if documents is None else seen & (documents[b, q + start] == documents[b, k])
+
+    query, query_end = _block_bounds(past, S, device)
+    key, key_end = _block_bounds(0, S, device)
+    nearest, furthest = query[:, None] - (key_end - 1), query_end[:, None] - 1 - key  # distances between two blocks
+    some = (furthest >= 0) & (nearest < reach)
+    every = (nearest >= 0) & (furthest < reach) & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
+    if documents is not None:
+        q_low, q_high = (x[:, :, None] for x in _block_range(documents[:, past:]))
+        k_low, k_high = (x[:, None, :] for x in _block_range(documents))
+        some = some & (q_low <= k_high) & (k_low <= q_high)
+        every = every & (q_low == k_high) & (k_low == q_high) & (q_low == q_high)
+    if documents is None:
+        some, every = some[None], every[None]
+    partial, full = _ordered(some & ~every), _ordered(some & every)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(T, S))
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of [B, queries, keys] bool the number of keys of each query, and all keys, those first: with a head dimension."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int()[:, None], order.int()[:, None]
+
+
+def _block_bounds(start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of blocks of tokens from ``start`` to ``end``: the first token of each, and the one after its last."""
+    first = torch.arange(start, end, BLOCK, device=device)
+    return first, (first + BLOCK).clamp(max=end)
+
+
+def _block_range(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and greatest of each block of [B, T] integers: [B, blocks] both."""
+    last = numbers[:, -1:].expand(-1, -numbers.shape[1] % BLOCK)
+    blocks = torch.cat([numbers, last], 1).unflatten(1, (-1, BLOCK))
+    return blocks.amin(-1), blocks.amax(-1)

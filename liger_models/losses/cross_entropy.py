@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from liger_models.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_models.kernels.linear_cross_entropy import DEFAULT_WORKSPACE_MIB, linear_cross_entropy
+from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 
 
 class LigerCrossEntropyLoss(nn.Module):
@@ -64,7 +64,7 @@ class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
 
     Args:
         ce_weight: [V], class weights.
-        workspace_mib: budget in MiB of the buffer for logits.
+        workspace_mib: budget in MiB of the buffer for logits; None as in `linear_cross_entropy`.
         Others: as in `LigerCrossEntropyLoss`.
     """
 
@@ -78,7 +78,7 @@ class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
         softcap: float | None = None,
         return_z_loss: bool = False,
         return_token_accuracy: bool = False,
-        workspace_mib: int = DEFAULT_WORKSPACE_MIB,
+        workspace_mib: int | None = None,
     ) -> None:
         super().__init__(
             ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,

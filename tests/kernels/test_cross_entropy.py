@@ -5,6 +5,7 @@ from torch.nn import functional as F
 from liger_models.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.kernels.linear_cross_entropy import (
+    BF16_CHUNKS,
     chunk_rows,
     linear_cross_entropy,
     linear_cross_entropy_reference,
@@ -276,9 +277,13 @@ def test_weight_gradient_is_summed_in_fp32(backend, four_rows_a_chunk):
     )  # fmt: skip
 
 
-def test_weight_gradient_in_blocks(backend, four_rows_a_chunk, monkeypatch):
-    """bf16 weights sum theirs block by block; 37 rows end in a block of two."""
-    monkeypatch.setattr("liger_models.kernels.linear_cross_entropy._block_rows", lambda w: [5] * 7 + [2])
+@pytest.mark.parametrize("in_bf16", [True, False])
+def test_weight_gradient_of_bf16(backend, four_rows_a_chunk, monkeypatch, in_bf16):
+    """Summed in bf16, or in fp32 block by block; 37 rows end in a block of two."""
+    module = "liger_models.kernels.linear_cross_entropy"
+    monkeypatch.setattr(f"{module}.BF16_CHUNKS", 4 if in_bf16 else 3)
+    monkeypatch.setattr(f"{module}.ROW_MULTIPLE", 5)
+    monkeypatch.setattr(f"{module}.BLOCK_MIB", 0)
     for reduction in ("mean", "none"):
         (x, w), _ = linear_inputs(backend, torch.bfloat16)
         target = targets(backend)
@@ -346,6 +351,9 @@ def test_gradcheck_in_fp64():
 
 
 def test_chunk_rows():
+    assert chunk_rows(8192, 128256, 2, None) == 2048
+    assert chunk_rows(65536, 128256, 2, None) == 8192  # 8 chunks
+    assert chunk_rows(65536, 128256, 2, 512) == 2048
     assert chunk_rows(8192, 128256, 2, 512) == 2048
     assert chunk_rows(8192, 256000, 2, 512) == 1024
     assert chunk_rows(1, 128256, 2, 512) == 128
@@ -363,16 +371,46 @@ def test_memory_stays_within_the_workspace():
     w = torch.randn(V, C, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, V, (N,), device="cuda")
     torch.cuda.synchronize()
-    for budget in (128, 512):
+    for budget in (128, 384, 512):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         loss = linear_cross_entropy(x, w, target, workspace_mib=budget).loss
-        held = x.numel() * 2 + w.numel() * 4
+        chunks = -(-N // chunk_rows(N, V, 2, budget))
+        held = x.numel() * 2 + w.numel() * (2 if chunks <= BF16_CHUNKS else 4)
         assert torch.cuda.max_memory_allocated() - before <= held + (budget + 40) * 2**20
         loss.backward()
         assert torch.cuda.max_memory_allocated() - before <= held + (budget + 40) * 2**20
         x.grad = w.grad = None
         del loss
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("V", "N"), [(128256, 8192), (256000, 8192), (128256, 16384)])
+def test_weight_gradient_is_as_good_as_without_chunks(V, N):
+    """Against fp64: at most 1.5 times the error of plain bf16 matmuls, and twice among the rows of words of a kind."""
+    C = 512
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(N, C, device="cuda", dtype=torch.bfloat16, generator=generator)
+    w = (torch.randn(V, C, device="cuda", generator=generator) * C**-0.5).bfloat16().requires_grad_()
+    target = torch.randint(0, V, (N,), device="cuda", generator=generator)
+    target[: N // 4] = target[0]  # a word that is in every chunk
+    (ours,) = torch.autograd.grad(linear_cross_entropy(x, w, target).loss, w)
+    (plain,) = torch.autograd.grad(F.cross_entropy((x @ w.T).float(), target), w)
+    truth = torch.zeros(V, C, device="cuda", dtype=torch.float64)
+    wide = w.detach().double()
+    for rows, labels in zip(x.double().split(512), target.split(512), strict=True):
+        dlogits = (rows @ wide.T).softmax(-1)
+        dlogits[torch.arange(len(labels), device="cuda"), labels] -= 1
+        truth.addmm_(dlogits.T, rows)
+    truth /= N
+    errors = {}
+    for name, found in (("ours", ours), ("plain", plain)):
+        difference = (found - truth).norm(dim=1)
+        targets = torch.zeros(V, dtype=torch.bool, device="cuda").index_fill(0, target, True)
+        parts = {"all": slice(None), "targets": targets, "others": ~targets, "frequent": target[:1]}
+        errors[name] = {k: (difference[part].norm() / truth[part].norm()).item() for k, part in parts.items()}
+    for part, error in errors["plain"].items():
+        assert errors["ours"][part] <= (1.5 if part == "all" else 2.0) * error, errors
 
 
 @pytest.mark.gpu

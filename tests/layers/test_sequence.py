@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import DecodeCache, Sequence
+from liger_models.layers.sequence import BLOCK, DecodeCache, Sequence, _block_mask
 
 CPU = torch.device("cpu")
 
@@ -69,3 +69,41 @@ def test_cache():
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         build(1, 3, **options)
+
+
+@pytest.mark.parametrize("past", [0, 5, 128])
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 300])
+@pytest.mark.parametrize("kind", ["causal", "packed", "padded"])
+def test_block_mask_says_what_the_dense_mask_says(kind, window, past):
+    """A block that is left out hides all its pairs, a full one none, and in the others mask_mod decides."""
+    B, T, generator = 2, 517, torch.Generator().manual_seed(0)
+    S = past + T
+    documents = {
+        "causal": None,
+        "packed": torch.randint(0, 90, (B, S), generator=generator).eq(0).cumsum(1),
+        "padded": (torch.arange(S) >= torch.tensor([[0], [200]])).long(),
+    }[kind]
+    mask = _block_mask(documents, past, window, B, T, CPU)
+    q, k = torch.arange(T)[:, None], torch.arange(S)
+    dense = (q + past >= k) & (q + past - k < (window or S))
+    if documents is not None:
+        dense = dense & (documents[:, past:, None] == documents[:, None, :])
+    batch = torch.arange(mask.shape[0])[:, None, None]
+    assert torch.equal(mask.mask_mod(batch, torch.tensor(0), q, k).expand(dense.shape), dense)
+
+    queries, keys = -(-T // BLOCK), -(-S // BLOCK)
+    listed = torch.zeros(2, mask.shape[0], queries, keys, dtype=torch.int64)
+    for kind_of, (count, index) in enumerate(
+        ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
+    ):
+        among = torch.arange(keys) < count[:, 0, :, None]
+        listed[kind_of].scatter_(2, index[:, 0].long(), among.long())
+    assert listed.sum(0).max() == 1
+    partial, full = (x.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, :T, :S].bool() for x in listed)
+    assert dense.expand(partial.shape)[full].all()
+    assert not dense.expand(partial.shape)[~full & ~partial].any()
+    if kind != "padded":  # nothing is listed in vain
+        blocks = torch.nn.functional.pad(dense.view(-1, T, S), (0, keys * BLOCK - S, 0, queries * BLOCK - T))
+        blocks = blocks.view(-1, queries, BLOCK, keys, BLOCK)
+        assert torch.equal(listed.sum(0).bool(), blocks.any(4).any(2))
+        assert torch.equal(listed[1].bool(), blocks.all(4).all(2))
