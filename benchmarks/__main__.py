@@ -7,11 +7,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import train
 
 RESULTS = Path(__file__).parent / "results"
+ERRORS_AT_ONCE = 3
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel")
 
 
@@ -33,27 +36,61 @@ def commit() -> str:
     return run.stdout.strip()
 
 
-def measure(benchmark: str, mode: str, model: str, batch: str, steps: int) -> dict:
-    """One mode in a process of its own; the result is the last line that it prints."""
-    row = {
-        "benchmark": benchmark, "model": model, "batch": batch, "mode": mode,
-        "date": datetime.date.today().isoformat(), "commit": commit(), "versions": versions(),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "benchmarks.train", mode, model, batch, str(steps)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    lines = run.stdout.strip().splitlines()
-    if run.returncode or not lines:
-        row["error"] = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
-    else:
-        row |= json.loads(lines[-1])
-    print(json.dumps(row), flush=True)
-    return row
+class Measurement:
+    """One mode in a process of its own, which is started at once and touches the GPU when it is told to.
+
+    Its caches of compiled kernels are its own and empty, so that ``first_step_s`` is that of a first use.
+    """
+
+    def __init__(self, benchmark: str, mode: str, model: str, batch: str, steps: int) -> None:
+        self.row = {
+            "benchmark": benchmark, "model": model, "batch": batch, "mode": mode,
+            "date": datetime.date.today().isoformat(), "commit": commit(), "versions": versions(),
+        }  # fmt: skip
+        self.folder = tempfile.TemporaryDirectory()
+        caches = {name: f"{self.folder.name}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.train", mode, model, batch, str(steps)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | caches,
+        )  # fmt: skip
+
+    def finish(self) -> dict:
+        """Let it run; the result is the last line that it prints."""
+        out, err = self.process.communicate("go\n")
+        self.folder.cleanup()
+        if self.process.returncode:
+            last = err.strip().splitlines() or [f"exit status {self.process.returncode}"]
+            self.row["error"] = last[-1]
+        else:
+            self.row |= json.loads(out.strip().splitlines()[-1])
+        print(f"{self.row['model']} {self.row['mode']}", file=sys.stderr, flush=True)
+        return self.row
 
 
-def append(file: Path, rows: list[dict]) -> None:
+def measure_all(planned: list[tuple], file: Path) -> list[dict]:
+    """The timed ones one after the other, each started while the one before it runs; then the errors, some at once.
+
+    Every row is appended to ``file`` as soon as it is there.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as out:
-        out.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def finish(measurement: Measurement) -> dict:
+        row = measurement.finish()
+        with file.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+        return row
+
+    timed = [arguments for arguments in planned if arguments[1] != "error"]
+    rows, waiting = [], [Measurement(*arguments) for arguments in timed[:1]]
+    for following in [*timed[1:], None]:
+        if following is not None:
+            waiting.append(Measurement(*following))
+        if waiting:
+            rows.append(finish(waiting.pop(0)))
+    errors = [arguments for arguments in planned if arguments[1] == "error"]
+    with ThreadPoolExecutor(ERRORS_AT_ONCE) as pool:
+        return rows + list(pool.map(lambda arguments: finish(Measurement(*arguments)), errors))
 
 
 def train_table(rows: list[dict]) -> str:
@@ -74,8 +111,8 @@ def family_table(rows: list[dict]) -> str:
     """One row per family; ratios to the faster and to the smaller of the two peers."""
     lines = [
         "| family | HF ms | HF + Liger ms | ours ms | speed ratio | HF GiB | HF + Liger GiB | ours GiB | memory ratio "
-        "| logits error, HF / ours | gradients error, HF / ours |",
-        "| --- " * 11 + "|",
+        "| first step s, HF / HF + Liger / ours | logits error, HF / ours | gradients error, HF / ours |",
+        "| --- " * 12 + "|",
     ]
     for family in dict.fromkeys(row["model"] for row in rows):
         by_mode = {row["mode"]: row for row in rows if row["model"] == family}
@@ -97,9 +134,10 @@ def family_table(rows: list[dict]) -> str:
 
         times = " | ".join(show(mode, "step_ms") for mode in ("hf", "hf+liger", "ours"))
         sizes = " | ".join(show(mode, "peak_gib") for mode in ("hf", "hf+liger", "ours"))
+        first = " / ".join(show(mode, "first_step_s") for mode in ("hf", "hf+liger", "ours"))
         lines.append(
             f"| {family} | {times} | {ratio('step_ms', True)} | {sizes} | {ratio('peak_gib', False)} "
-            f"| {pair('logits')} | {pair('gradients')} |"
+            f"| {first} | {pair('logits')} | {pair('gradients')} |"
         )
     return "\n".join(lines)
 
@@ -123,12 +161,9 @@ def main() -> None:
         models, file = [options.model], f"train-{options.model}-{options.batch}.jsonl"
     else:
         models, file = options.families.split(","), f"families-{options.batch}.jsonl"
-    rows = [
-        measure(options.command, mode, model, options.batch, options.steps)
-        for model in models
-        for mode in options.modes.split(",")
-    ]
-    append(options.out / file, rows)
+    modes = options.modes.split(",")
+    planned = [(options.command, mode, model, options.batch, options.steps) for model in models for mode in modes]
+    rows = measure_all(planned, options.out / file)
     print(train_table(rows) if options.command == "train" else family_table(rows))
 
 

@@ -6,14 +6,20 @@ of a layer in one tensor, their weights differ from ours, of the same distributi
 
 Mode ``error`` measures instead how far the bf16 logits and gradients of transformers and of this package are from
 transformers' in fp32.
+
+The process imports what it needs, then waits for a line on its standard input before it touches the GPU, so that it can
+be started while another is measured. ``first_step_s`` is the time from the start of the process to the end of the first
+step, without that wait.
 """
 
 import gc
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
+import time
 import zlib
 from pathlib import Path
 
@@ -39,6 +45,7 @@ FAMILIES = {
     "granite": ("granite/granite-3.1-2b-instruct.json", 4),
     "olmo2": ("olmo2/OLMo-2-1124-7B.json", 4),
     "olmo3": ("olmo3/Olmo-3-7B.json", 6),
+    "glm": ("glm/glm-4-9b-chat-hf.json", 4),
     "glm4": ("glm4/GLM-4-9B-0414.json", 4),
     "smollm3": ("smollm3/SmolLM3-3B.json", 4),
 }
@@ -115,7 +122,8 @@ def flops_per_token(config: dict, T: int) -> float:
     return 6.0 * (products + attention)
 
 
-def run(mode: str, name: str, batch: str, steps: int) -> dict:
+def run(mode: str, name: str, batch: str, steps: int, imported_s: float) -> dict:
+    begun = time.monotonic()
     config = read(name)
     B, T = map(int, batch.split("x"))
     family, *extras = mode.split("+")
@@ -137,7 +145,9 @@ def run(mode: str, name: str, batch: str, steps: int) -> dict:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    losses = [step().item() for _ in range(KEPT_LOSSES)]
+    losses = [step().item()]
+    first_step_s = imported_s + time.monotonic() - begun
+    losses += [step().item() for _ in range(KEPT_LOSSES - 1)]
     torch.cuda.reset_peak_memory_stats()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     marks[0].record()
@@ -155,6 +165,7 @@ def run(mode: str, name: str, batch: str, steps: int) -> dict:
         "step_ms_range": [round(min(times), 2), round(max(times), 2)],
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "mfu": round(rate * flops_per_token(config, T) / PEAK_FLOPS, 4),
+        "first_step_s": round(first_step_s, 1),
         "losses": losses,
     }
 
@@ -204,6 +215,24 @@ def errors(name: str) -> dict:
     return found
 
 
+def process_age_s() -> float:
+    """Seconds since this process was started, by its own clock and that of /proc."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def main(mode: str, name: str, batch: str, steps: str) -> None:
+    family, *extras = mode.split("+")
+    if family in ("hf", "error"):
+        from transformers import AutoModelForCausalLM  # noqa: F401
+    if family in ("ours", "error"):
+        import liger_models.convert.auto  # noqa: F401
+    if "liger" in extras:
+        import liger_kernel.transformers  # noqa: F401
+    imported_s = process_age_s()
+    sys.stdin.readline()
+    print(json.dumps(errors(name) if mode == "error" else run(mode, name, batch, int(steps), imported_s)))
+
+
 if __name__ == "__main__":
-    mode, name, batch, steps = sys.argv[1:]
-    print(json.dumps(errors(name) if mode == "error" else run(mode, name, batch, int(steps))))
+    main(*sys.argv[1:])
