@@ -1,11 +1,11 @@
 """Checkpoints: Hugging Face's config.json and safetensors, in and out.
 
 Each architecture has one file here, named as in ``arch/``, that says where its weights stand in a checkpoint:
-``weight_map(config)`` and the Hugging Face class name ``HF_CLASS``; where released config.json files have keys that
-change nothing, ``IGNORED_KEYS``; and where config.json does not spell the settings as the config class does, two
-functions from dict to dict: ``from_json``, which gives a config.json's settings the names and shape that
-``config_map.read_config`` reads, and ``to_json``, which turns the keys that ``config_map.write_config`` writes into
-those that transformers reads.
+``weight_map(config)`` and the Hugging Face class name ``HF_CLASS``; where checkpoints have other layouts as well, which
+are read and never written, ``other_maps(config)``; where released config.json files have keys that change nothing,
+``IGNORED_KEYS``; and where config.json does not spell the settings as the config class does, two functions from dict to
+dict: ``from_json``, which gives a config.json's settings the names and shape that ``config_map.read_config`` reads, and
+``to_json``, which turns the keys that ``config_map.write_config`` writes into those that transformers reads.
 """
 
 import importlib
@@ -40,6 +40,11 @@ def _family(model_type: str) -> ModuleType:
 def get_map(model_type: str) -> "Callable[[Any], WeightMap]":
     """The function config -> ``WeightMap`` of an architecture."""
     return cast("Callable[[Any], WeightMap]", _family(model_type).weight_map)
+
+
+def get_other_maps(model_type: str) -> "Callable[[Any], list[WeightMap]]":
+    """The function config -> the ``WeightMap`` of each further layout that an architecture's checkpoints may have."""
+    return cast("Callable[[Any], list[WeightMap]]", getattr(_family(model_type), "other_maps", lambda config: []))
 
 
 def get_hf_class(model_type: str) -> str:

@@ -8,7 +8,7 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from liger_models.convert import get_map, model_type_of
+from liger_models.convert import get_map, get_other_maps, model_type_of
 from liger_models.convert.config_map import read_config, write_config
 from liger_models.convert.weight_map import Expression, WeightMap
 
@@ -101,10 +101,10 @@ def load_pretrained(
     model_type = model_type_of(model_class)
     check_model_type(model_class, hf_config)
     config = read_config(model_class.config_class, hf_config, strict=strict)
-    weights = get_map(model_type)(config)
     with torch.device("meta"):
         model = model_class(config, kernels=kernels)
     stored = read_headers(folder)
+    weights = pick_map([get_map(model_type)(config), *get_other_maps(model_type)(config)], stored)
     parameters = dict(model.named_parameters())
     check_tensors(str(folder), weights, parameters, stored)
 
@@ -229,6 +229,19 @@ def read_index(path: Path) -> dict[str, str]:
     return place
 
 
+def pick_map(maps: Sequence[WeightMap], stored: Collection[str]) -> WeightMap:
+    """The map of the layout that a checkpoint is in, or comes closest to, by the names of its tensors.
+
+    It is the one by which most parameters are there, each counted by the share of its tensors; the first of equals.
+    """
+
+    def found(weights: WeightMap) -> float:
+        parts = [expression.names() for expression in weights.entries.values()]
+        return sum(sum(name in stored for name in names) / len(names) for names in parts)
+
+    return max(maps, key=found)
+
+
 def check_tensors(
     where: str, weights: WeightMap, parameters: Mapping[str, Tensor], stored: Mapping[str, Stored]
 ) -> None:
@@ -274,12 +287,11 @@ def _read(
     with contextlib.ExitStack() as stack:
         # Opened anew for each parameter: the pages of a file that stays mapped count as this process' memory.
         files = {path: stack.enter_context(_open(path)) for path in {stored[name].file for name in names}}
-        tensors = {
-            # Packing several tensors copies them; a single one is copied here, so that no parameter maps the file.
-            name: files[stored[name].file].get_tensor(name).to(device, dtype, copy=len(names) == 1)
-            for name in names
-        }
-        return expression.pack(tensors).contiguous()
+        tensors = {name: files[stored[name].file].get_tensor(name) for name in names}
+        packed = expression.pack({name: tensor.to(device, dtype) for name, tensor in tensors.items()}).contiguous()
+        # What packing did not copy is copied here, so that no parameter maps the file.
+        mapped = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        return packed.clone() if packed.untyped_storage().data_ptr() in mapped else packed
 
 
 @contextlib.contextmanager

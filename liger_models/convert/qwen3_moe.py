@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from liger_models.arch.qwen3_moe import Qwen3MoeConfig
-from liger_models.convert.weight_map import WeightMap, decoder_map, expert_rows, gate_up_rows
+from liger_models.convert.weight_map import (
+    Expression,
+    WeightMap,
+    decoder_map,
+    expert_rows,
+    fused_expert_rows,
+    gate_up_rows,
+)
 
 HF_CLASS = "Qwen3MoeForCausalLM"
 IGNORED_KEYS = ("max_window_layers",)  # windows are of all layers or of none
@@ -17,11 +24,21 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def weight_map(config: Qwen3MoeConfig) -> WeightMap:
     """Qwen3-MoE's parameters over the tensors of a Hugging Face checkpoint."""
-    sparse, dense = "model.layers.{sparse}.mlp", "model.layers.{dense}.mlp"
-    expert = f"{sparse}.experts.{{x}}"
+    expert = "model.layers.{sparse}.mlp.experts.{x}"
     gate_up, down = expert_rows(
         f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight", f"{expert}.down_proj.weight", config.num_experts
     )
+    return _map(config, gate_up, down)
+
+
+def other_maps(config: Qwen3MoeConfig) -> list[WeightMap]:
+    """transformers 5 fuses a layer's experts."""
+    experts = "model.layers.{sparse}.mlp.experts"
+    return [_map(config, *fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj"))]
+
+
+def _map(config: Qwen3MoeConfig, gate_up: Expression, down: Expression) -> WeightMap:
+    sparse, dense = "model.layers.{sparse}.mlp", "model.layers.{dense}.mlp"
     layers = range(config.num_hidden_layers)
     return decoder_map(
         config,

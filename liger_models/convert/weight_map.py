@@ -292,6 +292,11 @@ def expert_rows(gate: str, up: str, down: str, experts: int) -> tuple[Expression
     return gate_up, Stack([down.replace("{x}", x) for x in numbers], dim=0)
 
 
+def fused_expert_rows(gate_up: str, down: str) -> tuple[Expression, Expression]:
+    """`expert_rows` of a checkpoint's fused experts: [X, 2F, C], all rows of the gate, then of up; [X, C, F]."""
+    return Rearrange("x (two f) c -> x (f two) c", gate_up, two=2), Name(down)
+
+
 def decoder_map(
     config: DecoderConfig,
     *,

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from liger_models.arch import get_arch
 from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
 from liger_models.layers.sequence import DecodeCache
 
-from .families import LIMIT, assert_same_gradients, error, every_case, hf_model, one_case_each, tokens
+from .families import LIMIT, assert_same_gradients, error, every_case, hf_model, load, one_case_each, tokens
 
 T = 40  # past the original length of every scaled variant
 
@@ -219,6 +220,24 @@ def test_export_reloads_in_transformers_bit_for_bit(pair, tmp_path):
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
     ids = tokens(arch, variant, 1, T)
     assert torch.equal(again(ids).logits, theirs(ids).logits)
+
+
+@every_case
+def test_what_transformers_holds_in_memory_is_read(pair, tmp_path):
+    """The names and shapes of its parameters, which it writes on demand, give the same model as the hub's."""
+    arch, variant, theirs, ours = pair
+    theirs.save_pretrained(tmp_path / "memory", save_original_format=False)
+    assert load_file(tmp_path / "memory" / "model.safetensors").keys() <= dict(theirs.named_parameters()).keys()
+    again = load(arch, tmp_path / "memory")
+    want = dict(ours.named_parameters())
+    assert {name for name, _ in again.named_parameters()} == want.keys()
+    assert all(torch.equal(parameter, want[name]) for name, parameter in again.named_parameters())
+    ids = tokens(arch, variant, 1, T)
+    assert error(again(ids).logits, theirs(ids).logits) <= LIMIT
+    ours.save_pretrained(tmp_path / "a")
+    again.save_pretrained(tmp_path / "b")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
 @one_case_each
