@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from liger_models.kernels.dispatch import check
 from liger_models.layers.sequence import DecodeCache
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from liger_models.layers.causal_lm import CausalLM
 
 Prompts = Tensor | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]
@@ -30,34 +32,15 @@ NOT_HERE = (
 """Keys of a generation_config.json that would change the tokens and that are not implemented: a warning names them."""
 
 
-def generate(
-    model: "CausalLM",
-    input_ids: Prompts,
-    *,
-    attention_mask: Tensor | None = None,
-    max_new_tokens: int,
-    do_sample: bool | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    repetition_penalty: float | None = None,
-    eos_token_id: int | Sequence[int] | None = None,
-    pad_token_id: int | None = None,
-    generator: torch.Generator | None = None,
-    use_cache: bool = True,
-) -> Tensor:
-    """Continue the prompts.
+class Options(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`.
 
-    The model runs in eval mode without gradients, and is left as it was. None stands for what the checkpoint says
-    (generation_config.json, then config.json), and for what is given here in brackets if it says nothing.
+    None, or none given, stands for what the checkpoint says (generation_config.json, then config.json), and for what is
+    given here in brackets if it says nothing.
 
-    Args:
-        model: a language model.
-        input_ids: [B, T] integers, rows of unequal length padded on the left; or a list of prompts, each a 1-D tensor
-            or a list of ids, which is padded here; or a single prompt.
+    Attributes:
         attention_mask: [B, T], nonzero for tokens, 0 for padding. Default: as in transformers, ``pad_token_id`` is
             padding wherever it stands, unless it is a stop token too. Not with a list.
-        max_new_tokens: stop after so many, at least 1.
         do_sample: draw tokens; False takes the likeliest. (False)
         temperature: divisor of the logits, positive. (1)
         top_k: draw from the k likeliest tokens and those as likely as the last of them; 0 for all. (0)
@@ -67,79 +50,68 @@ def generate(
         eos_token_id: token or tokens that end a row; ``[]`` for none. (none)
         pad_token_id: fills ended rows, and lists on the left. (the first stop token)
         generator: source of the draws, on the model's device; None for the global one.
-        use_cache: False runs the whole sequence anew for each token.
+        use_cache: False runs the whole sequence anew for each token. (True)
+    """
+
+    attention_mask: Tensor | None
+    do_sample: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    repetition_penalty: float | None
+    eos_token_id: int | Sequence[int] | None
+    pad_token_id: int | None
+    generator: torch.Generator | None
+    use_cache: bool
+
+
+def generate(model: "CausalLM", input_ids: Prompts, *, max_new_tokens: int, **options: "Unpack[Options]") -> Tensor:
+    """Continue the prompts.
+
+    The model runs in eval mode without gradients, and is left as it was.
+
+    Args:
+        model: a language model.
+        input_ids: [B, T] integers, rows of unequal length padded on the left; or a list of prompts, each a 1-D tensor
+            or a list of ids, which is padded here; or a single prompt.
+        max_new_tokens: stop after so many, at least 1.
+        options: see `Options`.
 
     Returns:
         [B, T + new] int64 on the model's device: the (padded) prompts and their continuations, up to the step in which
         the last row ended.
 
     Raises:
+        TypeError: an argument that `Options` does not have.
         ValueError: an argument out of its range, an empty prompt, a mask that does not fit or pads on the right.
     """
-    options = _resolve(
-        model,
-        max_new_tokens=max_new_tokens,
-        do_sample=do_sample,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        repetition_penalty=repetition_penalty,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        generator=generator,
-        use_cache=use_cache,
-    )
-    ids, mask = _batch(model, input_ids, attention_mask, options)
-    return torch.cat([ids, torch.stack(list(_steps(model, ids, mask, options)), 1)], 1)
+    settings = _resolve(model, max_new_tokens, options)
+    ids, mask = _batch(model, input_ids, options.get("attention_mask"), settings)
+    return torch.cat([ids, torch.stack(list(_steps(model, ids, mask, settings)), 1)], 1)
 
 
 def stream(
-    model: "CausalLM",
-    input_ids: Prompts,
-    *,
-    attention_mask: Tensor | None = None,
-    max_new_tokens: int,
-    do_sample: bool | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    repetition_penalty: float | None = None,
-    eos_token_id: int | Sequence[int] | None = None,
-    pad_token_id: int | None = None,
-    generator: torch.Generator | None = None,
-    use_cache: bool = True,
+    model: "CausalLM", input_ids: Prompts, *, max_new_tokens: int, **options: "Unpack[Options]"
 ) -> Iterator[Tensor]:
     """Continue the prompts step by step.
 
     Args:
-        model, input_ids, ...: as `generate`; they are checked at once, not with the first token.
+        model, input_ids, max_new_tokens, options: as `generate`; they are checked at once, not with the first token.
 
     Returns:
         Iterator over the new tokens, [B] int64 of each step. The model is in eval mode only while it computes one.
 
     Raises:
-        ValueError: as `generate`.
+        TypeError, ValueError: as `generate`.
     """
-    options = _resolve(
-        model,
-        max_new_tokens=max_new_tokens,
-        do_sample=do_sample,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        repetition_penalty=repetition_penalty,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        generator=generator,
-        use_cache=use_cache,
-    )
-    ids, mask = _batch(model, input_ids, attention_mask, options)
-    return _steps(model, ids, mask, options)
+    settings = _resolve(model, max_new_tokens, options)
+    ids, mask = _batch(model, input_ids, options.get("attention_mask"), settings)
+    return _steps(model, ids, mask, settings)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Options:
-    """Arguments of `generate` with nothing left open; ``pad_token_id`` is None where nothing ends and nothing pads."""
+class _Settings:
+    """`Options` with nothing left open; ``pad_token_id`` is None where nothing ends and nothing pads."""
 
     max_new_tokens: int
     do_sample: bool
@@ -152,73 +124,65 @@ class _Options:
     generator: torch.Generator | None
     use_cache: bool
 
+    def __post_init__(self) -> None:
+        check(self.max_new_tokens >= 1, f"generate: max_new_tokens must be at least 1, got {self.max_new_tokens}.")
+        check(
+            self.temperature > 0,
+            f"generate: temperature must be positive, got {self.temperature}. "
+            "For the likeliest tokens set do_sample=False.",
+        )
+        check(self.top_k >= 0, f"generate: top_k must be at least 1, got {self.top_k}. Set 0 to draw from all tokens.")
+        check(
+            0 < self.top_p <= 1, f"generate: top_p must be in (0, 1], got {self.top_p}. Set 1 to draw from all tokens."
+        )
+        check(
+            self.repetition_penalty > 0,
+            f"generate: repetition_penalty must be positive, got {self.repetition_penalty}. Set 1 for none.",
+        )
 
-def _resolve(
-    model: "CausalLM",
-    *,
-    max_new_tokens: int,
-    do_sample: bool | None,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    repetition_penalty: float | None,
-    eos_token_id: int | Sequence[int] | None,
-    pad_token_id: int | None,
-    generator: torch.Generator | None,
-    use_cache: bool,
-) -> _Options:
+
+def _resolve(model: "CausalLM", max_new_tokens: int, options: Options) -> _Settings:
     """Fill in what the checkpoint says, and check the ranges."""
+    unknown = options.keys() - Options.__annotations__.keys()
+    if unknown:
+        known = ", ".join(Options.__annotations__)
+        raise TypeError(f"generate: options must be among max_new_tokens, {known}, got {', '.join(sorted(unknown))}.")
     stored = _generation_config(model)
-    if do_sample is None:
-        do_sample = bool(stored.get("do_sample"))
-    idle = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    idle = {name: value for name, value in idle.items() if not do_sample and value not in (None, 0, 1)}
-    if not do_sample:
-        stored = {key: value for key, value in stored.items() if key not in ("temperature", "top_k", "top_p")}
-    temperature = _first(temperature, stored.get("temperature"), 1.0)
-    top_k = _first(top_k, stored.get("top_k"), 0)
-    top_p = _first(top_p, stored.get("top_p"), 1.0)
-    repetition_penalty = _first(repetition_penalty, stored.get("repetition_penalty"), 1.0)
-    check(max_new_tokens >= 1, f"generate: max_new_tokens must be at least 1, got {max_new_tokens}.")
-    check(
-        temperature > 0,
-        f"generate: temperature must be positive, got {temperature}. For the likeliest tokens set do_sample=False.",
-    )
-    check(top_k >= 0, f"generate: top_k must be at least 1, got {top_k}. Set 0 to draw from all tokens.")
-    check(0 < top_p <= 1, f"generate: top_p must be in (0, 1], got {top_p}. Set 1 to draw from all tokens.")
-    check(
-        repetition_penalty > 0,
-        f"generate: repetition_penalty must be positive, got {repetition_penalty}. Set 1 for none.",
-    )
-    if idle:
-        warnings.warn(f"generate: without do_sample=True nothing is drawn, {idle} has no effect.", stacklevel=3)
 
-    eos = _first(eos_token_id, stored.get("eos_token_id"), getattr(model.config, "eos_token_id", None), [])
-    eos = torch.as_tensor(eos).flatten().tolist()
-    vocab = model.config.vocab_size
+    def said(name: str, *otherwise: Any) -> Any:
+        return _first(options.get(name), stored.get(name), *otherwise)
+
+    do_sample = bool(said("do_sample", False))
+    if not do_sample:
+        drawing = ("temperature", "top_k", "top_p")
+        stored = {name: value for name, value in stored.items() if name not in drawing}
+        idle = {name: value for name, value in options.items() if name in drawing and value not in (None, 0, 1)}
+        if idle:
+            warnings.warn(f"generate: without do_sample=True nothing is drawn, {idle} has no effect.", stacklevel=3)
+    eos = torch.as_tensor(said("eos_token_id", getattr(model.config, "eos_token_id", None), [])).flatten().tolist()
+    vocab, pad, generator = model.config.vocab_size, options.get("pad_token_id"), options.get("generator")
     check(
-        pad_token_id is None or 0 <= pad_token_id < vocab,
-        f"generate: pad_token_id must be in [0, {vocab}), got {pad_token_id}. Leave it out to pad with the stop token.",
+        pad is None or 0 <= pad < vocab,
+        f"generate: pad_token_id must be in [0, {vocab}), got {pad}. Leave it out to pad with the stop token.",
     )
     # Some checkpoints say −1 for no padding token.
-    pads = [pad_token_id, stored.get("pad_token_id"), getattr(model.config, "pad_token_id", None), *eos]
-    pad = next((pad for pad in pads if pad is not None and 0 <= pad < vocab), None)
+    pads = [pad, stored.get("pad_token_id"), getattr(model.config, "pad_token_id", None), *eos]
     check(
         generator is None or generator.device.type == model.device.type,
         f"generate: generator must be on {model.device.type} like the model, "
         f"got {None if generator is None else generator.device}. Make it with torch.Generator({model.device.type!r}).",
     )
-    return _Options(
+    return _Settings(
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        repetition_penalty=repetition_penalty,
+        temperature=said("temperature", 1.0),
+        top_k=said("top_k", 0),
+        top_p=said("top_p", 1.0),
+        repetition_penalty=said("repetition_penalty", 1.0),
         eos_token_id=eos,
-        pad_token_id=pad,
+        pad_token_id=next((pad for pad in pads if pad is not None and 0 <= pad < vocab), None),
         generator=generator,
-        use_cache=use_cache,
+        use_cache=options.get("use_cache", True),
     )
 
 
@@ -241,7 +205,7 @@ def _first(*values: Any) -> Any:
 
 
 def _batch(
-    model: "CausalLM", prompts: Prompts, attention_mask: Tensor | None, options: _Options
+    model: "CausalLM", prompts: Prompts, attention_mask: Tensor | None, settings: _Settings
 ) -> tuple[Tensor, Tensor | None]:
     """``(ids, mask)``, each [B, T] int64 on the model's device; ``mask`` is None if nothing is padded."""
     where, vocab = model.device, model.config.vocab_size
@@ -250,7 +214,7 @@ def _batch(
         mask = attention_mask
     else:
         check(attention_mask is None, "generate: attention_mask goes with a tensor, got a list. It pads by itself.")
-        ids, mask = _pad(prompts, options.pad_token_id or 0)
+        ids, mask = _pad(prompts, settings.pad_token_id or 0)
     check(ids.dim() == 2, f"generate: input_ids must be [B, T], got {list(ids.shape)}.")
     check(ids.numel() > 0, f"generate: input_ids must hold at least one token per row, got {list(ids.shape)}.")
     check(
@@ -268,8 +232,8 @@ def _batch(
         f"generate: attention_mask must be {list(ids.shape)} like input_ids, "
         f"got {None if mask is None else list(mask.shape)}.",
     )
-    if mask is None and options.pad_token_id is not None and options.pad_token_id not in options.eos_token_id:
-        mask = ids != options.pad_token_id
+    if mask is None and settings.pad_token_id is not None and settings.pad_token_id not in settings.eos_token_id:
+        mask = ids != settings.pad_token_id
     if mask is None:
         return ids, None
     mask = (mask != 0).to(where, torch.int64)
@@ -299,7 +263,7 @@ def _pad(prompts: Sequence[Any], pad_token_id: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _steps(model: "CausalLM", prompts: Tensor, mask: Tensor | None, options: _Options) -> Iterator[Tensor]:
+def _steps(model: "CausalLM", prompts: Tensor, mask: Tensor | None, settings: _Settings) -> Iterator[Tensor]:
     """The new tokens of each step, [B] int64, until every row has ended.
 
     Args:
@@ -307,22 +271,22 @@ def _steps(model: "CausalLM", prompts: Tensor, mask: Tensor | None, options: _Op
         mask: [B, T] int64, 0 for padding; None: there is none.
     """
     B, T = prompts.shape
-    S = T + options.max_new_tokens
-    ids = nn.functional.pad(prompts, (0, options.max_new_tokens))  # [B, S], filled as tokens come
+    S = T + settings.max_new_tokens
+    ids = nn.functional.pad(prompts, (0, settings.max_new_tokens))  # [B, S], filled as tokens come
     positions = torch.arange(S, device=ids.device)[None]
     if mask is not None:
-        mask = nn.functional.pad(mask, (0, options.max_new_tokens), value=1)
+        mask = nn.functional.pad(mask, (0, settings.max_new_tokens), value=1)
         positions = (mask.cumsum(1) - 1).clamp_min(0)
     # Columns in which all frequencies switch (longrope): the keys cached before have the old ones.
     lengths = [getattr(rotary, "switch_length", None) for rotary in model.rotary.values()]
     switches = [int((positions.amax(0) < length).sum()) for length in lengths if length is not None]
     seen = None
-    if options.repetition_penalty != 1:
+    if settings.repetition_penalty != 1:
         tokens = prompts if mask is None else torch.where(mask[:, :T] != 0, prompts, prompts[:, -1:])
         seen = torch.zeros(B, model.config.vocab_size, dtype=torch.bool, device=ids.device).scatter_(1, tokens, True)
-    stops = torch.tensor(options.eos_token_id, dtype=torch.int64, device=ids.device)
+    stops = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=ids.device)
     ended = torch.zeros(B, dtype=torch.bool, device=ids.device)
-    cache = DecodeCache(S - 1) if options.use_cache else None  # nothing comes after the last token
+    cache = DecodeCache(S - 1) if settings.use_cache else None  # nothing comes after the last token
     modules = list(model.modules())
 
     for end in range(T, S):
@@ -337,9 +301,9 @@ def _steps(model: "CausalLM", prompts: Tensor, mask: Tensor | None, options: _Op
                 logits_to_keep=1,
                 cache=cache,
             ).logits
-        tokens = _choose(logits[:, -1].float(), seen, options)
+        tokens = _choose(logits[:, -1].float(), seen, settings)
         if len(stops):
-            tokens = tokens.masked_fill(ended, _first(options.pad_token_id, 0))
+            tokens = tokens.masked_fill(ended, _first(settings.pad_token_id, 0))
             ended |= torch.isin(tokens, stops)
         ids[:, end] = tokens
         if seen is not None:
@@ -362,18 +326,18 @@ def _evaluating(modules: list[nn.Module]) -> Iterator[None]:
             module.training = True
 
 
-def _choose(logits: Tensor, seen: Tensor | None, options: _Options) -> Tensor:
+def _choose(logits: Tensor, seen: Tensor | None, settings: _Settings) -> Tensor:
     """The next tokens [B], by logits [B, V] fp32 and tokens ``seen`` [B, V] bool."""
     if seen is not None:
-        logits = penalize_repetition(logits, seen, options.repetition_penalty)
-    if not options.do_sample:
+        logits = penalize_repetition(logits, seen, settings.repetition_penalty)
+    if not settings.do_sample:
         return logits.argmax(1)
-    logits = logits / options.temperature
-    if options.top_k:
-        logits = keep_top_k(logits, options.top_k)
-    if options.top_p < 1:
-        logits = keep_top_p(logits, options.top_p)
-    return torch.multinomial(logits.softmax(1), 1, generator=options.generator)[:, 0]
+    logits = logits / settings.temperature
+    if settings.top_k:
+        logits = keep_top_k(logits, settings.top_k)
+    if settings.top_p < 1:
+        logits = keep_top_p(logits, settings.top_p)
+    return torch.multinomial(logits.softmax(1), 1, generator=settings.generator)[:, 0]
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

@@ -2,7 +2,6 @@
 
 import json
 from functools import cache
-from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +18,7 @@ from transformers.generation.logits_process import (
 from liger_models import AutoLigerModel
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.generation import (
+    Options,
     _choose,
     _resolve,
     generate,
@@ -362,9 +362,7 @@ def test_a_generator_makes_the_draw_reproducible(ours):
 
 
 def resolved(model, **given):
-    names = [name for name, parameter in signature(generate).parameters.items() if parameter.default is None]
-    names.remove("attention_mask")
-    return _resolve(model, **{**dict.fromkeys(names), "max_new_tokens": 1, "use_cache": True, **given})
+    return _resolve(model, 1, given)
 
 
 def test_generation_config_gives_the_defaults(ours, monkeypatch):
@@ -554,6 +552,21 @@ IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 def test_bad_arguments(ours, arguments, message):
     with pytest.raises(ValueError, match=message):
         generate(ours, **{"input_ids": IDS, "max_new_tokens": 2, **arguments})
+
+
+def test_unknown_options(ours):
+    for method in (ours.generate, ours.stream):
+        with pytest.raises(
+            TypeError, match=r"options must be among max_new_tokens, attention_mask.*, got max_length\."
+        ):
+            method(PROMPTS, max_new_tokens=1, max_length=3)
+        with pytest.raises(TypeError, match="max_new_tokens"):
+            method(PROMPTS)
+
+
+def test_none_leaves_an_option_to_the_checkpoint(ours):
+    names = Options.__annotations__.keys() - {"use_cache"}
+    assert resolved(ours, **dict.fromkeys(names)) == resolved(ours)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]"])

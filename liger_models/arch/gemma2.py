@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig, check_layer_types, check_values
+from liger_models.layers.config import DecoderConfig, check_layer_types, check_values, is_sliding
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.head import LigerLMHead
 from liger_models.layers.mlp import GatedMLP
@@ -60,8 +60,7 @@ class Gemma2Config(DecoderConfig):
 
     def window(self, layer: int) -> int | None:
         """Number of tokens that a layer sees, None for all."""
-        sliding = layer % 2 == 0 if self.layer_types is None else self.layer_types[layer] == "sliding_attention"
-        return self.sliding_window if sliding else None
+        return self.sliding_window if is_sliding(layer, self.layer_types, default=layer % 2 == 0) else None
 
 
 class Gemma2Block(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig, check_layer_types
+from liger_models.layers.config import DecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
@@ -40,8 +40,7 @@ class MinistralConfig(DecoderConfig):
 
     def window(self, layer: int) -> int | None:
         """Number of tokens that a layer sees, None for all."""
-        full = self.layer_types is not None and self.layer_types[layer] == "full_attention"
-        return None if full else self.sliding_window
+        return self.sliding_window if is_sliding(layer, self.layer_types, default=True) else None
 
 
 class MinistralBlock(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig, check_layer_types
+from liger_models.layers.config import DecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
@@ -47,11 +47,8 @@ class Qwen3Config(DecoderConfig):
 
     def window(self, layer: int) -> int | None:
         """Number of tokens that a layer sees, None for all."""
-        if not self.use_sliding_window:
-            return None
-        if self.layer_types is not None:
-            return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
-        return self.sliding_window if layer >= self.max_window_layers else None
+        sliding = is_sliding(layer, self.layer_types, default=layer >= self.max_window_layers)
+        return self.sliding_window if self.use_sliding_window and sliding else None
 
 
 class Qwen3Block(nn.Module):

@@ -17,7 +17,7 @@ from liger_models.kernels.dispatch import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig, check_layer_types
+from liger_models.layers.config import DecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
@@ -67,11 +67,8 @@ class SmolLM3Config(DecoderConfig):
 
     def window(self, layer: int) -> int | None:
         """Number of tokens that a layer sees, None for all."""
-        if not self.use_sliding_window:
-            return None
-        if self.layer_types is not None:
-            return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
-        return None if self.rotates(layer) else self.sliding_window
+        sliding = is_sliding(layer, self.layer_types, default=not self.rotates(layer))
+        return self.sliding_window if self.use_sliding_window and sliding else None
 
 
 class SmolLM3Block(nn.Module):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
+
 
 from liger_models.kernels.dispatch import check
 from liger_models.kernels.options import KernelOptions
@@ -20,7 +20,9 @@ from .norm import LigerRMSNorm
 from .sequence import DecodeCache, Sequence
 
 if TYPE_CHECKING:
-    from liger_models.generation import Prompts
+    from typing_extensions import Self, Unpack
+
+    from liger_models.generation import Options, Prompts
     from liger_models.tokenizer import Tokenizer
 
 CHECKPOINTING_POLICIES = ("none", "selective", "full")
@@ -109,7 +111,7 @@ class CausalLM(nn.Module):
             elif isinstance(module, LigerMoE):
                 module.reset_parameters(self.config.initializer_range)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: Any, recurse: bool = True) -> "Self":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.tie_weights()  # moving from the meta device makes a new parameter of each name
         return self
@@ -249,17 +251,17 @@ class CausalLM(nn.Module):
         tokenizer: Tokenizer = self.__dict__["_tokenizer"]
         return tokenizer
 
-    def generate(self, input_ids: "Prompts", **options: Any) -> Tensor:
+    def generate(self, input_ids: "Prompts", *, max_new_tokens: int, **options: "Unpack[Options]") -> Tensor:
         """Continue the prompts; see `liger_models.generation.generate`."""
         from liger_models.generation import generate
 
-        return generate(self, input_ids, **options)
+        return generate(self, input_ids, max_new_tokens=max_new_tokens, **options)
 
-    def stream(self, input_ids: "Prompts", **options: Any) -> Iterator[Tensor]:
+    def stream(self, input_ids: "Prompts", *, max_new_tokens: int, **options: "Unpack[Options]") -> Iterator[Tensor]:
         """Continue the prompts, yielding the tokens of each step; see `liger_models.generation.stream`."""
         from liger_models.generation import stream
 
-        return stream(self, input_ids, **options)
+        return stream(self, input_ids, max_new_tokens=max_new_tokens, **options)
 
     @classmethod
     def from_config(
@@ -269,7 +271,7 @@ class CausalLM(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         kernels: KernelOptions | None = None,
-    ) -> Self:
+    ) -> "Self":
         """A model with freshly drawn weights, made on ``device`` in ``dtype``; ``torch.manual_seed`` decides them."""
         with torch.device("meta"):
             model = cls(config, kernels).to(dtype)
@@ -287,7 +289,7 @@ class CausalLM(nn.Module):
         kernels: KernelOptions | None = None,
         strict: bool = False,
         progress: bool = True,
-    ) -> Self:
+    ) -> "Self":
         """Load a Hugging Face checkpoint from a local folder; see `liger_models.convert.checkpoint.load_pretrained`."""
         from liger_models.convert.checkpoint import load_pretrained
 
@@ -310,7 +312,7 @@ class CausalLM(nn.Module):
         token: str | bool | None = None,
         local_files_only: bool = False,
         force_download: bool = False,
-    ) -> Self:
+    ) -> "Self":
         """Download a checkpoint from the Hugging Face hub, or take it from its cache, and load it.
 
         Args:

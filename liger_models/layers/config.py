@@ -98,3 +98,8 @@ def check_layer_types(name: str, layer_types: list[str] | None, num_hidden_layer
         len(layer_types) == num_hidden_layers and set(layer_types) <= set(LAYER_TYPES),
         f"{name}: layer_types must hold {num_hidden_layers} of {', '.join(LAYER_TYPES)}, got {layer_types}.",
     )
+
+
+def is_sliding(layer: int, layer_types: list[str] | None, *, default: bool) -> bool:
+    """Whether a layer has the window: what ``layer_types`` says of it, ``default`` if that is not given."""
+    return default if layer_types is None else layer_types[layer] == "sliding_attention"

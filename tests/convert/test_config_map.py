@@ -9,6 +9,7 @@ import transformers
 
 from liger_models.arch import get_arch
 from liger_models.arch.llama import LlamaConfig
+from liger_models.arch.ministral3 import Ministral3Config
 from liger_models.arch.phi3 import Phi3Config
 from liger_models.convert import get_ignored_keys
 from liger_models.convert.config_map import flat_rope, read_config, write_config
@@ -39,6 +40,8 @@ def test_reads_what_transformers_reads(config_file: Path) -> None:
     hf = json.loads(config_file.read_text())
     config = read_config(get_arch(config_file.parent.name).config_class, hf, strict=True)
     theirs = transformers.AutoConfig.for_model(**hf)
+    again = read_config(type(config), json.loads(json.dumps(theirs.to_dict())), strict=True)
+    assert (again.rope_theta, again.rope_scaling) == (config.rope_theta, config.rope_scaling)
 
     sizes = {"num_key_value_heads": config.kv_heads, "head_dim": config.head_size}
     for field in dataclasses.fields(config):
@@ -54,6 +57,7 @@ def test_reads_what_transformers_reads(config_file: Path) -> None:
     rope_type = rope.pop("rope_type")
     assert rope.pop("type", rope_type) == rope_type
     assert rope.pop("partial_rotary_factor", 1.0) == (getattr(config, "partial_rotary_factor", None) or 1.0)
+    assert rope.pop("llama_4_scaling_beta", None) == getattr(config, "llama_4_scaling_beta", None)
     if config.rope_scaling is None:
         assert (rope_type, rope) == ("default", {})
     else:
@@ -72,7 +76,7 @@ def test_written_config_reads_the_same(config_file: Path) -> None:
     ours, theirs = (transformers.AutoConfig.for_model(**c).to_dict() for c in (written, hf))
     assert ours.pop("dtype") == "float16"
     theirs.pop("dtype")
-    assert ours == theirs
+    assert _within(theirs, ours)
 
 
 def _flat(hf: dict[str, Any]) -> bool:
@@ -175,6 +179,28 @@ def test_longrope_of_phi3(name: str, style: str) -> None:
     rope = transformers.Phi3Config(**written).rope_parameters
     assert (rope["rope_type"], rope["original_max_position_embeddings"]) == ("longrope", 24)
     assert (rope["rope_theta"], rope["partial_rotary_factor"]) == (7e3, 0.5)
+
+
+def test_rope_of_ministral3() -> None:
+    """One more parameter; the class's own where config.json has none, the base of all of transformers in others."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    for hf, theta, beta in [
+        ({}, 1e6, 0.1),
+        ({"rope_theta": 7e3}, 1e6, 0.1),
+        ({"rope_parameters": {**yarn, "llama_4_scaling_beta": 0.2}}, 1e4, 0.2),
+        ({"rope_scaling": {**yarn, "llama_4_scaling_beta": 0.2}, "rope_theta": 7e3}, 7e3, 0.2),
+        ({"rope_parameters": {**yarn, "rope_theta": 7e3}}, 7e3, 0.0),
+    ]:
+        config = read_config(Ministral3Config, hf, strict=True)
+        assert (config.rope_theta, config.llama_4_scaling_beta) == (theta, beta)
+        assert config.rope_scaling.factor == (4.0 if hf.keys() - {"rope_theta"} else 16.0)
+        theirs = transformers.Ministral3Config(**json.loads(json.dumps(hf)))
+        rope = theirs.rope_parameters
+        assert (rope["rope_theta"], rope.get("llama_4_scaling_beta", 0.0)) == (theta, beta)
+        for same in (theirs.to_dict(), write_config(config, hf, torch.float32)):
+            assert read_config(Ministral3Config, same, strict=True) == config
+    with pytest.raises(ValueError, match="rope_scaling must be of type yarn, got None"):
+        read_config(Ministral3Config, {"rope_parameters": {"rope_type": "default", "rope_theta": 7e3}})
 
 
 def test_rope_scaling_replaces_rope_parameters() -> None:
