@@ -38,6 +38,7 @@ FAMILIES = {
     "gemma": ("gemma/gemma-2b.json", 4),
     "gemma2": ("gemma2/gemma-2-2b.json", 4),
     "gemma3_text": ("gemma3_text/gemma-3-1b-it.json", 6),
+    "ministral3": ("ministral3/Ministral-3-3B-Instruct-2512.text.json", 4),
     "qwen2": ("qwen2/Qwen2.5-7B.json", 4),
     "qwen3": ("qwen3/Qwen3-8B.json", 4),
     "qwen3_moe": ("qwen3_moe/Qwen3-30B-A3B.json", 4),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-
 from liger_models.kernels.dispatch import check
 from liger_models.kernels.options import KernelOptions
 

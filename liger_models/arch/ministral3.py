@@ -1,0 +1,126 @@
+"""Ministral 3, the text model (3B, 8B, 14B): model_type ``ministral3``.
+
+Differs from Llama: after rotation a query is multiplied by ``1 + beta · ln(1 + floor(position / length))``, where beta
+is ``llama_4_scaling_beta`` and length the ``original_max_position_embeddings`` of the rotation's YaRN scaling: by 1 up
+to there, by slowly more beyond. Every layer sees only the last ``sliding_window`` tokens, where the configuration has a
+window. No biases.
+
+Source: https://arxiv.org/abs/2601.08584, https://arxiv.org/abs/2501.19399 (scaled queries), transformers
+``models/ministral3``.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.kernels.dispatch import check
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.causal_lm import CausalLM
+from liger_models.layers.config import DecoderConfig
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.head import LigerLMHead
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.rope import RotaryEmbedding, YarnScaling
+from liger_models.layers.sequence import Sequence
+
+YARN = YarnScaling(factor=16.0, original_max_position_embeddings=16384, mscale=1.0, mscale_all_dim=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ministral3Config(DecoderConfig):
+    """Sizes and constants of a Ministral 3 model; ``llama_4_scaling_beta`` is a rope parameter in config.json."""
+
+    vocab_size: int = 131072
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 34
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 128
+    max_position_embeddings: int = 262144
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1_000_000.0
+    rope_scaling: YarnScaling = YARN
+    llama_4_scaling_beta: float = 0.1
+    sliding_window: int | None = None
+    pad_token_id: int | None = 11
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(
+            isinstance(self.rope_scaling, YarnScaling),
+            f"Ministral3Config: rope_scaling must be of type yarn, got {self.rope_scaling}. Check config.json.",
+        )
+
+
+class Ministral3Attention(LigerAttention):
+    """`LigerAttention` with queries scaled by position.
+
+    Args:
+        beta: growth of the factor.
+        length: number of positions, from 0, whose factor is 1.
+        Others: as in `LigerAttention`.
+    """
+
+    def __init__(self, *sizes: int, beta: float, length: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.beta, self.length = beta, length
+
+    def _split(self, qkv: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super()._split(qkv, sequence)
+        scale = 1 + self.beta * torch.log((1 + sequence.position_ids // self.length).float())  # [1 or B, T]
+        return q * scale.to(q.dtype)[..., None, None], k, v
+
+
+class Ministral3Block(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+
+    def __init__(self, config: Ministral3Config, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm()
+        self.self_attn = Ministral3Attention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_size,
+            layer=layer,
+            beta=config.llama_4_scaling_beta,
+            length=config.rope_scaling.original_max_position_embeddings,
+            window=config.sliding_window,
+            dropout=config.attention_dropout,
+            rope_kernel=kernels.rope,
+        )
+        self.post_attention_layernorm = norm()
+        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+
+
+class LigerMinistral3(CausalLM):
+    """Ministral 3 (text) with its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = Ministral3Config
+
+    def __init__(self, config: Ministral3Config, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Ministral3Block(config, i, self.kernels) for i in range(config.num_hidden_layers))
+        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
+        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+        rotary = RotaryEmbedding(
+            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
+        self.rotary = nn.ModuleDict({"default": rotary})
+        self.post_init()
