@@ -21,6 +21,8 @@ the device. Frozen inputs and ``no_grad`` cost no product.
 Source: https://arxiv.org/abs/2410.10989 (Liger Kernel), https://arxiv.org/abs/2411.09009 (Cut Your Losses).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -42,7 +44,8 @@ WORKSPACE_MIB = 512
 ROW_MULTIPLE = 128
 
 COLUMN_MULTIPLE = 64
-"""Rows of the logits buffer start aligned: with V = 100,278 or 49,155 cuBLAS takes three times as long otherwise."""
+"""Rows of the logits buffer start at multiples of it, and the products take so many words, then the few that are left:
+with V = 100,278 (OLMo 3) or 49,155 (Granite) as a size, cuBLAS is about three times slower."""
 
 BF16_CHUNKS = 8
 """Up to so many chunks a bf16 dweight is summed in bf16."""
@@ -80,7 +83,14 @@ def _without_exponent(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
     return torch.ldexp(factors, -exponent), torch.ldexp(one, exponent)
 
 
-def _accumulate(sums: list[Tensor], gradient: Tensor, x: Tensor, beta: int) -> None:
+def _word_parts(V: int, size: int) -> list[int]:
+    """Sizes of parts of the vocabulary of up to ``size`` words, but for the last in multiples of COLUMN_MULTIPLE."""
+    aligned = V - V % COLUMN_MULTIPLE
+    sizes = [min(size, aligned - start) for start in range(0, aligned, size)]
+    return sizes + [V - aligned] * (aligned < V)
+
+
+def _accumulate(sums: Sequence[Tensor], gradient: Tensor, x: Tensor, beta: int) -> None:
     """``beta`` (0 or 1) times the blocks of rows in ``sums``, plus ``gradientᵀ @ x``, in their dtype."""
     for total, columns in zip(sums, gradient.split([len(block) for block in sums], 1), strict=True):
         if x.dtype == total.dtype:
@@ -91,24 +101,22 @@ def _accumulate(sums: list[Tensor], gradient: Tensor, x: Tensor, beta: int) -> N
             total.addmm_(columns.t().to(total.dtype), x.to(total.dtype), beta=beta)
 
 
-def _new_sums(weight: Tensor, chunks: int) -> list[Tensor]:
-    """Room to sum dweight in: one tensor, or several of some rows each if the sum is rounded to bf16 in the end."""
+def _new_sums(weight: Tensor, chunks: int) -> tuple[Tensor | None, list[Tensor]]:
+    """Room to sum dweight in: the whole and its parts; or None and blocks, if they are rounded to bf16 in the end."""
     V, C = weight.shape
-    if weight.dtype != torch.bfloat16:
-        return [weight.new_empty(V, C, dtype=torch.promote_types(weight.dtype, torch.float32))]
-    if chunks <= BF16_CHUNKS:
-        return [weight.new_empty(V, C)]
-    rows = max(BLOCK_MIB * 2**20 // (4 * C) // ROW_MULTIPLE, 1) * ROW_MULTIPLE  # products need aligned blocks
-    return [weight.new_empty(min(rows, V - start), C, dtype=torch.float32) for start in range(0, V, rows)]
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    if weight.dtype != torch.bfloat16 or chunks <= BF16_CHUNKS:
+        whole = weight.new_empty(V, C, dtype=weight.dtype if weight.dtype == torch.bfloat16 else wide)
+        return whole, list(whole.split(_word_parts(V, V)))
+    rows = max(BLOCK_MIB * 2**20 // (4 * C) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+    return None, [weight.new_empty(size, C, dtype=wide) for size in _word_parts(V, rows)]
 
 
-def _gathered(sums: list[Tensor], weight: Tensor) -> Tensor:
-    """dweight of the blocks' sums: in bf16 if the weight is, else as summed. The list is emptied on the way."""
-    if len(sums) == 1 and (weight.dtype != torch.bfloat16 or sums[0].dtype == torch.bfloat16):
-        return sums.pop()
+def _gathered(sums: list[Tensor]) -> Tensor:
+    """The blocks in bf16, one below the other; the list is emptied on the way."""
     blocks = []
     while sums:  # each block's sum is freed before the next one is cast
-        blocks.append(sums.pop(0).to(weight.dtype))
+        blocks.append(sums.pop(0).to(torch.bfloat16))
     return torch.cat(blocks)
 
 
@@ -132,18 +140,24 @@ def _walk_chunks(
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = buffer = x.new_empty(min(rows, N), -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE)[:, :V]
     dx = torch.empty_like(x) if need[0] else x.new_empty(0)
-    sums = _new_sums(weight, -(-N // rows)) if need[1] else []
-    if N == 0:
-        sums = [torch.zeros_like(total) for total in sums]
+    dweight, sums = _new_sums(weight, -(-N // rows)) if need[1] else (x.new_empty(0), [])
+    if N == 0 and dweight is not None:
+        dweight.zero_()
     dbias = torch.zeros(V, dtype=wide, device=x.device) if need[2] else x.new_empty(0)
+    sizes = _word_parts(V, V)
+    weights = weight.split(sizes)
+    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+    columns = logits.split(sizes, 1)
     pieces = []
     for start in range(0, N, rows):
         part = slice(start, min(start + rows, N))
         logits = buffer[: part.stop - part.start]
-        if bias is None:
-            torch.mm(x[part], weight.t(), out=logits)
-        else:
-            torch.addmm(bias, x[part], weight.t(), out=logits)
+        columns = logits.split(sizes, 1)
+        for out, words, shift in zip(columns, weights, biases, strict=True):
+            if shift is None:
+                torch.mm(x[part], words.t(), out=out)
+            else:
+                torch.addmm(shift, x[part], words.t(), out=out)
         statistics = token_statistics(
             logits,
             target[part],
@@ -158,13 +172,17 @@ def _walk_chunks(
         if statistics is not None:
             pieces.append(statistics)
         if need[0]:
-            torch.mm(logits, weight, out=dx[part])
+            # The few words first: their rounding is as small as they are.
+            torch.mm(columns[-1], weights[-1], out=dx[part])
+            for gradient, words in zip(columns[:-1], weights[:-1], strict=True):
+                dx[part].addmm_(gradient, words)
         if need[1]:
             _accumulate(sums, logits, x[part], beta=int(start > 0))
         if need[2]:
             dbias += logits.sum(0, dtype=wide)
-    del logits, buffer
-    dweight = _gathered(sums, weight) if need[1] else x.new_empty(0)
+    del logits, buffer, columns
+    if dweight is None:
+        dweight = _gathered(sums)
     if lse is not None:
         return [], dx, dweight, dbias
     if N == 0:

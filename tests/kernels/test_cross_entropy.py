@@ -75,7 +75,8 @@ def test_cross_entropy_matches_fp64(backend, options, poisoned_empty):
 
 @pytest.fixture
 def four_rows_a_chunk(monkeypatch):
-    """13 rows end in a chunk of one."""
+    """13 rows end in a chunk of one, 37 words in a part of five."""
+    monkeypatch.setattr("liger_models.kernels.linear_cross_entropy.COLUMN_MULTIPLE", 8)
     monkeypatch.setattr("liger_models.kernels.linear_cross_entropy.chunk_rows", lambda *_: 4)
 
 
@@ -279,10 +280,10 @@ def test_weight_gradient_is_summed_in_fp32(backend, four_rows_a_chunk):
 
 @pytest.mark.parametrize("in_bf16", [True, False])
 def test_weight_gradient_of_bf16(backend, four_rows_a_chunk, monkeypatch, in_bf16):
-    """Summed in bf16, or in fp32 block by block; 37 rows end in a block of two."""
+    """Summed in bf16, or in fp32 in two blocks of 16 and one of five."""
     module = "liger_models.kernels.linear_cross_entropy"
     monkeypatch.setattr(f"{module}.BF16_CHUNKS", 4 if in_bf16 else 3)
-    monkeypatch.setattr(f"{module}.ROW_MULTIPLE", 5)
+    monkeypatch.setattr(f"{module}.ROW_MULTIPLE", 16)
     monkeypatch.setattr(f"{module}.BLOCK_MIB", 0)
     for reduction in ("mean", "none"):
         (x, w), _ = linear_inputs(backend, torch.bfloat16)
