@@ -34,6 +34,13 @@ def _reference_unless_asked(request: pytest.FixtureRequest):
 
 
 @pytest.fixture(autouse=True)
+def _leave_the_gpu_to_the_other_workers(request: pytest.FixtureRequest):
+    yield
+    if request.node.get_closest_marker("gpu"):
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
 def _same_random_numbers_in_every_run():
     torch.manual_seed(0)
 

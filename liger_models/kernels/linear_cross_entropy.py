@@ -38,8 +38,9 @@ from .cross_entropy import (
 )
 from .dispatch import LIBRARY, check, check_floating
 
-WORKSPACE_MIB = 512
-"""4 chunks for 8192 tokens at V = 128,256 in bf16: large enough that reading and writing dweight per chunk is small."""
+WORKSPACE_MIB, WORKSPACE_TOKENS = 512, 8192
+"""Default budget, for up to so many tokens; more get more in proportion. 4 chunks at V = 128,256 in bf16: large enough
+that reading and writing dweight per chunk is small."""
 
 ROW_MULTIPLE = 128
 
@@ -48,7 +49,7 @@ COLUMN_MULTIPLE = 64
 with V = 100,278 (OLMo 3) or 49,155 (Granite) as a size, cuBLAS is about three times slower."""
 
 BF16_CHUNKS = 8
-"""Up to so many chunks a bf16 dweight is summed in bf16."""
+"""Up to so many chunks, and by default there are no more, a bf16 dweight is summed in bf16."""
 
 BLOCK_MIB = 256
 """Otherwise it is summed in fp32 in blocks of about this size. Each is cast and freed by itself, so that the bf16 copy
@@ -63,11 +64,9 @@ def linear_cross_entropy_reference(
 
 
 def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
-    """Rows per chunk: as many as the budget holds, evened out over the chunks, in multiples that matmuls like.
-
-    The budget None is 512 MiB, or as much as ``BF16_CHUNKS`` chunks need.
-    """
-    limit = max((workspace_mib or WORKSPACE_MIB) * 2**20 // (V * itemsize) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+    """Rows per chunk: as many as the budget holds, evened out over the chunks, in multiples that matmuls like."""
+    budget = WORKSPACE_MIB * max(1, N / WORKSPACE_TOKENS) if workspace_mib is None else workspace_mib
+    limit = max(int(budget * 2**20) // (V * itemsize) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
     chunks = max(-(-N // limit), 1)
     if workspace_mib is None:
         chunks = min(chunks, BF16_CHUNKS)
@@ -397,7 +396,7 @@ def linear_cross_entropy(
         target: [...], int64 in [0, V) or ``ignore_index``.
         bias: [V], in the dtype of x.
         workspace_mib: budget in MiB of the buffer for logits; at least 128 rows are taken at a time. None takes 512
-            MiB, or more for so many tokens that there would be over 8 chunks.
+            MiB for up to 8192 tokens, for more tokens more in proportion, and for V > 262,144 an eighth of the rows.
         Others: as in `cross_entropy`. ``return_log_probs`` and reduction "none" are differentiable per token and make
             the logits again in the backward.
 
