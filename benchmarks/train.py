@@ -52,6 +52,8 @@ FAMILIES = {
 }
 """The real width of a release of each family, few layers: file and number of layers."""
 MODES = ("hf", "hf+ac", "hf+liger", "hf+liger+ac", "ours", "ours+selective", "ours+full", "ours+compile")
+"""Ours also takes "adamw" (`LigerAdamW`), "inbackward" (its step as soon as a gradient is there), "offloadK" (what the
+first K blocks keep goes to the host), and a number of blocks behind "selective" and "full"."""
 KEPT_LOSSES = 5
 ERROR_TOKENS = 1024
 PEAK_FLOPS = 989e12
@@ -98,7 +100,7 @@ def build_hf(config: dict, liger: bool, recompute: bool, attention: str = "sdpa"
 
 
 @torch.no_grad()
-def build_ours(config: dict, policy: str) -> nn.Module:
+def build_ours(config: dict, extras: list[str]) -> nn.Module:
     from liger_models import AutoLigerModel
     from liger_models.convert import get_map
 
@@ -108,8 +110,21 @@ def build_ours(config: dict, policy: str) -> nn.Module:
         expression = weights.entries[name]
         theirs = expression.unpack(torch.empty_like(parameter, device="meta"))
         parameter.copy_(expression.pack({n: weight(n, t.shape, parameter.device) for n, t in theirs.items()}))
-    model.set_checkpointing(policy)
+    # "offload20" is the first 20 blocks, "selective4" the 4 after them; without a number it is all.
+    counts = {word: int(count) if count else len(model.layers) for word, count in map(split_number, extras)}
+    offload = counts.get("offload", 0)
+    policies = ["none"] * len(model.layers)
+    for policy in ("selective", "full"):
+        start = offload if offload < len(model.layers) else 0
+        count = counts.get(policy, 0)
+        policies[start : start + count] = [policy] * len(policies[start : start + count])
+    model.set_checkpointing(policies, offload_layers=offload)
     return model
+
+
+def split_number(extra: str) -> tuple[str, str]:
+    word = extra.rstrip("0123456789")
+    return word, extra[len(word) :]
 
 
 def flops_per_token(config: dict, T: int) -> float:
@@ -128,13 +143,17 @@ def run(mode: str, name: str, batch: str, steps: int, imported_s: float) -> dict
     config = read(name)
     B, T = map(int, batch.split("x"))
     family, *extras = mode.split("+")
-    if family == "hf":
-        model = build_hf(config, "liger" in extras, "ac" in extras)
-    else:
-        model = build_ours(config, next((e for e in extras if e in ("selective", "full")), "none"))
+    model = build_hf(config, "liger" in extras, "ac" in extras) if family == "hf" else build_ours(config, extras)
     model.train()
     forward = torch.compile(model, fullgraph=True) if "compile" in extras else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    if {"adamw", "inbackward"} & set(extras):
+        from liger_models.optim import LigerAdamW, step_in_backward
+
+        optimizer: torch.optim.Optimizer = LigerAdamW(model.parameters(), lr=1e-5)
+        if "inbackward" in extras:
+            step_in_backward(optimizer)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     generator = torch.Generator("cuda").manual_seed(0)
 
     def step() -> Tensor:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from .layers.norm import LigerRMSNorm as LigerRMSNorm
     from .losses.cross_entropy import LigerCrossEntropyLoss as LigerCrossEntropyLoss
     from .losses.cross_entropy import LigerFusedLinearCrossEntropyLoss as LigerFusedLinearCrossEntropyLoss
+    from .optim import LigerAdamW as LigerAdamW
+    from .optim import step_in_backward as step_in_backward
     from .tokenizer import Tokenizer as Tokenizer
 
 _HOMES = {

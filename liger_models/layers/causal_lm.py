@@ -1,6 +1,7 @@
 """The shell that every text model shares: embedding -> blocks -> norm -> head or loss; loading, saving, generating."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ from .head import LigerLMHead
 from .mlp import GatedMLP
 from .moe import LigerMoE
 from .norm import LigerRMSNorm
+from .offload import Offload
 from .sequence import DecodeCache, Sequence
 
 if TYPE_CHECKING:
@@ -76,7 +78,8 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config: Any = config
         self.kernels = kernels or KernelOptions()
-        self.checkpointing = "none"
+        self.checkpointing: str | list[str] = "none"
+        self.offload_layers = 0
         self.hf_config: dict[str, Any] = {}
         """The config.json that the model was loaded with; keys that the model does not read are saved again."""
         self.assets: dict[str, bytes] = {}
@@ -129,27 +132,41 @@ class CausalLM(nn.Module):
         """Number of parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def set_checkpointing(self, policy: str) -> None:
-        """Choose what is kept for the backward. Every policy gives the same gradients.
+    def set_checkpointing(self, policy: str | list[str], *, offload_layers: int = 0) -> None:
+        """Choose what is kept for the backward, and where. Every choice gives the same gradients.
 
         Args:
-            policy: "none" keeps what the fused ops need; "selective" makes the MLP's gate and up projection again
-                (the largest activations); "full" keeps only the inputs of attention and MLP, and makes all else again
-                but the two output projections, whose results nothing needs.
+            policy: of all blocks, or of each. "none" keeps what the fused ops need; "selective" makes the MLP's gate
+                and up projection again (the largest activations); "full" keeps only the inputs of attention and MLP,
+                and makes all else again but the two output projections, whose results nothing needs.
+            offload_layers: what the first so many blocks keep is in host memory in the meantime, copied while the GPU
+                computes. Not within a compiled model (blocks may be compiled).
 
         Raises:
-            ValueError: an unknown policy.
+            ValueError: an unknown policy, or another number of them or of layers than the model has blocks.
         """
+        blocks = len(self.layers)
+        policies = [policy] * blocks if isinstance(policy, str) else list(policy)
         check(
-            policy in CHECKPOINTING_POLICIES,
-            f"set_checkpointing: policy must be one of {CHECKPOINTING_POLICIES}, got {policy!r}.",
+            len(policies) == blocks,
+            f"set_checkpointing: policy must be one, or one for each of the {blocks} blocks, got {len(policies)}.",
         )
-        self.checkpointing = policy
-        for module in self.modules():
-            if isinstance(module, GatedMLP | LigerMoE):
-                module.recompute = policy in ("selective", "full")
-            elif isinstance(module, LigerAttention):
-                module.recompute = policy == "full"
+        check(
+            0 <= offload_layers <= blocks,
+            f"set_checkpointing: offload_layers must be 0 to {blocks}, got {offload_layers}.",
+        )
+        for each in policies:
+            check(
+                each in CHECKPOINTING_POLICIES,
+                f"set_checkpointing: policy must be one of {CHECKPOINTING_POLICIES}, got {each!r}.",
+            )
+        self.checkpointing, self.offload_layers = policy, offload_layers
+        for block, each in zip(self.layers, policies, strict=True):
+            for module in block.modules():
+                if isinstance(module, GatedMLP | LigerMoE):
+                    module.recompute = each in ("selective", "full")
+                elif isinstance(module, LigerAttention):
+                    module.recompute = each == "full"
 
     def forward(
         self,
@@ -226,8 +243,16 @@ class CausalLM(nn.Module):
         x: Tensor | None = None
         residual = inputs_embeds
         router_logits = []
-        for block in self.layers:
-            x, residual, *routed = block(x, residual, sequence)
+        offload = Offload() if self.offload_layers and torch.is_grad_enabled() else None
+        check(
+            offload is None or not torch.compiler.is_compiling(),
+            "forward: offload_layers must be 0 in a compiled model. Compile the blocks, or don't set it.",
+        )
+        for index, block in enumerate(self.layers):
+            with offload.saving() if offload and index < self.offload_layers else nullcontext():
+                x, residual, *routed = block(x, residual, sequence)
+            if offload and index == self.offload_layers:  # a block later, its copies have had their time
+                offload.settle()
             router_logits += routed
         hidden, _ = self.norm.add(x, residual)
         return hidden, router_logits

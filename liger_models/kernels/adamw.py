@@ -1,0 +1,256 @@
+"""AdamW of many tensors at once, in place: one launch for all that share dtypes and device.
+
+With the gradient g (−g to maximize), the step number t, and m, v the moving averages of g and of g², all in fp32::
+
+    m = β₁ · m + (1 − β₁) · g
+    v = β₂ · v + (1 − β₂) · g²
+    p = p − lr · λ · p
+    p = p − lr / (1 − β₁ᵗ) · m / (sqrt(v) / sqrt(1 − β₂ᵗ) + eps)
+
+The new p is made from the unrounded m and v; then each is rounded to its tensor's dtype, to nearest or stochastically:
+a bfloat16 keeps the upper half of the bits of x + r, with r uniform in [0, 2¹⁶), so that E[rounded x] = x. The moments
+need that as much as the parameters: to nearest, 0.999 · v is v again. r is Philox of (seed; element, tensor, step): it
+depends neither on the grid nor on the global generators.
+
+The kernel finds tensors by a table, a row for each, which goes to the device with every launch: gradients have new
+addresses in each step. The host never waits. Not registered with `torch.library`: the op writes to its arguments, and
+optimizers run outside of compiled graphs.
+
+Source: https://arxiv.org/abs/1711.05101; Philox with 7 rounds: https://doi.org/10.1145/2063384.2063405.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .dispatch import check, check_floating, on_device_of, tl, triton, use_triton
+
+BLOCK = 2048
+NUM_WARPS = 8
+"""Elements per program, and its warps: a thread has one 16-byte vector of each bfloat16 tensor in flight. Compiled for
+sm_90 that takes 64 registers, and no shared memory where all dtypes are 16 bits wide, stochastic rounding included."""
+
+
+class Hyper(NamedTuple):
+    """Hyper-parameters of one tensor in one step; ``step`` counts from 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool
+    step: int
+
+    def factors(self) -> tuple[float, ...]:
+        """What multiplies in the formulas, in fp64; the sign of the gradient only matters in m."""
+        return (
+            self.beta1,
+            (self.beta1 - 1 if self.maximize else 1 - self.beta1),
+            self.beta2,
+            1 - self.beta2,
+            self.lr * self.weight_decay,
+            self.lr / (1 - self.beta1**self.step),
+            (1 - self.beta2**self.step) ** 0.5,
+            self.eps,
+        )
+
+
+class Update(NamedTuple):
+    """One parameter's part in a step; ``stream`` tells tensors apart for stochastic rounding."""
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    hyper: Hyper
+    stream: int
+
+
+def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int = 0) -> None:
+    """What `adamw_` does to one tensor, in plain torch (fp64 stays fp64; stochastic rounding draws other numbers)."""
+    param, grad, exp_avg, exp_avg_sq, hyper, stream = update
+    beta1, grad_to_m, beta2, grad_to_v, decay, step_size, root, eps = hyper.factors()
+    wide = torch.promote_types(param.dtype, torch.float32)
+    g = grad.to(wide)
+    m = exp_avg.to(wide).mul(beta1).add(g, alpha=grad_to_m)
+    v = exp_avg_sq.to(wide).mul(beta2).addcmul(g, g, value=grad_to_v)
+    p = param.to(wide)
+    p = p.sub(p, alpha=decay).addcdiv(m, v.sqrt().div_(root).add_(eps), value=-step_size)
+    generator = torch.Generator(param.device).manual_seed(hash((seed, hyper.step, stream)) & (2**63 - 1))
+    for tensor, new in ((param, p), (exp_avg, m), (exp_avg_sq, v)):
+        if stochastic_rounding and tensor.dtype == torch.bfloat16:
+            new = new.float()
+            bits = new.view(torch.int32)
+            bits = bits + torch.randint(2**16, bits.shape, dtype=bits.dtype, device=bits.device, generator=generator)
+            new = torch.where(new.isnan(), new, (bits & -(2**16)).view(torch.float32))
+        tensor.copy_(new)
+
+
+@triton.jit
+def _tensor_at(address_ptr, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to BLOCK elements, from ``start`` on, of the tensor whose address is in the table."""
+    pointer = tl.load(address_ptr).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer + start + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _rounded(x, start, seed, stream, step, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
+    if STOCHASTIC and DTYPE.is_bf16():
+        # One call makes 16 bits for each of 8 neighbours: those that a thread holds.
+        eight = start // 8 + tl.arange(0, BLOCK // 8)
+        low, high = eight.to(tl.uint32), (eight >> 32).to(tl.uint32)
+        a, b, c, d = tl.philox(seed, low, high, stream.to(tl.uint32), step.to(tl.uint32), 7)
+        words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+        bits = x.to(tl.uint32, bitcast=True) + tl.interleave(words & 0xFFFF, words >> 16)
+        # The sum would carry a NaN's bits over into the sign.
+        x = tl.where(x == x, (bits & 0xFFFF0000).to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _update(
+    row, factors, start, left, seed,
+    P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    p_ptr = _tensor_at(row + 4, start, P_DTYPE, ALIGNED, BLOCK)
+    g_ptr = _tensor_at(row + 5, start, G_DTYPE, ALIGNED, BLOCK)
+    m_ptr = _tensor_at(row + 6, start, STATE_DTYPE, ALIGNED, BLOCK)
+    v_ptr = _tensor_at(row + 7, start, STATE_DTYPE, ALIGNED, BLOCK)
+    inside = tl.arange(0, BLOCK) < left
+    # Past L1, where the table is to stay.
+    g = tl.load(g_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    m = tl.load(m_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    v = tl.load(v_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    p = tl.load(p_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    m = tl.load(factors) * m + tl.load(factors + 1) * g
+    v = tl.load(factors + 2) * v + tl.load(factors + 3) * g * g
+    p -= tl.load(factors + 4) * p
+    p -= tl.load(factors + 5) * m / (tl.sqrt(v) / tl.load(factors + 6) + tl.load(factors + 7))
+    stream = 3 * tl.load(row + 2)
+    step = tl.load(row + 3)
+    tl.store(p_ptr, _rounded(p, start, seed, stream, step, P_DTYPE, STOCHASTIC, BLOCK), mask=inside)
+    tl.store(m_ptr, _rounded(m, start, seed, stream + 1, step, STATE_DTYPE, STOCHASTIC, BLOCK), mask=inside)
+    tl.store(v_ptr, _rounded(v, start, seed, stream + 2, step, STATE_DTYPE, STOCHASTIC, BLOCK), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "seed"])
+def _adamw_kernel(
+    table, factors, rows, seed,
+    P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Blocks are numbered through all tensors; this one's tensor is the last that begins here or before.
+    block = tl.program_id(0)
+    low = 0
+    high = rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(table + middle * 12) <= block:
+            low = middle
+        else:
+            high = middle
+    row = table + low * 12  # 8 integers, and 8 floats in the space of 4
+    factors += low * 24 + 16
+    start = (block - tl.load(row)) * BLOCK
+    left = tl.load(row + 1) - start
+    addresses = tl.load(row + 4) | tl.load(row + 5) | tl.load(row + 6) | tl.load(row + 7)
+    if (addresses % 16 == 0) & (left >= BLOCK):
+        _update(row, factors, start, BLOCK, seed, P_DTYPE, G_DTYPE, STATE_DTYPE, STOCHASTIC, True, BLOCK)
+    else:
+        _update(row, factors, start, left, seed, P_DTYPE, G_DTYPE, STATE_DTYPE, STOCHASTIC, False, BLOCK)
+
+
+def _in_layout_of(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
+    """The gradient with its elements in memory in the order of the parameter's, which the moments' must be in."""
+    if not (param.is_contiguous() and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()):
+        span = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+        check(
+            span == param.numel() and param.stride() == exp_avg.stride() == exp_avg_sq.stride(),
+            "adamw: a parameter must fill its memory without gaps, and its moments must have the same strides; "
+            f"got {param.stride()}, {exp_avg.stride()} and {exp_avg_sq.stride()} for {list(param.shape)}. "
+            "Make them contiguous.",
+        )
+    elif grad.is_contiguous():
+        return grad
+    return grad if grad.stride() == param.stride() else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+
+
+def _launch(updates: Sequence[Update], stochastic_rounding: bool, seed: int) -> None:
+    first = updates[0].param
+    if first.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("adamw: a captured graph would repeat one step's number. Capture without the optimizer.")
+    grads = [_in_layout_of(*update[:4]) for update in updates]  # copies live until the launch
+    factors = {hyper: hyper.factors() for hyper in {update.hyper for update in updates}}
+    blocks = 0
+    integers: list[int] = []
+    floats: list[float] = []
+    for (param, _, exp_avg, exp_avg_sq, hyper, stream), grad in zip(updates, grads, strict=True):
+        integers += (blocks, param.numel(), stream, hyper.step)
+        integers += (param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr())
+        floats += factors[hyper]
+        blocks += -(-param.numel() // BLOCK)
+    if not blocks:
+        return
+    # The pinned memory goes back to PyTorch's allocator, which reuses it once the copy is done.
+    table = torch.empty(len(updates), 12, dtype=torch.int64, pin_memory=first.device.type != "cpu")
+    table[:, :8] = torch.tensor(integers).view(-1, 8)
+    table[:, 8:].view(torch.float32).copy_(torch.tensor(floats, dtype=torch.float32).view(-1, 8))
+    table = table.to(first.device, non_blocking=True)
+    p_dtype, g_dtype, state_dtype = (getattr(tl, str(tensor.dtype).removeprefix("torch.")) for tensor in updates[0][:3])
+    with on_device_of(first):
+        _adamw_kernel[(blocks,)](
+            table, table.view(torch.float32), len(updates), seed,
+            P_DTYPE=p_dtype, G_DTYPE=g_dtype, STATE_DTYPE=state_dtype,
+            STOCHASTIC=stochastic_rounding, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
+    # As any in-place operation of torch does: autograd then finds saved tensors that were written to.
+    torch.autograd.graph.increment_version([t for u in updates for t in (u.param, u.exp_avg, u.exp_avg_sq)])
+
+
+@torch.no_grad()
+def adamw_(updates: Sequence[Update], *, stochastic_rounding: bool = False, seed: int = 0) -> None:
+    """One step of AdamW for every tensor, in place.
+
+    Args:
+        updates: parameters of any shapes, without gaps in memory; gradients of any strides; moments with the strides of
+            their parameter. Each float32, float16 or bfloat16, both moments alike.
+        stochastic_rounding: round what is bfloat16, parameters and moments, stochastically instead of to nearest.
+        seed: of the stochastic rounding. The same seed, step and stream give the same numbers.
+
+    Raises:
+        ValueError: shapes, devices or layouts that don't fit together; stochastic rounding to float16.
+        TypeError: a tensor that is not floating-point.
+        RuntimeError: in the capture of a CUDA graph.
+    """
+    groups: dict[tuple[object, ...], list[Update]] = {}
+    for update in updates:
+        p, g, m, v, _, _ = update
+        if not p.shape == g.shape == m.shape == v.shape:
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in update[:4])
+            raise ValueError(f"adamw: parameter, gradient and moments must have one shape, got {shapes}.")
+        key = (p.dtype, g.dtype, m.dtype, v.dtype, p.device, g.device, m.device, v.device)
+        groups.setdefault(key, []).append(update)
+    for group in groups.values():
+        param, grad, exp_avg, exp_avg_sq, _, _ = group[0]
+        check_floating("adamw", param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        devices = [str(tensor.device) for tensor in group[0][:4]]
+        check(len(set(devices)) == 1, f"adamw: the tensors must be on one device, got {', '.join(devices)}.")
+        check(
+            exp_avg.dtype == exp_avg_sq.dtype,
+            f"adamw: both moments must have one dtype, got {exp_avg.dtype} and {exp_avg_sq.dtype}.",
+        )
+        check(
+            not stochastic_rounding or torch.float16 not in (param.dtype, exp_avg.dtype),
+            "adamw: stochastic rounding is for bfloat16, got float16. Use bfloat16, or stochastic_rounding=False.",
+        )
+        if use_triton(param) and use_triton(grad) and use_triton(exp_avg):
+            _launch(group, stochastic_rounding, seed)
+        else:
+            for update in group:
+                adamw_reference(update, stochastic_rounding, seed)

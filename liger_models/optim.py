@@ -1,0 +1,199 @@
+"""AdamW in one kernel launch for all parameters, and the step inside the backward."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.utils.hooks import RemovableHandle
+
+from .kernels.adamw import Hyper, Update, adamw_
+from .kernels.dispatch import check
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class LigerAdamW(torch.optim.Optimizer):
+    """`torch.optim.AdamW` in one launch, whatever the number of parameters and groups.
+
+    Computes in fp32 and rounds once, to each tensor's dtype. The state is named as torch's, so each loads the other's
+    ``state_dict``. Of DTensors (FSDP2, tensor parallel) the local parts are updated; their moments are DTensors too.
+
+    Args:
+        params: as of every optimizer: parameters, or dicts with the options of a group.
+        lr, betas, eps, weight_decay, maximize: as torch's.
+        stochastic_rounding: round bfloat16 parameters and moments stochastically, so that updates smaller than half a
+            bfloat16 step are not lost but made in that share of the cases. Other dtypes are rounded to nearest.
+        state_dtype: of the moments; None is the parameter's.
+        seed: of the stochastic rounding, which depends on it, the step and the place of an element alone: one run is as
+            the next, and replicas stay equal.
+
+    Raises:
+        ValueError: an option out of its range, or the state of an AMSGrad.
+        RuntimeError: sparse gradients; see also `step_in_backward`.
+
+    Source: https://arxiv.org/abs/1711.05101.
+    """
+
+    _backwards: Counter[Tensor] | None = None
+    """Backward passes that each parameter took a step in since the last call of `step`; None without the hooks."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        maximize: bool = False,
+        stochastic_rounding: bool = False,
+        state_dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        check(lr >= 0, f"LigerAdamW: lr must not be negative, got {lr}.")
+        check(all(0 <= beta < 1 for beta in betas), f"LigerAdamW: betas must be in [0, 1), got {betas}.")
+        check(eps >= 0, f"LigerAdamW: eps must not be negative, got {eps}.")
+        check(weight_decay >= 0, f"LigerAdamW: weight_decay must not be negative, got {weight_decay}.")
+        self.stochastic_rounding, self.state_dtype, self.seed = stochastic_rounding, state_dtype, seed
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("stochastic_rounding", "state_dtype", "seed")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        amsgrad = any(group.get("amsgrad") for group in state["param_groups"])
+        check(not amsgrad, "LigerAdamW: this state is of AMSGrad, which is not implemented. Use torch.optim.AdamW.")
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("maximize", False)
+            for param in group["params"]:
+                # What `load_state_dict` has wrapped.
+                for name, value in self.state.get(param, {}).items():
+                    if callable(value):
+                        self.state[param][name] = self._loaded(param, name, value())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this or torch's AdamW saved; moments become `state_dtype`."""
+        # PyTorch would round the moments to the parameter's dtype; what is no tensor it passes on.
+        wrapped = {
+            key: {name: lambda value=value: value for name, value in values.items()}
+            for key, values in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": wrapped})
+
+    def _loaded(self, param: Tensor, name: str, value: Any) -> Any:
+        if name not in MOMENTS:  # the step: a tensor of its own, on the CPU, where reading it does not wait
+            return torch.tensor(float(value), dtype=torch.float32)
+        value = value.to(param.device, self.state_dtype or param.dtype)
+        return value if value.stride() == param.stride() else torch.empty_like(param, dtype=value.dtype).copy_(value)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; ``closure`` as in every optimizer of torch."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._backwards is not None:
+            most = max(self._backwards.values(), default=0)
+            self._backwards.clear()
+            if most > 1:
+                raise RuntimeError(
+                    f"LigerAdamW: {most} backward passes since the last step; with step_in_backward, each was a step. "
+                    "Call step() after each backward, or remove the hooks to add up gradients."
+                )
+        self._apply(self._parameters())
+        return loss
+
+    def _parameters(self) -> Iterator[tuple[int, Tensor, int]]:
+        """Number of the group, parameter, number of the parameter."""
+        owners = ((number, param) for number, group in enumerate(self.param_groups) for param in group["params"])
+        return ((number, param, stream) for stream, (number, param) in enumerate(owners))
+
+    @torch.no_grad()
+    def _apply(self, parameters: Iterable[tuple[int, Tensor, int]]) -> None:
+        """One step of those that have a gradient."""
+        updates, steps, wrappers = [], [], []
+        for number, param, stream in parameters:
+            grad: Any = param.grad
+            if grad is None:
+                continue
+            if grad.layout != torch.strided:
+                raise RuntimeError("LigerAdamW: no sparse gradients. Use torch.optim.SparseAdam for this parameter.")
+            state, group = self.state[param], self.param_groups[number]
+            if not state:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                state.update({name: torch.zeros_like(param, dtype=self.state_dtype) for name in MOMENTS})
+            tensors: list[Any] = [param, grad, *(state[name] for name in MOMENTS)]
+            if hasattr(param, "to_local"):
+                wrappers.append(param)
+                if grad.placements != tensors[0].placements:
+                    tensors[1] = grad.redistribute(placements=tensors[0].placements)
+                tensors = [tensor.to_local() for tensor in tensors]
+            hyper = Hyper(
+                lr=float(group["lr"]),
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                maximize=group["maximize"],
+                step=int(state["step"]) + 1,
+            )
+            p, g, m, v = tensors
+            updates.append(Update(p, g, m, v, hyper, stream))
+            steps.append(state["step"])
+        if updates:
+            adamw_(updates, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
+            torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)  # a number would become a tensor for each step
+            torch.autograd.graph.increment_version(wrappers)
+
+
+def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
+    """Let every backward apply each gradient as soon as it is there, and free it: only few exist at a time.
+
+    The result is that of ``backward(); optimizer.step(); optimizer.zero_grad()``, bit for bit. The last two may stay in
+    the loop, where learning rate schedulers look for them: they find nothing left to do. What needs all gradients at
+    once is impossible: clipping by their norm (it sees none, and clips nothing), scaling, adding up over several
+    backward passes (which `step` reports). Works with FSDP2; DistributedDataParallel averages too late for it.
+
+    Args:
+        optimizer: as for an ordinary loop. Under FSDP2, of the parameters that ``fully_shard`` has made.
+
+    Returns:
+        The hooks' handles: ``remove()`` each to go back to ordinary steps.
+
+    Raises:
+        RuntimeError: a parameter that has a gradient already, or one that only DistributedDataParallel could average.
+
+    Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html.
+    """
+    backwards: Counter[Tensor] = Counter()
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    trained = [entry for entry in optimizer._parameters() if entry[1].requires_grad]
+    for _, param, _ in trained:
+        if param.grad is not None:
+            raise RuntimeError("step_in_backward: a parameter has a gradient already. Call zero_grad() first.")
+        if several and not hasattr(param, "to_local"):
+            raise RuntimeError(
+                "step_in_backward: among several processes the parameters must be DTensors, as FSDP2 makes them: "
+                "DistributedDataParallel averages gradients after the step. Use fully_shard, or optimizer.step()."
+            )
+
+    def hook(param: Tensor, number: int, stream: int) -> None:
+        optimizer._apply([(number, param, stream)])
+        param.grad = None
+        backwards[param] += 1
+
+    optimizer._backwards = backwards
+    return [
+        param.register_post_accumulate_grad_hook(partial(hook, number=number, stream=stream))
+        for number, param, stream in trained
+    ]

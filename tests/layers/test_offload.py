@@ -1,0 +1,99 @@
+import copy
+
+import pytest
+import torch
+
+from liger_models.arch.llama import LigerLlama, LlamaConfig
+from liger_models.layers import offload
+from liger_models.layers.offload import Offload
+
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def tiny_limits(monkeypatch):
+    """So that small tensors move, and the waits for copies happen."""
+    monkeypatch.setattr(offload, "SMALLEST", 256)
+    monkeypatch.setattr(offload, "LEAVING", 4096)
+    monkeypatch.setattr(offload, "COMING", 8192)
+
+
+def gradients(model, ids, retain=False):
+    loss = model(ids, labels=ids).loss
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=retain)
+    if retain:
+        again = torch.autograd.grad(loss, list(model.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    return first
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full", ["none", "full", "selective", "none"]], ids=str)
+@pytest.mark.parametrize("layers", [1, 4])
+def test_gradients_are_the_same_bits(device, tiny_limits, policy, layers):
+    model = LigerLlama.from_config(CONFIG, device=device)
+    ids = torch.randint(0, 64, (2, 24), device=device)
+    model.set_checkpointing(policy)
+    expected = gradients(model, ids)
+    model.set_checkpointing(policy, offload_layers=layers)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model, ids, retain=True), expected, strict=True))
+    assert gradients(copy.deepcopy(model), ids)
+
+
+def test_a_storage_moves_once_and_parameters_stay(device, tiny_limits, monkeypatch):
+    monkeypatch.setattr(offload, "LEAVING", 8192)
+    moved = Offload()
+    weight = torch.nn.Parameter(torch.randn(40, 40, device=device))
+    x = torch.randn(40, 40, device=device, requires_grad=True)
+    with moved.saving():
+        y = x * 1.0
+        views = y[:20] * y[20:] + (y.t() @ weight.t())[:20]
+    assert sum(data.nbytes for data, _ in moved._leaving) == y.nbytes
+    moved.settle()
+    assert not moved._leaving
+    (got,) = torch.autograd.grad(views.sum(), x)
+    y = x * 1.0
+    (want,) = torch.autograd.grad((y[:20] * y[20:] + (y.t() @ weight.t())[:20]).sum(), x)
+    assert torch.equal(got, want)
+
+
+def test_bad_arguments():
+    model = LigerLlama.from_config(CONFIG)
+    with pytest.raises(ValueError, match="one for each of the 4 blocks, got 2"):
+        model.set_checkpointing(["none", "full"])
+    with pytest.raises(ValueError, match="offload_layers must be 0 to 4, got 5"):
+        model.set_checkpointing("none", offload_layers=5)
+    model.set_checkpointing("none", offload_layers=1)
+    with pytest.raises(Exception, match="offload_layers must be 0 in a compiled model"):
+        torch.compile(model, backend="eager", fullgraph=True)(torch.zeros(1, 4, dtype=torch.int64))
+
+
+@pytest.mark.gpu
+def test_memory_moves_to_the_host():
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=8
+    )
+    model = LigerLlama.from_config(config, device="cuda", dtype=torch.bfloat16)
+    ids = torch.randint(0, 512, (1, 32768), device="cuda")
+    held = {}
+    for layers in (0, 8):
+        model.set_checkpointing("none", offload_layers=layers)
+        for _ in range(2):
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            loss = model(ids, labels=ids).loss
+            held[layers] = torch.cuda.memory_allocated() - before
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+    assert held[8] <= held[0] * 0.45  # of 8 blocks the last ones are still on their way

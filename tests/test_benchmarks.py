@@ -1,0 +1,260 @@
+"""The benchmarks' logic, without a GPU: comparison with fp64, refusal, processes and their rows, tables and pages."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import measure, ops, report
+from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
+from liger_models.kernels.rms_norm import rms_norm
+from liger_models.kernels.rope import rope_qkv, rope_qkv_reference
+
+HEADS = {"H": 4, "G": 2, "D": 16}
+HEAD_OPS = (
+    ops.heads_op("rope", rope_qkv, rope_qkv_reference, **HEADS),
+    ops.heads_op("qk_norm_rope", qk_norm_rope, qk_norm_rope_reference, norm=1, **HEADS),
+    ops.heads_op("qk_norm_rope_whole", qk_norm_rope, qk_norm_rope_reference, norm=1, whole=1, **HEADS),
+)
+TINY = {
+    **{op.name: op.shapes[0] | {"B": 2, "T": 5} for op in HEAD_OPS},
+    "rms_norm": {"N": 37, "C": 64},
+    "add_rms_norm": {"N": 37, "C": 64},
+    "swiglu": {"N": 33, "F": 48},
+    "geglu": {"N": 33, "F": 48},
+    "gated_mlp": {"N": 32, "C": 64, "F": 96},
+    "cross_entropy": {"N": 16, "V": 300},
+    "linear_cross_entropy": {"N": 48, "C": 32, "V": 320},
+    "moe_mlp": {"N": 32, "C": 32, "F": 48, "X": 4, "K": 2},
+    "adamw": {"L": 1, "C": 48, "F": 64, "V": 100},
+}
+
+
+def tiny(name: str) -> measure.Op:
+    op = next((op for op in HEAD_OPS if op.name == name), ops.OPS[name])
+    return replace(op, shapes=(TINY[name],), check={})
+
+
+@pytest.fixture(autouse=True)
+def few_runs(monkeypatch):
+    monkeypatch.setattr(measure, "REPEATS", 2)
+    monkeypatch.setattr(measure, "WARM_UP", 1)
+
+
+PAIRS = [
+    (name, peer) for name in ops.OPS for peer in ops.OPS[name].available() if peer.startswith(("torch", "ours", "skel"))
+]
+
+
+@pytest.mark.parametrize(("name", "peer"), [pair for pair in PAIRS if pair[1] != "torch_linear_cross_entropy"])
+def test_what_runs_on_the_cpu_is_right_and_measured(name, peer):
+    op = tiny(name)
+    row = measure.measure(op, peer, op.shapes[0], "cpu")
+    assert "error" not in row
+    assert row["work"].keys() == row["ms"].keys() == row["ms_range"].keys()
+    assert all(time > 0 for time in row["ms"].values())
+    assert all(work > 0 for work in row["work"].values())
+    json.dumps(row)
+
+
+def test_a_pass_counts_as_much_work_as_its_formula_says():
+    assert tiny("rms_norm").ideal({"N": 10, "C": 8}) == {"forward": 320, "backward": 480, "total": 800}
+    assert tiny("cross_entropy").ideal({"N": 10, "V": 8}) == {"total": 320}
+    numel = sum(t.numel() for name, t in ops.make_parameters(**TINY["adamw"]).items() if name.startswith("p"))
+    assert tiny("adamw").ideal(TINY["adamw"]) == {"total": 14 * numel}
+
+
+def test_skeleton_takes_the_rows_in_chunks():
+    op = tiny("linear_cross_entropy")
+    peer = ops.skeleton(20)
+    inputs = op.make(**op.shapes[0])
+    found = measure.errors(op, peer, inputs)
+    assert {"d x", "d weight"} < found.keys()
+    assert measure.verdict(found) is None
+
+
+@pytest.mark.parametrize("factor", [1.05, math.nan])
+def test_wrong_outputs_are_refused(factor):
+    op = tiny("rms_norm")
+    op = replace(op, peers=op.peers | {"other": measure.Peer(lambda x, weight: rms_norm(x, weight) * factor)})
+    row = measure.measure(op, "other", op.shapes[0], "cpu")
+    assert row["error"].startswith("wrong: out 0 errs by")
+    assert "ms" not in row
+
+
+def test_wrong_gradients_are_refused():
+    op = tiny("rms_norm")
+    forgets = measure.Peer(lambda x, weight: rms_norm(x.detach(), weight) + 0 * x)
+    row = measure.measure(replace(op, peers={"other": forgets}), "other", op.shapes[0], "cpu")
+    assert row["error"].startswith("wrong: d x errs by")
+
+
+def test_a_peer_that_writes_into_its_inputs_gets_fresh_ones():
+    op = tiny("swiglu")
+    seen = []
+
+    def destroys(gate, up):
+        seen.append(gate.detach().clone())
+        out = ops.silu_mul(gate.clone(), up.clone())
+        gate.data.zero_()
+        return out
+
+    op = replace(op, peers={"other": measure.Peer(destroys, ops.gate_and_up)})
+    assert "error" not in measure.measure(op, "other", op.shapes[0], "cpu")
+    assert len(seen) > 3
+    assert all(torch.equal(gate, seen[-1]) for gate in seen)
+
+
+def test_a_peer_that_is_not_installed_is_left_out():
+    op = tiny("rms_norm")
+    for needs in ("no_such_package", "no_such.package", "torch:no_such_name"):
+        assert (
+            op.available() == replace(op, peers=op.peers | {"other": measure.Peer(rms_norm, needs=needs)}).available()
+        )
+    assert {"torch", "compile", "ours"} <= {*op.available()}
+
+
+def test_ceilings_and_fractions():
+    found = measure.ceilings("cpu", copied=1000, width=8)
+    assert found.keys() == {"copy_gbs", "matmul_tflops"}
+    ceiling = {"copy_gbs": 4000.0, "matmul_tflops": 700.0}
+    assert measure.fraction({"limit": "bytes", "work": {"total": 8e9}, "ms": {"total": 4.0}}, ceiling) == {"total": 0.5}
+    assert measure.fraction({"limit": "flops", "work": {"total": 7e12}, "ms": {"total": 20.0}}, ceiling) == {
+        "total": 0.5
+    }
+
+
+def test_processes_run_in_turn_and_their_rows_are_kept(tmp_path, monkeypatch):
+    code = "import json, sys\nsys.stdin.readline()\nprint('noise')\n"
+    (tmp_path / "ceiling_process.py").write_text(code + "print(json.dumps({'copy_gbs': 1e3, 'matmul_tflops': 1.0}))\n")
+    result = {"shape": "N=1", "limit": "bytes", "work": {"total": 1e9}, "ms": {"total": 2.0}}
+    (tmp_path / "op_process.py").write_text(code + f"print(json.dumps({result}))\nraise SystemExit('out of memory')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("COMMIT", "abc")
+    file = tmp_path / "results" / "ops.jsonl"
+    planned = [
+        command.Plan({"benchmark": "ops", "op": op, "mode": "torch"}, (module,), file)
+        for op, module in (("ceilings", "ceiling_process"), ("rms_norm", "op_process"))
+    ]
+    rows = command.measure_all(planned, command.with_fractions())
+    assert [json.loads(line) for line in file.read_text().splitlines()] == rows
+    assert rows[1]["fraction"] == {"total": 0.5}
+    assert rows[2]["error"] == "out of memory"
+    assert all(row["commit"] == "abc" and row["versions"]["torch"] and row["date"] for row in rows)
+
+
+def test_ops_are_planned_behind_the_ceilings(tmp_path):
+    planned = command.plan_ops(["rms_norm", "swiglu"], ["ours", "torch"], tmp_path / "ops.jsonl")
+    assert [(plan.row["op"], plan.row["mode"]) for plan in planned] == [
+        ("ceilings", "torch"), ("rms_norm", "torch"), ("rms_norm", "ours"), ("swiglu", "torch"), ("swiglu", "ours"),
+    ]  # fmt: skip
+
+
+# The report
+
+
+def op_row(mode: str, total: float, **rest: object) -> dict:
+    return {
+        "benchmark": "ops", "op": "rms_norm", "shape": "N=1", "mode": mode, "device": "X", "date": "2026-01-01",
+        "commit": "abc", "versions": {"torch": "2.11.0"}, "limit": "bytes", "ms": {"total": total},
+        "fraction": {"total": 0.5}, "peak_mib": 10.0, "above_gradients_mib": 1.0, "errors": {"out 0": [2e-3, 1e-3]},
+    } | rest  # fmt: skip
+
+
+def train_row(mode: str, rate: float, **rest: object) -> dict:
+    return {
+        "benchmark": "train", "model": "llama-3-8b", "batch": "1x8192", "mode": mode, "device": "X", "commit": "abc",
+        "date": "2026-01-01", "versions": {"torch": "2.11.0"}, "tokens_per_s": rate, "step_ms": 1e6 / rate,
+        "peak_gib": 50.0, "mfu": 0.5, "losses": [2.0, 1.0],
+    } | rest  # fmt: skip
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_the_latest_row_counts(tmp_path):
+    rows = [
+        train_row("hf", 1.0),
+        train_row("hf", 2.0),
+        train_row("ours", 3.0, date="2025-12-31"),
+        train_row("ours", 4.0),
+    ]
+    failed = {name: rows[0][name] for name in ("benchmark", "model", "batch", "date", "commit", "versions")}
+    rows += [failed | {"mode": "hf+liger", "error": "none"}, train_row("hf+liger", 5.0)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.jsonl").write_text(json.dumps(train_row("hf", 9.0, date="2025-12-31")) + "\n")
+    assert {row["mode"]: row["tokens_per_s"] for row in report.read(tmp_path)} == {
+        "hf": 2.0,
+        "ours": 4.0,
+        "hf+liger": 5.0,
+    }
+
+
+def test_train_table_compares_with_the_fastest_peer():
+    rows = [
+        train_row("hf", 5000.0),
+        train_row("hf+liger", 8000.0, peak_gib=40.0),
+        train_row("ours", 10000.0, peak_gib=30.0),
+    ]
+    rows.append({name: rows[0][name] for name in ("model", "batch")} | {"mode": "hf+ac", "error": "out | of memory"})
+    by_mode = {line[2]: line for line in cells(report.train_table(rows))}
+    assert by_mode["liger_models"][-3:-1] == ["1.250", "0.750"]
+    assert by_mode["transformers + Liger Kernel"][-3:-1] == ["1.000", "1.000"]
+    assert by_mode["transformers, activation checkpointing"][3] == "out / of memory"
+    assert cells(report.short_table(rows))[-1] == ["", "liger_models", "10,000", "30.0"]
+
+
+def test_op_tables_compare_with_the_fastest_peer():
+    rows = [op_row("torch", 4.0), op_row("liger", 3.0), op_row("skeleton-2048", 1.0), op_row("ours", 2.0)]
+    rows.append({name: rows[0][name] for name in ("op", "shape")} | {"mode": "cce", "error": "wrong: d x"})
+    assert cells(report.op_table(rows)) == [
+        ["rms_norm", "N=1", "2.0", "0.50 of copy", "liger", "3.0", "1.500", "10.0", "10.0"]
+    ]
+    by_mode = {line[2]: line for line in cells(report.every_op_table(rows))}
+    assert by_mode["torch"][7] == "0.750"
+    assert by_mode["ours"][-1] == "out 0 2.00"
+    assert by_mode["cce"][3] == "wrong: d x"
+
+
+def test_family_table_says_what_failed():
+    steps = {"hf": 2.0, "ours": 1.0}
+    rows = [train_row(mode, 1.0, step_ms=ms, first_step_s=3.0, model="gemma") for mode, ms in steps.items()]
+    rows.append({"model": "gemma", "mode": "hf+liger", "error": "none"})
+    (line,) = cells(report.family_table(rows))
+    assert line[:5] == ["gemma", "2.0", "failed", "1.0", "2.000"]
+    assert line[-1] == "failed / failed"
+
+
+def test_a_part_that_is_unknown_or_not_measured():
+    page = "a\n<!-- begin: ops -->\nold\n<!-- end -->\nb\n"
+    assert report.fill(page, []) == "a\n<!-- begin: ops -->\n\nNot measured yet.\n\n<!-- end -->\nb\n"
+    with pytest.raises(ValueError, match="asks for 'opps'"):
+        report.fill(page.replace("ops", "opps"), [])
+
+
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
+def test_pages_show_what_the_results_say(page):
+    text = page.read_text(encoding="utf-8")
+    assert report.fill(text, report.read(report.RESULTS)) == text, "run: python -m benchmarks report"
+
+
+def test_every_plot_can_be_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    for name, rows in (
+        ("train", [train_row("hf", 1.0), train_row("ours", 2.0)]),
+        ("families", [train_row("hf", 1.0, model="gemma"), train_row("ours", 2.0, model="gemma")]),
+        ("ops", [op_row("torch", 4.0), op_row("ours", 2.0)]),
+    ):
+        report.plot(name, rows, tmp_path)
+        assert (tmp_path / f"{name}.svg").stat().st_size < 100_000
+
+
+def test_results_are_json_lines():
+    for file in Path(report.RESULTS).glob("*.jsonl"):
+        for line in file.read_text().splitlines():
+            assert {"benchmark", "mode", "date", "commit", "versions"} <= json.loads(line).keys()

@@ -1,0 +1,497 @@
+import copy
+import multiprocessing
+import pickle
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import liger_models
+from liger_models import LigerAdamW, LigerLlama, LlamaConfig, step_in_backward
+
+SHAPES = [(5, 3), (2049,), (), (0, 4), (33, 70)]
+
+
+def parameters(device="cpu", dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda shape: torch.randn(shape, generator=generator, dtype=torch.float64)
+    return [nn.Parameter(draw(shape).to(device, dtype)) for shape in SHAPES]
+
+
+def groups(params):
+    """Two groups with options of their own, the rest by default."""
+    return [
+        {"params": params[:2], "lr": 3e-3, "betas": (0.8, 0.95), "weight_decay": 0.3},
+        {"params": params[2:3], "maximize": True, "eps": 1e-3},
+        {"params": params[3:]},
+    ]
+
+
+def give_gradients(seed, *lists):
+    generator = torch.Generator().manual_seed(seed)
+    for together in zip(*lists, strict=True):
+        gradient = torch.randn(together[0].shape, generator=generator, dtype=torch.float64)
+        for param in together:
+            param.grad = gradient.to(param.device, param.dtype)
+
+
+def assert_same(first, second):
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def assert_near(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.detach().double().cpu(), b.detach().double().cpu(), rtol=1e-5, atol=1e-6)
+
+
+def test_public_names():
+    assert {"LigerAdamW", "step_in_backward"} <= set(liger_models.__all__)
+
+
+def test_many_steps_are_torchs(backend):
+    ours, theirs = parameters(backend), parameters(dtype=torch.float64)
+    optimizer, expected = LigerAdamW(groups(ours), lr=1e-2), torch.optim.AdamW(groups(theirs), lr=1e-2)
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 50) for each in (optimizer, expected)]
+    for step in range(50):
+        give_gradients(step, ours, theirs)
+        kept = [param.grad.clone() for param in ours]
+        optimizer.step()
+        expected.step()
+        assert_same(kept, [param.grad for param in ours])
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_near(ours, theirs)
+
+
+def test_parameters_without_a_gradient_are_skipped(backend):
+    """Then they count fewer steps, in the same launch."""
+    ours, theirs = parameters(backend), parameters(dtype=torch.float64)
+    optimizer, expected = LigerAdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
+    for step in range(6):
+        give_gradients(step, ours, theirs)
+        ours[step % 2].grad = theirs[step % 2].grad = None
+        optimizer.step()
+        expected.step()
+    assert_near(ours, theirs)
+    assert [int(optimizer.state[param]["step"]) for param in ours] == [3, 3, 6, 6, 6]
+    optimizer.zero_grad()
+    optimizer.step()
+    assert_near(ours, theirs)
+
+
+def test_state_is_made_for_what_has_gradients():
+    params = parameters()
+    optimizer = LigerAdamW(params)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert set(optimizer.state) == {params[0]}
+
+
+@pytest.mark.parametrize("direction", ["from torch", "to torch"])
+def test_state_dict_is_torchs(direction, backend):
+    ours, theirs = parameters(backend), parameters(backend)
+    optimizer, expected = LigerAdamW(groups(ours)), torch.optim.AdamW(groups(theirs))
+    source, target = (expected, optimizer) if direction == "from torch" else (optimizer, expected)
+    trained, fresh = (theirs, ours) if direction == "from torch" else (ours, theirs)
+    for step in range(3):
+        give_gradients(step, trained)
+        source.step()
+    saved = copy.deepcopy(source.state_dict())
+    assert set(saved["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    target.load_state_dict(saved)
+    with torch.no_grad():
+        for a, b in zip(fresh, trained, strict=True):
+            a.copy_(b)
+    assert_same([target.state[p]["exp_avg"] for p in fresh], [source.state[p]["exp_avg"] for p in trained])
+    for step in range(3, 6):
+        give_gradients(step, ours, theirs)
+        optimizer.step()
+        expected.step()
+    assert_near(ours, theirs)
+    assert int(target.state[fresh[0]]["step"]) == int(source.state[trained[0]]["step"]) == 6
+
+
+def test_resumes_bit_for_bit(backend, tmp_path):
+    def make():
+        params = parameters(backend, torch.bfloat16)
+        return params, LigerAdamW(groups(params), state_dtype=torch.float32, stochastic_rounding=True, seed=4)
+
+    params, optimizer = make()
+    for step in range(3):
+        give_gradients(step, params)
+        optimizer.step()
+    torch.save([optimizer.state_dict(), params], tmp_path / "state.pt")
+    again, resumed = make()
+    state, values = torch.load(tmp_path / "state.pt", weights_only=True)
+    resumed.load_state_dict(state)
+    with torch.no_grad():
+        for param, value in zip(again, values, strict=True):
+            param.copy_(value)
+    for step in range(3, 6):
+        give_gradients(step, params, again)
+        optimizer.step()
+        resumed.step()
+    assert_same(params, again)
+    assert all(resumed.state[param]["exp_avg"].dtype == torch.float32 for param in again)
+
+
+def test_loading_casts_and_lays_out():
+    """Moments in the dtype asked for, in the order of the parameter; the step on the CPU, shared with nobody."""
+    first = nn.Parameter(torch.randn(4, 6))
+    first.grad = torch.randn(4, 6)
+    source = torch.optim.AdamW([first])
+    source.step()
+    saved = source.state_dict()
+    saved["state"][0]["step"] = saved["state"][0]["step"].double()
+    second = nn.Parameter(torch.randn(6, 4).bfloat16().t())
+    optimizer = LigerAdamW([second], state_dtype=torch.float32)
+    hooked = []
+    optimizer.register_load_state_dict_post_hook(lambda it: hooked.append(it.state[second]["exp_avg"].dtype))
+    optimizer.load_state_dict(saved)
+    state = optimizer.state[second]
+    assert hooked == [torch.float32]
+    assert_same([state["exp_avg"], state["exp_avg_sq"]], [source.state[first][n] for n in ("exp_avg", "exp_avg_sq")])
+    assert state["exp_avg"].stride() == second.stride()
+    assert state["step"].dtype == torch.float32
+    second.grad = torch.ones_like(second)
+    optimizer.step()
+    assert saved["state"][0]["step"] == 1
+    narrow = LigerAdamW([second])
+    narrow.load_state_dict(optimizer.state_dict())
+    assert narrow.state[second]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_copies_keep_the_options():
+    params = parameters()
+    optimizer = LigerAdamW(params, stochastic_rounding=True, state_dtype=torch.float32, seed=7)
+    give_gradients(0, params)
+    optimizer.step()
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert (other.stochastic_rounding, other.state_dtype, other.seed) == (True, torch.float32, 7)
+        other.step()
+
+
+def test_state_dtype(backend):
+    for dtype in (None, torch.float32):
+        params = parameters(backend, torch.float16)
+        optimizer = LigerAdamW(params, state_dtype=dtype)
+        give_gradients(0, params)
+        optimizer.step()
+        state = optimizer.state[params[0]]
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == (dtype or torch.float16)
+
+
+def test_stochastic_rounding_needs_no_generator(backend):
+    def train(seed):
+        params = parameters(backend, torch.bfloat16)
+        optimizer = LigerAdamW(params, lr=1e-4, stochastic_rounding=True, seed=seed)
+        for step in range(3):
+            give_gradients(step, params)
+            optimizer.step()
+        return params
+
+    first = train(0)
+    torch.manual_seed(9)
+    assert_same(train(0), first)
+    assert not torch.equal(train(1)[1], first[1])
+
+
+def test_closure(backend):
+    weight = nn.Parameter(torch.ones(3, device=backend))
+    optimizer = LigerAdamW([weight], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3
+    assert (weight < 1).all()
+
+
+def test_errors():
+    weight = nn.Parameter(torch.ones(3, 2))
+    for options, message in [
+        ({"lr": -1.0}, "lr must not be negative"),
+        ({"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\)"),
+        ({"eps": -1.0}, "eps must not be negative"),
+        ({"weight_decay": -1.0}, "weight_decay must not be negative"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            LigerAdamW([weight], **options)
+    optimizer = LigerAdamW([weight])
+    weight.grad = torch.ones(3, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="no sparse gradients"):
+        optimizer.step()
+    amsgrad = torch.optim.AdamW([weight], amsgrad=True)
+    with pytest.raises(ValueError, match="AMSGrad"):
+        optimizer.load_state_dict(amsgrad.state_dict())
+
+
+# The step inside the backward
+
+
+def small_model(device="cpu", **options):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    torch.manual_seed(3)
+    return LigerLlama.from_config(LlamaConfig(**sizes, num_attention_heads=2, **options)).to(device)
+
+
+def loss_of(model, step):
+    device = next(model.parameters()).device
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(step)).to(device)
+    return model(ids, labels=ids).loss
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_in_backward_as_after_it(tied):
+    models = [small_model(tie_word_embeddings=tied).bfloat16() for _ in range(2)]
+    optimizers = [LigerAdamW(model.parameters(), lr=1e-2, stochastic_rounding=True) for model in models]
+    schedulers = [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4) for optimizer in optimizers]
+    handles = step_in_backward(optimizers[1])
+    for step in range(4):
+        if step == 3:  # back to ordinary steps
+            for handle in handles:
+                handle.remove()
+        for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
+            loss_of(model, step).backward()
+            gone = all(param.grad is None for param in model.parameters())
+            assert gone == (optimizer is optimizers[1] and step < 3)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        assert_same(models[0].parameters(), models[1].parameters())
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    assert states[0].keys() == states[1].keys()
+    for key, values in states[0].items():
+        assert_same(values.values(), states[1][key].values())
+
+
+def test_one_gradient_at_a_time():
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
+    alive = []
+    optimizer = LigerAdamW(model.parameters())
+    for param in model.parameters():  # called before those of the optimizer
+        count = lambda _: alive.append(sum(param.grad is not None for param in model.parameters()))
+        param.register_post_accumulate_grad_hook(count)
+    step_in_backward(optimizer)
+    model(torch.randn(2, 8)).sum().backward()
+    assert alive == [1] * 5
+
+
+def test_in_backward_frozen_parameters_and_loaded_state():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    optimizer = LigerAdamW(model.parameters(), lr=0.1)
+    assert len(step_in_backward(optimizer)) == 2
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.0
+    optimizer.load_state_dict(saved)
+    before = copy.deepcopy(model)
+    model(torch.randn(2, 4)).sum().backward()
+    assert_same(before.parameters(), model.parameters())  # by the learning rate that was loaded
+    assert len(optimizer.state) == 2
+
+
+def test_in_backward_errors():
+    model = nn.Linear(4, 1)
+    optimizer = LigerAdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"has a gradient already. Call zero_grad\(\) first"):
+        step_in_backward(optimizer)
+    optimizer.zero_grad()
+    step_in_backward(optimizer)
+    for _ in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="3 backward passes since the last step"):
+        optimizer.step()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+# With torch.compile and torch.distributed
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_compiled_training_step(in_backward):
+    def train(compiled):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = LigerAdamW(model.parameters(), lr=1e-2)
+        if in_backward:
+            step_in_backward(optimizer)
+
+        def step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        function = torch.compile(step, backend="aot_eager") if compiled else step
+        return [function(torch.full((4, 8), 0.1 * i)) for i in range(4)]
+
+    torch.testing.assert_close(train(True), train(False))
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_dtensors(mesh, backend):
+    """Local parts are updated, with the gradient brought into the parameter's layout; the moments are DTensors."""
+    plain = parameters(backend)[:2]
+    sharded = [nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for p in plain]
+    optimizers = LigerAdamW(plain, lr=1e-2), LigerAdamW(sharded, lr=1e-2)
+    for step, placement in enumerate([Shard(0), Replicate(), Partial()]):
+        give_gradients(step, plain)
+        for param, wrapped in zip(plain, sharded, strict=True):
+            wrapped.grad = DTensor.from_local(param.grad, mesh, [placement])
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(plain, [param.to_local() for param in sharded])
+    for values in optimizers[1].state.values():
+        assert values["exp_avg"].placements == values["exp_avg_sq"].placements == (Shard(0),)
+    loss = sharded[0].square().sum()
+    optimizers[1].step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def train_sharded(rank, port, results, folder):
+    """Two processes train a model of 5 rows, so 3 and 2 of them, save it distributed, and go on from what they load."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+
+    def make(in_backward):
+        model = sharded_model()
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        optimizer = LigerAdamW(model.parameters(), lr=1e-2)
+        if in_backward:
+            step_in_backward(optimizer)
+        return model, optimizer
+
+    def state_of(model, optimizer):
+        return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+    values = {}
+    for in_backward in (False, True):
+        model, optimizer = make(in_backward)
+        train(model, optimizer, range(2))
+        dcp.save(state_of(model, optimizer), checkpoint_id=f"{folder}/{in_backward}")
+        model, optimizer = make(in_backward)
+        loaded = state_of(model, optimizer)
+        dcp.load(loaded, checkpoint_id=f"{folder}/{in_backward}")
+        model.load_state_dict(loaded["model"])
+        set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
+        train(model, optimizer, range(2, 4))
+        assert all(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
+        values[in_backward] = [param.full_tensor().tolist() for param in model.parameters()]
+    try:
+        step_in_backward(LigerAdamW(sharded_model().parameters()))
+    except RuntimeError as error:
+        values["error"] = str(error)
+    if rank == 0:
+        results.put(values)
+    dist.destroy_process_group()
+
+
+def sharded_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3, bias=False), nn.Linear(3, 1))  # of the last, one has nothing
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        F.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_fsdp_and_distributed_checkpoint(tmp_path):
+    model = sharded_model()
+    optimizer = LigerAdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(4))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    workers = [context.Process(target=train_sharded, args=(rank, port, results, tmp_path)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    values = results.get()
+    for in_backward in (False, True):
+        got = [torch.tensor(value) for value in values[in_backward]]
+        assert_near(got, model.parameters())
+    assert "DistributedDataParallel averages gradients after the step" in values["error"]
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_no_wait_for_the_device(in_backward):
+    model = small_model("cuda").bfloat16()
+    optimizer = LigerAdamW(model.parameters(), stochastic_rounding=True)
+    if in_backward:
+        step_in_backward(optimizer)
+    for step in range(3):
+        loss = loss_of(model, step)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_in_backward_on_a_gpu():
+    models = [small_model("cuda").bfloat16() for _ in range(2)]
+    optimizers = [LigerAdamW(model.parameters(), lr=1e-2) for model in models]
+    step_in_backward(optimizers[1])
+    losses = []
+    for step in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss = loss_of(model, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    assert_same(losses[::2], losses[1::2])
+    assert_same(models[0].parameters(), models[1].parameters())
+
+
+@pytest.mark.gpu
+def test_fused_torch_state_loads():
+    """Its steps are on the GPU; ours are read without waiting."""
+    params = parameters("cuda")
+    source = torch.optim.AdamW(params, fused=True)
+    give_gradients(0, params)
+    source.step()
+    optimizer = LigerAdamW(params)
+    optimizer.load_state_dict(source.state_dict())
+    assert all(state["step"].device.type == "cpu" for state in optimizer.state.values())
+    optimizer.step()
