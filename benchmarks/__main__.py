@@ -1,4 +1,4 @@
-"""Run a benchmark: ``python -m benchmarks train --model llama-3-8b``, or ``python -m benchmarks families``."""
+"""Run a benchmark (``train``, ``families``, ``ops``), or write the tables and plots of all results (``report``)."""
 
 import argparse
 import datetime
@@ -8,14 +8,15 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from . import train
+from . import measure, ops, report, train
 
-RESULTS = Path(__file__).parent / "results"
 ERRORS_AT_ONCE = 3
-PACKAGES = ("torch", "triton", "transformers", "liger-kernel")
+PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels")
 
 
 def versions() -> dict[str, str]:
@@ -36,113 +37,106 @@ def commit() -> str:
     return run.stdout.strip()
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a process measures: the beginning of its rows, its command, the file that the rows go to."""
+
+    row: dict
+    command: tuple[str, ...]
+    file: Path
+
+
 class Measurement:
     """One mode in a process of its own, which is started at once and touches the GPU when it is told to.
 
     Its caches of compiled kernels are its own and empty, so that ``first_step_s`` is that of a first use.
     """
 
-    def __init__(self, benchmark: str, mode: str, model: str, batch: str, steps: int) -> None:
-        self.row = {
-            "benchmark": benchmark, "model": model, "batch": batch, "mode": mode,
-            "date": datetime.date.today().isoformat(), "commit": commit(), "versions": versions(),
-        }  # fmt: skip
+    def __init__(self, plan: Plan) -> None:
+        date = datetime.date.today().isoformat()
+        self.file = plan.file
+        self.row = plan.row | {"date": date, "commit": commit(), "versions": versions()}
         self.folder = tempfile.TemporaryDirectory()
         caches = {name: f"{self.folder.name}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.train", mode, model, batch, str(steps)],
+            [sys.executable, "-m", *plan.command],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ | caches,
         )  # fmt: skip
 
-    def finish(self) -> dict:
-        """Let it run; the result is the last line that it prints."""
+    def finish(self) -> list[dict]:
+        """Let it run; each line of JSON that it prints is a result."""
         out, err = self.process.communicate("go\n")
         self.folder.cleanup()
+        rows = [self.row | json.loads(line) for line in out.splitlines() if line.startswith("{")]
         if self.process.returncode:
             last = err.strip().splitlines() or [f"exit status {self.process.returncode}"]
-            self.row["error"] = last[-1]
-        else:
-            self.row |= json.loads(out.strip().splitlines()[-1])
-        print(f"{self.row['model']} {self.row['mode']}", file=sys.stderr, flush=True)
-        return self.row
+            rows.append(self.row | {"error": last[-1]})
+        print(self.row.get("model") or self.row["op"], self.row["mode"], file=sys.stderr, flush=True)
+        return rows
 
 
-def measure_all(planned: list[tuple], file: Path) -> list[dict]:
+def measure_all(planned: list[Plan], complete: Callable[[dict], dict] = lambda row: row) -> list[dict]:
     """The timed ones one after the other, each started while the one before it runs; then the errors, some at once.
 
-    Every row is appended to ``file`` as soon as it is there.
+    Every row goes through ``complete`` and into its file as soon as it is there.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
 
-    def finish(measurement: Measurement) -> dict:
-        row = measurement.finish()
-        with file.open("a") as out:
-            out.write(json.dumps(row) + "\n")
-        return row
+    def finish(measurement: Measurement) -> list[dict]:
+        rows = [complete(row) for row in measurement.finish()]
+        measurement.file.parent.mkdir(parents=True, exist_ok=True)
+        with measurement.file.open("a") as out:
+            out.writelines(json.dumps(row) + "\n" for row in rows)
+        return rows
 
-    timed = [arguments for arguments in planned if arguments[1] != "error"]
-    rows, waiting = [], [Measurement(*arguments) for arguments in timed[:1]]
+    timed = [plan for plan in planned if plan.row["mode"] != "error"]
+    rows, waiting = [], [Measurement(plan) for plan in timed[:1]]
     for following in [*timed[1:], None]:
         if following is not None:
-            waiting.append(Measurement(*following))
+            waiting.append(Measurement(following))
         if waiting:
-            rows.append(finish(waiting.pop(0)))
-    errors = [arguments for arguments in planned if arguments[1] == "error"]
+            rows += finish(waiting.pop(0))
+    errors = [plan for plan in planned if plan.row["mode"] == "error"]
     with ThreadPoolExecutor(ERRORS_AT_ONCE) as pool:
-        return rows + list(pool.map(lambda arguments: finish(Measurement(*arguments)), errors))
+        return rows + [row for found in pool.map(lambda plan: finish(Measurement(plan)), errors) for row in found]
 
 
-def train_table(rows: list[dict]) -> str:
-    lines = [f"{'mode':<22}{'tokens/s':>10}{'ms/step':>9}{'peak GiB':>10}{'MFU':>7}  losses of the first steps"]
-    for row in rows:
-        if "error" in row:
-            lines.append(f"{row['mode']:<22}{row['error']}")
-            continue
-        losses = " ".join(f"{loss:.4f}" for loss in row["losses"])
-        lines.append(
-            f"{row['mode']:<22}{row['tokens_per_s']:>10.0f}{row['step_ms']:>9.1f}{row['peak_gib']:>10.1f}"
-            f"{row['mfu']:>7.3f}  {losses}"
+def plan_steps(benchmark: str, models: list[str], modes: list[str], batch: str, steps: int, file: Path) -> list[Plan]:
+    return [
+        Plan(
+            {"benchmark": benchmark, "model": model, "batch": batch, "mode": mode},
+            ("benchmarks.train", mode, model, batch, str(steps)),
+            file,
         )
-    return "\n".join(lines)
-
-
-def family_table(rows: list[dict]) -> str:
-    """One row per family; ratios to the faster and to the smaller of the two peers."""
-    lines = [
-        "| family | HF ms | HF + Liger ms | ours ms | speed ratio | HF GiB | HF + Liger GiB | ours GiB | memory ratio "
-        "| first step s, HF / HF + Liger / ours | logits error, HF / ours | gradients error, HF / ours |",
-        "| --- " * 12 + "|",
+        for model in models
+        for mode in modes
     ]
-    for family in dict.fromkeys(row["model"] for row in rows):
-        by_mode = {row["mode"]: row for row in rows if row["model"] == family}
-        peers = [row for mode, row in by_mode.items() if mode.startswith("hf") and "error" not in row]
-        ours, error = by_mode.get("ours", {}), by_mode.get("error", {})
-
-        def show(mode: str, key: str, by_mode: dict = by_mode) -> str:
-            return str(by_mode.get(mode, {}).get(key, "failed"))
-
-        def ratio(key: str, invert: bool, peers: list = peers, ours: dict = ours) -> str:
-            if key not in ours or not peers:
-                return ""
-            best = min(peer[key] for peer in peers)
-            return f"{best / ours[key] if invert else ours[key] / best:.3f}"
-
-        def pair(what: str, error: dict = error) -> str:
-            found = [error.get(f"{who}_{what}") for who in ("hf", "ours")]
-            return " / ".join("failed" if value is None else f"{value:.2e}" for value in found)
-
-        times = " | ".join(show(mode, "step_ms") for mode in ("hf", "hf+liger", "ours"))
-        sizes = " | ".join(show(mode, "peak_gib") for mode in ("hf", "hf+liger", "ours"))
-        first = " / ".join(show(mode, "first_step_s") for mode in ("hf", "hf+liger", "ours"))
-        lines.append(
-            f"| {family} | {times} | {ratio('step_ms', True)} | {sizes} | {ratio('peak_gib', False)} "
-            f"| {first} | {pair('logits')} | {pair('gradients')} |"
-        )
-    return "\n".join(lines)
 
 
-def main() -> None:
+def plan_ops(names: list[str], peers: list[str] | None, file: Path) -> list[Plan]:
+    """The ceilings, then every op with each of its peers that is installed (and named, if some are)."""
+    pairs = [(name, peer) for name in names for peer in ops.OPS[name].available() if peers is None or peer in peers]
+    return [
+        Plan({"benchmark": "ops", "op": op, "mode": peer}, ("benchmarks.ops", op, peer), file)
+        for op, peer in [("ceilings", "torch"), *pairs]
+    ]
+
+
+def with_fractions() -> Callable[[dict], dict]:
+    """Completes the rows of a run, whose ceilings come first."""
+    ceiling: dict = {}
+
+    def complete(row: dict) -> dict:
+        if row["op"] == "ceilings":
+            ceiling.update(row)
+        elif "ms" in row and "copy_gbs" in ceiling:
+            row["fraction"] = measure.fraction(row, ceiling)
+        return row
+
+    return complete
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("train", help="a full fine-tuning step: tokens/s, peak memory, losses")
@@ -154,17 +148,33 @@ def main() -> None:
     for command in (one, every):
         command.add_argument("--batch", default="1x8192", help="rows x tokens per row")
         command.add_argument("--steps", type=int, default=10, help="timed steps, after 5 whose losses are kept")
-        command.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON lines")
-    options = parser.parse_args()
+    each = commands.add_parser("ops", help="each op against its peers: errors, times, memory, fraction of the limits")
+    each.add_argument("--ops", default=",".join(ops.OPS), help="comma-separated")
+    each.add_argument("--peers", help="comma-separated; without it all that are installed")
+    for command in (one, every, each):
+        command.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the JSON lines")
+    tables = commands.add_parser("report", help="tables and plots of all results into the pages")
+    tables.add_argument("--results", type=Path, default=report.RESULTS, help="folder of the JSON lines")
+    options = parser.parse_args(arguments)
 
-    if options.command == "train":
-        models, file = [options.model], f"train-{options.model}-{options.batch}.jsonl"
+    if options.command == "report":
+        report.write(options.results)
+    elif options.command == "ops":
+        unknown = {*options.ops.split(",")} - {*ops.OPS}
+        if unknown:
+            parser.error(f"--ops: {', '.join(sorted(unknown))} is none of {', '.join(ops.OPS)}")
+        peers = options.peers.split(",") if options.peers else None
+        planned = plan_ops(options.ops.split(","), peers, options.out / "ops.jsonl")
+        print(report.every_op_table(measure_all(planned, with_fractions())))
+    elif options.command == "train":
+        file = options.out / f"train-{options.model}-{options.batch}.jsonl"
+        planned = plan_steps("train", [options.model], options.modes.split(","), options.batch, options.steps, file)
+        print(report.train_table(measure_all(planned)))
     else:
-        models, file = options.families.split(","), f"families-{options.batch}.jsonl"
-    modes = options.modes.split(",")
-    planned = [(options.command, mode, model, options.batch, options.steps) for model in models for mode in modes]
-    rows = measure_all(planned, options.out / file)
-    print(train_table(rows) if options.command == "train" else family_table(rows))
+        file = options.out / f"families-{options.batch}.jsonl"
+        models, modes = options.families.split(","), options.modes.split(",")
+        planned = plan_steps("families", models, modes, options.batch, options.steps, file)
+        print(report.family_table(measure_all(planned)))
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ FAMILIES = {
 }
 """The real width of a release of each family, few layers: file and number of layers."""
 MODES = ("hf", "hf+ac", "hf+liger", "hf+liger+ac", "ours", "ours+selective", "ours+full", "ours+compile")
-"""Ours also takes "adamw" (`LigerAdamW`), "inbackward" (its step as soon as a gradient is there), "offloadK" (what the
-first K blocks keep goes to the host), and a number of blocks behind "selective" and "full"."""
+"""Ours also takes "adamw" (`LigerAdamW`), "inbackward" (its step as soon as a gradient is there), "offloadK" (what K
+blocks keep goes to the host), and a number of blocks behind "selective" and "full": first of those that stay."""
 KEPT_LOSSES = 5
 ERROR_TOKENS = 1024
 PEAK_FLOPS = 989e12
@@ -110,15 +110,15 @@ def build_ours(config: dict, extras: list[str]) -> nn.Module:
         expression = weights.entries[name]
         theirs = expression.unpack(torch.empty_like(parameter, device="meta"))
         parameter.copy_(expression.pack({n: weight(n, t.shape, parameter.device) for n, t in theirs.items()}))
-    # "offload20" is the first 20 blocks, "selective4" the 4 after them; without a number it is all.
-    counts = {word: int(count) if count else len(model.layers) for word, count in map(split_number, extras)}
-    offload = counts.get("offload", 0)
-    policies = ["none"] * len(model.layers)
+    blocks = len(model.layers)
+    counts = {word: int(count) if count else blocks for word, count in map(split_number, extras)}
+    model.set_checkpointing("none", offload_layers=counts.get("offload", 0))
+    stay = [i for i in range(blocks) if i not in model.offloaded] or list(range(blocks))
+    policies = ["none"] * blocks
     for policy in ("selective", "full"):
-        start = offload if offload < len(model.layers) else 0
-        count = counts.get(policy, 0)
-        policies[start : start + count] = [policy] * len(policies[start : start + count])
-    model.set_checkpointing(policies, offload_layers=offload)
+        for i in (stay if counts.get(policy, 0) <= len(stay) else range(blocks))[: counts.get(policy, 0)]:
+            policies[i] = policy
+    model.set_checkpointing(policies, offload_layers=counts.get("offload", 0))
     return model
 
 

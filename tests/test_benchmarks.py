@@ -209,6 +209,11 @@ def test_train_table_compares_with_the_fastest_peer():
     assert cells(report.short_table(rows))[-1] == ["", "liger_models", "10,000", "30.0"]
 
 
+def test_modes_have_names():
+    assert report.title("hf+liger+ac") == "transformers + Liger Kernel, activation checkpointing"
+    assert report.title("ours+offload20+new") == "liger_models, offload of 20 blocks, new"
+
+
 def test_op_tables_compare_with_the_fastest_peer():
     rows = [op_row("torch", 4.0), op_row("liger", 3.0), op_row("skeleton-2048", 1.0), op_row("ours", 2.0)]
     rows.append({name: rows[0][name] for name in ("op", "shape")} | {"mode": "cce", "error": "wrong: d x"})

@@ -344,9 +344,10 @@ def test_compiled_training_step(in_backward):
 
 
 @pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
+def mesh(backend):
+    communication = "gloo" if backend == "cpu" else "nccl"
+    dist.init_process_group(communication, store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh(backend, (1,))
     dist.destroy_process_group()
 
 

@@ -89,6 +89,26 @@ def _word_parts(V: int, size: int) -> list[int]:
     return sizes + [V - aligned] * (aligned < V)
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``x @ weightᵀ + bias`` into ``out``."""
+    sizes = _word_parts(len(weight), len(weight))
+    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+    for words, shift, columns in zip(weight.split(sizes), biases, out.split(sizes, 1), strict=True):
+        if shift is None:
+            torch.mm(x, words.t(), out=columns)
+        else:
+            torch.addmm(shift, x, words.t(), out=columns)
+
+
+def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
+    """``gradient @ weight`` into ``out``; the few words first, whose rounding is as small as they are."""
+    sizes = _word_parts(len(weight), len(weight))
+    for beta, (columns, words) in enumerate(
+        zip(gradient.split(sizes, 1)[::-1], weight.split(sizes)[::-1], strict=True)
+    ):
+        out.addmm_(columns, words, beta=beta)
+
+
 def _accumulate(sums: Sequence[Tensor], gradient: Tensor, x: Tensor, beta: int) -> None:
     """``beta`` (0 or 1) times the blocks of rows in ``sums``, plus ``gradientᵀ @ x``, in their dtype."""
     for total, columns in zip(sums, gradient.split([len(block) for block in sums], 1), strict=True):
@@ -143,20 +163,11 @@ def _walk_chunks(
     if N == 0 and dweight is not None:
         dweight.zero_()
     dbias = torch.zeros(V, dtype=wide, device=x.device) if need[2] else x.new_empty(0)
-    sizes = _word_parts(V, V)
-    weights = weight.split(sizes)
-    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
-    columns = logits.split(sizes, 1)
     pieces = []
     for start in range(0, N, rows):
         part = slice(start, min(start + rows, N))
         logits = buffer[: part.stop - part.start]
-        columns = logits.split(sizes, 1)
-        for out, words, shift in zip(columns, weights, biases, strict=True):
-            if shift is None:
-                torch.mm(x[part], words.t(), out=out)
-            else:
-                torch.addmm(shift, x[part], words.t(), out=out)
+        _linear(x[part], weight, bias, logits)
         statistics = token_statistics(
             logits,
             target[part],
@@ -171,15 +182,12 @@ def _walk_chunks(
         if statistics is not None:
             pieces.append(statistics)
         if need[0]:
-            # The few words first: their rounding is as small as they are.
-            torch.mm(columns[-1], weights[-1], out=dx[part])
-            for gradient, words in zip(columns[:-1], weights[:-1], strict=True):
-                dx[part].addmm_(gradient, words)
+            _linear_backward(logits, weight, dx[part])
         if need[1]:
             _accumulate(sums, logits, x[part], beta=int(start > 0))
         if need[2]:
             dbias += logits.sum(0, dtype=wide)
-    del logits, buffer, columns
+    del logits, buffer
     if dweight is None:
         dweight = _gathered(sums)
     if lse is not None:

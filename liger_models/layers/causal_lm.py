@@ -79,7 +79,8 @@ class CausalLM(nn.Module):
         self.config: Any = config
         self.kernels = kernels or KernelOptions()
         self.checkpointing: str | list[str] = "none"
-        self.offload_layers = 0
+        self.offloaded: frozenset[int] = frozenset()
+        """Blocks whose activations go to host memory."""
         self.hf_config: dict[str, Any] = {}
         """The config.json that the model was loaded with; keys that the model does not read are saved again."""
         self.assets: dict[str, bytes] = {}
@@ -139,8 +140,9 @@ class CausalLM(nn.Module):
             policy: of all blocks, or of each. "none" keeps what the fused ops need; "selective" makes the MLP's gate
                 and up projection again (the largest activations); "full" keeps only the inputs of attention and MLP,
                 and makes all else again but the two output projections, whose results nothing needs.
-            offload_layers: what the first so many blocks keep is in host memory in the meantime, copied while the GPU
-                computes. Not within a compiled model (blocks may be compiled).
+            offload_layers: what so many blocks keep is in host memory in the meantime, copied while the GPU computes.
+                They are spread evenly and leave out the last two if they can: the blocks between and behind them give
+                the copies time. Not within a compiled model (blocks may be compiled).
 
         Raises:
             ValueError: an unknown policy, or another number of them or of layers than the model has blocks.
@@ -160,7 +162,9 @@ class CausalLM(nn.Module):
                 each in CHECKPOINTING_POLICIES,
                 f"set_checkpointing: policy must be one of {CHECKPOINTING_POLICIES}, got {each!r}.",
             )
-        self.checkpointing, self.offload_layers = policy, offload_layers
+        self.checkpointing = policy
+        span = max(blocks - 2, offload_layers)
+        self.offloaded = frozenset(i * span // offload_layers for i in range(offload_layers))
         for block, each in zip(self.layers, policies, strict=True):
             for module in block.modules():
                 if isinstance(module, GatedMLP | LigerMoE):
@@ -243,17 +247,17 @@ class CausalLM(nn.Module):
         x: Tensor | None = None
         residual = inputs_embeds
         router_logits = []
-        offload = Offload() if self.offload_layers and torch.is_grad_enabled() else None
+        offload = Offload() if self.offloaded and torch.is_grad_enabled() else None
         check(
             offload is None or not torch.compiler.is_compiling(),
             "forward: offload_layers must be 0 in a compiled model. Compile the blocks, or don't set it.",
         )
         for index, block in enumerate(self.layers):
-            with offload.saving() if offload and index < self.offload_layers else nullcontext():
+            with offload.saving(index in self.offloaded) if offload else nullcontext():
                 x, residual, *routed = block(x, residual, sequence)
-            if offload and index == self.offload_layers:  # a block later, its copies have had their time
-                offload.settle()
             router_logits += routed
+        if offload:
+            offload.settle()
         hidden, _ = self.norm.add(x, residual)
         return hidden, router_logits
 

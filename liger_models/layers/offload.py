@@ -13,7 +13,7 @@ from liger_models.kernels.dispatch import ACCELERATORS
 SMALLEST = 2**20
 """Bytes below which a tensor stays where it is."""
 
-LEAVING, COMING = 2**30, 2 * 2**30
+LEAVING, COMING = 2 * 2**30, 2 * 2**30
 """Bytes that may be on their way out before the computation waits for them, and that are fetched ahead of their use.
 A block of an 8B model keeps 1.5 GB for 16,384 tokens."""
 
@@ -95,9 +95,9 @@ class Offload:
         self._leaving: deque[tuple[Tensor, Kept]] = deque()
         self._last: Kept | None = None
 
-    def saving(self) -> saved_tensors_hooks:
-        """Context of a block whose saved tensors go to the host."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+    def saving(self, leave: bool) -> saved_tensors_hooks:
+        """Context of a block. With ``leave`` its saved tensors go to the host; else its backward fetches others'."""
+        return saved_tensors_hooks(self._pack if leave else self._keep, self._unpack)
 
     def settle(self, most: int = 0) -> None:
         """Let the computation wait until at most ``most`` bytes are on their way out, and free what has left."""
@@ -122,16 +122,21 @@ class Offload:
         kept.uses += 1
         return Place(kept, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def _unpack(self, packed: Tensor | Place) -> Tensor:
+    def _keep(self, tensor: Tensor) -> tuple[Tensor, Kept | None]:
+        return tensor, self._last
+
+    def _unpack(self, packed: Tensor | Place | tuple[Tensor, Kept | None]) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         self.settle()
-        kept: Kept | None = packed.kept
-        coming = 0
+        following = packed.kept if isinstance(packed, Place) else packed[1]
+        kept, coming = following, 0
         while kept is not None and coming < COMING:
             kept.fetch()
             coming += kept.host.nbytes
             kept = kept.before
+        if not isinstance(packed, Place):
+            return packed[0]
         data = packed.kept.take().view(packed.dtype)
         return data.as_strided(packed.size, packed.stride, packed.offset)
 

@@ -75,8 +75,7 @@ def test_cross_entropy_matches_fp64(backend, options, poisoned_empty):
 
 @pytest.fixture
 def four_rows_a_chunk(monkeypatch):
-    """13 rows end in a chunk of one, 37 words in a part of five."""
-    monkeypatch.setattr("liger_models.kernels.linear_cross_entropy.COLUMN_MULTIPLE", 8)
+    """13 rows end in a chunk of one."""
     monkeypatch.setattr("liger_models.kernels.linear_cross_entropy.BF16_CHUNKS", 1)
     monkeypatch.setattr("liger_models.kernels.linear_cross_entropy.chunk_rows", lambda *_: 4)
 
@@ -105,6 +104,22 @@ def test_linear_cross_entropy_matches_fp64(backend, options, with_bias, poisoned
         assert_close_to_truth(
             bound(ours, options, target), bound(reference, options, target),
             inputs + [bias] * with_bias, upstream_of(options, backend),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_odd_vocabulary(backend, reduction, poisoned_empty, four_rows_a_chunk, monkeypatch):
+    """37 words are taken as 32 and five."""
+    monkeypatch.setattr("liger_models.kernels.linear_cross_entropy.COLUMN_MULTIPLE", 8)
+    target, options = targets(backend), {"reduction": reduction}
+    inputs, bias = linear_inputs(backend, torch.float32)
+    for extra in ([], [bias]):
+        assert_close_to_truth(
+            lambda x, w, *b: linear_cross_entropy(x, w, target.to(x.device), bias=b[0] if b else None, **options).loss,
+            lambda x, w, *b: linear_cross_entropy_reference(
+                x, w, target.to(x.device), bias=b[0] if b else None, **options
+            ).loss,
+            inputs + extra, upstream_of(options, backend),
         )  # fmt: skip
 
 
@@ -285,6 +300,7 @@ def test_weight_gradient_of_bf16(backend, four_rows_a_chunk, monkeypatch, in_bf1
     module = "liger_models.kernels.linear_cross_entropy"
     monkeypatch.setattr(f"{module}.BF16_CHUNKS", 4 if in_bf16 else 3)
     monkeypatch.setattr(f"{module}.ROW_MULTIPLE", 16)
+    monkeypatch.setattr(f"{module}.COLUMN_MULTIPLE", 8)
     monkeypatch.setattr(f"{module}.BLOCK_MIB", 0)
     for reduction in ("mean", "none"):
         (x, w), _ = linear_inputs(backend, torch.bfloat16)

@@ -56,7 +56,7 @@ def test_a_storage_moves_once_and_parameters_stay(device, tiny_limits, monkeypat
     moved = Offload()
     weight = torch.nn.Parameter(torch.randn(40, 40, device=device))
     x = torch.randn(40, 40, device=device, requires_grad=True)
-    with moved.saving():
+    with moved.saving(True):
         y = x * 1.0
         views = y[:20] * y[20:] + (y.t() @ weight.t())[:20]
     assert sum(data.nbytes for data, _ in moved._leaving) == y.nbytes
@@ -66,6 +66,13 @@ def test_a_storage_moves_once_and_parameters_stay(device, tiny_limits, monkeypat
     y = x * 1.0
     (want,) = torch.autograd.grad((y[:20] * y[20:] + (y.t() @ weight.t())[:20]).sum(), x)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("layers", "chosen"), [(0, []), (1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (4, [0, 1, 2, 3])])
+def test_which_blocks(layers, chosen):
+    model = LigerLlama.from_config(CONFIG)
+    model.set_checkpointing("none", offload_layers=layers)
+    assert sorted(model.offloaded) == chosen
 
 
 def test_bad_arguments():
@@ -96,4 +103,4 @@ def test_memory_moves_to_the_host():
             held[layers] = torch.cuda.memory_allocated() - before
             loss.backward()
             model.zero_grad(set_to_none=True)
-    assert held[8] <= held[0] * 0.45  # of 8 blocks the last ones are still on their way
+    assert held[8] <= held[0] * 0.2  # what is kept outside of the blocks

@@ -1,0 +1,314 @@
+"""Tables and plots of the results, written between the markers of the pages: ``python -m benchmarks report``.
+
+A page holds ``<!-- begin: NAME -->`` and ``<!-- end -->``; what stands between them comes from the JSON lines alone, so
+that a measurement is corrected by measuring again. Of each mode the latest row counts.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+TIMES = "\N{MULTIPLICATION SIGN}"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
+IMAGES = ROOT / "docs" / "images"
+MARKED = re.compile(r"(<!-- begin: ([a-z-]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+SHORT = ("llama-3-8b", ("hf", "hf+liger", "ours", "ours+selective"))
+"""Model and modes of the short table."""
+
+TITLES = {
+    "hf": "transformers", "ours": "liger_models", "liger": " + Liger Kernel", "ac": ", activation checkpointing",
+    "selective": ', policy "selective"', "full": ', policy "full"', "compile": ", torch.compile",
+    "adamw": ", LigerAdamW", "inbackward": ", step in the backward", "offload": ", offload",
+}  # fmt: skip
+
+Row = dict[str, Any]
+Rows = list[Row]
+
+
+def read(folder: Path) -> Rows:
+    """The latest row of each measurement. One that failed early has no device: it ran where the row before it did."""
+    latest: dict[tuple[str, ...], Row] = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        device = next((row["device"] for row in rows if "device" in row), "unknown device")
+        for row in rows:
+            device = row.setdefault("device", device)
+            key = (*(row.get(name, "") for name in ("benchmark", "model", "op", "batch", "shape", "mode")), device)
+            if key not in latest or row["date"] >= latest[key]["date"]:
+                latest[key] = row
+    return list(latest.values())
+
+
+def table(head: str, lines: Iterable[Iterable[object]]) -> str:
+    """A Markdown table; ``head`` names the columns, separated by bars."""
+    columns = [column.strip() for column in head.split("|")]
+    rows = [columns, ["---"] * len(columns), *lines]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "/") for cell in row) + " |" for row in rows)
+
+
+def grouped(rows: Rows, *names: str) -> dict[tuple[str, ...], Rows]:
+    groups: dict[tuple[str, ...], Rows] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(name, "") for name in names), []).append(row)
+    return groups
+
+
+def distinct(values: Iterable[str]) -> str:
+    return ", ".join(sorted(set(values)))
+
+
+def title(mode: str) -> str:
+    """A mode of the training benchmark in words; a number behind an extra is one of blocks."""
+    named = ""
+    for part in mode.split("+"):
+        word = part.rstrip("0123456789")
+        named += TITLES.get(word, f", {word}") + (f" of {part[len(word) :]} blocks" if part != word else "")
+    return named
+
+
+def tokens(batch: str) -> str:
+    return batch.replace("x", f" {TIMES} ")
+
+
+def fastest(rows: Rows, key: str) -> Row:
+    """Of the rows that have the key, the one with the least."""
+    return min((row for row in rows if key in row), key=lambda row: row[key], default={})
+
+
+def ratio(over: Any, under: Any) -> str:
+    return f"{over / under:.3f}" if over and under else ""
+
+
+def train_table(rows: Rows) -> str:
+    """One row per mode; speed and memory against the fastest mode of transformers."""
+    lines = []
+    for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
+        best = fastest([row for row in group if row["mode"].startswith("hf")], "step_ms")
+        for row in sorted(group, key=lambda row: row["mode"]):
+            names = (model, tokens(batch), title(row["mode"]))
+            if "error" in row:
+                lines.append((*names, row["error"], "", "", "", "", "", ""))
+                continue
+            losses = " → ".join(f"{row['losses'][at]:.3f}" for at in (0, -1))
+            lines.append((
+                *names, f"{row['tokens_per_s']:,.0f}", f"{row['step_ms']:.1f}", f"{row['peak_gib']:.1f}",
+                f"{row['mfu']:.3f}", ratio(best.get("step_ms"), row["step_ms"]),
+                ratio(row["peak_gib"], best.get("peak_gib")), losses,
+            ))  # fmt: skip
+    return table("model|tokens/step||tokens/s|ms/step|peak GiB|MFU|speed ratio|memory ratio|loss, steps 1 → 5", lines)
+
+
+def short_table(rows: Rows) -> str:
+    model, modes = SHORT
+    lines = []
+    for (batch,), group in sorted(grouped([row for row in rows if row["model"] == model], "batch").items()):
+        by_mode = {row["mode"]: row for row in group if "error" not in row}
+        for index, row in enumerate(by_mode[mode] for mode in modes if mode in by_mode):
+            where = "" if index else tokens(batch)
+            lines.append((where, title(row["mode"]), f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.1f}"))
+    return table("tokens/step||tokens/s|peak GiB", lines)
+
+
+def family_table(rows: Rows) -> str:
+    """One row per family; ratios to the faster and to the smaller of the two peers."""
+    lines = []
+    for (family,), group in grouped(rows, "model").items():
+        by_mode = {row["mode"]: row for row in group}
+        peers = [row for row in group if row["mode"].startswith("hf") and "error" not in row]
+        ours, error = by_mode.get("ours", {}), by_mode.get("error", {})
+
+        def show(key: str, by_mode: dict[str, Row] = by_mode) -> list[str]:
+            return [str(by_mode.get(mode, {}).get(key, "failed")) for mode in ("hf", "hf+liger", "ours")]
+
+        def pair(what: str, error: Row = error) -> str:
+            found = [error.get(f"{who}_{what}") for who in ("hf", "ours")]
+            return " / ".join("failed" if value is None else f"{value:.2e}" for value in found)
+
+        lines.append((
+            family, *show("step_ms"), ratio(fastest(peers, "step_ms").get("step_ms"), ours.get("step_ms")),
+            *show("peak_gib"), ratio(ours.get("peak_gib"), fastest(peers, "peak_gib").get("peak_gib")),
+            " / ".join(show("first_step_s")), pair("logits"), pair("gradients"),
+        ))  # fmt: skip
+    return table(
+        "family|HF ms|HF + Liger ms|ours ms|speed ratio|HF GiB|HF + Liger GiB|ours GiB|memory ratio"
+        "|first step s, HF / HF + Liger / ours|logits error, HF / ours|gradients error, HF / ours",
+        lines,
+    )
+
+
+def total(row: Row) -> float | None:
+    return row.get("ms", {}).get("total")
+
+
+def best_peer(rows: Rows) -> Row:
+    """The fastest that is neither ours nor a bound."""
+    peers = [row for row in rows if total(row) and not row["mode"].startswith(("ours", "skeleton"))]
+    return min(peers, key=lambda row: row["ms"]["total"], default={})
+
+
+def of_limit(row: Row, name: str) -> str:
+    found = row.get("fraction", {}).get(name)
+    return "" if found is None else f"{found:.2f}"
+
+
+def op_table(rows: Rows) -> str:
+    """One row per op and shape: ours and the fastest peer, forward and backward together."""
+    lines = []
+    for (op, shape), group in grouped([row for row in rows if row.get("shape")], "op", "shape").items():
+        ours: Row = next((row for row in group if row["mode"] == "ours"), {})
+        best = best_peer(group)
+        limit = {"bytes": " of copy", "flops": " of matmul"}[ours["limit"]] if "fraction" in ours else ""
+        lines.append((
+            op, shape, total(ours) or ours.get("error", "not measured"), of_limit(ours, "total") + limit,
+            best.get("mode", ""), total(best) or "", ratio(total(best), total(ours)),
+            ours.get("peak_mib", ""), best.get("peak_mib", ""),
+        ))  # fmt: skip
+    return table("op|shape|ours ms|of its limit|fastest peer|its ms|speed ratio|ours MiB|its MiB", lines)
+
+
+def error_ratios(row: Row) -> str:
+    """Error over that of plain torch, where that is more than rounding noise of a scalar."""
+    return ", ".join(f"{n} {mine / torch:.2f}" for n, (mine, torch) in row.get("errors", {}).items() if torch > 1e-4)
+
+
+def every_op_table(rows: Rows) -> str:
+    lines = []
+    for (op, shape), group in grouped([row for row in rows if "op" in row], "op", "shape").items():
+        best = best_peer(group)
+        for row in group:
+            names = (op, shape, row["mode"])
+            if op == "ceilings" and "copy_gbs" in row:
+                found = f"copy {row['copy_gbs']:,.0f} GB/s, matmul {row['matmul_tflops']:,.0f} TFLOP/s"
+                lines.append((*names, found, *[""] * 7))
+            elif "error" in row:
+                lines.append((*names, row["error"], *[""] * 7))
+            else:
+                passes = [name for name in ("forward", "backward", "total") if name in row["ms"]]
+                times = [row["ms"].get(name, "") for name in ("forward", "backward", "total")]
+                # Of an optimizer's many results one stands for all.
+                errors = error_ratios(row if op != "adamw" else {"errors": dict([*row["errors"].items()][:1])})
+                lines.append((
+                    *names, *times, " / ".join(of_limit(row, name) for name in passes),
+                    ratio(total(best), total(row)), row.get("peak_mib", ""), row.get("above_gradients_mib", ""), errors,
+                ))  # fmt: skip
+    return table(
+        "op|shape|peer|forward ms|backward ms|total ms|of its limit|speed ratio|peak MiB|above gradients MiB"
+        "|error over torch's",
+        lines,
+    )
+
+
+def origin(rows: Rows) -> str:
+    versions: dict[str, set[str]] = {}
+    for row in rows:
+        for package, version in row["versions"].items():
+            versions.setdefault(package, set()).add(version)
+    packages = ", ".join(f"{package} {distinct(found)}" for package, found in versions.items())
+    return f"{packages}; commit {distinct(row['commit'] for row in rows)}; {distinct(row['date'] for row in rows)}."
+
+
+PARTS: dict[str, tuple[str, Callable[[Rows], str], bool]] = {
+    "train-short": ("train", short_table, False),
+    "train": ("train", train_table, True),
+    "families": ("families", family_table, True),
+    "ops": ("ops", op_table, True),
+    "ops-all": ("ops", every_op_table, False),
+}
+"""By the name in the marker: benchmark, table, and whether origin and plot stand with it."""
+
+
+def part(name: str, rows: Rows) -> str:
+    """What stands between the markers of this name."""
+    if name not in PARTS:
+        raise ValueError(f"report: the parts are {', '.join(PARTS)}, a page asks for {name!r}.")
+    benchmark, make, whole = PARTS[name]
+    pieces = []
+    for (device,), group in sorted(grouped([row for row in rows if row["benchmark"] == benchmark], "device").items()):
+        if whole:
+            pieces.append(f"{device}; {origin(group)}")
+        pieces.append(make(group))
+    if whole and pieces:
+        pieces.append(f"![{name}](images/{name}.svg)")
+    return "\n\n".join(pieces or ["Not measured yet."])
+
+
+def fill(text: str, rows: Rows) -> str:
+    """The page with all its marked parts made anew."""
+    return MARKED.sub(lambda found: f"{found[1]}\n{part(found[2], rows)}\n\n", text)
+
+
+def bars(name: str, rows: Rows) -> list[tuple[str, float, str]]:
+    """What a plot shows: label, length, text."""
+    found = []
+    if name == "train":
+        for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
+            for row in sorted((row for row in group if "error" not in row), key=lambda row: row["mode"]):
+                text = f"{row['tokens_per_s']:,.0f} tokens/s, {row['peak_gib']:.0f} GiB"
+                found.append((f"{model} {tokens(batch)}, {title(row['mode'])}", row["tokens_per_s"], text))
+        return found
+    for (subject, where), group in grouped(
+        rows, *(("model", "batch") if name == "families" else ("op", "shape"))
+    ).items():
+        if name == "families":
+            times = [{"mode": row["mode"], "ms": {"total": row["step_ms"]}} for row in group if "step_ms" in row]
+        else:
+            times = [row for row in group if total(row)]
+        ours: Row = next((row for row in times if row["mode"] == "ours"), {})
+        best = best_peer(times)
+        if ours and best:
+            speed = best["ms"]["total"] / ours["ms"]["total"]
+            label, peer = (subject, title(best["mode"])) if name == "families" else (f"{subject} {where}", best["mode"])
+            found.append((label, speed, f"{speed:.2f} {TIMES} {peer}"))
+    return found
+
+
+def plot(name: str, rows: Rows, folder: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 8}
+    from matplotlib import pyplot
+
+    devices = grouped(rows, "device")
+    found = [
+        (label if len(devices) == 1 else f"{device}: {label}", length, text)
+        for (device,), group in sorted(devices.items())
+        for label, length, text in bars(name, group)
+    ]
+    figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.22 * len(found)), layout="constrained")
+    colours = ["tab:green" if name != "train" or "liger_models" in label else "tab:gray" for label, _, _ in found]
+    drawn = axes.barh([label for label, _, _ in found], [length for _, length, _ in found], color=colours)
+    axes.bar_label(drawn, [text for _, _, text in found], padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.4)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("tokens/s" if name == "train" else "speed against the fastest peer")
+    if name != "train":
+        axes.axvline(1.0, color="black", linewidth=0.8)
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
+    pyplot.close(figure)
+
+
+def write(results: Path = RESULTS) -> None:
+    """All pages, and where matplotlib is installed all plots."""
+    rows = read(results)
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        filled = fill(text, rows)
+        if filled != text:
+            page.write_text(filled, encoding="utf-8")
+    for name, (benchmark, _, whole) in PARTS.items():
+        group = [row for row in rows if row["benchmark"] == benchmark]
+        if whole and group:
+            try:
+                plot(name, group, IMAGES)
+            except ImportError:
+                print("report: no matplotlib (extra bench), the plots are left as they are", file=sys.stderr)
+                return
