@@ -1,0 +1,134 @@
+"""Compile every kernel for a GPU without having one: the interpreter runs what Triton's compiler may refuse.
+
+The ops run on tensors on the CPU, at widths of real models, with each launch replaced by a compilation for sm_90; what
+they compute is left undefined. Prints as JSON how many variants of each kernel were compiled, and which kernels the ops
+did not launch.
+"""
+
+import importlib
+import json
+import pkgutil
+from collections import defaultdict
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from liger_models import kernels
+from liger_models.kernels import dispatch
+from liger_models.kernels.adamw import Hyper, Update, adamw_
+from liger_models.kernels.cross_entropy import cross_entropy
+from liger_models.kernels.gated_act import gated_act
+from liger_models.kernels.gated_mlp import gated_mlp
+from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.moe import moe_mlp, route
+from liger_models.kernels.qk_norm_rope import qk_norm_rope
+from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
+from liger_models.kernels.rms_norm_linear import rms_norm_linear
+from liger_models.kernels.rope import rope, rope_qkv
+
+compiled: dict[str, set[str]] = defaultdict(set)
+
+
+class Hopper:
+    """What Triton asks of a driver when it only compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compile_instead(kernel: JITFunction, grid: object):
+    def launch(*args, **options):
+        made = kernel.run(*args, grid=(1,), warmup=True, **options)
+        compiled[f"{kernel.fn.__module__}.{kernel.fn.__name__}"].add(made.hash)
+
+    return launch
+
+
+def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*size).to(dtype).requires_grad_()
+
+
+def differentiate(out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+    outs = [x for x in (out if isinstance(out, tuple) else (out,)) if x.requires_grad]
+    torch.autograd.backward(outs, [torch.ones_like(x) for x in outs])
+
+
+def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
+    draw_ = lambda *size: draw(*size, dtype=dtype)
+    x, residual, norm = draw_(1, 3, C), draw_(1, 3, C), draw_(C)
+    for fp32 in (False, True):
+        differentiate(rms_norm(x, norm, 1e-6, 1.0, fp32))
+        differentiate(add_rms_norm(x, residual, norm, 1e-6, 0.0, fp32))
+    differentiate(rms_norm_linear(x, residual, norm, draw_(64, C)))
+    for act in ("silu", "gelu_tanh", "gelu"):
+        differentiate(gated_act(draw_(3, 2 * F), act))
+        differentiate(gated_mlp(x, residual, norm, draw_(2 * F, C), draw_(C, F), act=act, recompute=act == "gelu"))
+    for heads, kv_heads, D, R in ((32, 8, 128, 128), (8, 4, 256, 256), (32, 2, 128, 64)):
+        cos, sin = torch.randn(2, 1, 3, R // 2)
+        packed = draw_(1, 3, (heads + 2 * kv_heads) * D)
+        for interleaved in (False, True):
+            differentiate(rope_qkv(packed, cos, sin, heads, kv_heads, D, interleaved=interleaved))
+        differentiate(rope(draw_(1, 3, heads, D), cos, sin))
+        differentiate(qk_norm_rope(packed, cos, sin, heads, kv_heads, D, draw_(D), draw_(D)))
+        differentiate(qk_norm_rope(packed, cos, sin, heads, kv_heads, D, draw_(heads * D), draw_(kv_heads * D)))
+    target = torch.tensor([1, 2, -100])
+    for options in ({}, {"softcap": 30.0}, {"label_smoothing": 0.1, "return_token_accuracy": True}):
+        differentiate(cross_entropy(draw_(3, V), target, **options).loss)
+    differentiate(linear_cross_entropy(draw_(3, 64), draw_(V, 64), target, reduction="none").loss)
+    differentiate(linear_cross_entropy(draw_(3, 64), draw_(V, 64), target).loss)
+
+
+def run_wide_norm() -> None:
+    x, norm = draw(2, 65536), draw(65536)
+    differentiate(rms_norm(x, norm))
+
+
+def run_experts(X: int, K: int, F: int) -> None:
+    x, logits = draw(5, 256), draw(5, X)
+    weights, experts = route(logits, K, normalize=True)
+    experts = torch.arange(5 * K).view(5, K) % X  # what the kernel would have written
+    differentiate(moe_mlp(x, weights, experts, draw(X, 2 * F, 256), draw(X, 256, F)))
+
+
+def run_optimizer() -> None:
+    hyper = Hyper(1e-3, 0.9, 0.99, 1e-8, 0.1, False, 1)
+    for p, state in ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)):
+        for stochastic in (False, True):
+            tensors = [torch.zeros(9, dtype=dtype) for dtype in (p, p, state, state)]
+            adamw_([Update(*tensors, hyper, 0)], stochastic_rounding=stochastic)
+
+
+if __name__ == "__main__":
+    driver.set_active(Hopper())
+    JITFunction.__getitem__ = compile_instead
+    dispatch.INTERPRET = True  # ops on the CPU take the way of the kernels
+    torch.manual_seed(0)
+    run(torch.bfloat16, 4096, 512, 128256)
+    run(torch.bfloat16, 640, 352, 49155)
+    run(torch.float32, 2048, 512, 32000)
+    run(torch.float16, 2048, 512, 32000)
+    run_wide_norm()
+    run_experts(8, 2, 512)
+    run_experts(128, 8, 256)
+    run_optimizer()
+    modules = [
+        importlib.import_module(f"{kernels.__name__}.{name}") for _, name, _ in pkgutil.iter_modules(kernels.__path__)
+    ]
+    every = {
+        f"{value.fn.__module__}.{name}"
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and name.endswith("_kernel")
+    }
+    print(json.dumps({"compiled": {k: len(v) for k, v in compiled.items()}, "never": sorted(every - compiled.keys())}))
