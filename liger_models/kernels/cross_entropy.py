@@ -30,13 +30,7 @@ from torch.nn import functional as F
 
 from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
 
-MAX_BLOCK = 32768
-"""Logits that a program holds at a time, in registers."""
-
-VECTOR = 8
-"""Neighbours that one thread holds: 16 bytes of half precision. Running maximum and sum are of such a group, so that
-threads need not wait for each other within a row."""
-
+MAX_BLOCK = 16384
 LOWEST = -1e38
 """Start of a running maximum: finite, so that logits of -inf give exp(-inf) = 0 and not NaN."""
 
@@ -69,19 +63,12 @@ class TokenStatistics(NamedTuple):
 
 
 @triton.jit
-def _transformed(x, logit_scale, softcap, inverse, HAS_SOFTCAP: tl.constexpr):
+def _transformed(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
     z = x.to(tl.float32) * logit_scale
     if HAS_SOFTCAP:
         # tanh(u) = 2 · sigmoid(2u) − 1
-        z = softcap * (2.0 * tl.sigmoid(2.0 * (z * inverse)) - 1.0)
+        z = softcap * (2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0)
     return z
-
-
-@triton.jit
-def _load(ptr, column, V, MASKED: tl.constexpr, EVICT: tl.constexpr):
-    if MASKED:  # not always: with a mask that ends anywhere each number is loaded by itself
-        return tl.load(ptr + column, mask=column < V, other=0.0, eviction_policy=EVICT)
-    return tl.load(ptr + column, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -91,18 +78,13 @@ def _cross_entropy_kernel(
     logits_stride, gradient_stride, V, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
     HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_A: tl.constexpr,
     HAS_C: tl.constexpr, STATISTICS: tl.constexpr, PREDICT: tl.constexpr, GRADIENT: tl.constexpr,
-    LOWEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    GROUPS: tl.constexpr = BLOCK // VECTOR
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
     gradient_ptr += row.to(tl.int64) * gradient_stride
     y = tl.load(target_ptr + row)
-    columns = tl.arange(0, GROUPS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    inverse = 1.0
-    if HAS_SOFTCAP:
-        inverse = 1.0 / softcap
-    whole = V // BLOCK * BLOCK  # then comes one block that ends within
+    columns = tl.arange(0, BLOCK)
 
     if y == ignore_index:
         if STATISTICS:
@@ -115,7 +97,7 @@ def _cross_entropy_kernel(
                 tl.store(predicted_ptr + row, -1)
         if GRADIENT:
             for start in range(0, V, BLOCK):
-                zero = tl.zeros([GROUPS, VECTOR], gradient_ptr.dtype.element_ty)
+                zero = tl.zeros([BLOCK], gradient_ptr.dtype.element_ty)
                 tl.store(gradient_ptr + start + columns, zero, mask=start + columns < V)
         return
 
@@ -127,52 +109,45 @@ def _cross_entropy_kernel(
         w_sum = tl.load(class_weight_sum_ptr)
 
     if STATISTICS:
-        # Before threads that are done may write the gradient over it.
-        z_y = _transformed(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, inverse, HAS_SOFTCAP)
+        # Before a warp that is ahead may write the gradient over it: the reductions below hold it back.
+        z_y = _transformed(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
         z_y = tl.where(valid, z_y, float("nan"))
-        maxima = tl.full([GROUPS], LOWEST, tl.float32)
-        totals = tl.zeros([GROUPS], tl.float32)
-        weighted = tl.zeros([GROUPS], tl.float32)
-        best = tl.full([GROUPS], LOWEST, tl.float32)
-        predicted = tl.zeros([GROUPS], tl.int32)
-        for last in tl.static_range(2):
-            for start in range(whole if last else 0, V if last else whole, BLOCK):
-                # Kept for the second pass: the rows that are at work fit in the L2 cache.
-                x = _load(logits_ptr, start + columns, V, last, "evict_last")
-                z = _transformed(x, logit_scale, softcap, inverse, HAS_SOFTCAP)
-                if HAS_SMOOTHING:
-                    share = z
-                    if HAS_CLASS_WEIGHT:
-                        share *= _load(class_weight_ptr, start + columns, V, last, "evict_last").to(tl.float32)
-                    if last:
-                        share = tl.where(start + columns < V, share, 0.0)
-                    weighted += tl.sum(share, 1)
-                if last:
-                    z = tl.where(start + columns < V, z, float("-inf"))
-                highest = tl.max(z, 1)
-                new_maxima = tl.maximum(maxima, highest)
-                totals = totals * tl.exp(maxima - new_maxima) + tl.sum(tl.exp(z - new_maxima[:, None]), 1)
-                maxima = new_maxima
-                if PREDICT:
-                    better = highest > best
-                    here = start + tl.arange(0, GROUPS) * VECTOR + tl.argmax(z, 1)
-                    predicted = tl.where(better, here, predicted)
-                    best = tl.where(better, highest, best)
-        maximum = tl.max(maxima, 0)
-        log_total = tl.log(tl.sum(totals * tl.exp(maxima - maximum), 0))
+        maximum = LOWEST
+        total = 0.0
+        weighted = 0.0
+        best = LOWEST
+        predicted = 0
+        for start in range(0, V, BLOCK):
+            inside = start + columns < V
+            x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
+            z = tl.where(inside, _transformed(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+            block_maximum = tl.max(z, 0)
+            new_maximum = tl.maximum(maximum, block_maximum)
+            total = total * tl.exp(maximum - new_maximum) + tl.sum(tl.exp(z - new_maximum), 0)
+            maximum = new_maximum
+            if HAS_SMOOTHING:
+                share = tl.where(inside, z, 0.0)
+                if HAS_CLASS_WEIGHT:
+                    share *= tl.load(class_weight_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+                weighted += tl.sum(share, 0)
+            if PREDICT:
+                better = block_maximum > best
+                predicted = tl.where(better, start + tl.argmax(z, 0), predicted)
+                best = tl.where(better, block_maximum, best)
+        log_total = tl.log(total)
         lse = maximum + log_total
         # Not lse − z_y: for a target near the maximum that difference would keep few digits.
         log_prob = (z_y - maximum) - log_total
         loss = (label_smoothing - 1.0) * w_y * log_prob
         if HAS_SMOOTHING:
-            loss += label_smoothing / V * (w_sum * lse - tl.sum(weighted, 0))
+            loss += label_smoothing / V * (w_sum * lse - weighted)
         tl.store(lse_ptr + 2 * row, maximum)
         tl.store(lse_ptr + 2 * row + 1, log_total)
         tl.store(loss_ptr + row, loss + z_loss * lse * lse)
         tl.store(z_loss_ptr + row, z_loss * lse * lse)
         tl.store(log_prob_ptr + row, log_prob)
         if PREDICT:
-            tl.store(predicted_ptr + row, tl.min(tl.where(best == tl.max(best, 0), predicted, V), 0))
+            tl.store(predicted_ptr + row, predicted)
     else:
         maximum = tl.load(lse_ptr + 2 * row)
         log_total = tl.load(lse_ptr + 2 * row + 1)
@@ -188,26 +163,22 @@ def _cross_entropy_kernel(
         smoothed = a * label_smoothing / V
         on_target = a * (1.0 - label_smoothing) * w_y - c
         on_all = on_target + smoothed * w_sum + 2.0 * a * z_loss * lse
-        for step in tl.static_range(2):
-            for back in range(0, V - whole if step == 0 else whole, BLOCK):
-                # From the end, which was read last.
-                column = (whole if step == 0 else whole - BLOCK - back) + columns
-                x = _load(logits_ptr, column, V, step == 0, "evict_first")
-                z = _transformed(x, logit_scale, softcap, inverse, HAS_SOFTCAP)
-                dz = tl.exp((z - maximum) - log_total) * on_all
-                if HAS_SMOOTHING:
-                    if HAS_CLASS_WEIGHT:
-                        dz -= smoothed * _load(class_weight_ptr, column, V, step == 0, "evict_last").to(tl.float32)
-                    else:
-                        dz -= smoothed
-                dz = tl.where(column == y, dz - on_target, dz)
-                if HAS_SOFTCAP:
-                    dz *= 1.0 - (z * inverse) * (z * inverse)
-                dx = (dz * logit_scale).to(gradient_ptr.dtype.element_ty)
-                if step == 0:
-                    tl.store(gradient_ptr + column, dx, mask=column < V, eviction_policy="evict_first")
+        for start in range(0, V, BLOCK):
+            inside = start + columns < V
+            x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
+            z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
+            dz = tl.exp((z - maximum) - log_total) * on_all
+            if HAS_SMOOTHING:
+                if HAS_CLASS_WEIGHT:
+                    w = tl.load(class_weight_ptr + start + columns, mask=inside, other=0.0)
+                    dz -= smoothed * w.to(tl.float32)
                 else:
-                    tl.store(gradient_ptr + column, dx, eviction_policy="evict_first")
+                    dz -= smoothed
+            dz = tl.where(start + columns == y, dz - on_target, dz)
+            if HAS_SOFTCAP:
+                dz *= 1.0 - (z / softcap) * (z / softcap)
+            dx = dz * logit_scale
+            tl.store(gradient_ptr + start + columns, dx.to(gradient_ptr.dtype.element_ty), mask=inside)
 
 
 def _chunk_in_torch(
@@ -291,7 +262,7 @@ def token_statistics(
         lse = torch.empty(N, 2, dtype=torch.float32, device=logits.device)
         statistics = TokenStatistics(fresh(), fresh(), fresh(), lse, predicted)
     out = statistics or TokenStatistics(logits, logits, logits, lse, logits)
-    block = min(max(triton.next_power_of_2(V), VECTOR), MAX_BLOCK)
+    block = min(triton.next_power_of_2(V), MAX_BLOCK)
     if N:
         with on_device_of(logits):
             _cross_entropy_kernel[(N,)](
@@ -305,7 +276,7 @@ def token_statistics(
                 HAS_CLASS_WEIGHT=class_weight is not None, HAS_SMOOTHING=label_smoothing != 0.0,
                 HAS_SOFTCAP=softcap is not None, HAS_A=a is not None, HAS_C=c is not None,
                 STATISTICS=statistics is not None, PREDICT=predict, GRADIENT=gradient is not None,
-                LOWEST=LOWEST, BLOCK=block, VECTOR=VECTOR, num_warps=min(max(block // 512, 1), 32),
+                LOWEST=LOWEST, BLOCK=block, num_warps=min(max(block // 512, 1), 32),
             )  # fmt: skip
     return statistics
 
