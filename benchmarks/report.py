@@ -25,6 +25,7 @@ TITLES = {
     "hf": "transformers", "ours": "liger_models", "liger": " + Liger Kernel", "ac": ", activation checkpointing",
     "selective": ', policy "selective"', "full": ', policy "full"', "compile": ", torch.compile",
     "adamw": ", LigerAdamW", "inbackward": ", step in the backward", "offload": ", offload",
+    "fp8": ", float8", "fp8rowwise": ", float8 by rows", "blocks": ", blocks compiled",
 }  # fmt: skip
 
 Row = dict[str, Any]
@@ -67,7 +68,7 @@ def title(mode: str) -> str:
     """A mode of the training benchmark in words; a number behind an extra is one of blocks."""
     named = ""
     for part in mode.split("+"):
-        word = part.rstrip("0123456789")
+        word = part if part in TITLES else part.rstrip("0123456789")
         named += TITLES.get(word, f", {word}") + (f" of {part[len(word) :]} blocks" if part != word else "")
     return named
 
@@ -139,6 +140,28 @@ def family_table(rows: Rows) -> str:
         "family|HF ms|HF + Liger ms|ours ms|speed ratio|HF GiB|HF + Liger GiB|ours GiB|memory ratio"
         "|first step s, HF / HF + Liger / ours|logits error, HF / ours|gradients error, HF / ours",
         lines,
+    )
+
+
+def curve_table(rows: Rows) -> str:
+    """One row per mode. Noise is what two ways of rounding make of one run: the distance to transformers' losses."""
+    lines = []
+    for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
+        by_mode = {row["mode"]: row.get("losses") for row in group}
+        base = by_mode.get("hf")
+        for row in group:
+            losses = row.get("losses")
+            if not losses:
+                lines.append((model, tokens(batch), title(row["mode"]), row["error"], "", "", ""))
+                continue
+            tail = losses[-20:]
+            gaps = [abs(a - b) for a, b in zip(losses, base or [], strict=False)]
+            lines.append((
+                model, tokens(batch), title(row["mode"]), f"{losses[0]:.4f}", f"{sum(tail) / len(tail):.4f}",
+                f"{sum(gaps) / len(gaps):.4f}" if gaps else "", f"{max(gaps):.4f}" if gaps else "",
+            ))  # fmt: skip
+    return table(
+        "model|tokens/step||first loss|mean of the last 20|mean distance to transformers|largest distance", lines
     )
 
 
@@ -217,6 +240,7 @@ PARTS: dict[str, tuple[str, Callable[[Rows], str], bool]] = {
     "train-short": ("train", short_table, False),
     "train": ("train", train_table, True),
     "families": ("families", family_table, True),
+    "curves": ("curves", curve_table, True),
     "ops": ("ops", op_table, True),
     "ops-all": ("ops", every_op_table, False),
 }
@@ -275,6 +299,16 @@ def plot(name: str, rows: Rows, folder: Path) -> None:
     matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 8}
     from matplotlib import pyplot
 
+    if name == "curves":
+        figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+        for row in rows:
+            if "losses" in row:
+                axes.plot(row["losses"], label=f"{row['model']}, {title(row['mode'])}", linewidth=0.8)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss")
+        axes.legend()
+        save(figure, name, folder)
+        return
     devices = grouped(rows, "device")
     found = [
         (label if len(devices) == 1 else f"{device}: {label}", length, text)
@@ -291,6 +325,12 @@ def plot(name: str, rows: Rows, folder: Path) -> None:
     axes.set_xlabel("tokens/s" if name == "train" else "speed against the fastest peer")
     if name != "train":
         axes.axvline(1.0, color="black", linewidth=0.8)
+    save(figure, name, folder)
+
+
+def save(figure: Any, name: str, folder: Path) -> None:
+    from matplotlib import pyplot
+
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
     pyplot.close(figure)

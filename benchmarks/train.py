@@ -1,4 +1,5 @@
-"""One mode of the training benchmark, in this process: ``python -m benchmarks.train MODE MODEL BATCH STEPS``.
+"""One mode of the training benchmark, in this process: ``python -m benchmarks.train KIND MODE MODEL BATCH
+STEPS``, with the kinds train, families, curves.
 
 A full fine-tuning step (forward, backward, fused AdamW) in pure bf16, from weights and tokens that are the same in
 every mode: each weight is drawn from a generator seeded by its Hugging Face name. (Where transformers keeps the experts
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -51,9 +53,12 @@ FAMILIES = {
     "smollm3": ("smollm3/SmolLM3-3B.json", 4),
 }
 """The real width of a release of each family, few layers: file and number of layers."""
-MODES = ("hf", "hf+ac", "hf+liger", "hf+liger+ac", "ours", "ours+selective", "ours+full", "ours+compile")
+MODES = (
+    "hf", "hf+ac", "hf+liger", "hf+liger+ac", "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8+blocks",
+)  # fmt: skip
 """Ours also takes "adamw" (`LigerAdamW`), "inbackward" (its step as soon as a gradient is there), "offloadK" (what K
-blocks keep goes to the host), and a number of blocks behind "selective" and "full": first of those that stay."""
+blocks keep goes to the host), a number of blocks behind "selective" and "full": first of those that stay; "blocks"
+(each compiled by itself), and "fp8" or "fp8rowwise" (float8 products by torchao, which are fast with "blocks" only)."""
 KEPT_LOSSES = 5
 ERROR_TOKENS = 1024
 PEAK_FLOPS = 989e12
@@ -119,6 +124,13 @@ def build_ours(config: dict, extras: list[str]) -> nn.Module:
         for i in (stay if counts.get(policy, 0) <= len(stay) else range(blocks))[: counts.get(policy, 0)]:
             policies[i] = policy
     model.set_checkpointing(policies, offload_layers=counts.get("offload", 0))
+    for extra in {"fp8", "fp8rowwise"} & set(extras):
+        from liger_models.fp8 import convert_to_float8
+
+        convert_to_float8(model, extra.removeprefix("fp8") or "tensorwise")
+    if "blocks" in extras:
+        for block in model.layers:
+            block.compile(fullgraph=True)
     return model
 
 
@@ -138,10 +150,8 @@ def flops_per_token(config: dict, T: int) -> float:
     return 6.0 * (products + attention)
 
 
-def run(mode: str, name: str, batch: str, steps: int, imported_s: float) -> dict:
-    begun = time.monotonic()
-    config = read(name)
-    B, T = map(int, batch.split("x"))
+def make_step(mode: str, config: dict, lr: float) -> Callable[[Tensor], Tensor]:
+    """Tokens [B, T] -> loss of a whole training step, in the mode."""
     family, *extras = mode.split("+")
     model = build_hf(config, "liger" in extras, "ac" in extras) if family == "hf" else build_ours(config, extras)
     model.train()
@@ -149,21 +159,32 @@ def run(mode: str, name: str, batch: str, steps: int, imported_s: float) -> dict
     if {"adamw", "inbackward"} & set(extras):
         from liger_models.optim import LigerAdamW, step_in_backward
 
-        optimizer: torch.optim.Optimizer = LigerAdamW(model.parameters(), lr=1e-5)
+        optimizer: torch.optim.Optimizer = LigerAdamW(model.parameters(), lr=lr)
         if "inbackward" in extras:
             step_in_backward(optimizer)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    generator = torch.Generator("cuda").manual_seed(0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
-    def step() -> Tensor:
-        ids = torch.randint(0, config["vocab_size"], (B, T), device="cuda", generator=generator)
+    def step(ids: Tensor) -> Tensor:
         out = forward(ids, labels=ids)
         loss = out[0] if isinstance(out, tuple) else out.loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    return step
+
+
+def run(mode: str, name: str, batch: str, steps: int, imported_s: float) -> dict:
+    begun = time.monotonic()
+    config = read(name)
+    B, T = map(int, batch.split("x"))
+    train = make_step(mode, config, lr=1e-5)
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def step() -> Tensor:
+        return train(torch.randint(0, config["vocab_size"], (B, T), device="cuda", generator=generator))
 
     losses = [step().item()]
     first_step_s = imported_s + time.monotonic() - begun
@@ -188,6 +209,26 @@ def run(mode: str, name: str, batch: str, steps: int, imported_s: float) -> dict
         "first_step_s": round(first_step_s, 1),
         "losses": losses,
     }
+
+
+def chain(V: int, B: int, T: int, batches: int) -> Tensor:
+    """Something to learn, [batches, B, T]: of 512 words of the vocabulary each has four successors."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randperm(V, generator=generator)[:512]
+    successors = torch.randint(512, (512, 4), generator=generator)
+    now = torch.randint(512, (batches, B), generator=generator)
+    choices = torch.randint(4, (T, batches, B), generator=generator)
+    found = [now := successors[now, choice] for choice in choices]
+    return words[torch.stack(found, 2)]
+
+
+def curve(mode: str, name: str, batch: str, steps: int) -> dict:
+    """The loss of every step, from the same weights and tokens in every mode."""
+    config = read(name)
+    step = make_step(mode, config, lr=1e-4)
+    data = chain(config["vocab_size"], *map(int, batch.split("x")), steps).to("cuda")
+    losses = torch.stack([step(ids) for ids in data])
+    return {"device": torch.cuda.get_device_name(), "losses": [round(loss, 5) for loss in losses.float().tolist()]}
 
 
 def gradients_by_name(model: nn.Module) -> dict[str, Tensor]:
@@ -241,7 +282,7 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
-def main(mode: str, name: str, batch: str, steps: str) -> None:
+def main(kind: str, mode: str, name: str, batch: str, steps: str) -> None:
     family, *extras = mode.split("+")
     if family in ("hf", "error"):
         from transformers import AutoModelForCausalLM  # noqa: F401
@@ -249,9 +290,15 @@ def main(mode: str, name: str, batch: str, steps: str) -> None:
         import liger_models.convert.auto  # noqa: F401
     if "liger" in extras:
         import liger_kernel.transformers  # noqa: F401
+    if any(extra.startswith("fp8") for extra in extras):
+        import torchao.float8  # noqa: F401
     imported_s = process_age_s()
     sys.stdin.readline()
-    print(json.dumps(errors(name) if mode == "error" else run(mode, name, batch, int(steps), imported_s)))
+    if kind == "curves":
+        found = curve(mode, name, batch, int(steps))
+    else:
+        found = errors(name) if mode == "error" else run(mode, name, batch, int(steps), imported_s)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

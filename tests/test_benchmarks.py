@@ -1,5 +1,6 @@
 """The benchmarks' logic, without a GPU: comparison with fp64, refusal, processes and their rows, tables and pages."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import measure, ops, report
+from benchmarks import measure, ops, report, train
 from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from liger_models.kernels.rms_norm import rms_norm
 from liger_models.kernels.rope import rope_qkv, rope_qkv_reference
@@ -212,6 +213,7 @@ def test_train_table_compares_with_the_fastest_peer():
 def test_modes_have_names():
     assert report.title("hf+liger+ac") == "transformers + Liger Kernel, activation checkpointing"
     assert report.title("ours+offload20+new") == "liger_models, offload of 20 blocks, new"
+    assert report.title("ours+fp8+blocks") == "liger_models, float8, blocks compiled"
 
 
 def test_op_tables_compare_with_the_fastest_peer():
@@ -263,3 +265,24 @@ def test_results_are_json_lines():
     for file in Path(report.RESULTS).glob("*.jsonl"):
         for line in file.read_text().splitlines():
             assert {"benchmark", "mode", "date", "commit", "versions"} <= json.loads(line).keys()
+
+
+def test_curves():
+    losses = {"hf": [3.0, 2.0], "hf+liger": [3.0, 2.01], "ours": [3.0, 1.98]}
+    rows = [
+        {"benchmark": "curves", "model": "m", "batch": "1x8", "mode": m, "losses": found} for m, found in losses.items()
+    ]
+    rows.append({"benchmark": "curves", "model": "m", "batch": "1x8", "mode": "ours+fp8", "error": "no GPU"})
+    lines = report.curve_table(rows).splitlines()
+    assert lines[2].endswith("| 3.0000 | 2.5000 | 0.0000 | 0.0000 |")
+    assert lines[4].endswith("| 3.0000 | 2.4900 | 0.0100 | 0.0200 |")
+    assert "no GPU" in lines[5]
+
+
+def test_the_chain_can_be_learned():
+    data = train.chain(1000, 2, 64, 50)
+    assert data.shape == (50, 2, 64)
+    pairs = {(a, b) for row in data.flatten(0, 1).tolist() for a, b in itertools.pairwise(row)}
+    assert len({a for a, _ in pairs}) > 500
+    assert len(pairs) <= 512 * 4
+    assert torch.equal(data, train.chain(1000, 2, 64, 50))

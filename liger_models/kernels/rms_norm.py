@@ -218,10 +218,14 @@ def rms_norm_backward(
     scale_in_fp32: bool,
     *,
     need_dw: bool,
+    dw_dtype: torch.dtype | None = None,
     need_y: bool = False,
     y_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Launch the backward kernels: ``(dx, dw or None, y or None)``, y being the forward's output made again."""
+    """Launch the backward kernels: ``(dx, dw or None, y or None)``, y being the forward's output made again.
+
+    dw comes in ``dw_dtype``, by default the weight's.
+    """
     dy, h, weight = dy.contiguous(), h.contiguous(), weight.contiguous()
     dh = None if dh is None else dh.contiguous()
     C = h.shape[-1]
@@ -229,7 +233,7 @@ def rms_norm_backward(
     dx = torch.empty_like(h)
     y = torch.empty_like(h, dtype=y_dtype) if need_y else None
     if N == 0:
-        return dx, torch.zeros_like(weight) if need_dw else None, y
+        return dx, torch.zeros_like(weight, dtype=dw_dtype) if need_dw else None, y
     block = min(triton.next_power_of_2(C), MAX_TILE)
     constants = {"ADD": dh is not None, "SCALE_IN_FP32": scale_in_fp32, "STORE_Y": need_y, "BLOCK": block}
     # A pointer argument that the constants switch off still has to be a tensor.
@@ -254,7 +258,7 @@ def rms_norm_backward(
                 _weight_gradient_kernel[(triton.cdiv(C, 1024), splits)](
                     dy, h, rstd, partial, N, C, SCALE_IN_FP32=scale_in_fp32, BLOCK=1024, num_warps=4
                 )
-    return dx, None if partial is None else partial.sum(0).to(weight.dtype), y
+    return dx, None if partial is None else partial.sum(0).to(dw_dtype or weight.dtype), y
 
 
 LIBRARY.define(

@@ -88,6 +88,7 @@ def normed_again(
 def norm_backward(
     dn: Tensor, dh: Tensor | None, h: Tensor, norm_weight: Tensor, rstd: Tensor,
     weight_offset: float, scale_in_fp32: bool, need_dw: bool, y_dtype: torch.dtype | None,
+    dw_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """``(dx, dw or None, normed rows in y_dtype or None)``: the norm's backward, on the way its output once more."""
     # The kernel rounds its fp32 result once, the forward to the dtype of h and then to the weight's: only for an h in
@@ -95,7 +96,7 @@ def norm_backward(
     kernel_dtype = y_dtype if h.dtype == torch.float32 else None
     dx, dw, y = rms_norm_backward(
         dn, dh, h, norm_weight, rstd, weight_offset, scale_in_fp32,
-        need_dw=need_dw, need_y=y_dtype is not None, y_dtype=kernel_dtype,
+        need_dw=need_dw, dw_dtype=dw_dtype, need_y=y_dtype is not None, y_dtype=kernel_dtype,
     )  # fmt: skip
     return dx, dw, None if y is None or y_dtype is None else y.to(y_dtype)
 

@@ -68,9 +68,10 @@ class GatedMLP(nn.Module):
         if norm is not None:
             fused = fused and norm.kernel and is_plain(norm)
         if not (fused and use_triton(residual)):
-            normed, residual = add_norm(norm, x, residual)
             if self.recompute and torch.is_grad_enabled():
-                return checkpoint(self, normed, use_reentrant=False), residual
+                residual, _ = add_norm(None, x, residual)  # the sum is all that is kept
+                return checkpoint(self._behind, norm, residual, use_reentrant=False), residual
+            normed, residual = add_norm(norm, x, residual)
             return self(normed), residual
         gate_up, down, gate_up_bias, down_bias = autocast_weights(
             residual, self.gate_up_proj.weight, self.down_proj.weight, self.gate_up_proj.bias, self.down_proj.bias
@@ -82,6 +83,10 @@ class GatedMLP(nn.Module):
             options |= {"eps": norm.eps, "weight_offset": norm.offset, "scale_in_fp32": norm.scale_in_fp32}
         norm_weight = None if norm is None else norm.weight
         return gated_mlp(x, residual, norm_weight, gate_up, down, gate_up_bias, down_bias, **options)
+
+    def _behind(self, norm: LigerRMSNorm | None, residual: Tensor) -> Tensor:
+        y: Tensor = self(residual if norm is None else norm(residual))
+        return y
 
 
 class LigerSwiGLUMLP(GatedMLP):

@@ -13,10 +13,26 @@ FLAVOURS = [
     pytest.param({"act": "gelu", "eps": 1e-5, "scale_in_fp32": True}, id="erf"),
     pytest.param({"act": "gelu_tanh", "eps": 1e-6, "weight_offset": 1.0, "scale_in_fp32": True}, id="gemma"),
 ]
-SHAPES = [((1, 130), 200, 70), ((3, 67), 51, 47), ((2, 3, 64), 40, 64), ((4, 1, 129), 33, 50)]  # the stream, F, O
+# The stream, F, O.
+SHAPES = [((1, 130), 200, 70), ((3, 67), 51, 47), ((2, 3, 64), 40, 64), ((4, 1, 129), 33, 50), ((11, 72), 36, 40)]
 GPU_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ORDER = ("x", "residual", "norm_weight", "gate_up_weight", "down_weight", "gate_up_bias", "down_bias")
 RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+MODES = pytest.mark.parametrize(
+    ("recompute", "chunk"),
+    [(False, None), (True, None), (True, 5)],
+    ids=["keep", "recompute", "chunked"],
+    indirect=["chunk"],
+)
+
+
+@pytest.fixture
+def chunk(request, monkeypatch):
+    """Up to so many rows per chunk; None for the usual number. (BLAS is less exact with three rows or fewer.)"""
+    if request.param is not None:
+        monkeypatch.setattr(sys.modules[gated_mlp.__module__], "WORKSPACE_MIB", 0)
+        monkeypatch.setattr(sys.modules[gated_mlp.__module__], "MIN_CHUNK", request.param)
+    return request.param
 
 
 def dtypes(device: str) -> list[torch.dtype]:
@@ -56,10 +72,10 @@ def without(inputs, *missing):
     return [inputs[ORDER.index(name)] for name in names], names
 
 
-@RECOMPUTE
+@MODES
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize(("shape", "width", "out"), SHAPES, ids=str)
-def test_matches_fp64(backend, shape, width, out, flavour, recompute, poisoned_empty):
+def test_matches_fp64(backend, shape, width, out, flavour, recompute, chunk, poisoned_empty):
     for dtype in dtypes(backend):
         inputs, upstream = make(shape, width, out, dtype, backend)
         for missing in ((), ("gate_up_bias", "down_bias"), ("x", "down_bias"), ("norm_weight",), ("x", "norm_weight")):
@@ -76,9 +92,9 @@ def test_real_sizes(flavour, recompute, poisoned_empty):
         check(inputs, upstream, recompute=recompute, **flavour)
 
 
-@RECOMPUTE
+@MODES
 @pytest.mark.parametrize(("stream", "weights"), [("float32", "float16"), ("float16", "float32")])
-def test_weights_of_another_dtype(backend, stream, weights, recompute, poisoned_empty):
+def test_weights_of_another_dtype(backend, stream, weights, recompute, chunk, poisoned_empty):
     """An fp32 stream with half-precision weights is what autocast makes of a model."""
     stream, weights = getattr(torch, stream), getattr(torch, weights)
     inputs, upstream = make((3, 5, 32), 24, 32, stream, backend, weights)
@@ -104,8 +120,8 @@ def test_recomputation_gives_the_same_bits(kernel_device):
                     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
 
 
-@RECOMPUTE
-def test_strided_inputs_and_gradients(backend, recompute):
+@MODES
+def test_strided_inputs_and_gradients(backend, recompute, chunk):
     inputs, (dy, dh) = make((6, 5, 32), 12, 32, torch.float32, backend)
     t = lambda tensor: tensor.transpose(0, 1)
     x, residual, norm_weight, gate_up_weight, down_weight, *biases = inputs
@@ -131,9 +147,9 @@ def test_without_x_the_residual_is_returned_as_it_is(backend):
     assert gated_mlp(None, residual, *rest)[1] is residual
 
 
-@RECOMPUTE
-def test_second_backward_agrees_and_nothing_is_overwritten(backend, recompute):
-    inputs, upstream = make((5, 48), 20, 48, torch.float32, backend)
+@MODES
+def test_second_backward_agrees_and_nothing_is_overwritten(backend, recompute, chunk):
+    inputs, upstream = make((12, 48), 20, 48, torch.float32, backend)
     leaves = [t.requires_grad_() for t in inputs]
     outputs = gated_mlp(*leaves, recompute=recompute)
     tensors = [*upstream, *outputs, *leaves]
@@ -144,9 +160,9 @@ def test_second_backward_agrees_and_nothing_is_overwritten(backend, recompute):
     assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
 
 
-@RECOMPUTE
-def test_empty_and_single_rows(backend, recompute):
-    for shape, width in (((0, 8), 4), ((1, 8), 1), ((2, 0, 8), 4), ((8,), 4)):
+@MODES
+def test_empty_and_single_rows(backend, recompute, chunk):
+    for shape, width in (((0, 8), 4), ((1, 8), 1), ((2, 0, 8), 4), ((8,), 4), ((12, 8), 4)):
         inputs, upstream = make(shape, width, 8, torch.float32, backend)
         got = run(with_names(gated_mlp, recompute=recompute), inputs, upstream)
         want = run(gated_mlp_reference, inputs, upstream)
@@ -216,6 +232,27 @@ def test_frozen_inputs_cost_nothing(kernel_device, monkeypatch, trained, matmuls
             torch.testing.assert_close(tensor.grad, want[name])
 
 
+def test_chunks_are_as_even_and_as_few_as_the_workspace_allows(monkeypatch):
+    module = sys.modules[gated_mlp.__module__]
+    row = 2 * 2 * 14336  # Llama-3-8B in bf16
+    assert [module._chunk_rows(N, row) for N in (0, 1, 16384, 18724)] == [1, 1, 16384, 18724]
+    assert [module._chunk_rows(N, row) for N in (18725, 500_000)] == [9363, 18519]
+    assert [module._chunk_rows(N, 4 * row) for N in (16384, 16385)] == [16384, 8193]
+
+
+@pytest.mark.parametrize("chunk", [4], indirect=True)
+def test_several_chunks_round_the_weights_gradients_once(kernel_device, chunk):
+    """bf16 or fp16 sums of 16 chunks would lose more than half precision's own rounding."""
+    dtype = torch.bfloat16 if kernel_device == "cuda" else torch.float16
+    inputs, upstream = make((64, 32), 24, 32, dtype, kernel_device)
+    whole = run(with_names(gated_mlp), inputs, upstream)
+    chunked = run(with_names(gated_mlp, recompute=True), inputs, upstream)
+    for ours, theirs in zip(chunked, whole, strict=True):
+        assert ours.dtype == dtype
+        # Half a unit in the last place for each of the two roundings.
+        torch.testing.assert_close(ours, theirs, rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+
 def test_no_grad_keeps_nothing(kernel_device):
     inputs, _ = make((6, 32), 10, 8, torch.float32, kernel_device)
     want = [t.detach() for t in gated_mlp(*inputs)]
@@ -223,6 +260,25 @@ def test_no_grad_keeps_nothing(kernel_device):
         got = gated_mlp(*(t.requires_grad_() for t in inputs))
     assert not any(t.requires_grad for t in got)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [2048], indirect=True)
+def test_memory_of_chunks(chunk):
+    """Gate, up and their product exist for one chunk: beside it y, the stream and its gradient, and the fp32 sums."""
+    N, C, F = 32768, 1024, 4096
+    inputs, upstream = make((N, C), F, C, torch.bfloat16, "cuda")
+    leaves = [t.requires_grad_() for t in inputs[:-2]]
+    torch.autograd.grad(gated_mlp(*leaves, recompute=True), leaves, upstream)  # cuBLAS takes its workspace once
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    outputs = gated_mlp(*leaves, recompute=True)
+    own_chunk = chunk * (3 * F + 3 * C)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * (2 * N * C + own_chunk) + 2**23
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(outputs, leaves, upstream)
+    sums = 3 * F * C * (2 + 1)  # in units of bf16, and the rounded ones
+    assert torch.cuda.max_memory_allocated() - before <= 2 * (3 * N * C + own_chunk + sums) + 2**23
 
 
 @pytest.mark.gpu
@@ -264,9 +320,9 @@ def test_opcheck(kernel_device):
         opcheck(torch.ops.liger_models.gated_mlp_backward, (dy.half(), dh, residual, *args))
 
 
-@RECOMPUTE
-def test_compiles_without_graph_breaks(kernel_device, recompute):
-    inputs, upstream = make((3, 24), 8, 24, torch.float32, kernel_device)
+@MODES
+def test_compiles_without_graph_breaks(kernel_device, recompute, chunk):
+    inputs, upstream = make((7, 24), 8, 24, torch.float32, kernel_device)
 
     def function(x, residual, norm_weight, *weights):
         y, residual = gated_mlp(None, residual, None, *weights, recompute=recompute)

@@ -1,9 +1,12 @@
 import copy
+import dataclasses
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from liger_models import KernelOptions, LigerLlama, LlamaConfig
+from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.head import LigerLMHead
 
@@ -136,3 +139,28 @@ def test_gradient_accumulation_with_num_items_equals_one_batch():
     for rows in (slice(0, 1), slice(1, 4)):
         model(ids[rows], labels=labels[rows], num_items_in_batch=items).loss.backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], want)
+
+
+@pytest.mark.parametrize("policy", CHECKPOINTING_POLICIES)
+def test_blocks_compile_by_themselves(backend, policy):
+    """Each in one graph; all but the first, which has no branch to add, share one."""
+    torch._dynamo.reset()
+    config = dataclasses.replace(CONFIG, num_hidden_layers=4)
+    model = LigerLlama.from_config(config, device=backend)
+    model.set_checkpointing(policy)
+    ids = torch.arange(12, device=backend)[None]
+    options = {"labels": ids, "cu_seqlens": torch.tensor([0, 5, 12], device=backend)}
+
+    def step():
+        model.zero_grad()
+        loss = model(ids, **options).loss
+        loss.backward()
+        return loss.detach(), [parameter.grad for parameter in model.parameters()]
+
+    want = step()
+    counter = CompileCounterWithBackend("inductor" if backend == "cuda" else "aot_eager")
+    for block in model.layers:
+        block.compile(fullgraph=True, backend=counter)
+    torch.testing.assert_close(step(), want)
+    assert counter.frame_count == 2
+    LigerLlama.from_config(config).load_state_dict(model.state_dict())  # the same names
