@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .arch.qwen3_moe import LigerQwen3MoE as LigerQwen3MoE
     from .arch.smollm3 import LigerSmolLM3 as LigerSmolLM3
     from .convert.auto import AutoLigerModel as AutoLigerModel
+    from .kernels.linear_logprobs import fused_linear_logprobs as fused_linear_logprobs
     from .kernels.options import KernelOptions as KernelOptions
     from .kernels.rope import liger_rotary_pos_emb as liger_rotary_pos_emb
     from .layers.mlp import LigerGEGLUMLP as LigerGEGLUMLP
@@ -40,8 +41,24 @@ if TYPE_CHECKING:
     from .layers.norm import LigerRMSNorm as LigerRMSNorm
     from .losses.cross_entropy import LigerCrossEntropyLoss as LigerCrossEntropyLoss
     from .losses.cross_entropy import LigerFusedLinearCrossEntropyLoss as LigerFusedLinearCrossEntropyLoss
+    from .losses.distillation import LigerFusedLinearCosineSimilarityLoss as LigerFusedLinearCosineSimilarityLoss
+    from .losses.distillation import LigerFusedLinearForwardKLLoss as LigerFusedLinearForwardKLLoss
+    from .losses.distillation import LigerFusedLinearJSD as LigerFusedLinearJSD
+    from .losses.distillation import LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss
+    from .losses.distillation import LigerFusedLinearReverseKLLoss as LigerFusedLinearReverseKLLoss
+    from .losses.distillation import LigerFusedLinearTVDLoss as LigerFusedLinearTVDLoss
+    from .losses.distillation import LigerJSD as LigerJSD
+    from .losses.distillation import LigerKLDIVLoss as LigerKLDIVLoss
+    from .losses.distillation import LigerTVDLoss as LigerTVDLoss
+    from .losses.grpo import LigerFusedLinearGRPOLoss as LigerFusedLinearGRPOLoss
+    from .losses.preference import LigerFusedLinearCPOLoss as LigerFusedLinearCPOLoss
+    from .losses.preference import LigerFusedLinearDPOLoss as LigerFusedLinearDPOLoss
+    from .losses.preference import LigerFusedLinearKTOLoss as LigerFusedLinearKTOLoss
+    from .losses.preference import LigerFusedLinearORPOLoss as LigerFusedLinearORPOLoss
+    from .losses.preference import LigerFusedLinearSimPOLoss as LigerFusedLinearSimPOLoss
     from .optim import LigerAdamW as LigerAdamW
     from .optim import step_in_backward as step_in_backward
+    from .parallel import apply_fsdp as apply_fsdp
     from .tokenizer import Tokenizer as Tokenizer
 
 _HOMES = {

@@ -1,7 +1,7 @@
 """The model class that a config.json asks for."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ class AutoLigerModel:
         kernels: "KernelOptions | None" = None,
         strict: bool = False,
         progress: bool = True,
+        shard: "Callable[[CausalLM], object] | None" = None,
         cache_dir: str | os.PathLike[str] | None = None,
         token: str | bool | None = None,
         local_files_only: bool = False,
@@ -55,7 +56,7 @@ class AutoLigerModel:
             progress=progress,
         )
         return cls.from_pretrained(
-            folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress
+            folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard
         )
 
     @classmethod
@@ -68,11 +69,19 @@ class AutoLigerModel:
         kernels: "KernelOptions | None" = None,
         strict: bool = False,
         progress: bool = True,
+        shard: "Callable[[CausalLM], object] | None" = None,
     ) -> "CausalLM":
         """The model of a folder; arguments as of ``checkpoint.load_pretrained``."""
         model_class = get_arch(read_model_type(read_json_config(Path(folder))))
         return load_pretrained(
-            model_class, folder, dtype=dtype, device=device, strict=strict, progress=progress, kernels=kernels
+            model_class,
+            folder,
+            dtype=dtype,
+            device=device,
+            strict=strict,
+            progress=progress,
+            kernels=kernels,
+            shard=shard,
         )
 
     @classmethod

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from huggingface_hub.utils.tqdm import tqdm
 from safetensors import SafetensorError, safe_open
@@ -49,7 +51,7 @@ ASSETS = (
 )
 """Files that belong to a model and that this package carries along as they are."""
 
-FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Stored(NamedTuple):
@@ -69,19 +71,24 @@ def load_pretrained(
     strict: bool = False,
     progress: bool = True,
     kernels: "KernelOptions | None" = None,
+    shard: "Callable[[Model], object] | None" = None,
 ) -> "Model":
     """A model with the weights of a folder.
 
     The model is built without memory; then its parameters are read one by one, straight onto ``device`` in ``dtype``.
+    With ``shard`` each rank reads only the rows that its parts of the parameters are made of, and what one rank raises
+    all of them raise; every rank of the process group must call it.
 
     Args:
         model_class: class from ``liger_models.arch``.
         folder: holds config.json and model.safetensors or its shards.
         dtype: of the parameters; None or "auto" keeps each tensor's own.
-        device: where the parameters go.
+        device: where the parameters go. Of sharded ones that of the mesh, or the CPU where FSDP offloads them to it.
         strict: an unknown key in config.json is an error and not a warning.
         progress: show a progress bar.
         kernels: handed to ``model_class``.
+        shard: called with the model while it has no memory yet, to distribute its parameters in place:
+            ``parallel.apply_fsdp``, or a function that calls it.
 
     Returns:
         The model, with the folder's config.json in ``hf_config`` and its tokenizer and generation files in ``assets``.
@@ -97,32 +104,98 @@ def load_pretrained(
         raise ValueError(f"load_pretrained: dtype must be a floating-point type, got {target}.")
 
     folder = Path(folder)
-    hf_config = read_json_config(folder)
-    model_type = model_type_of(model_class)
-    check_model_type(model_class, hf_config)
-    config = read_config(model_class.config_class, hf_config, strict=strict)
-    with torch.device("meta"):
-        model = model_class(config, kernels=kernels)
-    stored = read_headers(folder)
-    weights = pick_map([get_map(model_type)(config), *get_other_maps(model_type)(config)], stored)
-    parameters = dict(model.named_parameters())
-    check_tensors(str(folder), weights, parameters, stored)
+    with contextlib.nullcontext() if shard is None else _agreeing():
+        hf_config = read_json_config(folder)
+        model_type = model_type_of(model_class)
+        check_model_type(model_class, hf_config)
+        config = read_config(model_class.config_class, hf_config, strict=strict)
+        with torch.device("meta"):
+            model = model_class(config, kernels=kernels)
+        stored = read_headers(folder)
+        weights = pick_map([get_map(model_type)(config), *get_other_maps(model_type)(config)], stored)
+        parameters = dict(model.named_parameters())
+        check_tensors(str(folder), weights, parameters, stored)
+    if shard is not None:
+        _load_parts(model, shard, weights, stored, target, device, progress)
+    else:
+        _load_whole(model, weights, stored, target, device, progress)
+    model.hf_config = hf_config
+    model.assets = {name: (folder / name).read_bytes() for name in ASSETS if (folder / name).is_file()}
+    return model
 
+
+def _load_whole(
+    model: "CausalLM",
+    weights: WeightMap,
+    stored: Mapping[str, Stored],
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    progress: bool,
+) -> None:
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
+    parameters = dict(model.named_parameters())
     bar: Any = tqdm  # not typed
     for name, parameter in bar(parameters.items(), desc="Loading weights", disable=not progress):
-        packed = _read(weights.entries[name], stored, target, device)
+        packed = _read(weights.entries[name], stored, dtype, device)
         loaded = nn.Parameter(packed, requires_grad=parameter.requires_grad)
         for alias in aliases[id(parameter)]:
             owner, _, attribute = alias.rpartition(".")
             setattr(model.get_submodule(owner), attribute, loaded)
-
     model.to(device)
-    model.hf_config = hf_config
-    model.assets = {name: (folder / name).read_bytes() for name in ASSETS if (folder / name).is_file()}
-    return model
+
+
+def _load_parts(
+    model: "Model",
+    shard: "Callable[[Model], object]",
+    weights: WeightMap,
+    stored: Mapping[str, Stored],
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    progress: bool,
+) -> None:
+    """Shard the model and fill each rank's parts, of which a parameter that is not sharded is one."""
+    from liger_models.convert.sharded import Part, read_part
+
+    for name, parameter in model.named_parameters():
+        own = stored[weights.entries[name].names()[0]].dtype
+        parameter.data = parameter.data.to(dtype or FLOATS[own])
+    shard(model)
+    model.to_empty(device=device)
+    bar: Any = tqdm
+    parameters = dict(model.named_parameters())
+    with torch.no_grad(), _agreeing():
+        for name, parameter in bar(parameters.items(), desc="Loading weights", disable=not (progress and _leads())):
+            expression = weights.entries[name]
+            if not hasattr(parameter, "to_local"):
+                parameter.copy_(_read(expression, stored, dtype, device))
+                continue
+            local = parameter.to_local()
+            with contextlib.ExitStack() as stack:
+                files = {
+                    path: stack.enter_context(_open(path))
+                    for path in {stored[each].file for each in expression.names()}
+                }
+
+                def read(name: str, first: int, last: int, files: Mapping[Path, Any] = files) -> Tensor:
+                    rows: Tensor = files[stored[name].file].get_slice(name)[first:last]
+                    return rows.to(device, dtype)
+
+                shapes = {each: stored[each].shape for each in expression.names()}
+                whole = functools.partial(_read, expression, stored, dtype, device)
+                local.copy_(read_part(expression, Part.of(parameter), shapes, read, whole))
+
+
+def _agreeing() -> contextlib.AbstractContextManager[None]:
+    from liger_models.convert.sharded import agreeing
+
+    return agreeing()
+
+
+def _leads() -> bool:
+    """Whether this is the rank that speaks and writes for all."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def read_json_config(folder: Path) -> dict[str, Any]:
@@ -341,7 +414,8 @@ def save_pretrained(
     """Write a model as a Hugging Face checkpoint, which transformers and this package load.
 
     Everything is first written to a temporary folder and then renamed: the folder holds the old checkpoint until the
-    new one is whole. Files of the folder that are no part of a checkpoint stay.
+    new one is whole. Files of the folder that are no part of a checkpoint stay. Of a sharded model every rank must call
+    it: parameters are gathered one by one, and the first rank writes; it holds the tensors of one file at a time.
 
     Args:
         model: its ``hf_config`` and ``assets``, where there are any, are written along.
@@ -354,6 +428,10 @@ def save_pretrained(
         OSError: the folder cannot be written.
     """
     folder = Path(folder).absolute()
+    for module in model.modules():
+        reshard: Any = getattr(module, "reshard", None)
+        if reshard is not None:  # FSDP: what an evaluation has left gathered
+            reshard()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     absent = [name for name, parameter in parameters.items() if parameter.is_meta]
     if absent:
@@ -365,7 +443,8 @@ def save_pretrained(
     if config.tie_word_embeddings:
         del parameters["lm_head.weight"]
     weights = get_map(model_type_of(type(model)))(config)
-    tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in weights.shapes(parameters).items()}
+    shapes = {name: torch.empty(p.shape, dtype=dtype or p.dtype, device="meta") for name, p in parameters.items()}
+    tensors = weights.shapes(shapes)
     plan = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.nbytes,
@@ -373,6 +452,8 @@ def save_pretrained(
         max_shard_size=max_shard_size,
     )
     hf_config = write_config(config, model.hf_config, dtype or parameters["embed_tokens.weight"].dtype)
+    sharded = any(hasattr(parameter, "full_tensor") for parameter in parameters.values())
+    files = iter(plan.filename_to_tensors.items())
 
     def write(place: Path) -> None:
         _write_json(place / CONFIG, hf_config)
@@ -380,12 +461,22 @@ def save_pretrained(
             (place / name).write_bytes(content)
         if plan.is_sharded:
             _write_json(place / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
-        for file, names in plan.filename_to_tensors.items():
+        for file, names in files:
             save_file(_gather(names, weights, parameters, dtype), place / file, metadata={"format": "pt"})
             # safetensors makes files that only their owner can read.
             shutil.copymode(place / CONFIG, place / file)
 
-    _write_folder(folder, write)
+    if not sharded:
+        _write_folder(folder, write)
+        return
+    with _agreeing():
+        try:
+            if _leads():
+                _write_folder(folder, write)
+        finally:
+            # All ranks gather together: those that don't write and, if writing has failed, the one that does.
+            for _, names in files:
+                _gather(names, weights, parameters, dtype, keep=False)
 
 
 def _tied_as_stored(model: "CausalLM") -> Any:
@@ -403,15 +494,22 @@ def _tied_as_stored(model: "CausalLM") -> Any:
 
 
 def _gather(
-    names: list[str], weights: WeightMap, parameters: Mapping[str, Tensor], dtype: torch.dtype | None
+    names: list[str],
+    weights: WeightMap,
+    parameters: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    *,
+    keep: bool = True,
 ) -> dict[str, Tensor]:
-    """The checkpoint's tensors of one file: contiguous, on the CPU, in ``dtype``."""
+    """The checkpoint's tensors of one file, contiguous, on the CPU, in ``dtype``; gathered in vain unless ``keep``."""
     wanted = set(names)
     shard: dict[str, Tensor] = {}
     for name, expression in weights.entries.items():
         if wanted.isdisjoint(expression.names()):
             continue
-        for hf_name, tensor in expression.unpack(parameters[name].detach()).items():
+        parameter = parameters[name].detach()
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        for hf_name, tensor in expression.unpack(whole).items() if keep else ():
             if hf_name in wanted:
                 shard[hf_name] = tensor.to("cpu", dtype).contiguous()
     return shard

@@ -21,7 +21,8 @@ the device. Frozen inputs and ``no_grad`` cost no product.
 Source: https://arxiv.org/abs/2410.10989 (Liger Kernel), https://arxiv.org/abs/2411.09009 (Cut Your Losses).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
     return max(-(-N // (chunks * ROW_MULTIPLE)), 1) * ROW_MULTIPLE
 
 
-def _without_exponent(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def without_exponent(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """For fp16, ``factors`` as numbers of magnitude up to 1 and the power of two that they share; else the power 1."""
     one = factors.new_ones(())
     if dtype != torch.float16 or factors.numel() == 0:
@@ -90,11 +91,18 @@ def _word_parts(V: int, size: int) -> list[int]:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """``x @ weightᵀ + bias`` into ``out``."""
+    """``x @ weightᵀ + bias`` into ``out``, in its dtype."""
     sizes = _word_parts(len(weight), len(weight))
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)
     for words, shift, columns in zip(weight.split(sizes), biases, out.split(sizes, 1), strict=True):
-        if shift is None:
+        if out.dtype != x.dtype:
+            if x.device.type == "cuda":
+                torch.mm(x, words.t(), out_dtype=out.dtype, out=columns)
+            else:
+                torch.mm(x.to(out.dtype), words.t().to(out.dtype), out=columns)
+            if shift is not None:
+                columns += shift
+        elif shift is None:
             torch.mm(x, words.t(), out=columns)
         else:
             torch.addmm(shift, x, words.t(), out=columns)
@@ -139,6 +147,63 @@ def _gathered(sums: list[Tensor]) -> Tensor:
     return torch.cat(blocks)
 
 
+def logits_buffer(x: Tensor, V: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Room for the logits of ``rows`` rows of x, or of all if they are fewer; the rows start where matmuls like it."""
+    return x.new_empty(min(rows, len(x)), -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, dtype=dtype)[:, :V]
+
+
+def walk_chunks(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: int,
+    need: tuple[bool, bool, bool],
+    of_logits: Callable[[Tensor, slice], tuple[Sequence[Tensor] | None, Tensor]],
+    logits_dtype: torch.dtype | None = None,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """What ``of_logits`` makes of ``x @ weightᵀ + bias``, chunk by chunk, and as far as needed dx, dweight and dbias.
+
+    Args:
+        x: [N, C], contiguous.
+        weight: [V, C].
+        bias: [V].
+        rows: rows per chunk.
+        need: whether dx, dweight and dbias are needed; those that are not come back empty.
+        of_logits: ``(logits of a chunk, its rows) -> (results per row, or None; gradient of these logits)``. The
+            gradient is in the dtype of x and may lie where the logits are. It is read only if something is needed.
+        logits_dtype: of the logits handed to it; None for the dtype of x.
+
+    Returns:
+        Each result of all rows ([] without rows), dx, dweight as its sum is kept, dbias in fp32.
+    """
+    N, V = x.shape[0], weight.shape[0]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = gradient = buffer = logits_buffer(x, V, rows, logits_dtype)
+    dx = torch.empty_like(x) if need[0] else x.new_empty(0)
+    dweight, sums = _new_sums(weight, -(-N // rows)) if need[1] else (x.new_empty(0), [])
+    if N == 0 and dweight is not None:
+        dweight.zero_()
+    dbias = torch.zeros(V, dtype=wide, device=x.device) if need[2] else x.new_empty(0)
+    pieces = []
+    for start in range(0, N, rows):
+        part = slice(start, min(start + rows, N))
+        logits = buffer[: part.stop - part.start]
+        _linear(x[part], weight, bias, logits)
+        results, gradient = of_logits(logits, part)
+        if results is not None:
+            pieces.append(results)
+        if need[0]:
+            _linear_backward(gradient, weight, dx[part])
+        if need[1]:
+            _accumulate(sums, gradient, x[part], beta=int(start > 0))
+        if need[2]:
+            dbias += gradient.sum(0, dtype=wide)
+    del logits, gradient, buffer
+    if dweight is None:
+        dweight = _gathered(sums)
+    return [torch.cat(column) for column in zip(*pieces, strict=True)], dx, dweight, dbias
+
+
 def _walk_chunks(
     x: Tensor,
     weight: Tensor,
@@ -155,20 +220,9 @@ def _walk_chunks(
     need: tuple[bool, bool, bool] = (False, False, False),
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """Statistics of every row (none if ``lse`` is given) and, as far as needed, dx, dweight and dbias."""
-    N, V = x.shape[0], weight.shape[0]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    logits = buffer = x.new_empty(min(rows, N), -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE)[:, :V]
-    dx = torch.empty_like(x) if need[0] else x.new_empty(0)
-    dweight, sums = _new_sums(weight, -(-N // rows)) if need[1] else (x.new_empty(0), [])
-    if N == 0 and dweight is not None:
-        dweight.zero_()
-    dbias = torch.zeros(V, dtype=wide, device=x.device) if need[2] else x.new_empty(0)
-    pieces = []
-    for start in range(0, N, rows):
-        part = slice(start, min(start + rows, N))
-        logits = buffer[: part.stop - part.start]
-        _linear(x[part], weight, bias, logits)
-        statistics = token_statistics(
+
+    def statistics(logits: Tensor, part: slice) -> tuple[Sequence[Tensor] | None, Tensor]:
+        results = token_statistics(
             logits,
             target[part],
             class_weight,
@@ -179,23 +233,13 @@ def _walk_chunks(
             c=None if c is None else c[part],
             gradient=logits if any(need) else None,
         )  # fmt: skip
-        if statistics is not None:
-            pieces.append(statistics)
-        if need[0]:
-            _linear_backward(logits, weight, dx[part])
-        if need[1]:
-            _accumulate(sums, logits, x[part], beta=int(start > 0))
-        if need[2]:
-            dbias += logits.sum(0, dtype=wide)
-    del logits, buffer
-    if dweight is None:
-        dweight = _gathered(sums)
-    if lse is not None:
-        return [], dx, dweight, dbias
-    if N == 0:
-        empty = x.new_empty(0, dtype=wide)
-        return [empty, empty, empty, empty.view(0, 2), target.new_empty(0)], dx, dweight, dbias
-    return [torch.cat(column) for column in zip(*pieces, strict=True)], dx, dweight, dbias
+        return results, logits
+
+    results, dx, dweight, dbias = walk_chunks(x, weight, bias, rows, need, statistics)
+    if lse is None and not results:
+        empty = lambda *size: x.new_empty(0, *size, dtype=torch.promote_types(x.dtype, torch.float32))
+        results = [empty(), empty(), empty(), empty(2), target.new_empty(0)]  # one tensor may not be two outputs
+    return results, dx, dweight, dbias
 
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, int rows"
@@ -229,7 +273,7 @@ def _scale_cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.library.impl(LIBRARY, "linear_cross_entropy", "CompositeExplicitAutograd")
 def _loss(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
     *options, rows, predict, need_dx, need_dw, need_db = rest
-    a, scale = _without_exponent(factors, x.dtype)
+    a, scale = without_exponent(factors, x.dtype)
     statistics, dx, dweight, dbias = _walk_chunks(
         x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
         predict=predict, a=a, need=(need_dx, need_dw, need_db),
@@ -248,31 +292,34 @@ def _loss_fake(x, weight, target, bias, class_weight, factors, *rest) -> tuple[T
         x.new_empty((), dtype=wide),
         target.new_empty(x.shape[0] if predict else 0),
         torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
-        *_wide_gradients_fake(weight, dw_dtype if need_dw else x.dtype, wide if need_db else x.dtype, need_dw, need_db),
+        *wide_gradients_fake(weight, dw_dtype if need_dw else x.dtype, wide if need_db else x.dtype, need_dw, need_db),
         x.new_empty((), dtype=wide),
     )
 
 
-def _wide_gradients_fake(
+def wide_gradients_fake(
     weight: Tensor, dw_dtype: torch.dtype, db_dtype: torch.dtype, need_dw: bool, need_db: bool
 ) -> tuple[Tensor, Tensor]:
+    """dweight and dbias as the real ops make them, without values."""
     return (
         weight.new_empty(weight.shape if need_dw else 0, dtype=dw_dtype),
         weight.new_empty(weight.shape[0] if need_db else 0, dtype=db_dtype),
     )
 
 
-def _loss_setup(ctx, inputs, output):
+def scalar_loss_setup(ctx, inputs, output):
+    """Autograd of an op like `HandOver`'s, with two results beside the loss, in compiled graphs: what is kept."""
     x, weight, _, bias, *_ = inputs
     _, z_loss, predicted, dx, dweight, dbias, scale = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(z_loss, predicted, dx, dweight, dbias, scale)
-    ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+    ctx.dtypes, ctx.inputs = (x.dtype, weight.dtype, None if bias is None else bias.dtype), len(inputs)
     ctx.save_for_backward(dx, dweight, dbias, scale)
 
 
-def _loss_backward(ctx, upstream, *_):
-    gradients = [None] * 16
+def scalar_loss_backward(ctx, upstream, *_):
+    """The gradients that `scalar_loss_setup` kept, times the upstream factor."""
+    gradients = [None] * ctx.inputs
     if upstream is not None:
         *saved, scale = ctx.saved_tensors
         for index, gradient, dtype in zip((0, 1, 3), saved, ctx.dtypes, strict=True):
@@ -282,35 +329,39 @@ def _loss_backward(ctx, upstream, *_):
 
 
 torch.library.register_autograd(
-    "liger_models::linear_cross_entropy", _loss_backward, setup_context=_loss_setup, lib=LIBRARY
+    "liger_models::linear_cross_entropy", scalar_loss_backward, setup_context=scalar_loss_setup, lib=LIBRARY
 )
 
 
-class _HandOver(torch.autograd.Function):
-    """The op of a scalar loss, outside of compiled graphs: its backward scales the gradients in place and lets go."""
+class HandOver(torch.autograd.Function):
+    """The op of a scalar loss, outside of compiled graphs: its backward scales the gradients in place and lets go.
+
+    The op takes x, weight, a third tensor, bias, and up to ``tensors`` in all, then options; it returns the loss, other
+    results (no gradient), dx, dweight, dbias and their scale.
+    """
 
     @staticmethod
-    def forward(ctx, *inputs):
-        loss, z_loss, predicted, *made, scale = torch.ops.liger_models.linear_cross_entropy(*inputs)
+    def forward(ctx, op, tensors, *inputs):
+        *results, dx, dweight, dbias, scale = op(*inputs)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(z_loss, predicted)
-        ctx.save_for_backward(*inputs[:6], scale)
-        ctx.made, ctx.rest = made, inputs[6:]
-        return loss, z_loss, predicted
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.save_for_backward(*inputs[:tensors], scale)
+        ctx.op, ctx.made, ctx.rest = op, (dx, dweight, dbias), inputs[tensors:]
+        return tuple(results)
 
     @staticmethod
     def backward(ctx, upstream, *_):
-        gradients = [None] * 16
+        *inputs, scale = ctx.saved_tensors
+        gradients = [None] * (2 + len(inputs) + len(ctx.rest))
         if upstream is None:
             return tuple(gradients)
-        *inputs, scale = ctx.saved_tensors
         made, ctx.made = ctx.made, None
         if made is None:
-            made = torch.ops.liger_models.linear_cross_entropy(*inputs, *ctx.rest)[3:6]
+            made = ctx.op(*inputs, *ctx.rest)[-4:-1]
         factor = upstream * scale
         for index, gradient in zip((0, 1, 3), made, strict=True):
-            if ctx.needs_input_grad[index]:
-                gradients[index] = gradient.mul_(factor).to(inputs[index].dtype)
+            if ctx.needs_input_grad[2 + index]:
+                gradients[2 + index] = gradient.mul_(factor).to(inputs[index].dtype)
         return tuple(gradients)
 
 
@@ -333,7 +384,7 @@ def _tokens_fake(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, 
 def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, Tensor, Tensor]:
     *options, rows, need_dx, need_dw, need_db = rest
     a = lse.new_zeros(len(lse)) if a is None else a
-    factors, scale = _without_exponent(torch.cat([a, a.new_empty(0) if c is None else c]), x.dtype)
+    factors, scale = without_exponent(torch.cat([a, a.new_empty(0) if c is None else c]), x.dtype)
     a, c = factors[: len(a)], None if c is None else factors[len(a) :]
     _, dx, dweight, dbias = _walk_chunks(
         x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
@@ -350,7 +401,7 @@ def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) ->
 def _tokens_backward_fake(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, Tensor, Tensor]:
     *_, need_dx, need_dw, need_db = rest
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0)
-    return dx, *_wide_gradients_fake(weight, weight.dtype, weight.dtype, need_dw, need_db)
+    return dx, *wide_gradients_fake(weight, weight.dtype, weight.dtype, need_dw, need_db)
 
 
 def _tokens_setup(ctx, inputs, output):
@@ -454,8 +505,8 @@ def linear_cross_entropy(
         log_probs = log_probs.view(target.shape)
     else:
         training = torch.is_grad_enabled()
-        compiling = torch.compiler.is_compiling()
-        run = torch.ops.liger_models.linear_cross_entropy if compiling else _HandOver.apply
+        fused = torch.ops.liger_models.linear_cross_entropy
+        run = fused if torch.compiler.is_compiling() else partial(HandOver.apply, fused, 6)
         loss, z_part, predicted, *_ = run(
             flat, weight, y, bias, class_weight, factors, *options, return_token_accuracy,
             training and x.requires_grad, training and weight.requires_grad,

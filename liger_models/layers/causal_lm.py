@@ -1,6 +1,6 @@
 """The shell that every text model shares: embedding -> blocks -> norm -> head or loss; loading, saving, generating."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -36,11 +36,13 @@ class CausalLMOutput(NamedTuple):
         loss: [] fp32.
         logits: [B, T, V] in the dtype of the weights.
         aux_loss: [] what mixture-of-experts layers add to ``loss``.
+        log_probs: [B, T] fp32, of the token that follows each, 0 where that is not a target.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     aux_loss: Tensor | None = None
+    log_probs: Tensor | None = None
 
 
 class CausalLMConfig(Protocol):
@@ -183,6 +185,7 @@ class CausalLM(nn.Module):
         inputs_embeds: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
         return_logits: bool | None = None,
+        return_log_probs: bool = False,
         logits_to_keep: int = 0,
         cache: DecodeCache | None = None,
     ) -> CausalLMOutput:
@@ -196,6 +199,8 @@ class CausalLM(nn.Module):
             inputs_embeds: [B, T, C] instead of ``input_ids``.
             num_items_in_batch: divisor of the summed loss (targets over all accumulation steps and ranks). Default:
                 the number of targets at hand.
+            return_log_probs: with ``labels``, log-probabilities of the targets in place of the loss, for losses of
+                one's own; `sequence.shift` has shifted the labels.
             return_logits: True for logits beside the loss. Default: logits only without ``labels``.
             logits_to_keep: logits of only the last so many tokens; 0 for all. Not with ``labels``.
             cache: decode cache; the tokens are appended to it.
@@ -214,6 +219,7 @@ class CausalLM(nn.Module):
             labels is None or (cache is None and not logits_to_keep),
             "forward: labels can't be combined with cache or logits_to_keep. Leave them out for a loss.",
         )
+        check(not return_log_probs or labels is not None, "forward: return_log_probs needs labels. Pass them.")
         if inputs_embeds is None:
             assert input_ids is not None
             check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
@@ -236,8 +242,11 @@ class CausalLM(nn.Module):
             target,
             num_items=num_items_in_batch,
             return_logits=bool(return_logits),
+            log_probs=return_log_probs,
         )
         aux_loss = self.auxiliary_loss(router_logits, attention_mask)
+        if return_log_probs:
+            return CausalLMOutput(None, logits, aux_loss, loss)
         if loss is not None and aux_loss is not None:
             loss = loss + aux_loss
         return CausalLMOutput(loss, logits, aux_loss)
@@ -317,12 +326,13 @@ class CausalLM(nn.Module):
         kernels: KernelOptions | None = None,
         strict: bool = False,
         progress: bool = True,
+        shard: Callable[["Self"], object] | None = None,
     ) -> "Self":
         """Load a Hugging Face checkpoint from a local folder; see `liger_models.convert.checkpoint.load_pretrained`."""
         from liger_models.convert.checkpoint import load_pretrained
 
         return load_pretrained(
-            cls, folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress
+            cls, folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard
         )
 
     @classmethod
@@ -340,6 +350,7 @@ class CausalLM(nn.Module):
         token: str | bool | None = None,
         local_files_only: bool = False,
         force_download: bool = False,
+        shard: Callable[["Self"], object] | None = None,
     ) -> "Self":
         """Download a checkpoint from the Hugging Face hub, or take it from its cache, and load it.
 
@@ -352,6 +363,7 @@ class CausalLM(nn.Module):
             strict: unknown keys of config.json are an error and not a warning.
             progress: show progress bars.
             cache_dir, token, local_files_only, force_download: as in huggingface_hub.
+            shard: distributes the parameters of the model before they are loaded, as `parallel.apply_fsdp`.
         """
         from liger_models.convert.hub import download
 
@@ -367,7 +379,7 @@ class CausalLM(nn.Module):
             progress=progress,
         )
         return cls.from_pretrained(
-            folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress
+            folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard
         )
 
     def save_pretrained(
@@ -393,8 +405,17 @@ class CausalLM(nn.Module):
 
         Returns:
             Address of the commit.
+
+        Raises:
+            ValueError: a sharded model, of which only one rank has the files.
         """
         from liger_models.convert.hub import push
+
+        check(
+            not any(hasattr(parameter, "full_tensor") for parameter in self.parameters()),
+            "push_to_hub: the model must not be sharded. Call save_pretrained on all ranks, and upload the folder from "
+            "one of them.",
+        )
 
         return push(
             self,

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.linear_logprobs import fused_linear_logprobs
 from liger_models.kernels.options import KernelOptions
 
 
@@ -42,6 +43,7 @@ class LigerLMHead(nn.Linear):
         *,
         num_items: Tensor | float | None = None,
         return_logits: bool = False,
+        log_probs: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Loss and logits, each None where it is not wanted.
 
@@ -50,10 +52,11 @@ class LigerLMHead(nn.Linear):
             target: [...] int64, already shifted; −100 is ignored. None: no loss.
             num_items: divisor of the loss, None for the number of targets.
             return_logits: build the logits [..., V] even with a target.
+            log_probs: return the log-probability of each target [...] in the loss's place, 0 where ignored.
         """
         scale, cap = self.logit_scale, self.softcap
         fused = self.kernels.fused_linear_cross_entropy
-        raw = super().forward(x) if target is None or return_logits or not fused else None
+        raw = super().forward(x) if target is None or return_logits or not (fused or log_probs) else None
         logits = None
         if raw is not None and (target is None or return_logits):
             logits = raw if scale == 1.0 else raw * scale
@@ -61,6 +64,10 @@ class LigerLMHead(nn.Linear):
                 logits = cap * torch.tanh(logits / cap)
         if target is None:
             return None, logits
+        if log_probs:
+            per_token = fused_linear_logprobs(x, self.weight, target, softcap=cap, logit_scale=scale)
+            assert isinstance(per_token, Tensor)
+            return per_token, logits
         if raw is None or fused:
             loss = linear_cross_entropy(
                 x, self.weight, target, num_items=num_items, logit_scale=scale, softcap=cap

@@ -19,9 +19,11 @@ from liger_models import kernels
 from liger_models.kernels import dispatch
 from liger_models.kernels.adamw import Hyper, Update, adamw_
 from liger_models.kernels.cross_entropy import cross_entropy
+from liger_models.kernels.divergence import KINDS, linear_divergence
 from liger_models.kernels.gated_act import gated_act
 from liger_models.kernels.gated_mlp import gated_mlp
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.linear_logprobs import fused_linear_logprobs
 from liger_models.kernels.moe import moe_mlp, route
 from liger_models.kernels.qk_norm_rope import qk_norm_rope
 from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
@@ -87,6 +89,10 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
         differentiate(cross_entropy(draw_(3, V), target, **options).loss)
     differentiate(linear_cross_entropy(draw_(3, 64), draw_(V, 64), target, reduction="none").loss)
     differentiate(linear_cross_entropy(draw_(3, 64), draw_(V, 64), target).loss)
+    differentiate(fused_linear_logprobs(draw_(3, 64), draw_(V, 64), target, softcap=30.0, return_entropy=True))
+    for divergence in KINDS:
+        heads = draw_(3, 64), draw_(V, 64), draw_(3, 32), draw_(V, 32)
+        differentiate(linear_divergence(*heads, target, divergence=divergence, hard_weight=0.5)[0])
 
 
 def run_wide_norm() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from liger_models import KernelOptions, LigerLlama, LlamaConfig
+from liger_models import KernelOptions, LigerFusedLinearDPOLoss, LigerLlama, LlamaConfig
 from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.head import LigerLMHead
@@ -164,3 +164,28 @@ def test_blocks_compile_by_themselves(backend, policy):
     torch.testing.assert_close(step(), want)
     assert counter.frame_count == 2
     LigerLlama.from_config(config).load_state_dict(model.state_dict())  # the same names
+
+
+def test_log_probs_come_out_of_the_heads_forward():
+    """In the loss's place, for losses of one's own: here DPO over a batch of pairs."""
+    model = LigerLlama.from_config(CONFIG)
+    ids = torch.randint(0, CONFIG.vocab_size, (4, 9))
+    labels = ids.clone()
+    labels[1, :5] = -100
+    out = model(ids, labels=labels, return_log_probs=True)
+    assert out.loss is None
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    all_log_probs = model(ids).logits.log_softmax(-1)
+    want = all_log_probs.gather(2, shifted.clamp_min(0)[..., None])[..., 0].where(shifted != -100, 0)
+    torch.testing.assert_close(out.log_probs, want)
+    assert torch.equal(out.log_probs == 0, shifted == -100)
+
+    loss, _ = LigerFusedLinearDPOLoss().from_log_probs(
+        out.log_probs, shifted, ref_log_probs=torch.zeros_like(out.log_probs)
+    )
+    got = torch.autograd.grad(loss, list(model.parameters()))
+    sums = want.sum(1)
+    plain = -torch.nn.functional.logsigmoid(0.1 * (sums[:2] - sums[2:])).mean()
+    torch.testing.assert_close(got, torch.autograd.grad(plain, list(model.parameters())))
+    with pytest.raises(ValueError, match="return_log_probs needs labels"):
+        model(ids, return_log_probs=True)

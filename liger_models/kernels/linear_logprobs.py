@@ -1,0 +1,360 @@
+"""Log-probability of each target under ``softmax(x @ weightᵀ + bias)``, and the entropy, without all the logits.
+
+Per token, over the vocabulary, in fp32, z = logit_scale · logit / temperature, with a softcap
+z = softcap · tanh(logit_scale · logit / softcap) / temperature::
+
+    logp = z_y − log Σ_j exp(z_j)
+    H    = −Σ_j p_j · log p_j = log Σ_j exp(z_j − m) − Σ_j p_j · (z_j − m),  m = max z
+
+Backward, for upstream c of logp and h of H::
+
+    dz_j = c · ([j = y] − p_j) − h · p_j · (log p_j + H)
+
+then on to the logits as in `cross_entropy`. Rows with target ``ignore_index`` give 0 everywhere.
+
+The rows go through in the chunks of `linear_cross_entropy`: two products forward and back of which one is the logits,
+made again in the backward since each token has an upstream gradient of its own (four in all). Saved: x, weight, max z
+and log Σ exp(z − max z), and H. Without the entropy it is `linear_cross_entropy`'s own per-token op that runs.
+
+Source: https://arxiv.org/abs/2410.10989 (Liger Kernel, chunked losses).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .cross_entropy import LOWEST, check_arguments
+from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
+from .linear_cross_entropy import chunk_rows, linear_cross_entropy, walk_chunks, without_exponent
+
+MAX_BLOCK = 16384
+
+
+def fused_linear_logprobs_reference(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies in plain torch, with all the logits."""
+    logits = F.linear(x, weight, bias)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    log_p = (z / temperature).log_softmax(-1)
+    valid = target != ignore_index
+    chosen = log_p.gather(-1, target.where(valid, 0)[..., None])[..., 0]
+    entropy = torch.special.entr(log_p.exp()).sum(-1)
+    return chosen.where(valid, 0), entropy.where(valid, 0)
+
+
+@triton.jit
+def capped(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """``logit_scale · x``, and then the softcap, in fp32."""
+    z = x.to(tl.float32) * logit_scale
+    if HAS_SOFTCAP:
+        # tanh(u) = 2 · sigmoid(2u) − 1
+        z = softcap * (2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0)
+    return z
+
+
+@triton.jit
+def _log_probs_kernel(
+    logits_ptr, gradient_ptr, target_ptr, c_ptr, h_ptr, lse_ptr, log_prob_ptr, entropy_ptr,
+    logits_stride, gradient_stride, V, ignore_index, softcap, logit_scale,
+    HAS_SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * logits_stride
+    gradient_ptr += row.to(tl.int64) * gradient_stride
+    y = tl.load(target_ptr + row)
+    columns = tl.arange(0, BLOCK)
+
+    if y == ignore_index:
+        if GRADIENT:
+            for start in range(0, V, BLOCK):
+                zero = tl.zeros([BLOCK], gradient_ptr.dtype.element_ty)
+                tl.store(gradient_ptr + start + columns, zero, mask=start + columns < V)
+        else:
+            tl.store(lse_ptr + 2 * row, 0.0)
+            tl.store(lse_ptr + 2 * row + 1, 0.0)
+            tl.store(log_prob_ptr + row, 0.0)
+            tl.store(entropy_ptr + row, 0.0)
+        return
+
+    if GRADIENT:
+        maximum = tl.load(lse_ptr + 2 * row)
+        log_total = tl.load(lse_ptr + 2 * row + 1)
+        entropy = tl.load(entropy_ptr + row)
+        c = tl.load(c_ptr + row)
+        h = tl.load(h_ptr + row)
+        for start in range(0, V, BLOCK):
+            inside = start + columns < V
+            x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
+            z = capped(x, logit_scale, softcap, HAS_SOFTCAP)
+            log_p = (z - maximum) - log_total
+            p = tl.exp(log_p)
+            # A logit of −inf: p · log p is 0 there, not NaN.
+            dz = -p * (c + h * (tl.maximum(log_p, LOWEST) + entropy))
+            dz = tl.where(start + columns == y, dz + c, dz)
+            if HAS_SOFTCAP:
+                dz *= 1.0 - (z / softcap) * (z / softcap)
+            tl.store(gradient_ptr + start + columns, (dz * logit_scale).to(gradient_ptr.dtype.element_ty), mask=inside)
+    else:
+        valid = (y >= 0) & (y < V)
+        maximum = LOWEST
+        total = 0.0
+        weighted = 0.0  # Σ exp(z − maximum) · (z − maximum)
+        for start in range(0, V, BLOCK):
+            inside = start + columns < V
+            x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
+            z = tl.where(inside, capped(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(z, 0))
+            down = maximum - new_maximum
+            weighted = tl.exp(down) * (weighted + down * total)
+            total *= tl.exp(down)
+            below = tl.maximum(z - new_maximum, LOWEST)
+            e = tl.exp(below)
+            total += tl.sum(e, 0)
+            weighted += tl.sum(e * below, 0)
+            maximum = new_maximum
+        log_total = tl.log(total)
+        z_y = capped(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+        z_y = tl.where(valid, z_y, float("nan"))
+        tl.store(lse_ptr + 2 * row, maximum)
+        tl.store(lse_ptr + 2 * row + 1, log_total)
+        tl.store(log_prob_ptr + row, (z_y - maximum) - log_total)
+        tl.store(entropy_ptr + row, log_total - weighted / total)
+
+
+def _rows_in_torch(
+    logits: Tensor, target: Tensor, ignore_index: int, softcap: float | None, logit_scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """z, log p, log p of the target, entropy: the formulas above in plain torch, without autograd."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    log_p = z.log_softmax(-1)
+    valid = target != ignore_index
+    log_prob = log_p.gather(-1, target.where(valid, 0)[:, None])[:, 0].where(valid, 0)
+    return z, log_p, log_prob, torch.special.entr(log_p.exp()).sum(-1).where(valid, 0)
+
+
+def _statistics(
+    logits: Tensor, target: Tensor, ignore_index: int, softcap: float | None, logit_scale: float
+) -> Sequence[Tensor]:
+    """Log-probability, entropy and the two summands of lse ([N, 2]) of each row."""
+    if not use_triton(logits):
+        z, _, log_prob, entropy = _rows_in_torch(logits, target, ignore_index, softcap, logit_scale)
+        maximum = z.amax(-1)
+        lse = torch.stack([maximum, z.logsumexp(-1) - maximum], 1)
+        return log_prob, entropy, lse.where((target != ignore_index)[:, None], 0)
+    log_prob, entropy, *_ = outputs = torch.empty(2, len(logits), device=logits.device)
+    lse = torch.empty(len(logits), 2, device=logits.device)
+    _launch(logits, logits, target, outputs, lse, log_prob, entropy, ignore_index, softcap, logit_scale, False)
+    return log_prob, entropy, lse
+
+
+def _gradient(
+    logits: Tensor,
+    target: Tensor,
+    c: Tensor,
+    h: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    ignore_index: int,
+    softcap: float | None,
+    logit_scale: float,
+) -> None:
+    """Overwrite the logits with their gradient."""
+    if use_triton(logits):
+        _launch(logits, logits, target, (c, h), lse, c, entropy, ignore_index, softcap, logit_scale, True)
+        return
+    z, log_p, _, entropy = _rows_in_torch(logits, target, ignore_index, softcap, logit_scale)
+    dz = -log_p.exp() * (c[:, None] + h[:, None] * (log_p.clamp_min(LOWEST) + entropy[:, None]))
+    valid = target != ignore_index
+    dz.scatter_add_(-1, target.where(valid, 0)[:, None], c[:, None].to(dz.dtype))
+    if softcap is not None:
+        dz *= 1 - (z / softcap).square()
+    logits.copy_((dz * logit_scale).where(valid[:, None], 0))
+
+
+def _launch(logits, gradient, target, upstream, lse, log_prob, entropy, ignore_index, softcap, logit_scale, backward):
+    N, V = logits.shape
+    block = min(triton.next_power_of_2(V), MAX_BLOCK)
+    if N:
+        with on_device_of(logits):
+            _log_probs_kernel[(N,)](
+                logits, gradient, target, upstream[0], upstream[1], lse, log_prob, entropy,
+                logits.stride(0), gradient.stride(0), V, ignore_index, 0.0 if softcap is None else softcap, logit_scale,
+                HAS_SOFTCAP=softcap is not None, GRADIENT=backward, LOWEST=LOWEST, BLOCK=block,
+                num_warps=min(max(block // 512, 1), 32),
+            )  # fmt: skip
+
+
+_INPUTS = "Tensor x, Tensor weight, Tensor target, Tensor? bias"
+_OPTIONS = "int ignore_index, float? softcap, float logit_scale, int rows"
+LIBRARY.define(f"linear_logprobs({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
+LIBRARY.define(
+    f"linear_logprobs_backward(Tensor? c, Tensor? h, {_INPUTS}, Tensor lse, Tensor entropy, {_OPTIONS},"
+    " bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "linear_logprobs", "CompositeExplicitAutograd")
+def _forward(x, weight, target, bias, *rest) -> tuple[Tensor, ...]:
+    *options, rows = rest
+    target = target.contiguous()
+    results, *_ = walk_chunks(
+        x.contiguous(), weight, bias, rows, (False, False, False),
+        lambda logits, part: (_statistics(logits, target[part], *options), logits),
+    )  # fmt: skip
+    empty = lambda *size: x.new_empty(0, *size, dtype=torch.promote_types(x.dtype, torch.float32))
+    return tuple(results) or (empty(), empty(), empty(2))
+
+
+@torch.library.register_fake("liger_models::linear_logprobs", lib=LIBRARY)
+def _forward_fake(x, *_) -> tuple[Tensor, ...]:
+    row = lambda *size: x.new_empty(x.shape[0], *size, dtype=torch.promote_types(x.dtype, torch.float32))
+    return row(), row(), row(2)
+
+
+@torch.library.impl(LIBRARY, "linear_logprobs_backward", "CompositeExplicitAutograd")
+def _backward(c, h, x, weight, target, bias, lse, entropy, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    *options, rows, need_dx, need_dw, need_db = rest
+    target = target.contiguous()
+    both = torch.stack([torch.zeros_like(entropy) if u is None else u for u in (c, h)])
+    (c, h), scale = without_exponent(both, x.dtype)
+
+    def gradient(logits: Tensor, part: slice) -> tuple[None, Tensor]:
+        _gradient(logits, target[part], c[part], h[part], lse[part], entropy[part], *options)
+        return None, logits
+
+    _, *gradients = walk_chunks(x.contiguous(), weight, bias, rows, (need_dx, need_dw, need_db), gradient)
+    dtypes = (x.dtype, weight.dtype, weight.dtype)
+    return tuple(
+        torch.ops.liger_models.scale_cast(made, scale, dtype) for made, dtype in zip(gradients, dtypes, strict=True)
+    )
+
+
+@torch.library.register_fake("liger_models::linear_logprobs_backward", lib=LIBRARY)
+def _backward_fake(c, h, x, weight, target, bias, lse, entropy, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    *_, need_dx, need_dw, need_db = rest
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0),
+        weight.new_empty(weight.shape if need_dw else 0),
+        weight.new_empty(weight.shape[0] if need_db else 0),
+    )
+
+
+def _setup(ctx, inputs, output):
+    x, weight, target, bias, *ctx.options = inputs
+    _, entropy, lse = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(x, weight, target, bias, lse, entropy)
+
+
+def _grad(ctx, c, h, _lse):
+    if c is None and h is None:
+        return (None,) * 8
+    need = [ctx.needs_input_grad[index] for index in (0, 1, 3)]
+    gradients = torch.ops.liger_models.linear_logprobs_backward(c, h, *ctx.saved_tensors, *ctx.options, *need)
+    dx, dweight, dbias = (g if wanted else None for g, wanted in zip(gradients, need, strict=True))
+    return dx, dweight, None, dbias, *(None,) * 4
+
+
+torch.library.register_autograd("liger_models::linear_logprobs", _grad, setup_context=_setup, lib=LIBRARY)
+
+
+def matching_dtypes(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors in autocast's dtype, if it is enabled, and else as they are.
+
+    Raises:
+        TypeError: they are not of one dtype then.
+    """
+    first = next(tensor for tensor in tensors if tensor is not None)
+    if torch.is_autocast_enabled(first.device.type):
+        dtype = torch.get_autocast_dtype(first.device.type)
+        return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+    dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
+    if len(set(dtypes)) > 1:
+        raise TypeError(
+            f"{op}: inputs, weights and biases must have one dtype, got {', '.join(map(str, dtypes))}."
+            " Convert them, or use torch.autocast."
+        )
+    return tensors
+
+
+def fused_linear_logprobs(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    workspace_mib: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probability of each target given ``x @ weightᵀ + bias``; the logits exist one chunk at a time.
+
+    Args:
+        x: [..., C], floating-point.
+        weight: [V, C], in the dtype of x.
+        target: [...], int64 in [0, V) or ``ignore_index``.
+        bias: [V], in the dtype of x.
+        ignore_index: target value of tokens whose results are 0.
+        softcap: ``softcap · tanh(logits / softcap)``, after ``logit_scale``.
+        logit_scale: factor of the logits.
+        temperature: divisor of the logits, after the softcap.
+        return_entropy: also return the entropy of each token's distribution.
+        workspace_mib: budget in MiB of the buffer for logits; None as in `linear_cross_entropy`.
+
+    Returns:
+        Log-probabilities [...] fp32, differentiable token by token; with ``return_entropy`` a pair of these and the
+        entropies (in nats) [...] fp32, differentiable as well.
+
+    Raises:
+        ValueError: shapes that do not fit, an option out of range, on the CPU a target out of range.
+        TypeError: dtypes that do not fit.
+    """
+    op = "fused_linear_logprobs"
+    check(temperature > 0, f"{op}: temperature must be positive, got {temperature}.")
+    check(softcap is None or softcap > 0, f"{op}: softcap must be positive or None, got {softcap}.")
+    # Dividing by the temperature after the softcap is dividing both the scale and the cap by it.
+    softcap, logit_scale = None if softcap is None else softcap / temperature, logit_scale / temperature
+    if not return_entropy:
+        log_probs = linear_cross_entropy(
+            x, weight, target, bias=bias, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+            reduction="sum", return_log_probs=True, workspace_mib=workspace_mib,
+        ).log_probs  # fmt: skip
+        assert log_probs is not None
+        return log_probs
+    check_floating(op, x=x, weight=weight, bias=bias)
+    check(
+        weight.dim() == 2 and x.dim() > 0 and weight.shape[1] == x.shape[-1],
+        f"{op}: weight must be [V, C] with C the last dimension of x, got {list(weight.shape)} for x {list(x.shape)}.",
+    )
+    V = weight.shape[0]
+    check(
+        bias is None or bias.shape == (V,), f"{op}: bias must have shape [{V}], got {bias is not None and bias.shape}."
+    )
+    check(workspace_mib is None or workspace_mib > 0, f"{op}: workspace_mib must be positive, got {workspace_mib}.")
+    check_arguments(op, tuple(x.shape[:-1]), V, target, None, None, ignore_index, 0.0, softcap, "none", None)
+    x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
+    flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    rows = chunk_rows(flat.shape[0], V, x.element_size(), workspace_mib)
+    log_probs, entropy, _ = torch.ops.liger_models.linear_logprobs(
+        flat, weight, y, bias, ignore_index, softcap, logit_scale, rows
+    )
+    return log_probs.view(target.shape), entropy.view(target.shape)

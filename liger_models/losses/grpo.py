@@ -1,0 +1,362 @@
+"""GRPO and its relatives over the language-model head, without building its logits; called as Liger-Kernel's is.
+
+One pass of `fused_linear_logprobs` over the completions, one without gradient for a reference model, and then a few
+operations on log-probabilities [B, T], whose gradient is autograd's.
+
+Per token, with l its log-probability, l_old that under the policy which sampled it, A the advantage of its sequence,
+m the mask and w = exp(l − l_old) (or, per sequence, exp of the mean of l − l_old over its tokens: GSPO)::
+
+    L = −min(min(w, δ) · A, clip(w, 1 − ε_low, 1 + ε_high) · A) + β · KL
+    k1 = l − l_ref,  k2 = (l − l_ref)² / 2,  k3 = exp(l_ref − l) − (l_ref − l) − 1
+
+The loss types differ in what L is summed over and divided by, and some in L itself, see `LigerFusedLinearGRPOLoss`.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_models.kernels.dispatch import check
+from liger_models.kernels.linear_logprobs import fused_linear_logprobs
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+ONLY_PER_TOKEN = ("cispo", "sapo", "vespo")
+UNCLIPPED = ("sapo", "vespo")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+IGNORED = -100
+LOG_MAX, LOG_MIN = 20.0, -18.420680743952367
+"""Bounds of VESPO's log weights: e^20 and 1e-8."""
+
+
+class LigerFusedLinearGRPOLoss(nn.Module):
+    """Group-relative policy optimisation of sampled completions, given their advantages.
+
+    With L as above and Σ over the tokens that the mask leaves, the loss is by ``loss_type``:
+
+    - grpo: mean over sequences of ΣL / (tokens of the sequence)
+    - bnpo: ΣL over all / (tokens of the batch)
+    - dr_grpo: ΣL over all / (B · ``max_completion_length``)
+    - dapo: ΣL over all / (tokens of all ranks / number of ranks), or / (``num_items_in_batch`` / number of ranks)
+    - luspo: mean over sequences of ΣL
+    - cispo: as dapo, with −sg(min(w, ε_high)) · A · l for the first term of L; sg stops the gradient
+    - sapo: as grpo, with −4/τ · σ(τ·(w − 1)) · A, τ one of two temperatures by the sign of A
+    - vespo: as dapo, with −sg(φ(W)) · A · l, φ(W) = W^k · exp(λ·(1 − W)), W the product of w over the sequence, clamped
+
+    Args:
+        beta: β, weight of the KL term.
+        compiled, chunk_size: how Liger-Kernel splits its work. Nothing here depends on them; see ``workspace_mib``.
+        use_ref_model: whether there is a reference model; a ``beta`` other than 0 needs it.
+        epsilon_low, epsilon_high: ε_low and ε_high; the larger second one is "clip-higher".
+        loss_type: one of the above.
+        max_completion_length: divisor of dr_grpo.
+        importance_sampling_level: "token", or "sequence" for one ratio w per sequence.
+        sapo_temperature_pos, sapo_temperature_neg: τ of sapo for A > 0 and for others.
+        temperature: divisor of the logits when the completions were sampled.
+        delta: δ, upper bound of w where the clipped branch has none (two-sided clipping); None for none.
+        use_bias_correction_kl: multiply the KL term by w.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: k and λ of vespo for A >= 0 and for A < 0.
+        kl_estimator: "k1", "k2" or "k3" (Liger-Kernel's).
+        softcap, logit_scale: of the logits, as in `fused_linear_logprobs`; for the reference as well.
+        workspace_mib: budget in MiB of the buffer for logits; None as in `linear_cross_entropy`.
+
+    Raises:
+        ValueError: an unknown choice, or options that don't go together.
+
+    Source: grpo https://arxiv.org/abs/2402.03300, dr_grpo https://arxiv.org/abs/2503.20783, dapo
+    https://arxiv.org/abs/2503.14476, sequence level https://arxiv.org/abs/2507.18071, cispo
+    https://arxiv.org/abs/2506.13585, sapo https://arxiv.org/abs/2511.20347, delta https://arxiv.org/abs/2505.07291,
+    estimators http://joschu.net/blog/kl-approx.html.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.04,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        chunk_size: int = 1,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        loss_type: str = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        temperature: float = 1.0,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
+        *,
+        kl_estimator: str = "k3",
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        workspace_mib: int | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        for argument, choice, allowed in (
+            ("loss_type", loss_type, LOSS_TYPES),
+            ("importance_sampling_level", importance_sampling_level, ("token", "sequence")),
+            ("kl_estimator", kl_estimator, KL_ESTIMATORS),
+        ):
+            check(choice in allowed, f"{name}: {argument} must be one of {allowed}, got {choice!r}.")
+        for argument, value in (
+            ("sapo_temperature_pos", sapo_temperature_pos),
+            ("sapo_temperature_neg", sapo_temperature_neg),
+            ("temperature", temperature),
+            ("delta", 1.0 if delta is None else delta),
+        ):
+            check(value > 0, f"{name}: {argument} must be positive, got {value}.")
+        check(
+            importance_sampling_level == "token" or loss_type not in ONLY_PER_TOKEN,
+            f"{name}: importance_sampling_level must be 'token' with loss_type {loss_type!r}.",
+        )
+        check(
+            loss_type != "dr_grpo" or (max_completion_length is not None and max_completion_length > 0),
+            f"{name}: loss_type 'dr_grpo' needs a positive max_completion_length, got {max_completion_length}.",
+        )
+        check(
+            delta is None or loss_type not in ONLY_PER_TOKEN,
+            f"{name}: delta must be None with loss_type {loss_type!r}, which does not clip that way, got {delta}.",
+        )
+        for owner, own, default in (
+            ("sapo", (sapo_temperature_pos, sapo_temperature_neg), (1.0, 1.05)),
+            ("vespo", (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg), (2.0, 3.0, 3.0, 2.0)),
+        ):
+            check(
+                loss_type == owner or own == default,
+                f"{name}: options of {owner} must be left at {default} with loss_type {loss_type!r}, got {own}.",
+            )
+        check(
+            beta == 0.0 or use_ref_model,
+            f"{name}: beta must be 0 without a reference model, got {beta}. Set beta=0.0 or use_ref_model=True.",
+        )
+        self.beta, self.use_ref_model, self.loss_type = beta, use_ref_model, loss_type
+        self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
+        self.max_completion_length, self.importance_sampling_level = max_completion_length, importance_sampling_level
+        self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
+        self.temperature, self.use_bias_correction_kl = temperature, use_bias_correction_kl
+        self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
+        self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
+        self.kl_estimator, self.softcap, self.logit_scale = kl_estimator, softcap, logit_scale
+        self.workspace_mib = workspace_mib
+
+    def forward(
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Loss and metrics. The hidden states come first here, as in Liger-Kernel.
+
+        Args:
+            _input: [B, T, C], of the positions that predict the completions.
+            lin_weight: [V, C].
+            selected_token_ids: [B, T] int64, the completions. Where the mask is 0 any value will do.
+            attention_mask: [B, T], 1 for tokens that count, 0 for padding.
+            advantages: [B].
+            bias: [V].
+            ref_per_token_logps: [B, T] log-probabilities under the reference model.
+            old_per_token_logps: [B, T] under the policy that sampled. None: the current one, so that w = 1.
+            ref_input, ref_weight, ref_bias: the reference model's instead of ``ref_per_token_logps``.
+            vllm_is_ratio: [B, T], [B, 1] or [B], factor of each token's loss (but not of its KL) that corrects for a
+                sampler with other probabilities.
+            num_items_in_batch: for dapo, cispo and vespo: tokens of all ranks and accumulation steps.
+
+        Returns:
+            Loss [] fp32, and metrics [] without gradients: the mean KL if ``beta`` is not 0, and then the share of
+            clipped tokens.
+
+        Raises:
+            ValueError: shapes that do not fit; a reference that is missing or given twice; ``num_items_in_batch`` for a
+                loss type without it.
+        """
+        name = type(self).__name__
+        target = self._target(selected_token_ids, attention_mask, _input)
+        reference = ref_per_token_logps
+        given = (ref_per_token_logps is not None, ref_input is not None, ref_weight is not None)
+        check(
+            given in ((True, False, False), (False, True, True), (False, False, False))
+            and (given[2] or ref_bias is None),
+            f"{name}: a reference is ref_per_token_logps, or ref_input and ref_weight, got of these three {given}.",
+        )
+        check(
+            self.use_ref_model or not any(given),
+            f"{name}: a reference was given with use_ref_model=False. Leave it out.",
+        )
+        if self.beta != 0.0 and ref_input is not None and ref_weight is not None:
+            with torch.no_grad():
+                reference = self._log_probs(ref_input, ref_weight, target, ref_bias)
+        return self.from_log_probs(
+            self._log_probs(_input, lin_weight, target, bias), attention_mask, advantages,
+            ref_per_token_logps=reference, old_per_token_logps=old_per_token_logps, vllm_is_ratio=vllm_is_ratio,
+            num_items_in_batch=num_items_in_batch,
+        )  # fmt: skip
+
+    def from_log_probs(
+        self,
+        log_probs: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        *,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As `forward`, from the policy's log-probabilities [B, T], which know the temperature already."""
+        self._check_rows(log_probs, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio)
+        check(
+            num_items_in_batch is None or self.loss_type in ("dapo", "cispo", "vespo"),
+            f"{type(self).__name__}: num_items_in_batch is for dapo, cispo and vespo, got it with {self.loss_type!r}.",
+        )
+        mask = attention_mask.to(log_probs.dtype)
+        inside = mask != 0
+        log_probs = log_probs.where(inside, 0)
+        old = log_probs.detach() if old_per_token_logps is None else old_per_token_logps.detach()
+        log_ratio = (log_probs - old).where(inside, 0)  # whatever stands at masked tokens, it must not become NaN
+        if vllm_is_ratio is not None and vllm_is_ratio.dim() == 1:
+            vllm_is_ratio = vllm_is_ratio[:, None]
+        level = log_ratio
+        if self.importance_sampling_level == "sequence":
+            level = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp_min(1))[:, None]
+        ratio = level.exp()
+        A = advantages.to(log_probs.dtype)[:, None]
+        loss = self._policy_losses(log_probs, log_ratio, ratio, A, mask, vllm_is_ratio)
+        if vllm_is_ratio is not None and self.loss_type != "vespo":
+            loss = loss * vllm_is_ratio.where(inside, 0)
+        tokens = mask.sum().clamp_min(1)
+        metrics = []
+        if self.beta != 0.0:
+            assert ref_per_token_logps is not None
+            kl = self._kl((log_probs - ref_per_token_logps.detach()).where(inside, 0))
+            if self.use_bias_correction_kl:
+                kl = kl * ratio
+            loss = loss + self.beta * kl
+            metrics.append((kl.detach() * mask).sum() / tokens)
+        metrics.append((self._clipped(ratio.detach(), A) * mask).sum() / tokens)
+        return self._reduced(loss * mask, mask, num_items_in_batch), tuple(metrics)
+
+    def _policy_losses(
+        self, log_probs: Tensor, log_ratio: Tensor, ratio: Tensor, A: Tensor, mask: Tensor, vllm_is_ratio: Tensor | None
+    ) -> Tensor:
+        """L of each token without KL, [B, T], or [B, 1] where it is one for the sequence."""
+        if self.loss_type == "cispo":
+            return -ratio.detach().clamp_max(self.epsilon_high) * A * log_probs
+        if self.loss_type == "sapo":
+            tau = torch.full_like(A, self.sapo_temperature_neg).masked_fill(A > 0, self.sapo_temperature_pos)
+            return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * A
+        if self.loss_type == "vespo":
+            return -self._vespo_weight(log_ratio.detach(), A, mask, vllm_is_ratio) * A * log_probs
+        clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
+        bounded = ratio if self.delta is None else ratio.clamp_max(self.delta)
+        return -torch.minimum(bounded * A, clipped * A)
+
+    def _vespo_weight(self, log_ratio: Tensor, A: Tensor, mask: Tensor, vllm_is_ratio: Tensor | None) -> Tensor:
+        """φ(W) [B, 1]."""
+        log_w = (log_ratio.clamp(-LOG_MAX, LOG_MAX) * mask).sum(-1, keepdim=True)
+        if vllm_is_ratio is not None:
+            correction = vllm_is_ratio.detach().to(log_w.dtype).log().clamp(LOG_MIN, LOG_MAX)
+            if correction.shape[1] == mask.shape[1]:
+                correction = correction.where(mask != 0, 0)
+            log_w = log_w + correction.sum(-1, keepdim=True)
+        log_w = log_w.clamp(LOG_MIN, LOG_MAX)
+        k = torch.full_like(A, self.vespo_k_neg).masked_fill(A >= 0, self.vespo_k_pos)
+        rate = torch.full_like(A, self.vespo_lambda_neg).masked_fill(A >= 0, self.vespo_lambda_pos).clamp_min(1e-4)
+        return (rate + k * log_w - rate * log_w.exp()).exp()
+
+    def _kl(self, difference: Tensor) -> Tensor:
+        if self.kl_estimator == "k1":
+            return difference
+        if self.kl_estimator == "k2":
+            return difference.square() / 2
+        return torch.expm1(-difference) + difference
+
+    def _clipped(self, ratio: Tensor, A: Tensor) -> Tensor:
+        """Where the clipping holds the gradient back, bool, in the shape of ``ratio``."""
+        if self.loss_type in UNCLIPPED:
+            return torch.zeros_like(ratio, dtype=torch.bool)
+        if self.loss_type == "cispo":
+            return (ratio > self.epsilon_high) & (A > 0)
+        return ((ratio < 1 - self.epsilon_low) & (A < 0)) | ((ratio > 1 + self.epsilon_high) & (A > 0))
+
+    def _reduced(self, loss: Tensor, mask: Tensor, num_items: Tensor | float | None) -> Tensor:
+        """Loss [] of the masked losses [B, T]."""
+        sequences = max(len(mask), 1)
+        if self.loss_type in ("grpo", "sapo"):
+            return (loss.sum(-1) / mask.sum(-1).clamp_min(1)).sum() / sequences
+        if self.loss_type == "bnpo":
+            return loss.sum() / mask.sum().clamp_min(1)
+        if self.loss_type == "dr_grpo":
+            assert self.max_completion_length is not None
+            return loss.sum() / (sequences * self.max_completion_length)
+        if self.loss_type == "luspo":
+            return loss.sum() / sequences
+        distributed = dist.is_available() and dist.is_initialized()
+        if num_items is None:
+            tokens = mask.sum()
+            if distributed:
+                dist.all_reduce(tokens)
+        else:
+            tokens = torch.as_tensor(num_items, dtype=mask.dtype, device=mask.device)
+        return loss.sum() / (tokens / (dist.get_world_size() if distributed else 1)).clamp_min(1)
+
+    def _log_probs(self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+        log_probs = fused_linear_logprobs(
+            x, weight, target, bias=bias, ignore_index=IGNORED, softcap=self.softcap, logit_scale=self.logit_scale,
+            temperature=self.temperature, workspace_mib=self.workspace_mib,
+        )  # fmt: skip
+        assert isinstance(log_probs, Tensor)
+        return log_probs
+
+    def _target(self, ids: Tensor, attention_mask: Tensor, x: Tensor) -> Tensor:
+        name = type(self).__name__
+        check(
+            ids.dim() == 2 and attention_mask.shape == ids.shape and x.shape[:2] == ids.shape,
+            f"{name}: selected_token_ids and attention_mask must be [B, T] for _input [B, T, C], got {list(ids.shape)},"
+            f" {list(attention_mask.shape)}, {list(x.shape)}.",
+        )
+        return ids.where(attention_mask != 0, IGNORED)
+
+    def _check_rows(
+        self,
+        log_probs: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        reference: Tensor | None,
+        old: Tensor | None,
+        vllm_is_ratio: Tensor | None,
+    ) -> None:
+        name = type(self).__name__
+        B, T = log_probs.shape
+        check(advantages.shape == (B,), f"{name}: advantages must be [{B}], got {list(advantages.shape)}.")
+        for argument, tensor in (
+            ("attention_mask", attention_mask),
+            ("ref_per_token_logps", reference),
+            ("old_per_token_logps", old),
+        ):
+            check(
+                tensor is None or tensor.shape == (B, T),
+                f"{name}: {argument} must be [{B}, {T}], got {None if tensor is None else list(tensor.shape)}.",
+            )
+        check(
+            vllm_is_ratio is None or vllm_is_ratio.shape in ((B,), (B, 1), (B, T)),
+            f"{name}: vllm_is_ratio must be [{B}], [{B}, 1] or [{B}, {T}],"
+            f" got {None if vllm_is_ratio is None else list(vllm_is_ratio.shape)}.",
+        )
+        check(
+            self.beta == 0.0 or reference is not None,
+            f"{name}: beta {self.beta} needs a reference, ref_per_token_logps or ref_input and ref_weight. Give one.",
+        )

@@ -1,0 +1,148 @@
+"""FSDP2 on a model: every block is gathered for its own forward and backward only."""
+
+import warnings
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from liger_models.kernels.dispatch import check
+from liger_models.layers.causal_lm import CausalLM
+
+Model = TypeVar("Model", bound=CausalLM)
+
+
+def apply_fsdp(
+    model: Model,
+    mesh: DeviceMesh | None = None,
+    *,
+    param_dtype: torch.dtype | None = torch.bfloat16,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    cpu_offload: bool = False,
+    reshard_after_forward: bool | int = True,
+    prefetch: int = 1,
+) -> Model:
+    """Shard a model's parameters, gradients and optimizer state over the ranks of a mesh, in place.
+
+    Groups that are gathered together: the embedding; each block; the head, which stays gathered until its backward.
+    Tied, embedding and head are one group, which stays gathered from the first to the last use. The final norm belongs
+    to the model itself. Parameters keep their dtype (fp32 for master weights) and are computed with in ``param_dtype``.
+
+    Make the optimizer afterwards: it must see the sharded parameters.
+
+    Args:
+        model: on the meta device (`from_pretrained` with ``shard`` then reads each rank's part only), or with the same
+            weights on every rank.
+        mesh: of one dimension, or of two with names (HSDP): copies, and the ranks over which each is sharded. Default:
+            all ranks.
+        param_dtype: of gathered parameters, and so of the computation; None for the parameters' own.
+        reduce_dtype: in which gradients are averaged over the ranks; None for ``param_dtype``.
+        cpu_offload: parameters, gradients and optimizer state live on the CPU, and the optimizer runs there.
+        reshard_after_forward: False keeps blocks gathered until their backward (ZeRO-2); a number shards them over so
+            many ranks in the meantime.
+        prefetch: number of groups that are gathered ahead of their use.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: no process group, a model that is sharded already, a mesh that does not fit.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+    """
+    check(
+        dist.is_available() and dist.is_initialized(),
+        "apply_fsdp: the process group must be initialised. Call torch.distributed.init_process_group() first, in "
+        "processes started by torchrun.",
+    )
+    check(
+        not isinstance(model, FSDPModule),
+        f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is. Call it once for each model.",
+    )
+    check(prefetch >= 0, f"apply_fsdp: prefetch must not be negative, got {prefetch}.")
+    if mesh is None:
+        device = torch.accelerator.current_accelerator()
+        mesh = init_device_mesh("cpu" if device is None else device.type, (dist.get_world_size(),))
+    check(
+        mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None),
+        f"apply_fsdp: mesh must have one dimension, or two with names, got {mesh}. Take the mesh of the data-parallel "
+        "ranks; name its dimensions by mesh_dim_names.",
+    )
+    accelerated = mesh.device_type != "cpu"
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        # Inputs are not cast: it would reach into `Sequence` and round the rotary tables.
+        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=accelerated) if cpu_offload else OffloadPolicy(),
+    }
+    tied = model.lm_head.weight is model.embed_tokens.weight
+    if tied:
+        fully_shard([model.embed_tokens, model.lm_head], reshard_after_forward=False, **options)
+    else:
+        fully_shard(model.embed_tokens, reshard_after_forward=reshard_after_forward, **options)
+    for block in model.layers:
+        # No layer writes in place, so a view is a result like any other.
+        message = rf"FSDP2-wrapped module \(FSDP{type(block).__name__}\) returned a view tensor"
+        warnings.filterwarnings("ignore", message, UserWarning)
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    if not tied:
+        fully_shard(model.lm_head, reshard_after_forward=False, **options)
+    # What is left, the final norm: the model calls its method `add`, past the hooks that a group of its own would have.
+    fully_shard(model, reshard_after_forward=False, **options)
+    if param_dtype is not None:
+        model.register_forward_pre_hook(_EmbedsCast(param_dtype), with_kwargs=True)
+
+    order: list[Any] = [model.embed_tokens, *model.layers, *([] if tied else [model.lm_head])]
+    for index, module in enumerate(order if prefetch else []):
+        module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + prefetch])
+        # Without such a list PyTorch gathers one group ahead, in the order of the forward at hand.
+        if prefetch > 1:
+            module.set_modules_to_backward_prefetch(order[max(index - prefetch, 0) : index][::-1])
+    return model
+
+
+class _EmbedsCast:
+    """Brings ``inputs_embeds`` into the dtype of the gathered parameters."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        embeds = kwargs.get("inputs_embeds")
+        return args, kwargs if embeds is None else {**kwargs, "inputs_embeds": embeds.to(self.dtype)}
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP has gathered: an evaluation leaves the groups gathered that wait for a backward.
+
+    Until then ``model.parameters()`` has the gathered parameters in their place.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def compile_blocks(model: Model, **options: Any) -> Model:
+    """Compile each block's forward, in place; before or after `apply_fsdp`, whose hooks stay outside.
+
+    Blocks of one kind share what is compiled. Names of modules and parameters stay as they are.
+
+    Args:
+        model: changed in place.
+        options: of ``torch.compile``; ``fullgraph=True`` by default.
+
+    Returns:
+        ``model``.
+    """
+    for block in model.layers:
+        block.forward = torch.compile(block.forward, **{"fullgraph": True, **options})
+    return model

@@ -1,0 +1,114 @@
+"""Groups of processes that run functions of the tests as the ranks of a process group."""
+
+import io
+import os
+import socket
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+SECONDS = 120
+"""For one function on all ranks."""
+
+
+def work(rank: int, ranks: int, port: int, pipe: Connection) -> None:
+    """Run the functions that come through the pipe, until it is closed."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=timedelta(seconds=SECONDS)
+    )
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        torch.manual_seed(rank)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                # PyTorch about itself: Dynamo
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+                result, failed = function(*arguments), False
+        except BaseException:
+            result, failed = traceback.format_exc(), True
+        buffer = io.BytesIO()
+        torch.save((result, failed), buffer)
+        pipe.send_bytes(buffer.getvalue())
+
+
+class Ranks:
+    """Processes of a group that is started by its first call, and anew after one that failed."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.processes: list[Any] = []
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What the function returns on each rank."""
+        if not self.processes:
+            self.start()
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        results = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(SECONDS):
+                self.stop()
+                pytest.fail(f"rank {rank} has not answered in {SECONDS} s")
+            result, failed = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+            if failed:
+                self.stop()  # others may wait for it
+                pytest.fail(f"rank {rank}: {result}")
+            results.append(result)
+        return results
+
+    def start(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        context = get_context("spawn")
+        interpreted = os.environ.pop("TRITON_INTERPRET", None)  # the processes run the reference backend
+        self.pipes = []
+        for rank in range(self.ranks):
+            pipe, other = context.Pipe()
+            self.processes.append(context.Process(target=work, args=(rank, self.ranks, port, other), daemon=True))
+            self.processes[-1].start()
+            other.close()
+            self.pipes.append(pipe)
+        if interpreted is not None:
+            os.environ["TRITON_INTERPRET"] = interpreted
+
+    def stop(self) -> None:
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            process.kill()
+            process.join()
+            with suppress(OSError):
+                pipe.close()
+        self.processes = []
+
+
+def group(ranks: int) -> Iterator[Ranks]:
+    processes = Ranks(ranks)
+    yield processes
+    if processes.processes:
+        processes.stop()
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Ranks]:
+    """Call it with a function and arguments: a group of two processes runs it."""
+    yield from group(2)
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Ranks]:
+    """As `two`, with four processes."""
+    yield from group(4)

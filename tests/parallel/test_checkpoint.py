@@ -1,0 +1,191 @@
+"""A sharded model in and out of a Hugging Face checkpoint."""
+
+import shutil
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+
+from liger_models import AutoLigerModel
+from liger_models.arch import get_arch
+from liger_models.arch.llama import LigerLlama
+from liger_models.convert import checkpoint
+from liger_models.parallel import apply_fsdp
+
+from ..convert.conftest import assert_same_bits, read_tensors
+from .models import batch, gradients, share, tiny, whole
+
+LAYOUTS = ["llama", "phi3", "qwen3_moe", "gemma3_text"]
+"""A projection for each of q, k, v, gate, up; fused ones; experts; tied, and two rotary embeddings."""
+
+
+safe_open = checkpoint.safe_open
+
+
+class Counting:
+    """A safetensors file that counts what is read of each tensor, in bytes."""
+
+    def __init__(self, file: Any, bytes_read: Counter[str]) -> None:
+        self.file, self.bytes_read = file, bytes_read
+
+    def __enter__(self) -> "Counting":
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.file.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        return self.file.keys()
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.count(name, self.file.get_tensor(name))
+
+    def count(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        self.bytes_read[name] += tensor.nbytes
+        return tensor
+
+    def get_slice(self, name: str) -> Any:
+        header = self.file.get_slice(name)
+        rows = mock.MagicMock(get_shape=header.get_shape, get_dtype=header.get_dtype)
+        rows.__getitem__ = lambda _, rows: self.count(name, header[rows])
+        return rows
+
+
+def load(arch: str, folder: Path, **options: Any) -> Any:
+    cls: Any = AutoLigerModel if "shard" in options else get_arch(arch)
+    return cls.from_pretrained(folder, progress=False, **options)
+
+
+def load_parts(arch: str, folder: Path, dtype: torch.dtype | None, shape: tuple[int, ...], reference: dict) -> dict:
+    """Load sharded; what every rank reads of each tensor."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "parts")[-len(shape) :])
+    bytes_read: Counter[str] = Counter()
+    with mock.patch.object(checkpoint, "safe_open", lambda *a, **k: Counting(safe_open(*a, **k), bytes_read)):
+        model = load(arch, folder, dtype=dtype, shard=partial(apply_fsdp, mesh=mesh, param_dtype=None))
+    assert_same_bits(whole(model.named_parameters()), reference)
+    assert (model.lm_head.weight is model.embed_tokens.weight) == model.config.tie_word_embeddings
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert not model.rotary[next(iter(model.rotary))].inv_freq.is_meta
+    # It trains: FSDP has taken the loaded weights up.
+    ids = torch.arange(3, 19).view(2, 8)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    return {"bytes": bytes_read, "loss": loss.detach(), "gradients": gradients(model)}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Architecture -> a checkpoint in several files."""
+    from ..arch.families import make_folder, tiny
+
+    root = tmp_path_factory.mktemp("hf")
+    made = {}
+    for arch in LAYOUTS:
+        source = make_folder(arch, next(iter(tiny(arch))), root)
+        load(arch, source).save_pretrained(root / arch, max_shard_size="60KB")
+        assert len(list((root / arch).glob("*.safetensors"))) > 1
+        made[arch] = root / arch
+    return made
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("arch", LAYOUTS)
+def test_each_rank_reads_its_rows(two, folders, arch, dtype):
+    plain = load(arch, folders[arch], dtype=dtype)
+    expected = dict(plain.named_parameters())
+    ids = torch.arange(3, 19).view(2, 8)
+    loss = plain(ids, labels=ids).loss
+    loss.backward()
+    read = two(load_parts, arch, folders[arch], dtype, (2,), {name: p.detach() for name, p in expected.items()})
+    for result in read:
+        assert torch.equal(result["loss"], loss.detach())
+        if dtype is None:
+            torch.testing.assert_close(result["gradients"], gradients(plain), rtol=1e-6, atol=1e-7)
+    tensors = read_tensors(folders[arch])
+    rows = {name: tensor[0].nbytes for name, tensor in tensors.items()}
+    share = sum(tensor.nbytes for tensor in tensors.values()) // 2 + sum(rows.values())
+    for result in read:
+        assert sum(result["bytes"].values()) <= share
+    for name, tensor in tensors.items():
+        assert tensor.nbytes <= sum(result["bytes"][name] for result in read) <= tensor.nbytes + 2 * rows[name], name
+
+
+def test_copies_of_shards(four, folders):
+    expected = {name: p.detach() for name, p in load("llama", folders["llama"]).named_parameters()}
+    for result in four(load_parts, "llama", folders["llama"], None, (2, 2), expected):
+        total = sum(tensor.nbytes for tensor in expected.values())
+        assert sum(result["bytes"].values()) <= 0.55 * total
+
+
+def load_and_fail(folder: Path, broken: Path) -> list[str]:
+    messages = []
+    for case in range(3):
+        rank = dist.get_rank()
+        place = folder
+        failing: Any = nullcontext()
+        if case == 0:
+            place = broken if rank == 1 else folder  # as on a machine that lacks the files
+        elif case == 1 and rank == 1:
+            failing = mock.patch("liger_models.convert.sharded.plan_rows", side_effect=OSError(5, "no disk"))
+        try:
+            with failing:
+                model = LigerLlama.from_pretrained(place, progress=False, shard=apply_fsdp)
+                if case == 2:
+                    file = folder / "config.json"
+                    model.save_pretrained(file)
+        except (OSError, ValueError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
+
+
+def test_all_ranks_raise_the_same_error(two, folders, tmp_path):
+    shutil.copytree(folders["llama"], tmp_path / "broken")
+    (tmp_path / "broken" / "model-00001-of-00003.safetensors").unlink(missing_ok=True)
+    next(iter((tmp_path / "broken").glob("*.safetensors"))).write_bytes(b"cut off")
+    first, second = two(load_and_fail, folders["llama"], tmp_path / "broken")
+    assert first == second
+    assert len(first) == 3
+    assert str(tmp_path / "broken") in first[0]
+    assert first[1] == "OSError: [Errno 5] no disk"
+    assert "must be a folder, got a file" in first[2]
+
+
+def save_parts(tied: bool, folder: Path) -> None:
+    model = apply_fsdp(tiny(tie_word_embeddings=tied))
+    with torch.no_grad():
+        model(**share(batch(0), dist.get_rank(), 2))  # leaves groups gathered
+    for name, options in OUT.items():
+        model.save_pretrained(folder / name, **options)
+        assert (folder / name / "config.json").is_file() or dist.get_rank()  # the first rank has written it
+    dist.barrier()
+    with pytest.raises(ValueError, match="push_to_hub: the model must not be sharded"):
+        model.push_to_hub("any/name")
+
+
+OUT = {"one": {}, "several": {"max_shard_size": "20KB"}, "half": {"dtype": torch.bfloat16}}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_saved_as_by_one_process(two, tmp_path, tied):
+    two(save_parts, tied, tmp_path)
+    model = tiny(tie_word_embeddings=tied)
+    for name, options in OUT.items():
+        model.save_pretrained(tmp_path / "plain" / name, **options)
+        got, expected = tmp_path / name, tmp_path / "plain" / name
+        assert {path.name for path in got.iterdir()} == {path.name for path in expected.iterdir()}
+        for path in expected.iterdir():
+            assert (got / path.name).read_bytes() == path.read_bytes(), path.name
+    theirs, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "several", output_loading_info=True)
+    assert not any(info.values())
+    ids = batch(0)["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,239 @@
+"""A model under FSDP2 trains as in one process."""
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from liger_models.arch.mixtral import LigerMixtral, MixtralConfig
+from liger_models.layers import offload
+from liger_models.parallel import apply_fsdp, compile_blocks, reshard
+
+from .models import TINY, batch, gradients, make_optimizer, mean, share, tiny, whole
+
+STEPS = 5
+CASES = {
+    "untied": {},
+    "tied": {"config": {"tie_word_embeddings": True}},
+    "torch's AdamW, packed": {"optimizer": "torch", "packed": True},
+    "tied, packed, full checkpointing": {"config": {"tie_word_embeddings": True}, "packed": True, "policy": "full"},
+    "selective checkpointing, no prefetch": {"policy": "selective", "prefetch": 0},
+    "offloaded activations, two ahead": {"offload_layers": 2, "prefetch": 2},
+    "frozen": {"frozen": ("embed_tokens", "layers.1", "norm")},
+    "tied, frozen": {"frozen": ("embed_tokens", "layers.0"), "config": {"tie_word_embeddings": True}},
+    "gathered until the backward": {"reshard_after_forward": False},
+    "on the CPU": {"cpu_offload": True, "optimizer": "torch"},
+}
+
+
+def prepare(model, case):
+    model.set_checkpointing(case.get("policy", "none"), offload_layers=case.get("offload_layers", 0))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(case.get("frozen", ())))
+    return model
+
+
+def train(model, case, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """Losses of five steps, gradients of the first, weights after the last."""
+    optimizer = make_optimizer(case.get("optimizer", "liger"), model)
+    result: dict[str, Any] = {"losses": []}
+    for step in range(STEPS):
+        everything = batch(step, packed=case.get("packed", False))
+        loss = model(**share(everything, rank, ranks), num_items_in_batch=30 / ranks).loss
+        loss.backward()
+        result["losses"].append(mean(loss))
+        if step == 0:
+            result["gradients"] = gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return result | {"weights": whole(model.named_parameters())}
+
+
+def train_sharded(case, shape: tuple[int, ...] | None = None) -> dict[str, Any]:
+    mesh = None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("copies", "parts"))
+    model = prepare(tiny(**case.get("config", {})), case)
+    names = [name for name, _ in model.named_parameters()]
+    options = {key: case[key] for key in ("prefetch", "reshard_after_forward", "cpu_offload") if key in case}
+    assert apply_fsdp(model, mesh, param_dtype=None, **options) is model
+    assert (model.lm_head.weight is model.embed_tokens.weight) == model.config.tie_word_embeddings
+    assert [name for name, _ in model.named_parameters()] == names
+    placements = (Shard(0),) if shape is None else (Replicate(), Shard(0))
+    assert all(p.placements == placements for p in model.parameters())
+    with mock.patch.object(offload, "SMALLEST", 0):
+        return train(model, case, dist.get_rank(), dist.get_world_size())
+
+
+def assert_close(got, expected):
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_as_one_process(two, case):
+    expected = train(prepare(tiny(**case.get("config", {})), case), case)
+    for got in two(train_sharded, case):
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_of_shards(four, tied):
+    case = {"config": {"tie_word_embeddings": tied}}
+    expected = train(tiny(**case["config"]), case)
+    for got in four(train_sharded, case, (2, 2)):
+        assert_close(got, expected)
+
+
+def train_mixed(tied: bool) -> dict[str, Any]:
+    model = apply_fsdp(tiny(tie_word_embeddings=tied))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    return train(model, {"packed": True}, dist.get_rank(), dist.get_world_size())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bf16_computation_with_fp32_weights(two, tied):
+    """Bit for bit what one process gets that casts the weights, and averages both ranks' gradients in fp32."""
+    master = tiny(tie_word_embeddings=tied)
+    optimizer = make_optimizer("liger", master)
+    expected = {"losses": []}
+    for step in range(STEPS):
+        losses = []
+        for rank in range(2):
+            model = copy.deepcopy(master).bfloat16()
+            model.zero_grad()
+            loss = model(**share(batch(step, packed=True), rank, 2), num_items_in_batch=15).loss
+            loss.backward()
+            losses.append(loss.detach())
+            for parameter, computed in zip(master.parameters(), model.parameters(), strict=True):
+                half = computed.grad.float() / 2
+                parameter.grad = half if rank == 0 else parameter.grad + half
+        expected["losses"].append((losses[0] + losses[1]) / 2)
+        if step == 0:
+            expected["gradients"] = gradients(master)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected["weights"] = whole(master.named_parameters())
+    for got in two(train_mixed, tied):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def see_inside(tied: bool) -> None:
+    model = apply_fsdp(tiny(tie_word_embeddings=tied))
+    rank = dist.get_rank()
+    seen = []
+
+    def look(module, args, kwargs):
+        seen.append((type(module.weight), module.weight.dtype, args[0].dtype, args[0].requires_grad))
+
+    model.lm_head.register_forward_pre_hook(look, with_kwargs=True)  # behind FSDP's own
+    tables = []
+    for block in model.layers:
+        block.register_forward_pre_hook(lambda _, args: tables.extend(args[2].tables["default"]))
+    inputs = share(batch(0), rank, 2)
+    model(**inputs).loss.backward()
+    assert seen == [(torch.nn.Parameter, torch.bfloat16, torch.bfloat16, True)]
+    assert {table.dtype for table in tables} == {torch.float32}
+
+    # After an evaluation the groups that wait for a backward are still gathered.
+    with torch.no_grad():
+        expected = model(**inputs, return_logits=True)
+    assert expected.loss.dtype == torch.float32
+    assert not isinstance(model.lm_head.weight, DTensor)
+    reshard(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+        assert not torch.equal(model(**inputs, return_logits=True).logits, expected.logits)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_runs_on_its_gathered_weight(two, tied):
+    two(see_inside, tied)
+
+
+def take_embeddings() -> None:
+    model = apply_fsdp(tiny())
+    embeds = torch.randn(2, 5, TINY["hidden_size"], requires_grad=True)
+    model(inputs_embeds=embeds).logits.float().sum().backward()
+    assert embeds.grad.dtype == torch.float32
+    assert embeds.grad.abs().sum() > 0
+
+
+def test_fp32_embeddings_as_input(two):
+    two(take_embeddings)
+
+
+def mixture() -> LigerMixtral:
+    torch.manual_seed(7)
+    return LigerMixtral.from_config(MixtralConfig(**TINY, initializer_range=0.1, num_local_experts=4))
+
+
+def train_mixture() -> dict[str, Any]:
+    return train(apply_fsdp(mixture(), param_dtype=None), {}, dist.get_rank(), 2)
+
+
+def test_mixture_of_experts(two):
+    expected = train(mixture(), {})
+    for got in two(train_mixture):
+        assert_close(got, expected)
+
+
+def refuse() -> None:
+    model = apply_fsdp(tiny())
+    assert isinstance(model, FSDPModule)
+    with pytest.raises(ValueError, match="must not be sharded yet"):
+        apply_fsdp(model)
+    with pytest.raises(ValueError, match="prefetch must not be negative"):
+        apply_fsdp(tiny(), prefetch=-1)
+    with pytest.raises(ValueError, match="mesh must have one dimension, or two with names"):
+        apply_fsdp(tiny(), init_device_mesh("cpu", (2, 1)))
+
+
+def test_errors(two):
+    two(refuse)
+    with pytest.raises(ValueError, match="process group must be initialised"):
+        apply_fsdp(tiny())
+
+
+def train_norms() -> dict[str, Any]:
+    model = tiny().bfloat16()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+        if "norm" in name:
+            parameter.data = parameter.data.float()
+    apply_fsdp(model)
+    before = whole(model.named_parameters())
+    model(**share(batch(0), dist.get_rank(), 2)).loss.backward()
+    assert {p.grad.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    make_optimizer("liger", model).step()
+    after = whole(model.named_parameters())
+    assert all(torch.equal(before[name], after[name]) != ("norm" in name) for name in before)
+
+
+def test_frozen_bf16_weights_beside_fp32_ones(two):
+    two(train_norms)
+
+
+def train_compiled(first: bool) -> dict[str, Any]:
+    model = tiny(num_hidden_layers=10)  # more than Dynamo compiles of one function
+    model = (
+        apply_fsdp(compile_blocks(model, backend="aot_eager"), param_dtype=None)
+        if first
+        else compile_blocks(apply_fsdp(model, param_dtype=None), backend="aot_eager")
+    )
+    torch._dynamo.utils.counters.clear()
+    result = train(model, {"packed": True}, dist.get_rank(), dist.get_world_size())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+    return result
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_compiled_blocks(two, first):
+    expected = train(tiny(num_hidden_layers=10), {"packed": True})
+    for got in two(train_compiled, first):
+        assert_close(got, expected)

@@ -1,0 +1,280 @@
+"""A run that stops and goes on is as one that does not; whenever it dies, the checkpoint before remains."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from liger_models.parallel import apply_fsdp, load_state, save_state
+
+from .models import batch, make_optimizer, share, tiny, whole
+
+STEPS, STOP = 4, 2
+
+
+class Data:
+    """Batches whose order the random generators of the rank and the position decide."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def next(self) -> dict[str, torch.Tensor]:
+        self.position += 1
+        return batch(100 * self.position)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Run:
+    """A model with dropout, frozen parameters, and all that belongs to its training."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        config = {"tie_word_embeddings": case.get("tied", False), "attention_dropout": case.get("dropout", 0.3)}
+        self.model = tiny(**config)
+        self.model.layers[1].requires_grad_(False)
+        if dist.is_initialized():
+            apply_fsdp(self.model, param_dtype=None)
+        self.optimizer = make_optimizer(case.get("optimizer", "liger"), self.model)
+        self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.1, total_iters=STEPS)
+        self.data = Data()
+        self.parts = self.model, self.optimizer, self.scheduler, self.data
+
+    def train(self, steps: int) -> list[float]:
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        losses = []
+        for _ in range(steps):
+            inputs = share(self.data.next(), rank, ranks)
+            inputs["input_ids"] = inputs["input_ids"].roll(random.randrange(3))
+            loss = self.model(**inputs, num_items_in_batch=30 / ranks).loss
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def state(self) -> dict[str, torch.Tensor]:
+        state = whole(self.model.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                state.update(whole([(f"{name} {key}", value)]))
+        return state
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value)
+    random.seed(value)
+
+
+def stop_and_go_on(folder: Path, case: dict[str, Any]) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    seed(rank)
+    run = Run(case)
+    assert load_state(folder, *run.parts) is None
+    run.train(STOP)
+    done = save_state(folder, STOP, *run.parts, background=case.get("background", False))
+    losses = run.train(STEPS - STOP)  # also while it is written
+    done.result()
+    expected = run.state()
+    if dist.is_initialized():
+        dist.barrier()
+
+    seed(rank + 50)
+    again = Run(case)
+    with torch.no_grad():
+        for parameter in again.model.parameters():
+            parameter.zero_()
+    assert load_state(folder, *again.parts) == STOP
+    assert again.data.position == STOP
+    assert again.train(STEPS - STOP) == losses
+    got = again.state()
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert again.scheduler.get_last_lr() == run.scheduler.get_last_lr()
+
+
+CASES = {
+    "plain": {},
+    "tied, torch's AdamW": {"tied": True, "optimizer": "torch"},
+    "background": {"background": True},
+    "tied, background": {"tied": True, "background": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_as_without_a_stop(two, tmp_path, case):
+    two(stop_and_go_on, tmp_path, case)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_as_without_a_stop_in_one_process(tmp_path, case):
+    stop_and_go_on(tmp_path, case)
+
+
+def train_and_save(folder: Path, case: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    run = Run(case)
+    run.train(STOP)
+    save_state(folder, STOP, *run.parts)
+    return run.train(STEPS - STOP), run.state()
+
+
+def go_on(folder: Path, case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    run = Run(case)
+    random.seed(1)
+    assert load_state(folder, *run.parts) == STOP
+    run.train(STEPS - STOP)
+    return run.state()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_on_another_number_of_ranks(two, tmp_path, tied):
+    case = {"tied": tied, "dropout": 0.0}
+    with mock.patch.object(random, "randrange", return_value=0):
+        seed(0)
+        _, expected = train_and_save(tmp_path / "one", case)
+    for got in two(go_on_unshuffled, tmp_path / "one", case):
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
+    two(save_unshuffled, tmp_path / "two", case)
+    with mock.patch.object(random, "randrange", return_value=0):
+        torch.testing.assert_close(go_on(tmp_path / "two", case), expected, rtol=2e-5, atol=2e-6)
+
+
+def go_on_unshuffled(*arguments: Any) -> dict[str, torch.Tensor]:
+    with mock.patch.object(random, "randrange", return_value=0):
+        return go_on(*arguments)
+
+
+def save_unshuffled(*arguments: Any) -> None:
+    with mock.patch.object(random, "randrange", return_value=0):
+        train_and_save(*arguments)
+
+
+def save_different_positions(folder: Path) -> None:
+    run = Run({})
+    run.data.position = dist.get_rank()
+    save_state(folder, 1, *run.parts)
+    run.data.position = 9
+    load_state(folder, *run.parts)
+    assert run.data.position == dist.get_rank()
+
+
+def test_positions_of_another_number_of_ranks(two, tmp_path):
+    two(save_different_positions, tmp_path)
+    run = Run({})
+    with pytest.raises(ValueError, match="data must have one state for all ranks to go on with 1 instead of 2"):
+        load_state(tmp_path, *run.parts)
+    assert load_state(tmp_path, *run.parts[:3]) == 1
+
+
+def test_folder(tmp_path):
+    """Steps of one's choice, a limit to their number, a step that is saved again."""
+    run = Run({})
+    for step in (1, 2, 3):
+        run.train(1)
+        save_state(tmp_path, step, *run.parts, keep=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000002", "step-00000003", "latest"}
+    assert load_state(tmp_path, *run.parts, step=2) == 2
+    assert run.data.position == 2
+    assert load_state(tmp_path, run.model) == 3
+    run.train(4)
+    save_state(tmp_path, 3, *run.parts)
+    assert load_state(tmp_path, *run.parts) == 3
+    assert run.data.position == 6
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000002", "step-00000003", "latest"}
+    # Where it died between the two renamings
+    (tmp_path / "step-00000003").rename(tmp_path / "step-00000003.old")
+    assert load_state(tmp_path, *run.parts) == 3
+
+    with pytest.raises(FileNotFoundError, match="must be a checkpoint, got step-00000002"):
+        load_state(tmp_path, *run.parts, step=7)
+    with pytest.raises(ValueError, match="keep must be at least 1"):
+        save_state(tmp_path, 4, *run.parts, keep=0)
+
+
+def test_errors_of_a_save_in_the_background(tmp_path):
+    run = Run({})
+    go = threading.Event()
+
+    def fail(*_: Any, **__: Any) -> None:
+        go.wait()
+        raise OSError(28, "No space left on device")
+
+    with mock.patch.object(dcp.FileSystemWriter, "write_data", fail):
+        done = save_state(tmp_path, 1, *run.parts, background=True)
+        with pytest.raises(ValueError, match=r"Call its result\(\) first"):
+            save_state(tmp_path, 2, *run.parts)
+        go.set()
+        with pytest.raises(OSError, match=r"got on rank 0: OSError.*No space left on device"):
+            done.result()
+    assert load_state(tmp_path, *run.parts) is None
+    save_state(tmp_path, 2, *run.parts)
+    assert load_state(tmp_path, *run.parts) == 2
+
+
+DIE = """
+import sys, time
+from pathlib import Path
+from unittest import mock
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.parallel.test_state import Run, seed
+from liger_models.parallel import save_state
+
+folder, point, background = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
+
+def hang(*arguments, **options):
+    print("now", flush=True)
+    time.sleep(1000)
+
+seed(0)
+run = Run({})
+run.train(1)
+save_state(folder, 1, *run.parts)
+run.train(1)
+target = {"data": (dcp.FileSystemWriter, "write_data"), "metadata": (dcp.FileSystemWriter, "finish"),
+          "rename": (Path, "rename"), "latest": (Path, "replace")}[point]
+with mock.patch.object(*target, hang):
+    save_state(folder, 2, *run.parts, background=background).result()
+"""
+
+
+@pytest.mark.parametrize(
+    ("point", "background"), [("data", False), ("metadata", True), ("rename", False), ("latest", False)]
+)
+def test_killed_while_it_saves(tmp_path, point, background):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", DIE, str(tmp_path), point, str(background)],
+        stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], env=environment,
+    )  # fmt: skip
+    assert process.stdout.readline() == "now\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+    seed(0)
+    expected = Run({})
+    expected.train(3)
+    again = Run({})
+    assert load_state(tmp_path, *again.parts) == 1
+    again.train(1)
+    save_state(tmp_path, 2, *again.parts)
+    assert load_state(tmp_path, *again.parts) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "step-00000002", "latest"}
+    again.train(1)
+    got, expected = again.state(), expected.state()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
