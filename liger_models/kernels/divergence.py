@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .cross_entropy import LOWEST, check_arguments, token_scale
+from .cross_entropy import LOWEST, _transformed, check_arguments, token_scale
 from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
 from .linear_cross_entropy import (
     HandOver,
@@ -42,7 +42,7 @@ from .linear_cross_entropy import (
     wide_gradients_fake,
     without_exponent,
 )
-from .linear_logprobs import capped, matching_dtypes
+from .linear_logprobs import matching_dtypes
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
 MAX_BLOCK = 8192
@@ -180,16 +180,18 @@ def _divergence_kernel(
 
     # Before the gradient may be written over it.
     valid = (y >= 0) & (y < V)
-    z_y = capped(tl.load(student_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+    z_y = _transformed(tl.load(student_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
     z_y = tl.where(valid, z_y, float("nan"))
     s_max, s_total, hard_total = LOWEST, 0.0, 0.0
     t_max, t_total = LOWEST, 0.0
     dot, s_square, t_square = 0.0, 0.0, 0.0
     for start in range(0, V, BLOCK):
         inside = start + columns < V
-        z = capped(tl.load(student_ptr + start + columns, mask=inside, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+        z = _transformed(
+            tl.load(student_ptr + start + columns, mask=inside, other=0.0), logit_scale, softcap, HAS_SOFTCAP
+        )
         u = tl.load(teacher_ptr + start + columns, mask=inside, other=0.0)
-        u = capped(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
+        u = _transformed(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
         if KIND == 4:
             dot += tl.sum(z * u, 0)
             s_square += tl.sum(z * z, 0)
@@ -220,9 +222,9 @@ def _divergence_kernel(
         for start in range(0, V, BLOCK):
             inside = start + columns < V
             z = tl.load(student_ptr + start + columns, mask=inside, other=0.0)
-            z = capped(z, logit_scale, softcap, HAS_SOFTCAP)
+            z = _transformed(z, logit_scale, softcap, HAS_SOFTCAP)
             u = tl.load(teacher_ptr + start + columns, mask=inside, other=0.0)
-            u = capped(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
+            u = _transformed(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
             s = tl.maximum((z - s_max) * inverse_temperature - s_log, LOWEST)
             t = tl.maximum((u - t_max) * inverse_temperature - t_log, LOWEST)
             d, a = _part(s, t, beta, KIND)
@@ -240,9 +242,9 @@ def _divergence_kernel(
         for start in range(0, V, BLOCK):
             inside = start + columns < V
             z = tl.load(student_ptr + start + columns, mask=inside, other=0.0)
-            z = capped(z, logit_scale, softcap, HAS_SOFTCAP)
+            z = _transformed(z, logit_scale, softcap, HAS_SOFTCAP)
             u = tl.load(teacher_ptr + start + columns, mask=inside, other=0.0)
-            u = capped(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
+            u = _transformed(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
             if KIND == 4:
                 dz = soft_weight * beta * (cosine * z / (s_norm * s_norm) - u / (s_norm * t_norm))
             else:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .cross_entropy import LOWEST, check_arguments
+from .cross_entropy import LOWEST, _transformed, check_arguments
 from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
 from .linear_cross_entropy import chunk_rows, linear_cross_entropy, walk_chunks, without_exponent
 
@@ -53,16 +53,6 @@ def fused_linear_logprobs_reference(
     chosen = log_p.gather(-1, target.where(valid, 0)[..., None])[..., 0]
     entropy = torch.special.entr(log_p.exp()).sum(-1)
     return chosen.where(valid, 0), entropy.where(valid, 0)
-
-
-@triton.jit
-def capped(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """``logit_scale · x``, and then the softcap, in fp32."""
-    z = x.to(tl.float32) * logit_scale
-    if HAS_SOFTCAP:
-        # tanh(u) = 2 · sigmoid(2u) − 1
-        z = softcap * (2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0)
-    return z
 
 
 @triton.jit
@@ -98,7 +88,7 @@ def _log_probs_kernel(
         for start in range(0, V, BLOCK):
             inside = start + columns < V
             x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
-            z = capped(x, logit_scale, softcap, HAS_SOFTCAP)
+            z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
             log_p = (z - maximum) - log_total
             p = tl.exp(log_p)
             # A logit of −inf: p · log p is 0 there, not NaN.
@@ -115,7 +105,7 @@ def _log_probs_kernel(
         for start in range(0, V, BLOCK):
             inside = start + columns < V
             x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
-            z = tl.where(inside, capped(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+            z = tl.where(inside, _transformed(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(z, 0))
             down = maximum - new_maximum
             weighted = tl.exp(down) * (weighted + down * total)
@@ -126,7 +116,7 @@ def _log_probs_kernel(
             weighted += tl.sum(e * below, 0)
             maximum = new_maximum
         log_total = tl.log(total)
-        z_y = capped(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+        z_y = _transformed(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
         z_y = tl.where(valid, z_y, float("nan"))
         tl.store(lse_ptr + 2 * row, maximum)
         tl.store(lse_ptr + 2 * row + 1, log_total)
