@@ -1,5 +1,6 @@
 """Groups of processes that run functions of the tests as the ranks of a process group."""
 
+import gc
 import io
 import os
 import socket
@@ -43,6 +44,8 @@ def work(rank: int, ranks: int, port: int, pipe: Connection) -> None:
         buffer = io.BytesIO()
         torch.save((result, failed), buffer)
         pipe.send_bytes(buffer.getvalue())
+        del function, arguments, result
+        gc.collect()  # sharded models are cycles: not while ranks talk to each other
 
 
 class Ranks:
@@ -102,13 +105,13 @@ def group(ranks: int) -> Iterator[Ranks]:
         processes.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
     """Call it with a function and arguments: a group of two processes runs it."""
     yield from group(2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
     """As `two`, with four processes."""
     yield from group(4)
