@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from huggingface_hub.utils.tqdm import tqdm
 from safetensors import SafetensorError, safe_open
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from liger_models.convert import get_map, get_other_maps, model_type_of
 from liger_models.convert.config_map import read_config, write_config
+from liger_models.convert.ranks import agreeing, this_rank
 from liger_models.convert.weight_map import Expression, WeightMap
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def load_pretrained(
         raise ValueError(f"load_pretrained: dtype must be a floating-point type, got {target}.")
 
     folder = Path(folder)
-    with contextlib.nullcontext() if shard is None else _agreeing():
+    with contextlib.nullcontext() if shard is None else agreeing():
         hf_config = read_json_config(folder)
         model_type = model_type_of(model_class)
         check_model_type(model_class, hf_config)
@@ -165,8 +165,10 @@ def _load_parts(
     model.to_empty(device=device)
     bar: Any = tqdm
     parameters = dict(model.named_parameters())
-    with torch.no_grad(), _agreeing():
-        for name, parameter in bar(parameters.items(), desc="Loading weights", disable=not (progress and _leads())):
+    with torch.no_grad(), agreeing():
+        for name, parameter in bar(
+            parameters.items(), desc="Loading weights", disable=not (progress and this_rank() == 0)
+        ):
             expression = weights.entries[name]
             if not hasattr(parameter, "to_local"):
                 parameter.copy_(_read(expression, stored, dtype, device))
@@ -185,17 +187,6 @@ def _load_parts(
                 shapes = {each: stored[each].shape for each in expression.names()}
                 whole = functools.partial(_read, expression, stored, dtype, device)
                 local.copy_(read_part(expression, Part.of(parameter), shapes, read, whole))
-
-
-def _agreeing() -> contextlib.AbstractContextManager[None]:
-    from liger_models.convert.sharded import agreeing
-
-    return agreeing()
-
-
-def _leads() -> bool:
-    """Whether this is the rank that speaks and writes for all."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def read_json_config(folder: Path) -> dict[str, Any]:
@@ -469,9 +460,9 @@ def save_pretrained(
     if not sharded:
         _write_folder(folder, write)
         return
-    with _agreeing():
+    with agreeing():
         try:
-            if _leads():
+            if this_rank() == 0:
                 _write_folder(folder, write)
         finally:
             # All ranks gather together: those that don't write and, if writing has failed, the one that does.

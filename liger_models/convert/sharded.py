@@ -1,13 +1,10 @@
-"""One rank's part of a checkpoint: which rows a part of a parameter is made of, and errors that all ranks share."""
+"""One rank's part of a checkpoint: which rows of its tensors a part of a parameter is made of."""
 
-import contextlib
 import math
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -169,28 +166,3 @@ def _axes(side: str) -> list[str]:
             axes.append(token)
         depth += {"(": 1, ")": -1}.get(token, 0)
     return axes
-
-
-def agree(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise on all ranks what one of them has met: the first rank's error that there is."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        errors: list[Exception | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error, group)
-        error = next((each for each in errors if each is not None), None)
-    if error is not None:
-        raise error
-
-
-@contextlib.contextmanager
-def agreeing(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """What one rank raises inside is raised by all of them at the end, where they wait for each other."""
-    error = None
-    try:
-        yield
-    except Exception as own:
-        error = own
-    agree(error, group)

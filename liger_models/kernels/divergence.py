@@ -36,13 +36,13 @@ from .linear_cross_entropy import (
     _linear,
     chunk_rows,
     logits_buffer,
+    matching_dtypes,
     scalar_loss_backward,
     scalar_loss_setup,
     walk_chunks,
     wide_gradients_fake,
     without_exponent,
 )
-from .linear_logprobs import matching_dtypes
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
 MAX_BLOCK = 8192

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .dispatch import LIBRARY, check, use_triton
 from .gated_act import check_act, gated_act_backward, gated_act_forward, gated_act_reference
-from .linear_cross_entropy import _accumulate
+from .linear_cross_entropy import accumulate
 from .rms_norm import rms_norm_forward, rms_norm_reference
 from .rms_norm_linear import check_linear, check_stream, given_or_empty, linear, norm_backward, normed_again
 
@@ -56,7 +56,7 @@ def _weight_gradient(total: Tensor | None, gradient: Tensor, x: Tensor, chunked:
     if total is None:
         wide = torch.promote_types(x.dtype, torch.float32)
         total = x.new_empty(gradient.shape[1], x.shape[1], dtype=wide)
-    _accumulate([total], gradient, x, beta)
+    accumulate([total], gradient, x, beta)
     return total
 
 

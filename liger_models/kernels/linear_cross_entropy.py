@@ -117,7 +117,7 @@ def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
         out.addmm_(columns, words, beta=beta)
 
 
-def _accumulate(sums: Sequence[Tensor], gradient: Tensor, x: Tensor, beta: int) -> None:
+def accumulate(sums: Sequence[Tensor], gradient: Tensor, x: Tensor, beta: int) -> None:
     """``beta`` (0 or 1) times the blocks of rows in ``sums``, plus ``gradientᵀ @ x``, in their dtype."""
     for total, columns in zip(sums, gradient.split([len(block) for block in sums], 1), strict=True):
         if x.dtype == total.dtype:
@@ -195,7 +195,7 @@ def walk_chunks(
         if need[0]:
             _linear_backward(gradient, weight, dx[part])
         if need[1]:
-            _accumulate(sums, gradient, x[part], beta=int(start > 0))
+            accumulate(sums, gradient, x[part], beta=int(start > 0))
         if need[2]:
             dbias += gradient.sum(0, dtype=wide)
     del logits, gradient, buffer
@@ -427,6 +427,39 @@ torch.library.register_autograd(
 )
 
 
+def check_head(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, workspace_mib: int | None) -> None:
+    """Raise unless x [..., C], weight [V, C] and bias [V] are a head and its input, and the budget is one."""
+    check_floating(op, x=x, weight=weight, bias=bias)
+    check(
+        weight.dim() == 2 and x.dim() > 0 and weight.shape[1] == x.shape[-1],
+        f"{op}: weight must be [V, C] with C the last dimension of x, got {list(weight.shape)} for x {list(x.shape)}.",
+    )
+    V = weight.shape[0]
+    check(
+        bias is None or bias.shape == (V,), f"{op}: bias must have shape [{V}], got {bias is not None and bias.shape}."
+    )
+    check(workspace_mib is None or workspace_mib > 0, f"{op}: workspace_mib must be positive, got {workspace_mib}.")
+
+
+def matching_dtypes(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors in autocast's dtype, if it is enabled, and else as they are.
+
+    Raises:
+        TypeError: they are not of one dtype then.
+    """
+    first = next(tensor for tensor in tensors if tensor is not None)
+    if torch.is_autocast_enabled(first.device.type):
+        dtype = torch.get_autocast_dtype(first.device.type)
+        return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+    dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
+    if len(set(dtypes)) > 1:
+        raise TypeError(
+            f"{op}: inputs, weights and biases must have one dtype, got {', '.join(map(str, dtypes))}."
+            " Convert them, or use torch.autocast."
+        )
+    return tensors
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -467,28 +500,14 @@ def linear_cross_entropy(
         TypeError: dtypes that do not fit.
     """
     op = "linear_cross_entropy"
-    check_floating(op, x=x, weight=weight, bias=bias, class_weight=class_weight, token_weight=token_weight)
-    check(
-        weight.dim() == 2 and x.dim() > 0 and weight.shape[1] == x.shape[-1],
-        f"{op}: weight must be [V, C] with C the last dimension of x, got {list(weight.shape)} for x {list(x.shape)}.",
-    )
-    check(workspace_mib is None or workspace_mib > 0, f"{op}: workspace_mib must be positive, got {workspace_mib}.")
+    check_head(op, x, weight, bias, workspace_mib)
+    check_floating(op, class_weight=class_weight, token_weight=token_weight)
     V = weight.shape[0]
-    check(
-        bias is None or bias.shape == (V,), f"{op}: bias must have shape [{V}], got {bias is not None and bias.shape}."
-    )
     check_arguments(
         op, tuple(x.shape[:-1]), V, target, class_weight, token_weight,
         ignore_index, label_smoothing, softcap, reduction, num_items,
     )  # fmt: skip
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
-        raise TypeError(
-            f"{op}: x, weight and bias must have one dtype, got {x.dtype}, {weight.dtype}"
-            f"{'' if bias is None else f', {bias.dtype}'}. Convert them, or use torch.autocast."
-        )
+    x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
     flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     rows = chunk_rows(flat.shape[0], V, x.element_size(), workspace_mib)
     options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale, rows)

@@ -20,14 +20,22 @@ Source: https://arxiv.org/abs/2410.10989 (Liger Kernel, chunked losses).
 """
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .cross_entropy import LOWEST, _transformed, check_arguments
-from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
-from .linear_cross_entropy import chunk_rows, linear_cross_entropy, walk_chunks, without_exponent
+from .dispatch import LIBRARY, check, on_device_of, tl, triton, use_triton
+from .linear_cross_entropy import (
+    check_head,
+    chunk_rows,
+    linear_cross_entropy,
+    matching_dtypes,
+    walk_chunks,
+    without_exponent,
+)
 
 MAX_BLOCK = 16384
 
@@ -264,23 +272,36 @@ def _grad(ctx, c, h, _lse):
 torch.library.register_autograd("liger_models::linear_logprobs", _grad, setup_context=_setup, lib=LIBRARY)
 
 
-def matching_dtypes(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors in autocast's dtype, if it is enabled, and else as they are.
+@overload
+def fused_linear_logprobs(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    return_entropy: Literal[False] = False,
+    workspace_mib: int | None = None,
+) -> Tensor: ...
 
-    Raises:
-        TypeError: they are not of one dtype then.
-    """
-    first = next(tensor for tensor in tensors if tensor is not None)
-    if torch.is_autocast_enabled(first.device.type):
-        dtype = torch.get_autocast_dtype(first.device.type)
-        return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
-    dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
-    if len(set(dtypes)) > 1:
-        raise TypeError(
-            f"{op}: inputs, weights and biases must have one dtype, got {', '.join(map(str, dtypes))}."
-            " Convert them, or use torch.autocast."
-        )
-    return tensors
+
+@overload
+def fused_linear_logprobs(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    return_entropy: Literal[True],
+    workspace_mib: int | None = None,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def fused_linear_logprobs(
@@ -330,16 +351,8 @@ def fused_linear_logprobs(
         ).log_probs  # fmt: skip
         assert log_probs is not None
         return log_probs
-    check_floating(op, x=x, weight=weight, bias=bias)
-    check(
-        weight.dim() == 2 and x.dim() > 0 and weight.shape[1] == x.shape[-1],
-        f"{op}: weight must be [V, C] with C the last dimension of x, got {list(weight.shape)} for x {list(x.shape)}.",
-    )
+    check_head(op, x, weight, bias, workspace_mib)
     V = weight.shape[0]
-    check(
-        bias is None or bias.shape == (V,), f"{op}: bias must have shape [{V}], got {bias is not None and bias.shape}."
-    )
-    check(workspace_mib is None or workspace_mib > 0, f"{op}: workspace_mib must be positive, got {workspace_mib}.")
     check_arguments(op, tuple(x.shape[:-1]), V, target, None, None, ignore_index, 0.0, softcap, "none", None)
     x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
     flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)

@@ -65,9 +65,7 @@ class LigerLMHead(nn.Linear):
         if target is None:
             return None, logits
         if log_probs:
-            per_token = fused_linear_logprobs(x, self.weight, target, softcap=cap, logit_scale=scale)
-            assert isinstance(per_token, Tensor)
-            return per_token, logits
+            return fused_linear_logprobs(x, self.weight, target, softcap=cap, logit_scale=scale), logits
         if raw is None or fused:
             loss = linear_cross_entropy(
                 x, self.weight, target, num_items=num_items, logit_scale=scale, softcap=cap

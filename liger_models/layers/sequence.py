@@ -122,7 +122,7 @@ class Sequence:
         documents = None
         positions = torch.arange(past, past + T, device=device)[None]
         if cu_seqlens is not None:
-            documents, positions = _documents(cu_seqlens, B, T, device)
+            documents, positions = number_documents(cu_seqlens, B, T, device)
         elif attention_mask is not None:
             check(
                 tuple(attention_mask.shape) == (B, past + T),
@@ -160,7 +160,7 @@ class Sequence:
         return target.masked_fill(ends, ignore_index)
 
 
-def _documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Each token's document number, and its position in the document: [B, T] int64 both."""
     check(
         cu_seqlens.dim() == 1 and len(cu_seqlens) >= 2 and not cu_seqlens.dtype.is_floating_point,

@@ -9,6 +9,7 @@ none), r(y) = l(y) − l_ref(y), or l(y) without reference, y_w the chosen and y
 loss is a mean over pairs, plus ``alpha`` times the mean negative log-probability of the chosen tokens (NLL).
 """
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -140,12 +141,10 @@ class _OverLogProbs(nn.Module):
         return type(self).__name__
 
     def _log_probs(self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
-        log_probs = fused_linear_logprobs(
+        return fused_linear_logprobs(
             x, weight, target, bias=bias, ignore_index=self.ignore_index, softcap=self.softcap,
             logit_scale=self.logit_scale, workspace_mib=self.workspace_mib,
         )  # fmt: skip
-        assert isinstance(log_probs, Tensor)
-        return log_probs
 
     def _check_rows(self, rows: Tensor, target: Tensor, paired: bool) -> None:
         check(
@@ -199,7 +198,7 @@ class _OverLogProbs(nn.Module):
             return self.logit_scale * (mean if bias is None else mean + bias.mean(dtype=wide))
 
 
-class _OverPairs(_OverLogProbs):
+class _OverPairs(_OverLogProbs, ABC):
     """What the losses over pairs share: sequences' log-probabilities, rewards, NLL, metrics."""
 
     def __init__(
@@ -217,9 +216,9 @@ class _OverPairs(_OverLogProbs):
         self.beta, self.alpha, self.compute_nll_loss = beta, alpha, compute_nll_loss
         self.average_log_prob = average_log_prob
 
+    @abstractmethod
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Losses [pairs] of r(y_w) and r(y_l) [pairs]."""
-        raise NotImplementedError
 
     def _from_log_probs(
         self, log_probs: Tensor, target: Tensor, reference: Tensor | None = None, nll_loss: Tensor | None = None
@@ -390,7 +389,21 @@ class LigerFusedLinearDPOLoss(_OverPairs):
         return self._from_log_probs(log_probs, target, reference)
 
 
-class LigerFusedLinearCPOLoss(_OverPairs):
+class _WithoutReference(_OverPairs):
+    """A loss over pairs that knows the policy alone."""
+
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, PreferenceMetrics]:
+        """Loss and metrics; arguments as in `LigerFusedLinearDPOLoss.forward`."""
+        return self._forward(lin_weight, _input, target, bias)
+
+    def from_log_probs(self, log_probs: Tensor, target: Tensor) -> tuple[Tensor, PreferenceMetrics]:
+        """As `forward`, from the policy's log-probabilities of each token, [2·pairs, T]."""
+        return self._from_log_probs(log_probs, target)
+
+
+class LigerFusedLinearCPOLoss(_WithoutReference):
     """Contrastive preference optimisation: ``−(1 − ε)·log σ(m) − ε·log σ(−m) + alpha · NLL``, m = β·(l(y_w) − l(y_l)).
 
     Args:
@@ -429,18 +442,8 @@ class LigerFusedLinearCPOLoss(_OverPairs):
         """Losses [pairs] of l(y_w) and l(y_l) [pairs]."""
         return margin_losses(self.loss_type, self.beta * (chosen - rejected), self.beta, self.label_smoothing)
 
-    def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, PreferenceMetrics]:
-        """Loss and metrics; arguments as in `LigerFusedLinearDPOLoss.forward`."""
-        return self._forward(lin_weight, _input, target, bias)
 
-    def from_log_probs(self, log_probs: Tensor, target: Tensor) -> tuple[Tensor, PreferenceMetrics]:
-        """As `forward`, from the policy's log-probabilities of each token, [2·pairs, T]."""
-        return self._from_log_probs(log_probs, target)
-
-
-class LigerFusedLinearSimPOLoss(_OverPairs):
+class LigerFusedLinearSimPOLoss(_WithoutReference):
     """SimPO: ``−(1 − ε)·log σ(m) − ε·log σ(−m)``, m = β·(l(y_w) − l(y_l)) − γ, l the mean over tokens.
 
     Args:
@@ -474,16 +477,6 @@ class LigerFusedLinearSimPOLoss(_OverPairs):
         """Losses [pairs] of l(y_w) and l(y_l) [pairs]."""
         margin = self.beta * (chosen - rejected) - self.gamma
         return margin_losses("sigmoid", margin, self.beta, self.label_smoothing)
-
-    def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, PreferenceMetrics]:
-        """Loss and metrics; arguments as in `LigerFusedLinearDPOLoss.forward`."""
-        return self._forward(lin_weight, _input, target, bias)
-
-    def from_log_probs(self, log_probs: Tensor, target: Tensor) -> tuple[Tensor, PreferenceMetrics]:
-        """As `forward`, from the policy's log-probabilities of each token, [2·pairs, T]."""
-        return self._from_log_probs(log_probs, target)
 
 
 def log_odds(log_prob: Tensor) -> Tensor:
@@ -527,16 +520,17 @@ class LigerFusedLinearORPOLoss(_OverPairs):
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Losses [pairs] of the mean log-probabilities [pairs]."""
-        return -self.beta * logsigmoid(log_odds(chosen) - log_odds(rejected)).where(self._both(chosen, rejected), 0)
+        return -self.beta * self._odds(chosen, rejected)[1]
 
-    def _both(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return (chosen != 0) & (rejected != 0)
+    def _odds(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+        """Log odds ratios [pairs] and their log sigmoid; both 0 for a pair that counts 0."""
+        both = (chosen != 0) & (rejected != 0)
+        odds = log_odds(chosen) - log_odds(rejected)
+        return odds.where(both, 0), logsigmoid(odds).where(both, 0)
 
     def _with_odds(self, loss: Tensor, metrics: PreferenceMetrics) -> tuple[Tensor, ORPOMetrics]:
-        chosen, rejected = metrics.chosen_logps, metrics.rejected_logps
-        odds = (log_odds(chosen) - log_odds(rejected)).where(self._both(chosen, rejected), 0)
-        ratio = logsigmoid(odds).where(self._both(chosen, rejected), 0)
-        pairs = max(len(chosen), 1)
+        odds, ratio = self._odds(metrics.chosen_logps, metrics.rejected_logps)
+        pairs = max(len(odds), 1)
         return loss, ORPOMetrics(*metrics, ratio.sum() / pairs, odds.sum() / pairs)
 
     def forward(

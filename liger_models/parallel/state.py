@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
-from liger_models.convert.sharded import agreeing
+from liger_models.convert.ranks import agreeing, several, this_rank, world_size
 
 from .fsdp import reshard
 
@@ -84,22 +84,22 @@ def save_state(
     group = _cpu_group()
     reshard(model)
     with agreeing(group):
-        if _rank() == 0:
+        if this_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             replaced = [old for old in folder.glob("step-*.old") if old.with_suffix("").exists()]
             for stale in [*folder.glob(".step-*.tmp"), *replaced]:  # of a run that died
                 shutil.rmtree(stale)
             temporary.mkdir()
             state = None if scheduler is None else scheduler.state_dict()
-            torch.save({"step": step, "ranks": _ranks(), "scheduler": state}, temporary / SHARED)
+            torch.save({"step": step, "ranks": world_size(), "scheduler": state}, temporary / SHARED)
     with agreeing(group):
         own = {"random": _random_state(), "data": None if data is None else data.state_dict()}
-        torch.save(own, temporary / f"rank-{_rank()}.pt")
+        torch.save(own, temporary / f"rank-{this_rank()}.pt")
     tensors = _tensors(model, optimizer)
     done: Future[None] = Future()
 
     def publish() -> None:
-        if _rank() == 0:
+        if this_rank() == 0:
             old = place.with_suffix(".old")
             if place.exists():
                 place.rename(old)
@@ -171,7 +171,7 @@ def load_state(
     folder = Path(folder).absolute()
     group = _cpu_group()
     with agreeing(group):
-        found = [_find(folder, step) if _rank() == 0 else None]
+        found = [_find(folder, step) if this_rank() == 0 else None]
     if group is not None:
         dist.broadcast_object_list(found, 0, group)
     place = found[0]
@@ -226,13 +226,13 @@ def _find(folder: Path, step: int | None) -> Path | None:
 
 def _own(place: Path, ranks: int, with_data: bool) -> dict[str, Any]:
     """The state of the calling rank, or what there is for it if the number of ranks has changed."""
-    own = place / f"rank-{_rank()}.pt"
-    if ranks == _ranks():
+    own = place / f"rank-{this_rank()}.pt"
+    if ranks == world_size():
         return _load(own)
     states = [_load(place / f"rank-{rank}.pt") for rank in range(ranks)] if with_data else []
     if any(not _equal(state["data"], states[0]["data"]) for state in states):
         raise ValueError(
-            f"load_state: data must have one state for all ranks to go on with {_ranks()} instead of {ranks}, got "
+            f"load_state: data must have one state for all ranks to go on with {world_size()} instead of {ranks}, got "
             f"different ones. Save the position in the whole data set, or resume with {ranks} ranks."
         )
     found = _load(own) if own.is_file() else {}
@@ -268,21 +268,9 @@ def _restore_random_state(state: Mapping[str, Any]) -> None:
         torch.get_device_module().set_rng_state(state["accelerator"])
 
 
-def _rank() -> int:
-    return dist.get_rank() if _several() else 0
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if _several() else 1
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _cpu_group() -> Any:
     """A process group of its own for saving: host memory, and beside what training communicates."""
-    if not _several():
+    if not several():
         return None
     world = dist.group.WORLD
     if world not in _groups:
@@ -293,7 +281,7 @@ def _cpu_group() -> Any:
 
 @contextmanager
 def _checkpoint_errors(place: Path) -> Iterator[None]:
-    if not _several():  # a single process is what is meant
+    if not several():  # a single process is what is meant
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     try:
         yield

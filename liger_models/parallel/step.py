@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from liger_models.convert.ranks import several, world_size
 from liger_models.kernels.dispatch import check
-from liger_models.layers.sequence import Sequence, _documents
+from liger_models.layers.sequence import Sequence, number_documents
 
 
 def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], device: Any = None) -> Tensor:
@@ -31,10 +32,10 @@ def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], d
     """
     batches = [batches] if isinstance(batches, Mapping) else list(batches)
     total = torch.stack([_targets(batch) for batch in batches]).sum().to(device)
-    if not _several():
+    if not several():
         return total.clamp(min=1).float()
     dist.all_reduce(total)
-    return total.clamp(min=1).double().div(dist.get_world_size()).float()
+    return total.clamp(min=1).double().div(world_size()).float()
 
 
 def _targets(batch: Mapping[str, Any]) -> Tensor:
@@ -46,7 +47,7 @@ def _targets(batch: Mapping[str, Any]) -> Tensor:
     documents = None
     if cu_seqlens is not None:
         B, T = labels.shape
-        documents, _ = _documents(cu_seqlens, B, T, labels.device)
+        documents, _ = number_documents(cu_seqlens, B, T, labels.device)
     elif attention_mask is not None:
         documents = (attention_mask != 0).to(labels.device, torch.int64)
     target = Sequence(labels, {}, documents).shift(labels)
@@ -56,14 +57,10 @@ def _targets(batch: Mapping[str, Any]) -> Tensor:
 def mean_over_ranks(value: Tensor) -> Tensor:
     """The average of a tensor over the ranks, the same on all of them; without a process group its value."""
     value = value.detach().clone()
-    if _several():
+    if several():
         dist.all_reduce(value)
-        value /= dist.get_world_size()
+        value /= world_size()
     return value
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def clip_grad_norm_(
