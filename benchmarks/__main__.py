@@ -1,4 +1,4 @@
-"""Run a benchmark (``train``, ``families``, ``curves``, ``ops``), or make the pages from all results (``report``)."""
+"""Run a benchmark (``train``, ``families``, ``profile``, ``curves``, ``ops``), or make the pages (``report``)."""
 
 import argparse
 import datetime
@@ -148,6 +148,11 @@ def main(arguments: list[str] | None = None) -> None:
     for command in (one, every):
         command.add_argument("--batch", default="1x8192", help="rows x tokens per row")
         command.add_argument("--steps", type=int, default=10, help="timed steps, after 5 whose losses are kept")
+    where = commands.add_parser("profile", help="where a training step's time goes, by class of kernel")
+    where.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
+    where.add_argument("--modes", default="hf+liger,ours", help="comma-separated, as of train")
+    where.add_argument("--batch", default="1x8192", help="rows x tokens per row")
+    where.add_argument("--steps", type=int, default=8, help="timed steps, of which two are repeated and profiled")
     long = commands.add_parser("curves", help="the loss of every step, from the same weights and data")
     long.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
     long.add_argument("--modes", default="hf,hf+liger,ours", help="comma-separated, as of train")
@@ -156,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
     each = commands.add_parser("ops", help="each op against its peers: errors, times, memory, fraction of the limits")
     each.add_argument("--ops", default=",".join(ops.OPS), help="comma-separated")
     each.add_argument("--peers", help="comma-separated; without it all that are installed")
-    for command in (one, every, long, each):
+    for command in (one, every, where, long, each):
         command.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the JSON lines")
     tables = commands.add_parser("report", help="tables and plots of all results into the pages")
     tables.add_argument("--results", type=Path, default=report.RESULTS, help="folder of the JSON lines")
@@ -171,11 +176,11 @@ def main(arguments: list[str] | None = None) -> None:
         peers = options.peers.split(",") if options.peers else None
         planned = plan_ops(options.ops.split(","), peers, options.out / "ops.jsonl")
         print(report.every_op_table(measure_all(planned, with_fractions())))
-    elif options.command in ("train", "curves"):
+    elif options.command in ("train", "curves", "profile"):
         name, modes = options.command, options.modes.split(",")
         file = options.out / f"{name}-{options.model}-{options.batch}.jsonl"
         rows = measure_all(plan_steps(name, [options.model], modes, options.batch, options.steps, file))
-        print(report.train_table(rows) if name == "train" else report.curve_table(rows))
+        print(report.PARTS[name][1](rows))
     else:
         file = options.out / f"families-{options.batch}.jsonl"
         models, modes = options.families.split(","), options.modes.split(",")

@@ -143,6 +143,22 @@ def family_table(rows: Rows) -> str:
     )
 
 
+def profile_table(rows: Rows) -> str:
+    """One row per mode: milliseconds of each class of kernel, and the share of matrix products and attention."""
+    classes = list(dict.fromkeys(name for row in rows for name in row.get("class_ms", {})))
+    lines = []
+    for row in rows:
+        names = (row["model"], tokens(row["batch"]), title(row["mode"]))
+        if "error" in row:
+            lines.append((*names, row["error"], *[""] * (len(classes) + 1)))
+            continue
+        spent = row["class_ms"]
+        share = (spent["matmul"] + spent["attention"]) / row["step_ms"]
+        found = [f"{spent.get(name, 0.0):.1f}" for name in classes]
+        lines.append((*names, f"{row['step_ms']:.1f}", *found, f"{share:.3f}"))
+    return table("|".join(["model|tokens/step||ms/step", *classes, "matmul and attention"]), lines)
+
+
 def curve_table(rows: Rows) -> str:
     """One row per mode. Noise is what two ways of rounding make of one run: the distance to transformers' losses."""
     lines = []
@@ -240,6 +256,7 @@ PARTS: dict[str, tuple[str, Callable[[Rows], str], bool]] = {
     "train-short": ("train", short_table, False),
     "train": ("train", train_table, True),
     "families": ("families", family_table, True),
+    "profile": ("profile", profile_table, False),
     "curves": ("curves", curve_table, True),
     "ops": ("ops", op_table, True),
     "ops-all": ("ops", every_op_table, False),

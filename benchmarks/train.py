@@ -1,5 +1,5 @@
 """One mode of the training benchmark, in this process: ``python -m benchmarks.train KIND MODE MODEL BATCH
-STEPS``, with the kinds train, families, curves.
+STEPS``, with the kinds train, families, curves, profile.
 
 A full fine-tuning step (forward, backward, fused AdamW) in pure bf16, from weights and tokens that are the same in
 every mode: each weight is drawn from a generator seeded by its Hugging Face name. (Where transformers keeps the experts
@@ -17,6 +17,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -211,6 +212,58 @@ def run(mode: str, name: str, batch: str, steps: int, imported_s: float) -> dict
     }
 
 
+KERNEL_CLASSES = {
+    "attention": r"sdpa|flash|fmha|flex|attention",
+    "matmul": r"gemm|nvjet|cutlass|cublas|splitk|_mm_|_product_kernel|_outer_kernel",
+    "optimizer": r"adam|multi_tensor",
+    "loss": r"cross_entropy|element_mul|_scale_kernel|softmax|nll_loss",
+    "rope": r"rope",
+    "gated activation": r"swiglu|geglu|gated_act",
+    "norm": r"rms_norm|layer_norm",
+    "copies": r"memcpy|memset",
+}
+"""Regular expressions for names of kernels, in any case; the first that is found counts, and none is "elementwise"."""
+
+
+def kernel_class(name: str) -> str:
+    return next((c for c, words in KERNEL_CLASSES.items() if re.search(words, name, re.IGNORECASE)), "elementwise")
+
+
+def profile(mode: str, name: str, batch: str, steps: int) -> dict:
+    """Where the GPU's time goes: milliseconds per step of each class of kernel, and of none ("gaps")."""
+    config = read(name)
+    train = make_step(mode, config, lr=1e-5)
+    data = torch.randint(0, config["vocab_size"], (steps, *map(int, batch.split("x"))), device="cuda")
+    for ids in data[:5]:
+        train(ids)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for ids, mark in zip(data, marks[1:], strict=True):
+        train(ids)
+        mark.record()
+    torch.cuda.synchronize()
+    wall = statistics.median(before.elapsed_time(after) for before, after in itertools.pairwise(marks))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for ids in data[:2]:
+            train(ids)
+        torch.cuda.synchronize()
+    spent = dict.fromkeys(("matmul", "attention", *KERNEL_CLASSES, "elementwise"), 0.0)
+    kernels: dict[str, float] = {}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            milliseconds = event.device_time_total / 1e3 / 2
+            spent[kernel_class(event.name)] += milliseconds
+            kernels[event.name] = kernels.get(event.name, 0.0) + milliseconds
+    spent["gaps"] = max(wall - sum(spent.values()), 0.0)
+    longest = sorted(kernels.items(), key=lambda item: -item[1])[:30]
+    return {
+        "device": torch.cuda.get_device_name(),
+        "step_ms": round(wall, 2),
+        "class_ms": {c: round(milliseconds, 2) for c, milliseconds in spent.items()},
+        "kernel_ms": {kernel[:80]: round(milliseconds, 2) for kernel, milliseconds in longest},
+    }
+
+
 def chain(V: int, B: int, T: int, batches: int) -> Tensor:
     """Something to learn, [batches, B, T]: of 512 words of the vocabulary each has four successors."""
     generator = torch.Generator().manual_seed(0)
@@ -294,8 +347,8 @@ def main(kind: str, mode: str, name: str, batch: str, steps: str) -> None:
         import torchao.float8  # noqa: F401
     imported_s = process_age_s()
     sys.stdin.readline()
-    if kind == "curves":
-        found = curve(mode, name, batch, int(steps))
+    if kind in ("curves", "profile"):
+        found = (curve if kind == "curves" else profile)(mode, name, batch, int(steps))
     else:
         found = errors(name) if mode == "error" else run(mode, name, batch, int(steps), imported_s)
     print(json.dumps(found))

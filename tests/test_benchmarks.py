@@ -279,6 +279,30 @@ def test_curves():
     assert "no GPU" in lines[5]
 
 
+def test_kernels_have_classes():
+    names = {
+        "nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_NNT": "matmul",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3": "attention",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizer>": "optimizer",
+        "_adamw_kernel": "optimizer",
+        "liger_cross_entropy_kernel": "loss",
+        "_qk_norm_rope_backward_kernel": "rope",
+        "_swiglu_forward_kernel": "gated activation",
+        "_rms_norm_backward_kernel": "norm",
+        "Memcpy DtoH (Device -> Pinned)": "copies",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>": "elementwise",
+    }
+    assert {name: train.kernel_class(name) for name in names} == names
+
+
+def test_profile_table():
+    row = {"model": "m", "batch": "1x8", "mode": "ours", "step_ms": 10.0, "class_ms": {"matmul": 6.0, "attention": 3.0}}
+    failed = {"model": "m", "batch": "1x8", "mode": "hf", "error": "out of memory"}
+    lines = cells(report.profile_table([row, failed]))
+    assert lines[0] == ["m", "1 \N{MULTIPLICATION SIGN} 8", "liger_models", "10.0", "6.0", "3.0", "0.900"]
+    assert lines[1][3:] == ["out of memory", "", "", ""]
+
+
 def test_the_chain_can_be_learned():
     data = train.chain(1000, 2, 64, 50)
     assert data.shape == (50, 2, 64)

@@ -97,7 +97,7 @@ def test_local_links_exist(page):
 def test_every_op_is_documented():
     text = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
     for file in sorted((ROOT / "liger_models" / "kernels").glob("*.py")):
-        if file.name not in ("__init__.py", "options.py", "dispatch.py"):
+        if file.name not in ("__init__.py", "options.py", "dispatch.py", "scalar_loss.py"):
             assert f": `{file.name}`" in text, file.name
 
 

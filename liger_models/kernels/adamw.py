@@ -27,10 +27,13 @@ from torch import Tensor
 
 from .dispatch import check, check_floating, on_device_of, tl, triton, use_triton
 
-BLOCK = 2048
-NUM_WARPS = 8
-"""Elements per program, and its warps: a thread has one 16-byte vector of each bfloat16 tensor in flight. Compiled for
-sm_90 that takes 64 registers, and no shared memory where all dtypes are 16 bits wide, stochastic rounding included."""
+BLOCK = 1024
+NUM_WARPS = 4
+"""Elements at a time, and warps: a thread has one 16-byte vector of each bfloat16 tensor in flight."""
+
+BLOCKS = 2
+"""Blocks per program, one after the other, so that it looks for its tensor once. On an H200 0.93 of copy bandwidth, and
+0.91 with stochastic rounding (one block: 0.84)."""
 
 
 class Hyper(NamedTuple):
@@ -118,6 +121,7 @@ def _update(
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The BLOCK elements of a tensor from ``start`` on, of which ``left`` there are."""
     p_ptr = _tensor_at(row + 4, start, P_DTYPE, ALIGNED, BLOCK)
     g_ptr = _tensor_at(row + 5, start, G_DTYPE, ALIGNED, BLOCK)
     m_ptr = _tensor_at(row + 6, start, STATE_DTYPE, ALIGNED, BLOCK)
@@ -143,27 +147,32 @@ def _update(
 def _adamw_kernel(
     table, factors, rows, seed,
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    # Blocks are numbered through all tensors; this one's tensor is the last that begins here or before.
-    block = tl.program_id(0)
+    # Programs are numbered through all tensors; this one's tensor is the last that begins here or before.
+    SPAN: tl.constexpr = BLOCK * BLOCKS
+    program = tl.program_id(0)
     low = 0
     high = rows
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(table + middle * 12) <= block:
+        if tl.load(table + middle * 12) <= program:
             low = middle
         else:
             high = middle
     row = table + low * 12  # 8 integers, and 8 floats in the space of 4
     factors += low * 24 + 16
-    start = (block - tl.load(row)) * BLOCK
-    left = tl.load(row + 1) - start
+    start = (program - tl.load(row)) * SPAN
+    end = tl.minimum(start + SPAN, tl.load(row + 1))
     addresses = tl.load(row + 4) | tl.load(row + 5) | tl.load(row + 6) | tl.load(row + 7)
-    if (addresses % 16 == 0) & (left >= BLOCK):
-        _update(row, factors, start, BLOCK, seed, P_DTYPE, G_DTYPE, STATE_DTYPE, STOCHASTIC, True, BLOCK)
+    if (addresses % 16 == 0) & (start + SPAN == end):
+        for _ in range(BLOCKS):
+            _update(row, factors, start, BLOCK, seed, P_DTYPE, G_DTYPE, STATE_DTYPE, STOCHASTIC, True, BLOCK)
+            start += BLOCK
     else:
-        _update(row, factors, start, left, seed, P_DTYPE, G_DTYPE, STATE_DTYPE, STOCHASTIC, False, BLOCK)
+        while start < end:
+            _update(row, factors, start, end - start, seed, P_DTYPE, G_DTYPE, STATE_DTYPE, STOCHASTIC, False, BLOCK)
+            start += BLOCK
 
 
 def _in_layout_of(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
@@ -187,15 +196,15 @@ def _launch(updates: Sequence[Update], stochastic_rounding: bool, seed: int) -> 
         raise RuntimeError("adamw: a captured graph would repeat one step's number. Capture without the optimizer.")
     grads = [_in_layout_of(*update[:4]) for update in updates]  # copies live until the launch
     factors = {hyper: hyper.factors() for hyper in {update.hyper for update in updates}}
-    blocks = 0
+    programs = 0
     integers: list[int] = []
     floats: list[float] = []
     for (param, _, exp_avg, exp_avg_sq, hyper, stream), grad in zip(updates, grads, strict=True):
-        integers += (blocks, param.numel(), stream, hyper.step)
+        integers += (programs, param.numel(), stream, hyper.step)
         integers += (param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr())
         floats += factors[hyper]
-        blocks += -(-param.numel() // BLOCK)
-    if not blocks:
+        programs += -(-param.numel() // (BLOCK * BLOCKS))
+    if not programs:
         return
     # The pinned memory goes back to PyTorch's allocator, which reuses it once the copy is done.
     table = torch.empty(len(updates), 12, dtype=torch.int64, pin_memory=first.device.type != "cpu")
@@ -204,10 +213,10 @@ def _launch(updates: Sequence[Update], stochastic_rounding: bool, seed: int) -> 
     table = table.to(first.device, non_blocking=True)
     p_dtype, g_dtype, state_dtype = (getattr(tl, str(tensor.dtype).removeprefix("torch.")) for tensor in updates[0][:3])
     with on_device_of(first):
-        _adamw_kernel[(blocks,)](
+        _adamw_kernel[(programs,)](
             table, table.view(torch.float32), len(updates), seed,
             P_DTYPE=p_dtype, G_DTYPE=g_dtype, STATE_DTYPE=state_dtype,
-            STOCHASTIC=stochastic_rounding, BLOCK=BLOCK, num_warps=NUM_WARPS,
+            STOCHASTIC=stochastic_rounding, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=NUM_WARPS,
         )  # fmt: skip
     # As any in-place operation of torch does: autograd then finds saved tensors that were written to.
     torch.autograd.graph.increment_version([t for u in updates for t in (u.param, u.exp_avg, u.exp_avg_sq)])

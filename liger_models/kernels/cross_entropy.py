@@ -1,4 +1,4 @@
-"""Cross entropy over logits that exist: loss per token, gradients from a second read of the logits.
+"""Cross entropy over logits that exist.
 
 Per token, over the vocabulary, in fp32, z = logit_scale · logit, with a softcap z = softcap · tanh(z / softcap)::
 
@@ -16,8 +16,11 @@ logp, and p = exp(z − lse)::
 Rows with target ``ignore_index`` give 0 everywhere. A target outside the vocabulary gives NaN on an accelerator, where
 a check would have to wait for the device, and an error on the CPU.
 
-Saved: the logits themselves (never written to), and lse in fp32 as its two summands, max z and log Σ exp(z − max z):
-for a confident row their rounded sum would lose the digits that p − 1 is made of.
+A scalar loss (reduction "mean" or "sum") makes its gradient in the forward, in one kernel: a row's second read finds it
+in the cache. Per-token results, and compiled graphs, read the logits once more in the backward.
+
+Saved: the logits themselves (never written to), and lse in fp32 as two numbers, max z and Σ exp(z − max z): for a
+confident row the rounded sum of maximum and logarithm would lose the digits that p − 1 is made of.
 
 Source: https://arxiv.org/abs/1805.02867 (online softmax), https://arxiv.org/abs/2204.02311 (z-loss).
 """
@@ -29,8 +32,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
+from .scalar_loss import HandOver, without_exponent
 
-MAX_BLOCK = 16384
+MAX_BLOCK, WIDE_BLOCK = 8192, 16384
+"""Logits that a program holds at a time, in registers, and those of rows over 65,536: half as many rows at a time stay
+in the L2 cache until they are read again. On an H200 0.85 (V 32,000), 0.79 (128,256), 0.72 (256,000) of the speed of
+one read and one write."""
+
+VECTOR = 8
+"""Neighbours that one thread holds: 16 bytes of half precision. Running maximum and sum are of such a group, so that
+threads need not wait for each other within a row."""
+
 LOWEST = -1e38
 """Start of a running maximum: finite, so that logits of -inf give exp(-inf) = 0 and not NaN."""
 
@@ -52,8 +64,8 @@ class CrossEntropyOutput(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """Per-token results of one pass over logits: [N] float32, but ``lse`` [N, 2] (its two summands), and ``predicted``
-    int64, empty if not asked for."""
+    """Per-token results of one pass over logits: [N] float32, but ``lse`` [N, 2] (maximum, and sum of powers), and
+    ``predicted`` int64, empty if not asked for."""
 
     loss: Tensor
     z_loss: Tensor
@@ -63,12 +75,33 @@ class TokenStatistics(NamedTuple):
 
 
 @triton.jit
+def exp(x):
+    """As a power of two, whose instruction rounds the smallest results to 0; tl.exp scales them back and forth."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
 def _transformed(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
     z = x.to(tl.float32) * logit_scale
     if HAS_SOFTCAP:
-        # tanh(u) = 2 · sigmoid(2u) − 1
-        z = softcap * (2.0 * tl.sigmoid(2.0 * z / softcap) - 1.0)
+        u = z * (1.0 / softcap)
+        if x.dtype == tl.float32:
+            v = u * u  # of Cephes: where tanh is small, the difference below would lose its digits
+            small = ((-5.70498872745e-3 * v + 2.06390887954e-2) * v - 5.37397155531e-2) * v + 1.33314422036e-1
+            large = 1.0 - 2.0 / (exp(2.0 * tl.abs(u)) + 1.0)
+            tanh = tl.where(v < 0.39, u + u * v * (small * v - 3.33332819422e-1), tl.where(u < 0.0, -large, large))
+        else:
+            root = tl.rsqrt(exp(2.0 * u) + 1.0)  # squared it costs less than a division
+            tanh = 1.0 - 2.0 * root * root
+        z = softcap * tanh
     return z
+
+
+@triton.jit
+def _load(ptr, column, V, MASKED: tl.constexpr, EVICT: tl.constexpr):
+    if MASKED:  # not always: with a mask that ends anywhere each number is loaded by itself
+        return tl.load(ptr + column, mask=column < V, other=0.0, eviction_policy=EVICT)
+    return tl.load(ptr + column, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -78,18 +111,20 @@ def _cross_entropy_kernel(
     logits_stride, gradient_stride, V, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
     HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_A: tl.constexpr,
     HAS_C: tl.constexpr, STATISTICS: tl.constexpr, PREDICT: tl.constexpr, GRADIENT: tl.constexpr,
-    LOWEST: tl.constexpr, BLOCK: tl.constexpr,
+    LOWEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
+    GROUPS: tl.constexpr = BLOCK // VECTOR
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
     gradient_ptr += row.to(tl.int64) * gradient_stride
     y = tl.load(target_ptr + row)
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, GROUPS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    whole = V // BLOCK * BLOCK  # then comes one block that ends within
 
     if y == ignore_index:
         if STATISTICS:
             tl.store(lse_ptr + 2 * row, 0.0)
-            tl.store(lse_ptr + 2 * row + 1, 0.0)
+            tl.store(lse_ptr + 2 * row + 1, 1.0)
             tl.store(loss_ptr + row, 0.0)
             tl.store(z_loss_ptr + row, 0.0)
             tl.store(log_prob_ptr + row, 0.0)
@@ -97,11 +132,13 @@ def _cross_entropy_kernel(
                 tl.store(predicted_ptr + row, -1)
         if GRADIENT:
             for start in range(0, V, BLOCK):
-                zero = tl.zeros([BLOCK], gradient_ptr.dtype.element_ty)
+                zero = tl.zeros([GROUPS, VECTOR], gradient_ptr.dtype.element_ty)
                 tl.store(gradient_ptr + start + columns, zero, mask=start + columns < V)
         return
 
     valid = (y >= 0) & (y < V)
+    z_y = _transformed(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+    z_y = tl.where(valid, z_y, float("nan"))
     w_y = 1.0
     w_sum = tl.cast(V, tl.float32)
     if HAS_CLASS_WEIGHT:
@@ -109,49 +146,53 @@ def _cross_entropy_kernel(
         w_sum = tl.load(class_weight_sum_ptr)
 
     if STATISTICS:
-        # Before a warp that is ahead may write the gradient over it: the reductions below hold it back.
-        z_y = _transformed(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
-        z_y = tl.where(valid, z_y, float("nan"))
-        maximum = LOWEST
-        total = 0.0
-        weighted = 0.0
-        best = LOWEST
-        predicted = 0
-        for start in range(0, V, BLOCK):
-            inside = start + columns < V
-            x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
-            z = tl.where(inside, _transformed(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
-            block_maximum = tl.max(z, 0)
-            new_maximum = tl.maximum(maximum, block_maximum)
-            total = total * tl.exp(maximum - new_maximum) + tl.sum(tl.exp(z - new_maximum), 0)
-            maximum = new_maximum
-            if HAS_SMOOTHING:
-                share = tl.where(inside, z, 0.0)
-                if HAS_CLASS_WEIGHT:
-                    share *= tl.load(class_weight_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
-                weighted += tl.sum(share, 0)
-            if PREDICT:
-                better = block_maximum > best
-                predicted = tl.where(better, start + tl.argmax(z, 0), predicted)
-                best = tl.where(better, block_maximum, best)
-        log_total = tl.log(total)
-        lse = maximum + log_total
+        maxima = tl.full([GROUPS], LOWEST, tl.float32)
+        totals = tl.zeros([GROUPS], tl.float32)
+        weighted = tl.zeros([GROUPS], tl.float32)
+        best = tl.full([GROUPS], LOWEST, tl.float32)
+        predicted = tl.zeros([GROUPS], tl.int32)
+        for last in tl.static_range(2):
+            for start in range(whole if last else 0, V if last else whole, BLOCK):
+                # Kept for the second pass: the rows that are at work fit in the L2 cache.
+                x = _load(logits_ptr, start + columns, V, last, "evict_last")
+                z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
+                if HAS_SMOOTHING:
+                    share = z
+                    if HAS_CLASS_WEIGHT:
+                        share *= _load(class_weight_ptr, start + columns, V, last, "evict_last").to(tl.float32)
+                    if last:
+                        share = tl.where(start + columns < V, share, 0.0)
+                    weighted += tl.sum(share, 1)
+                if last:
+                    z = tl.where(start + columns < V, z, float("-inf"))
+                highest = tl.max(z, 1)
+                new_maxima = tl.maximum(maxima, highest)
+                totals = totals * exp(maxima - new_maxima) + tl.sum(exp(z - new_maxima[:, None]), 1)
+                maxima = new_maxima
+                if PREDICT:
+                    better = highest > best
+                    here = start + tl.arange(0, GROUPS) * VECTOR + tl.argmax(z, 1)
+                    predicted = tl.where(better, here, predicted)
+                    best = tl.where(better, highest, best)
+        maximum = tl.max(maxima, 0)
+        total = tl.sum(totals * exp(maxima - maximum), 0)
+        lse = maximum + tl.log(total)
         # Not lse − z_y: for a target near the maximum that difference would keep few digits.
-        log_prob = (z_y - maximum) - log_total
+        log_prob = (z_y - maximum) - tl.log(total)
         loss = (label_smoothing - 1.0) * w_y * log_prob
         if HAS_SMOOTHING:
-            loss += label_smoothing / V * (w_sum * lse - weighted)
+            loss += label_smoothing / V * (w_sum * lse - tl.sum(weighted, 0))
         tl.store(lse_ptr + 2 * row, maximum)
-        tl.store(lse_ptr + 2 * row + 1, log_total)
+        tl.store(lse_ptr + 2 * row + 1, total)
         tl.store(loss_ptr + row, loss + z_loss * lse * lse)
         tl.store(z_loss_ptr + row, z_loss * lse * lse)
         tl.store(log_prob_ptr + row, log_prob)
         if PREDICT:
-            tl.store(predicted_ptr + row, predicted)
+            tl.store(predicted_ptr + row, tl.min(tl.where(best == tl.max(best, 0), predicted, V), 0))
     else:
         maximum = tl.load(lse_ptr + 2 * row)
-        log_total = tl.load(lse_ptr + 2 * row + 1)
-        lse = maximum + log_total
+        total = tl.load(lse_ptr + 2 * row + 1)
+        lse = maximum + tl.log(total)
 
     if GRADIENT:
         a = 1.0
@@ -162,23 +203,34 @@ def _cross_entropy_kernel(
             c = tl.load(c_ptr + row)
         smoothed = a * label_smoothing / V
         on_target = a * (1.0 - label_smoothing) * w_y - c
-        on_all = on_target + smoothed * w_sum + 2.0 * a * z_loss * lse
-        for start in range(0, V, BLOCK):
-            inside = start + columns < V
-            x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
-            z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
-            dz = tl.exp((z - maximum) - log_total) * on_all
-            if HAS_SMOOTHING:
-                if HAS_CLASS_WEIGHT:
-                    w = tl.load(class_weight_ptr + start + columns, mask=inside, other=0.0)
-                    dz -= smoothed * w.to(tl.float32)
+        on_all = (on_target + smoothed * w_sum + 2.0 * a * z_loss * lse) / total
+        tl.debug_barrier()  # all have read the target's logit, which may lie where the gradient goes
+        for step in tl.static_range(2):
+            for back in range(0, V - whole if step == 0 else whole, BLOCK):
+                # From the end, which was read last.
+                column = (whole if step == 0 else whole - BLOCK - back) + columns
+                x = _load(logits_ptr, column, V, step == 0, "evict_first")
+                z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
+                dz = exp(z - maximum) * on_all
+                if HAS_SMOOTHING:
+                    if HAS_CLASS_WEIGHT:
+                        dz -= smoothed * _load(class_weight_ptr, column, V, step == 0, "evict_last").to(tl.float32)
+                    else:
+                        dz -= smoothed
+                if HAS_SOFTCAP:
+                    dz *= 1.0 - z * z * (1.0 / (softcap * softcap))
+                dx = (dz * logit_scale).to(gradient_ptr.dtype.element_ty)
+                if step == 0:
+                    tl.store(gradient_ptr + column, dx, mask=column < V, eviction_policy="evict_first")
                 else:
-                    dz -= smoothed
-            dz = tl.where(start + columns == y, dz - on_target, dz)
-            if HAS_SOFTCAP:
-                dz *= 1.0 - (z / softcap) * (z / softcap)
-            dx = dz * logit_scale
-            tl.store(gradient_ptr + start + columns, dx.to(gradient_ptr.dtype.element_ty), mask=inside)
+                    tl.store(gradient_ptr + column, dx, eviction_policy="evict_first")
+        dz = exp(z_y - maximum) * on_all - on_target
+        if HAS_SMOOTHING:
+            dz -= smoothed * w_y
+        if HAS_SOFTCAP:
+            dz *= 1.0 - z_y * z_y * (1.0 / (softcap * softcap))
+        tl.debug_barrier()  # not a comparison for each column, but the target's once more
+        tl.store(gradient_ptr + y, (dz * logit_scale).to(gradient_ptr.dtype.element_ty), mask=valid)
 
 
 def _chunk_in_torch(
@@ -223,7 +275,7 @@ def _chunk_in_torch(
             dz *= 1 - (z / softcap).square()
         gradient.copy_((dz * logit_scale).where(valid[:, None], 0))
     keep = lambda tensor: tensor.where(valid, 0)
-    keep_lse = torch.stack([maximum, lse - maximum], 1).where(valid[:, None], 0)
+    keep_lse = torch.stack([maximum, (lse - maximum).exp()], 1).where(valid[:, None], 0)
     predicted = z.argmax(-1).where(valid, -1) if predict else target.new_empty(0)
     return TokenStatistics(keep(loss), keep(squared), keep(log_probs), keep_lse, predicted)
 
@@ -262,7 +314,7 @@ def token_statistics(
         lse = torch.empty(N, 2, dtype=torch.float32, device=logits.device)
         statistics = TokenStatistics(fresh(), fresh(), fresh(), lse, predicted)
     out = statistics or TokenStatistics(logits, logits, logits, lse, logits)
-    block = min(triton.next_power_of_2(V), MAX_BLOCK)
+    block = min(max(triton.next_power_of_2(V), VECTOR), WIDE_BLOCK if V > 2**16 else MAX_BLOCK)
     if N:
         with on_device_of(logits):
             _cross_entropy_kernel[(N,)](
@@ -276,7 +328,7 @@ def token_statistics(
                 HAS_CLASS_WEIGHT=class_weight is not None, HAS_SMOOTHING=label_smoothing != 0.0,
                 HAS_SOFTCAP=softcap is not None, HAS_A=a is not None, HAS_C=c is not None,
                 STATISTICS=statistics is not None, PREDICT=predict, GRADIENT=gradient is not None,
-                LOWEST=LOWEST, BLOCK=block, num_warps=min(max(block // 512, 1), 32),
+                LOWEST=LOWEST, BLOCK=block, VECTOR=VECTOR, num_warps=min(max(block // 512, 1), 32),
             )  # fmt: skip
     return statistics
 
@@ -404,6 +456,20 @@ def _backward(ctx, a, _z_loss, c, _lse, _predicted):
 torch.library.register_autograd("liger_models::cross_entropy", _backward, setup_context=_setup, lib=LIBRARY)
 
 
+def _loss_and_gradient(logits, target, class_weight, factors, *options_and_predict) -> tuple[Tensor, ...]:
+    """The loss that ``factors`` of the tokens' losses make, its z-loss part, predictions, gradient and fp16's scale."""
+    *options, predict = options_and_predict
+    logits = logits.contiguous()
+    gradient = torch.empty_like(logits)
+    a, scale = without_exponent(factors, logits.dtype)
+    statistics = token_statistics(
+        logits, target.contiguous(), class_weight, *options, predict=predict, a=a, gradient=gradient
+    )
+    assert statistics is not None
+    z_loss = (statistics.z_loss * factors).sum()
+    return (statistics.loss * factors).sum(), z_loss, statistics.predicted, gradient, scale
+
+
 def check_arguments(
     op: str,
     rows: tuple[int, ...],
@@ -489,16 +555,24 @@ def cross_entropy(
         "cross_entropy", tuple(logits.shape[:-1]), V, target, class_weight, token_weight,
         ignore_index, label_smoothing, softcap, reduction, num_items,
     )  # fmt: skip
-    y = target.reshape(-1)
-    token_loss, token_z, log_probs, _, predicted = torch.ops.liger_models.cross_entropy(
-        logits.reshape(-1, V), y, class_weight, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
-        return_token_accuracy,
-    )  # fmt: skip
-    factors = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, token_loss.dtype)
+    flat, y = logits.reshape(-1, V), target.reshape(-1)
+    options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_token_accuracy)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    factors = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, wide)
+    training = logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    log_probs = None
+    if training and reduction != "none" and not return_log_probs:
+        loss, z_part, predicted = HandOver.apply(_loss_and_gradient, 4, (0,), flat, y, class_weight, factors, *options)
+    else:
+        token_loss, token_z, log_probs, _, predicted = torch.ops.liger_models.cross_entropy(
+            flat, y, class_weight, *options
+        )
+        loss = reduce(token_loss * factors, reduction, target.shape)
+        z_part = reduce(token_z * factors, reduction, target.shape)
     return CrossEntropyOutput(
-        loss=reduce(token_loss * factors, reduction, target.shape),
-        z_loss=reduce(token_z * factors, reduction, target.shape) if return_z_loss else None,
-        log_probs=log_probs.view(target.shape) if return_log_probs else None,
+        loss=loss,
+        z_loss=z_part if return_z_loss else None,
+        log_probs=log_probs.view(target.shape) if return_log_probs and log_probs is not None else None,
         token_accuracy=token_accuracy(predicted, y, ignore_index) if return_token_accuracy else None,
     )
 

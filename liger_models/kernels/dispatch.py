@@ -5,6 +5,7 @@ Triton runs on accelerators (CUDA, ROCm, XPU); the plain-torch reference runs on
 On an accelerator an op never falls back silently: without Triton it raises.
 """
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -92,6 +93,16 @@ def num_programs(x: Tensor, per_sm: int) -> int:
     if x.device.type == "xpu":
         return int(torch.xpu.get_device_properties(x.device).max_compute_units) * per_sm
     return 3  # the interpreter: few and odd, so that tests see uneven shares
+
+
+def shared_memory(x: Tensor) -> int:
+    """Bytes of shared memory that a program on the device of ``x`` may have."""
+    return 2**17 if INTERPRET else _shared_memory(x.device.index)
+
+
+@functools.cache
+def _shared_memory(device: int) -> int:
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
 def check(condition: bool, message: str) -> None:

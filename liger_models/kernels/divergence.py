@@ -29,20 +29,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .cross_entropy import LOWEST, _transformed, check_arguments, token_scale
+from .cross_entropy import LOWEST, _transformed, check_arguments, exp, token_scale
 from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
 from .linear_cross_entropy import (
-    HandOver,
     _linear,
     chunk_rows,
     logits_buffer,
     matching_dtypes,
-    scalar_loss_backward,
-    scalar_loss_setup,
     walk_chunks,
     wide_gradients_fake,
-    without_exponent,
 )
+from .scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, without_exponent
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
 MAX_BLOCK = 8192
@@ -135,8 +132,8 @@ def _kind(divergence: str, beta: float) -> str:
 @triton.jit
 def _part(s, t, beta, KIND: tl.constexpr):
     """Summand of D, and a, for log-probabilities s of the student and t of the teacher."""
-    q = tl.exp(s)
-    p = tl.exp(t)
+    q = exp(s)
+    p = exp(t)
     if KIND == 0:
         d = p * (t - s)
         a = -p
@@ -145,7 +142,7 @@ def _part(s, t, beta, KIND: tl.constexpr):
         a = d
     elif KIND == 2:
         top = tl.maximum(s, t)  # m − top and not m, which would round away what s − m is made of
-        m = tl.log(beta * tl.exp(t - top) + (1.0 - beta) * tl.exp(s - top))
+        m = tl.log(beta * exp(t - top) + (1.0 - beta) * exp(s - top))
         a = (1.0 - beta) * q * ((s - top) - m)
         d = beta * p * ((t - top) - m) + a
     else:
@@ -199,15 +196,15 @@ def _divergence_kernel(
         else:
             u = tl.where(inside, u, float("-inf"))
             new_max = tl.maximum(t_max, tl.max(u, 0))
-            t_total *= tl.exp((t_max - new_max) * inverse_temperature)
-            t_total += tl.sum(tl.exp((u - new_max) * inverse_temperature), 0)
+            t_total *= exp((t_max - new_max) * inverse_temperature)
+            t_total += tl.sum(exp((u - new_max) * inverse_temperature), 0)
             t_max = new_max
         z = tl.where(inside, z, float("-inf"))
         new_max = tl.maximum(s_max, tl.max(z, 0))
-        s_total *= tl.exp((s_max - new_max) * inverse_temperature)
-        s_total += tl.sum(tl.exp((z - new_max) * inverse_temperature), 0)
+        s_total *= exp((s_max - new_max) * inverse_temperature)
+        s_total += tl.sum(exp((z - new_max) * inverse_temperature), 0)
         if HARD:
-            hard_total = hard_total * tl.exp(s_max - new_max) + tl.sum(tl.exp(z - new_max), 0)
+            hard_total = hard_total * exp(s_max - new_max) + tl.sum(exp(z - new_max), 0)
         s_max = new_max
     s_log, t_log = tl.log(s_total), 0.0
     hard_log = 0.0
@@ -251,9 +248,9 @@ def _divergence_kernel(
                 s = tl.maximum((z - s_max) * inverse_temperature - s_log, LOWEST)
                 t = tl.maximum((u - t_max) * inverse_temperature - t_log, LOWEST)
                 _, a = _part(s, t, beta, KIND)
-                dz = soft_weight * inverse_temperature * (a - tl.exp(s) * total_a)
+                dz = soft_weight * inverse_temperature * (a - exp(s) * total_a)
             if HARD:
-                dz += hard_weight * (tl.exp((z - s_max) - hard_log) - tl.where(start + columns == y, 1.0, 0.0))
+                dz += hard_weight * (exp((z - s_max) - hard_log) - tl.where(start + columns == y, 1.0, 0.0))
             if HAS_SOFTCAP:
                 dz *= 1.0 - (z / softcap) * (z / softcap)
             dz *= factor * logit_scale
@@ -460,7 +457,7 @@ def linear_divergence(
     factors = token_scale(y, None, None, ignore_index, "mean", None, wide)
     training = torch.is_grad_enabled()
     fused = torch.ops.liger_models.linear_divergence
-    run = fused if torch.compiler.is_compiling() else partial(HandOver.apply, fused, 8)
+    run = fused if torch.compiler.is_compiling() else partial(HandOver.apply, fused, 8, (0, 1, 3))
     loss, soft, hard, *_ = run(
         flat, weight, y, bias, teacher_flat.detach(), teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(), factors,

@@ -67,7 +67,7 @@ def _load_pairs(pointer, left, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(gate_up_ptr, y_ptr, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_act_kernel(gate_up_ptr, y_ptr, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     left = count - start  # in int64, and so is twice that
     gate, up = _load_pairs(gate_up_ptr + 2 * start, left, BLOCK)
@@ -78,7 +78,7 @@ def _forward_kernel(gate_up_ptr, y_ptr, count, ACT: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _backward_kernel(
+def _gated_act_backward_kernel(
     dy_ptr, gate_up_ptr, d_gate_up_ptr, product_ptr, count,
     ACT: tl.constexpr, STORE_PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +103,7 @@ def gated_act_forward(gate_up: Tensor, act: str) -> Tensor:
     y = torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
         with on_device_of(gate_up):
-            _forward_kernel[(triton.cdiv(y.numel(), BLOCK),)](
+            _gated_act_kernel[(triton.cdiv(y.numel(), BLOCK),)](
                 gate_up, y, y.numel(), ACT=act, BLOCK=BLOCK, num_warps=NUM_WARPS
             )
     return y
@@ -127,7 +127,7 @@ def gated_act_backward(
     product = (dy if overwrite_dy else torch.empty_like(dy)) if need_product else None
     if dy.numel():
         with on_device_of(gate_up):
-            _backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](
+            _gated_act_backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](
                 # A pointer argument that the constants switch off still has to be a tensor.
                 dy, gate_up, d_gate_up, dy if product is None else product, dy.numel(),
                 ACT=act, STORE_PRODUCT=need_product, BLOCK=BLOCK, num_warps=NUM_WARPS,

@@ -38,6 +38,7 @@ from .cross_entropy import (
     token_statistics,
 )
 from .dispatch import LIBRARY, check, check_floating
+from .scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, scale_cast, without_exponent
 
 WORKSPACE_MIB, WORKSPACE_TOKENS = 512, 8192
 """Default budget, for up to so many tokens; more get more in proportion. 4 chunks at V = 128,256 in bf16: large enough
@@ -72,15 +73,6 @@ def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
     if workspace_mib is None:
         chunks = min(chunks, BF16_CHUNKS)
     return max(-(-N // (chunks * ROW_MULTIPLE)), 1) * ROW_MULTIPLE
-
-
-def without_exponent(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """For fp16, ``factors`` as numbers of magnitude up to 1 and the power of two that they share; else the power 1."""
-    one = factors.new_ones(())
-    if dtype != torch.float16 or factors.numel() == 0:
-        return factors, one
-    exponent = torch.frexp(factors.abs().amax()).exponent
-    return torch.ldexp(factors, -exponent), torch.ldexp(one, exponent)
 
 
 def _word_parts(V: int, size: int) -> list[int]:
@@ -256,18 +248,6 @@ LIBRARY.define(
     f"linear_cross_entropy_tokens_backward(Tensor? a, Tensor? c, {_INPUTS}, Tensor lse, {_OPTIONS},"
     " bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor)"
 )
-LIBRARY.define("scale_cast(Tensor x, Tensor scale, ScalarType dtype) -> Tensor")
-
-
-@torch.library.impl(LIBRARY, "scale_cast", "CompositeExplicitAutograd")
-def _scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    # One kernel: no temporary in the wide dtype.
-    return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
-
-
-@torch.library.register_fake("liger_models::scale_cast", lib=LIBRARY)
-def _scale_cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
 
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy", "CompositeExplicitAutograd")
@@ -307,62 +287,9 @@ def wide_gradients_fake(
     )
 
 
-def scalar_loss_setup(ctx, inputs, output):
-    """Autograd of an op like `HandOver`'s, with two results beside the loss, in compiled graphs: what is kept."""
-    x, weight, _, bias, *_ = inputs
-    _, z_loss, predicted, dx, dweight, dbias, scale = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(z_loss, predicted, dx, dweight, dbias, scale)
-    ctx.dtypes, ctx.inputs = (x.dtype, weight.dtype, None if bias is None else bias.dtype), len(inputs)
-    ctx.save_for_backward(dx, dweight, dbias, scale)
-
-
-def scalar_loss_backward(ctx, upstream, *_):
-    """The gradients that `scalar_loss_setup` kept, times the upstream factor."""
-    gradients = [None] * ctx.inputs
-    if upstream is not None:
-        *saved, scale = ctx.saved_tensors
-        for index, gradient, dtype in zip((0, 1, 3), saved, ctx.dtypes, strict=True):
-            if ctx.needs_input_grad[index]:
-                gradients[index] = torch.ops.liger_models.scale_cast(gradient, upstream * scale, dtype)
-    return tuple(gradients)
-
-
 torch.library.register_autograd(
     "liger_models::linear_cross_entropy", scalar_loss_backward, setup_context=scalar_loss_setup, lib=LIBRARY
 )
-
-
-class HandOver(torch.autograd.Function):
-    """The op of a scalar loss, outside of compiled graphs: its backward scales the gradients in place and lets go.
-
-    The op takes x, weight, a third tensor, bias, and up to ``tensors`` in all, then options; it returns the loss, other
-    results (no gradient), dx, dweight, dbias and their scale.
-    """
-
-    @staticmethod
-    def forward(ctx, op, tensors, *inputs):
-        *results, dx, dweight, dbias, scale = op(*inputs)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*results[1:])
-        ctx.save_for_backward(*inputs[:tensors], scale)
-        ctx.op, ctx.made, ctx.rest = op, (dx, dweight, dbias), inputs[tensors:]
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx, upstream, *_):
-        *inputs, scale = ctx.saved_tensors
-        gradients = [None] * (2 + len(inputs) + len(ctx.rest))
-        if upstream is None:
-            return tuple(gradients)
-        made, ctx.made = ctx.made, None
-        if made is None:
-            made = ctx.op(*inputs, *ctx.rest)[-4:-1]
-        factor = upstream * scale
-        for index, gradient in zip((0, 1, 3), made, strict=True):
-            if ctx.needs_input_grad[2 + index]:
-                gradients[2 + index] = gradient.mul_(factor).to(inputs[index].dtype)
-        return tuple(gradients)
 
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy_tokens", "CompositeExplicitAutograd")
@@ -391,9 +318,9 @@ def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) ->
         a=a, c=c, lse=lse, need=(need_dx, need_dw, need_db),
     )  # fmt: skip
     return (
-        _scale_cast(dx, scale, x.dtype),
-        _scale_cast(dweight, scale, weight.dtype),
-        _scale_cast(dbias, scale, weight.dtype),
+        scale_cast(dx, scale, x.dtype),
+        scale_cast(dweight, scale, weight.dtype),
+        scale_cast(dbias, scale, weight.dtype),
     )
 
 
@@ -525,7 +452,7 @@ def linear_cross_entropy(
     else:
         training = torch.is_grad_enabled()
         fused = torch.ops.liger_models.linear_cross_entropy
-        run = fused if torch.compiler.is_compiling() else partial(HandOver.apply, fused, 6)
+        run = fused if torch.compiler.is_compiling() else partial(HandOver.apply, fused, 6, (0, 1, 3))
         loss, z_part, predicted, *_ = run(
             flat, weight, y, bias, class_weight, factors, *options, return_token_accuracy,
             training and x.requires_grad, training and weight.requires_grad,

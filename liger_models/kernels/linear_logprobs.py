@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .cross_entropy import LOWEST, _transformed, check_arguments
+from .cross_entropy import LOWEST, _transformed, check_arguments, exp
 from .dispatch import LIBRARY, check, on_device_of, tl, triton, use_triton
 from .linear_cross_entropy import (
     check_head,
@@ -34,8 +34,8 @@ from .linear_cross_entropy import (
     linear_cross_entropy,
     matching_dtypes,
     walk_chunks,
-    without_exponent,
 )
+from .scalar_loss import without_exponent
 
 MAX_BLOCK = 16384
 
@@ -98,7 +98,7 @@ def _log_probs_kernel(
             x = tl.load(logits_ptr + start + columns, mask=inside, other=0.0)
             z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
             log_p = (z - maximum) - log_total
-            p = tl.exp(log_p)
+            p = exp(log_p)
             # A logit of −inf: p · log p is 0 there, not NaN.
             dz = -p * (c + h * (tl.maximum(log_p, LOWEST) + entropy))
             dz = tl.where(start + columns == y, dz + c, dz)
@@ -116,10 +116,10 @@ def _log_probs_kernel(
             z = tl.where(inside, _transformed(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(z, 0))
             down = maximum - new_maximum
-            weighted = tl.exp(down) * (weighted + down * total)
-            total *= tl.exp(down)
+            weighted = exp(down) * (weighted + down * total)
+            total *= exp(down)
             below = tl.maximum(z - new_maximum, LOWEST)
-            e = tl.exp(below)
+            e = exp(below)
             total += tl.sum(e, 0)
             weighted += tl.sum(e * below, 0)
             maximum = new_maximum

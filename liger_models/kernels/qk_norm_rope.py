@@ -106,7 +106,7 @@ def _values(chunk, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SHARE:
 
 
 @triton.jit
-def _forward_kernel(
+def _qk_norm_rope_kernel(
     packed_ptr, q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, T, packed_b, packed_t, table_b, table_t,
     eps, weight_offset,
     G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
@@ -140,7 +140,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _qk_norm_rope_backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, packed_ptr, d_packed_ptr, wq_ptr, wk_ptr, dw_ptr, cos_ptr, sin_ptr, N, T,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, packed_b, packed_t, table_b, table_t, eps, weight_offset,
     G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
@@ -243,7 +243,7 @@ def _qk_norm_rope(
     B, T, _ = qkv.shape
     if qkv.numel():
         with on_device_of(qkv):
-            _forward_kernel[(B * T * constants["CHUNKS"],)](
+            _qk_norm_rope_kernel[(B * T * constants["CHUNKS"],)](
                 qkv, q, k, v, q_norm_weight.contiguous(), k_norm_weight.contiguous(), cos, sin, T, *qkv.stride()[:2],
                 table_b, table_t, eps, weight_offset,
                 INTERLEAVED=interleaved, WHOLE=whole, SCALE_IN_FP32=scale_in_fp32, **constants,
@@ -276,7 +276,7 @@ def _qk_norm_rope_backward(
     parts = [qkv.unsqueeze(2) if grad is None else grad for grad in grads]
     if qkv.numel():
         with on_device_of(qkv):
-            _backward_kernel[(shares * chunks,)](
+            _qk_norm_rope_backward_kernel[(shares * chunks,)](
                 *parts, qkv, dqkv, q_norm_weight.contiguous(), k_norm_weight.contiguous(), partial, cos, sin, B * T, T,
                 *(stride for part in parts for stride in part.stride()[:3]), *qkv.stride()[:2], table_b, table_t,
                 eps, weight_offset, INTERLEAVED=interleaved, WHOLE=whole,

@@ -55,7 +55,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @triton.jit
-def _normed_kernel(
+def _rms_normed_kernel(
     h_ptr, w_ptr, rstd_ptr, y_ptr, C, weight_offset, SCALE_IN_FP32: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * C
@@ -78,7 +78,7 @@ def normed_again(
     block = min(triton.next_power_of_2(C), BLOCK)
     if h.numel():
         with on_device_of(h):
-            _normed_kernel[(h.numel() // C, triton.cdiv(C, block))](
+            _rms_normed_kernel[(h.numel() // C, triton.cdiv(C, block))](
                 h, norm_weight, rstd, y, C, weight_offset, SCALE_IN_FP32=scale_in_fp32, BLOCK=block,
                 num_warps=max(block // 512, 1),
             )  # fmt: skip

@@ -28,6 +28,9 @@ CAUSAL_BACKENDS = [
 MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Never cuDNN with a mask: its gradient of q has been NaN for some lengths (pytorch#196678)."""
 
+LEAST_HEAD_DIM = 16
+"""Of flex_attention's kernel; smaller heads are filled up with zeros."""
+
 RECOMPILE_LIMIT = 256
 """Each dtype, head size and batch shape compiles flex_attention once; from PyTorch's own limit of 8 on it would run
 unfused, with all scores in memory."""
@@ -53,6 +56,9 @@ def _flex_attention(
     q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float, softcap: float | None
 ) -> Tensor:
     """flex_attention's fused kernel, on [B, heads, T, D]."""
+    D = q.shape[-1]
+    if D < LEAST_HEAD_DIM:
+        q, k, v = (F.pad(x, (0, LEAST_HEAD_DIM - D)) for x in (q, k, v))
     options: dict[str, Any] = {"block_mask": block_mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     # The kernel for few queries has no configuration for some head sizes.
     options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
@@ -63,7 +69,7 @@ def _flex_attention(
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, specialize_float=True):
             out = _compiled_flex_attention()(q, k, v, None if softcap is None else _cached_score(softcap), **options)
     y: Tensor = out
-    return y
+    return y[..., :D]
 
 
 def attention_reference(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_models.kernels import adamw
-from liger_models.kernels.adamw import BLOCK, Hyper, Update, adamw_
+from liger_models.kernels.adamw import BLOCK, BLOCKS, Hyper, Update, adamw_
 from liger_models.kernels.dispatch import reference_backend, use_triton
 
 pytestmark = [
@@ -13,7 +13,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
 
-SIZES = [(), (1,), (0, 4), (7, 3), (BLOCK,), (3, BLOCK + 1)]
+SPAN = BLOCK * BLOCKS
+"""Elements of a program."""
+SIZES = [(), (1,), (0, 4), (7, 3), (SPAN,), (3, SPAN + 1)]
 GPU_SIZES = [(50_001, 641), (4096, 4096)]
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, maximize=False, step=3)
 OTHER = Hyper(lr=3e-3, beta1=0.0, beta2=0.9, eps=1e-6, weight_decay=0.0, maximize=True, step=1)
@@ -92,7 +94,7 @@ def test_real_sizes(shape):
 def test_together_as_one_by_one(kernel_device):
     """Hyper-parameters are of each tensor, and neither its place in the table nor its neighbours matter."""
     dtype = torch.float16
-    sizes = [5, 0, BLOCK, 3 * BLOCK + 2, 0, 1, 2 * BLOCK, 0]
+    sizes = [5, 0, SPAN, 3 * SPAN + 2, 0, 1, 2 * SPAN, 0]
     updates = [make((n,), (dtype,) * 3, kernel_device, (HYPER, OTHER)[i % 2], i) for i, n in enumerate(sizes)]
     alone = [copy_of(update) for update in updates]
     adamw_(updates)
@@ -123,17 +125,17 @@ def test_one_launch(kernel_device, monkeypatch):
 @pytest.mark.parametrize("which", range(4), ids=["param", "grad", "exp_avg", "exp_avg_sq"])
 def test_unaligned_views_and_nothing_beside_them(backend, which):
     for dtype, shift in product((torch.float32, torch.float16), (1, 3, 16)):
-        update = make((BLOCK + 70,), (dtype,) * 3, backend)
+        update = make((SPAN + 70,), (dtype,) * 3, backend)
         before = copy_of(update)
-        room = torch.full((BLOCK + 100,), 7.0, dtype=dtype, device=backend)
-        view = room[shift : shift + BLOCK + 70].copy_(update[which])
+        room = torch.full((SPAN + 100,), 7.0, dtype=dtype, device=backend)
+        view = room[shift : shift + SPAN + 70].copy_(update[which])
         tensors = list(update)
         tensors[which] = view
         update = Update(*tensors)
         adamw_([update])
         assert_rounded_once(before, update)
         assert (room[:shift] == 7).all()
-        assert (room[shift + BLOCK + 70 :] == 7).all()
+        assert (room[shift + SPAN + 70 :] == 7).all()
 
 
 def test_strides(backend):
@@ -240,7 +242,7 @@ def test_what_bfloat16_holds_stays(backend):
 
 
 def test_same_seed_same_numbers_and_no_others(backend):
-    values = torch.randn(3 * BLOCK + 5)
+    values = torch.randn(3 * SPAN + 5)
     first = rounded(backend, values, seed=2**40 + 1, stream=5, step=9)
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -253,8 +255,8 @@ def test_same_seed_same_numbers_and_no_others(backend):
 
 def test_numbers_do_not_depend_on_the_grid(kernel_device, monkeypatch):
     def run():
-        room = torch.zeros(BLOCK * 2 + 11, dtype=torch.bfloat16, device=kernel_device)
-        updates = [make((n,), BF16, kernel_device, stream=i) for i, n in enumerate((7, BLOCK * 2 + 10))]
+        room = torch.zeros(2 * SPAN + 11, dtype=torch.bfloat16, device=kernel_device)
+        updates = [make((n,), BF16, kernel_device, stream=i) for i, n in enumerate((7, 2 * SPAN + 10))]
         unaligned = updates[1]._replace(param=room[1:].copy_(updates[1].param))
         adamw_([updates[0], unaligned] if moved else updates, stochastic_rounding=True)
         return [tensor.clone() for tensor in (unaligned if moved else updates[1])[:4]]
@@ -335,7 +337,7 @@ def test_parameters_with_gaps_raise(kernel_device):
 
 @pytest.mark.gpu
 def test_more_than_two_billion_elements():
-    count = 2**31 + BLOCK + 3
+    count = 2**31 + SPAN + 3
     p, g, m, v = (torch.zeros(count, dtype=torch.bfloat16, device="cuda") for _ in range(4))
     end = slice(count - 100, None)
     small = make((100,), BF16, "cuda")
