@@ -18,7 +18,8 @@ PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
 IMAGES = ROOT / "docs" / "images"
 MARKED = re.compile(r"(<!-- begin: ([a-z-]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
-SHORT = ("llama-3-8b", ("hf", "hf+liger", "ours", "ours+selective"))
+SHORT_MODES = "hf hf+liger hf+liger+ac ours ours+adamw ours+adamw+offload10+selective12 ours+adamw+fp8+blocks"
+SHORT = ("llama-3-8b", tuple(SHORT_MODES.split()))
 """Model and modes of the short table."""
 
 TITLES = {

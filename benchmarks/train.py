@@ -213,7 +213,7 @@ def run(mode: str, name: str, batch: str, steps: int, imported_s: float) -> dict
 
 
 KERNEL_CLASSES = {
-    "attention": r"sdpa|flash|fmha|flex|attention",
+    "attention": r"cudnn|sdpa|flash|fmha|flex|attention",
     "matmul": r"gemm|nvjet|cutlass|cublas|splitk|_mm_|_product_kernel|_outer_kernel",
     "optimizer": r"adam|multi_tensor",
     "loss": r"cross_entropy|element_mul|_scale_kernel|softmax|nll_loss",

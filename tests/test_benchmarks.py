@@ -284,6 +284,7 @@ def test_kernels_have_classes():
         "nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_NNT": "matmul",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3": "attention",
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizer>": "optimizer",
+        "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*, void const*)": "attention",
         "_adamw_kernel": "optimizer",
         "liger_cross_entropy_kernel": "loss",
         "_qk_norm_rope_backward_kernel": "rope",
