@@ -381,6 +381,8 @@ def token_scale(
     weight of the target (their number, without weights); where that is 0 the factor is 0.
     """
     valid = target != ignore_index
+    if reduction == "mean" and num_items is None and class_weight is None and token_weight is None:
+        return (valid if dtype == torch.get_default_dtype() else valid.to(dtype)) / valid.sum().clamp_(min=1)
     weight = valid.to(dtype) if token_weight is None else token_weight.reshape(-1).to(dtype).where(valid, 0)
     if reduction != "mean":
         return weight
@@ -466,8 +468,9 @@ def _loss_and_gradient(logits, target, class_weight, factors, *options_and_predi
         logits, target.contiguous(), class_weight, *options, predict=predict, a=a, gradient=gradient
     )
     assert statistics is not None
-    z_loss = (statistics.z_loss * factors).sum()
-    return (statistics.loss * factors).sum(), z_loss, statistics.predicted, gradient, scale
+    loss = (statistics.loss * factors).sum()
+    z_loss = (statistics.z_loss * factors).sum() if options[2] else torch.zeros_like(loss)
+    return loss, z_loss, statistics.predicted, gradient, scale
 
 
 def check_arguments(

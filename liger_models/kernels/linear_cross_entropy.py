@@ -259,7 +259,9 @@ def _loss(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor
         predict=predict, a=a, need=(need_dx, need_dw, need_db),
     )  # fmt: skip
     loss, z_loss, _, _, predicted = statistics
-    return (loss * factors).sum(), (z_loss * factors).sum(), predicted, dx, dweight, dbias, scale
+    loss = (loss * factors).sum()
+    z_loss = (z_loss * factors).sum() if options[2] else torch.zeros_like(loss)
+    return loss, z_loss, predicted, dx, dweight, dbias, scale
 
 
 @torch.library.register_fake("liger_models::linear_cross_entropy", lib=LIBRARY)

@@ -48,6 +48,9 @@ WHOLE_WARPS_PER_SM = 32
 About 16 are resident (by registers), so that programs with fewer heads make room for others. With norms over all heads
 a partial gradient is as wide as the projection, and fewer of them are worth it."""
 
+STAGES = 3
+"""Tokens that a program of the backward has in flight."""
+
 
 def qk_norm_rope_reference(
     qkv: Tensor,
@@ -146,7 +149,7 @@ def _qk_norm_rope_backward_kernel(
     G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, SHARE_ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
-    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, STORE_DW: tl.constexpr,
+    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, STORE_DW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     H: tl.constexpr = G * QUERIES
     W: tl.constexpr = D if WHOLE else 0
@@ -164,7 +167,7 @@ def _qk_norm_rope_backward_kernel(
     count = tl.where(chunk == 0, H, G) * D if WHOLE else D
     dw1 = tl.zeros([ROWS, BLOCK], tl.float32)
     dw2 = tl.zeros([ROWS, BLOCK], tl.float32)
-    for token in tl.range(tl.program_id(0) // CHUNKS, N, tl.num_programs(0) // CHUNKS):
+    for token in tl.range(tl.program_id(0) // CHUNKS, N, tl.num_programs(0) // CHUNKS, num_stages=STAGES):
         batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
         dq = dq_ptr + batch * q_b + position * q_t + head.to(tl.int64) * q_h
         dk = dk_ptr + batch * k_b + position * k_t + (head - H).to(tl.int64) * k_h
@@ -280,7 +283,8 @@ def _qk_norm_rope_backward(
                 *parts, qkv, dqkv, q_norm_weight.contiguous(), k_norm_weight.contiguous(), partial, cos, sin, B * T, T,
                 *(stride for part in parts for stride in part.stride()[:3]), *qkv.stride()[:2], table_b, table_t,
                 eps, weight_offset, INTERLEAVED=interleaved, WHOLE=whole,
-                HAS_Q=dq is not None, HAS_K=dk is not None, HAS_V=dv is not None, STORE_DW=need_dw, **constants,
+                HAS_Q=dq is not None, HAS_K=dk is not None, HAS_V=dv is not None, STORE_DW=need_dw, STAGES=STAGES,
+                **constants,
             )  # fmt: skip
     if not need_dw:
         return dqkv, q_norm_weight.new_empty(0), k_norm_weight.new_empty(0)
