@@ -59,6 +59,7 @@ def tiny_hub(tmp_path, monkeypatch):
     }
     model.save_pretrained(tmp_path / "hub")
     monkeypatch.setattr(hub, "download", lambda repo_id, **options: tmp_path / "hub")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
 
