@@ -437,9 +437,11 @@ def make_row(pieces: Sequence[Tensor], length: int, filler: int) -> Batch:
     tokens = torch.cat([*pieces, padding]).long()[None]
     if len(padding):
         bounds.append(length)
+    labels = tokens.masked_fill(tokens < 0, -100)
+    labels[:, bounds[:-1]] = -100  # nothing predicts a document's first token: now labels can be counted, as engines do
     return {
         "input_ids": torch.where(tokens < 0, ~tokens, tokens),
-        "labels": tokens.masked_fill(tokens < 0, -100),
+        "labels": labels,
         "cu_seqlens": torch.tensor(bounds, dtype=torch.int32),
     }
 

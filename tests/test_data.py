@@ -92,10 +92,11 @@ def test_every_token_is_predicted_once_however_documents_are_cut(make, tokenizer
     for batch in split:
         assert batch["input_ids"].shape == batch["labels"].shape == (3, 32)
         for ids, labels in documents(batch):
-            assert ids == labels
+            assert labels == [-100, *ids[1:]]
             found.update(zip(ids, labels[1:], strict=False))
     assert found == pairs
     assert sum(int(targets_per_rank(batch)) for batch in split) == pairs.total()
+    assert sum(int((batch["labels"] != -100).sum()) for batch in split) == pairs.total()
 
     truncated = counted(make(examples, length=32, overflow="truncate"))
     assert truncated == Counter(tuple(document[:32]) for document in whole)
@@ -385,7 +386,7 @@ def test_ids(make):
     ((found,),) = (list(documents(batch)) for batch in make([{"input_ids": ids, "labels": [-100, 6, -100]}]))
     assert found == ([5, 6, 7], [-100, 6, -100])
     ((found,),) = (list(documents(batch)) for batch in make([{"input_ids": [5, 6]}]))
-    assert found == ([5, 6], [5, 6])
+    assert found == ([5, 6], [-100, 6])
 
 
 def test_a_field_by_name(make):
