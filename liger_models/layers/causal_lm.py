@@ -80,6 +80,8 @@ class CausalLM(nn.Module):
     """For transformers' Trainer: hand ``num_items_in_batch`` to the forward."""
     loss_type: ClassVar[str] = "ForCausalLM"
     """For transformers' Trainer: a row's first label is no target."""
+    _keys_to_ignore_on_save: ClassVar[tuple[str, ...]] = ("lm_head.weight",)
+    """For transformers' Trainer: tie the weights again if this is what a checkpoint lacks."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
