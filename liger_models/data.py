@@ -212,10 +212,13 @@ class PackedDataset(IterableDataset[Batch]):
         """The rows of a stream from the present position; keeps `_read` and `_first` up to it."""
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(self.epoch)
-        examples = _located(self.source)
+        examples = _located(self.source, self.encoder)
         if self._read:
             skip = getattr(self.source, "skip", None)  # of `datasets`: without reading what it need not
-            examples = _located(skip(self._read), self._read) if skip else itertools.islice(examples, self._read, None)
+            if skip is None:
+                examples = itertools.islice(examples, self._read, None)
+            else:
+                examples = _located(skip(self._read), self.encoder, self._read)
         unseen = self._row - self._first
         while window := list(itertools.islice(examples, WINDOW)):
             documents = [torch.tensor(ids, dtype=torch.int32) for ids in self.encoder.in_groups(window) if ids]
@@ -464,7 +467,7 @@ class Encoder:
     """Examples to token ids, as `TokenFile` has them; the arguments are those of `PackedDataset`."""
 
     def __init__(self, tokenizer: Tokenizer, field: str | None) -> None:
-        self.tokenizer, self.field = tokenizer, field
+        self.tokenizer, self.fields = tokenizer, FIELDS if field is None else (field,)
         ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
         self.filler = next((token for token in ids if token is not None), 0)
 
@@ -485,10 +488,10 @@ class Encoder:
         if isinstance(example, str):
             return example, None
         known = sorted(example) if isinstance(example, Mapping) else type(example).__name__
-        fields = [name for name in ([self.field] if self.field else FIELDS) if name in known]
+        fields = [name for name in self.fields if name in known]
         check(
             isinstance(example, Mapping) and bool(fields),
-            f"{where}: an example must have {self.field or ' or '.join(FIELDS)}, got {known}. Name it by field=.",
+            f"{where}: an example must have {' or '.join(self.fields)}, got {known}. Name it by field=.",
         )
         value = example[fields[0]]
         if isinstance(value, str):
@@ -535,26 +538,26 @@ def _tokenised(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | N
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "liger_models"
     cache = Path(cache_dir or default).absolute()
     with agreeing():
-        if not several() or int(os.environ.get("LOCAL_RANK", this_rank())) == 0:
-            folder = cache / _fingerprint(source, encoder)
-            if not folder.is_dir():
-                temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-                temporary.mkdir(parents=True)
-                try:
-                    bar: Any = tqdm  # not typed
-                    examples = bar(_located(source), desc="Tokenising", unit=" examples", disable=not progress)
-                    TokenFile.write(temporary, encoder.in_groups(examples))
-                    if not folder.is_dir():  # else another run was faster
-                        temporary.rename(folder)
-                finally:
-                    shutil.rmtree(temporary, ignore_errors=True)
-    return TokenFile(cache / _fingerprint(source, encoder))
+        folder = cache / _fingerprint(source, encoder)
+        first = not several() or int(os.environ.get("LOCAL_RANK", this_rank())) == 0
+        if first and not folder.is_dir():
+            temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+            temporary.mkdir(parents=True)
+            try:
+                bar: Any = tqdm  # not typed
+                examples = bar(_located(source, encoder), desc="Tokenising", unit=" examples", disable=not progress)
+                TokenFile.write(temporary, encoder.in_groups(examples))
+                if not folder.is_dir():  # else another run was faster
+                    temporary.rename(folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+    return TokenFile(folder)
 
 
 def _fingerprint(source: Any, encoder: Encoder) -> str:
     """Names what the tokens depend on: files by path, size and time, objects by their content."""
     tokenizer = encoder.tokenizer
-    made = [FORMAT, encoder.field, tokenizer.backend.to_str(), tokenizer.chat_template, tokenizer.special_tokens]
+    made = [FORMAT, encoder.fields, tokenizer.backend.to_str(), tokenizer.chat_template, tokenizer.special_tokens]
     digest = hashlib.sha256(json.dumps(made).encode())
     if isinstance(source, tuple):
         for path in source:
@@ -563,7 +566,7 @@ def _fingerprint(source: Any, encoder: Encoder) -> str:
     elif hasattr(source, "_fingerprint"):  # of `datasets`
         digest.update(source._fingerprint.encode())
     else:
-        for _, example in _located(source):
+        for _, example in _located(source, encoder):
             digest.update(json.dumps(example, default=_plain).encode())
     return digest.hexdigest()[:32]
 
@@ -594,11 +597,11 @@ def _paths(source: Any) -> Any:
     return tuple(file.absolute() for file in files)
 
 
-def _located(source: Any, start: int = 0) -> Iterator[Located]:
-    """The examples of a source in their order, and where each stands."""
+def _located(source: Any, encoder: Encoder, start: int = 0) -> Iterator[Located]:
+    """The examples of a source in their order, numbered from ``start`` + 1, and where each stands."""
     if isinstance(source, tuple):
         for path in source:
-            yield from _parquet(path) if path.suffix == ".parquet" else _lines(path)
+            yield from _parquet(path, encoder.fields) if path.suffix == ".parquet" else _lines(path)
         return
     examples: Iterable[Any] = source
     if isinstance(source, DataLoader) and source.batch_size is not None:
@@ -635,14 +638,17 @@ def _lines(path: Path) -> Iterator[Located]:
             yield where, example
 
 
-def _parquet(path: Path) -> Iterator[Located]:
+def _parquet(path: Path, fields: Sequence[str]) -> Iterator[Located]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise ImportError(f"{path}: needs pyarrow, got no such package. pip install 'liger_models[data]'.") from error
     try:
         with parquet.ParquetFile(path) as file:
-            rows = (row for batch in file.iter_batches(GROUP) for row in batch.to_pylist())
+            names = file.schema_arrow.names
+            columns = {*fields, "tools", "labels"} if {*fields} & {*names} else {*names}  # all, to be named
+            batches = file.iter_batches(GROUP, columns=[name for name in names if name in columns])
+            rows = (row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
                 yield f"{path}, row {number}", row
     except ArrowException as error:

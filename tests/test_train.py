@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from liger_models import LigerLlama, LlamaConfig
 from liger_models.metrics import Log
+from liger_models.options import read_options
 from liger_models.train import TrainOptions, cosine, main, train
 
 ROOT = Path(__file__).parents[1]
@@ -149,6 +150,12 @@ def test_steps_of_the_epochs(folder, tmp_path, monkeypatch):
     epochs = [line["epoch"] for line in log(tmp_path / "run")]
     assert epochs.count(1) == pytest.approx(epochs.count(0) / 2, abs=1)
     assert max(epochs) == 1
+
+
+def test_the_example_of_a_file():
+    options = read_options(TrainOptions, [str(ROOT / "examples" / "train.yaml"), "--output", "another"])
+    assert (options.model, options.data, options.output) == ("meta-llama/Llama-3.1-8B", ["train.jsonl"], "another")
+    assert (options.lr, options.epochs, options.checkpointing) == (2e-5, 2.0, "selective")
 
 
 def test_tensorboard(tmp_path, monkeypatch):
