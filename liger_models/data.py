@@ -100,13 +100,8 @@ class PackedDataset(IterableDataset[Batch]):
         check(
             0 <= self.rank < self.ranks, f"PackedDataset: rank must be 0 to {self.ranks - 1} (ranks), got {self.rank}."
         )
-        self.length, self.batch_size, self.overflow, self.shuffle, self.seed = (
-            length,
-            batch_size,
-            overflow,
-            shuffle,
-            seed,
-        )
+        self.length, self.batch_size, self.overflow = length, batch_size, overflow
+        self.shuffle, self.seed = shuffle, seed
         self.encoder = Encoder(tokenizer, field)
         self.source = _paths(source)
         self._rows: PackedRows | None = None
@@ -148,14 +143,8 @@ class PackedDataset(IterableDataset[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch and position, counted over all ranks: the same on each of them after the same number of batches."""
-        position = {
-            "epoch": self.epoch,
-            "start": self._start,
-            "row": self._row,
-            "read": self._read,
-            "first": self._first,
-        }
-        return {**position, "data": self._identity()}
+        position = {"epoch": self.epoch, "start": self._start, "row": self._row}
+        return {**position, "read": self._read, "first": self._first, "data": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind the batches that were taken, with any ``batch_size`` and number of ranks.
@@ -260,6 +249,8 @@ class PackedLoader(DataLoader[Batch]):
         super().__init__(_WithState(data), batch_size=None, **{"generator": torch.Generator(), **options})
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        if self.data._rows is not None:
+            len(self.data._rows)  # packed once, and not by each worker
         epoch, batches = self.data.epoch, super().__iter__()
         if self.num_workers:  # they have started, from the state of now
             if not self.data._loaded:

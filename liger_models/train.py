@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from liger_models.convert.auto import AutoLigerModel
 from liger_models.data import Batch, PackedDataset, PackedLoader
+from liger_models.kernels.dispatch import check
 from liger_models.layers.causal_lm import CausalLM
 from liger_models.metrics import Log, flops
 from liger_models.optim import LigerAdamW
@@ -64,6 +65,15 @@ class TrainOptions:
     keep: int = option(default=2, metadata={"help": "number of checkpoints"})
     tensorboard: bool = option(default=False, metadata={"help": "log to output/tensorboard, too"})
     export_dtype: str = option(default="bfloat16", metadata={"help": "of the model in output/model"})
+
+    def __post_init__(self) -> None:
+        for name in ("accumulate", "log_every", "eval_every", "save_every"):
+            value = getattr(self, name)
+            check(value >= 1, f"TrainOptions: {name} must be at least 1, got {value}.")
+        for name in ("dtype", "export_dtype"):
+            value = getattr(self, name)
+            known = isinstance(getattr(torch, value, None), torch.dtype)
+            check(known, f"TrainOptions: {name} must be a dtype of torch, such as bfloat16, got {value!r}.")
 
 
 def train(options: TrainOptions) -> None:

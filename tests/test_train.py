@@ -158,6 +158,13 @@ def test_the_example_of_a_file():
     assert (options.lr, options.epochs, options.checkpointing) == (2e-5, 2.0, "selective")
 
 
+def test_options_that_cannot_be(capsys):
+    for given, message in (("--accumulate=0", "accumulate must be at least 1, got 0"), ("--dtype=int99", "'int99'")):
+        with pytest.raises(SystemExit):
+            read_options(TrainOptions, ["--model", "m", "--data", "d", "--output", "o", given])
+        assert message in capsys.readouterr().err
+
+
 def test_tensorboard(tmp_path, monkeypatch):
     loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     written = Log(tmp_path, 0, 2, True, torch.device("cpu"))
