@@ -228,6 +228,11 @@ class PackedDataset(IterableDataset[Batch]):
             unseen = 0
             self._read += len(window)
             self._first += len(packed)
+        check(
+            self._first > 0,
+            f"PackedDataset: the source must hold documents, got none in epoch {self.epoch}. Pass what can be iterated "
+            "again, and not an iterator.",
+        )
 
 
 class PackedLoader(DataLoader[Batch]):

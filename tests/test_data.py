@@ -470,6 +470,10 @@ def test_more_bad_input(make, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             make(texts(3), **options)
+    once = make(iter(texts(3)))
+    assert counted(once) == counted(make(texts(3)))
+    with pytest.raises(ValueError, match="must hold documents, got none in epoch 1"):
+        list(once)
     with pytest.raises(IndexError, match="index must be 0 to"):
         make(texts(3)).rows[1000]
 
