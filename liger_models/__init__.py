@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .arch.qwen3_moe import LigerQwen3MoE as LigerQwen3MoE
     from .arch.smollm3 import LigerSmolLM3 as LigerSmolLM3
     from .convert.auto import AutoLigerModel as AutoLigerModel
+    from .data import PackedDataset as PackedDataset
+    from .data import PackedLoader as PackedLoader
     from .kernels.linear_logprobs import fused_linear_logprobs as fused_linear_logprobs
     from .kernels.options import KernelOptions as KernelOptions
     from .kernels.rope import liger_rotary_pos_emb as liger_rotary_pos_emb

@@ -1,8 +1,11 @@
 """Text to token ids and back, and chat templates: a Hugging Face tokenizer folder over the ``tokenizers`` library."""
 
 import functools
+import itertools
 import json
 import os
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +30,9 @@ _READ = (
     "vocab.json",
     "vocab.txt",
 )
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+"""Code points that Unicode keeps free of characters."""
 
 
 class Tokenizer:
@@ -230,19 +236,83 @@ class Tokenizer:
         Raises:
             ValueError: no chat template, or it refuses the messages.
         """
+        text = self._render(messages, tools, add_generation_prompt, variables)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def render_answers(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """A conversation as text, and which parts of it the assistant writes: what a model is to learn.
+
+        They are what the template has between ``{% generation %}`` and ``{% endgeneration %}``. A template without
+        these marks is rendered up to each answer, as for generating it, and up to its end: the answer is what comes in
+        between, without white space behind the token that ends it.
+
+        Args:
+            messages, tools, **variables: as for ``apply_chat_template``.
+
+        Returns:
+            The text, and the first and last + 1 character of each answer. `answer_mask` finds their tokens.
+
+        Raises:
+            ValueError: a template that refuses the messages, or that does not tell where an answer begins and ends.
+        """
+        text = self._render(messages, tools, False, variables)
+        if _MARKED.search(self._template(tools)):
+            marked = self._render(messages, tools, False, variables, marks=True)
+            parts = re.split(f"[{_BEGIN}{_END}]", marked)
+            expected = (_BEGIN + _END) * (len(parts) // 2)
+            if "".join(parts) != text or "".join(c for c in marked if c in _BEGIN + _END) != expected:
+                raise ValueError(
+                    "Tokenizer: what the chat template has between generation and endgeneration must stand in the text "
+                    "as it is, and the messages hold neither U+FDD0 nor U+FDD1, got other text. Don't filter it."
+                )
+            ends = [0, *itertools.accumulate(map(len, parts))]
+            return text, [(ends[i], ends[i + 1]) for i in range(1, len(parts), 2)]
+        spans = []
+        for index, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                before = self._render(messages[:index], tools, True, variables)
+                answered = self._render(messages[: index + 1], tools, False, variables)
+                if not (text.startswith(answered) and answered.startswith(before)):
+                    raise ValueError(
+                        f"Tokenizer: the chat template must render the messages up to message {index + 1} as the "
+                        "beginning of the conversation, got other text: where that answer stands is not known. Mark "
+                        "answers by {% generation %} and {% endgeneration %} in the template, or cut the conversation "
+                        "after this message."
+                    )
+                spans.append((len(before), self._turn_end(text, len(before), len(answered))))
+        return text, spans
+
+    def _turn_end(self, text: str, start: int, end: int) -> int:
+        """Where an answer ends: behind its last special token, if only white space follows."""
+        special = [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
+        last = max((at + len(token) for token in special if (at := text.rfind(token, start, end)) >= 0), default=end)
+        return end if text[last:end].strip() else last
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: dict[str, Any],
+        marks: bool = False,
+    ) -> str:
         import jinja2
 
         try:
-            text = _compiled(self._template(tools)).render(
+            return _compiled(self._template(tools), marks).render(
                 messages=messages,
                 tools=tools,
-                documents=variables.pop("documents", None),
                 add_generation_prompt=add_generation_prompt,
-                **(self.special_tokens | variables),
+                **({"documents": None} | self.special_tokens | variables),
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"Tokenizer: the chat template must accept the messages, got: {error}.") from error
-        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _template(self, tools: object) -> str:
         templates = self.chat_template
@@ -256,6 +326,21 @@ class Tokenizer:
             f"Tokenizer: must have a chat template {' or '.join(names)}, got {', '.join(templates or {}) or 'none'}. "
             "Take an instruction-tuned model's tokenizer, or set chat_template."
         )
+
+
+def answer_mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """Which tokens hold a part of what the assistant writes.
+
+    Args:
+        offsets: first and last + 1 character of each token, as tokenizers' ``Encoding.offsets``.
+        spans: of the answers, from `Tokenizer.render_answers`.
+    """
+    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+    mask = [False] * len(offsets)
+    for start, end in spans:
+        tokens = slice(bisect_right(ends, start), bisect_left(starts, end))
+        mask[tokens] = [True] * len(mask[tokens])
+    return mask
 
 
 def _add_tokens(backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
@@ -298,14 +383,17 @@ def _clean_up(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(template: str) -> "jinja2.Template":
-    """A chat template in the environment that Hugging Face's templates are written for."""
+def _compiled(template: str, marks: bool = False) -> "jinja2.Template":
+    """A chat template in the environment that Hugging Face's templates are written for.
+
+    With ``marks``, `_BEGIN` and `_END` stand around what ``{% generation %}`` marks.
+    """
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}`` marks a template's answers for training masks; here its content is only rendered."""
+        """``{% generation %}`` marks a template's answers."""
 
         def __init__(self, environment: jinja2.Environment) -> None:
             super().__init__(environment)
@@ -313,7 +401,11 @@ def _compiled(template: str) -> "jinja2.Template":
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            if not marks:
+                return body
+            begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
+            return [begin, *body, end]
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -10,7 +10,7 @@ import torch
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from liger_models.tokenizer import Tokenizer
+from liger_models.tokenizer import Tokenizer, answer_mask
 
 TEXTS = [
     "Hello, world! It's 2024 .",
@@ -326,3 +326,69 @@ def test_folders_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[1")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: must be a JSON object"):
         Tokenizer.from_pretrained(tmp_path)
+
+
+CHAT = [
+    {"role": "user", "content": "Grüße?"},
+    {"role": "assistant", "content": " 你好 🙂 the"},
+    {"role": "user", "content": "the fox"},
+    {"role": "assistant", "content": "quick\n\n"},
+]
+MARKED = """\
+{%- for message in messages -%}
+    {{ '<|start|>' + message.role + '<|end|>\\n' }}
+    {%- if message.role == 'assistant' -%}
+        {%- generation %}{{ message.content + eos_token }}{% endgeneration -%}
+        {{ '\\n' }}
+    {%- else -%}
+        {{ message.content + eos_token + '\\n' }}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|start|>assistant<|end|>\\n' }}{% endif -%}
+"""
+UNMARKED = MARKED.replace("{%- generation %}", "").replace("{% endgeneration -%}", "{#- -#}")
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_answers_are_those_of_transformers(make_folder: Callable[..., Path], kind: str) -> None:
+    ours, theirs = pair(make_folder(kind, chat_template=MARKED))
+    text, spans = ours.render_answers(CHAT)
+    assert text == ours.apply_chat_template(CHAT, tokenize=False)
+    assert [text[start:end] for start, end in spans] == [" 你好 🙂 the<|eot_id|>", "quick\n\n<|eot_id|>"]
+    assert Tokenizer.from_pretrained(make_folder(kind, chat_template=UNMARKED)).render_answers(CHAT) == (text, spans)
+
+    encoding = ours.backend.encode(text, add_special_tokens=False)
+    expected = theirs.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    assert encoding.ids == expected["input_ids"]
+    mask = answer_mask(encoding.offsets, spans)
+    assert [int(learnt) for learnt in mask] == expected["assistant_masks"]
+    assert 0 < sum(mask) < len(mask)
+
+
+def test_an_answer_without_end_token_keeps_its_white_space(make_folder: Callable[..., Path]) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"  # noqa: E501
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=template))
+    text, spans = tokenizer.render_answers(CHAT[:2])
+    assert [text[start:end] for start, end in spans] == ["  你好 🙂 the\n\n"]
+
+
+def test_templates_that_do_not_tell_where_answers_stand(make_folder: Callable[..., Path]) -> None:
+    # As templates that take the thoughts out of all answers but the last.
+    forgetful = "{% for m in messages %}{{ m.content if loop.last else m.content | trim }}|{% endfor %}"
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=forgetful))
+    with pytest.raises(ValueError, match="must render the messages up to message 2 as the beginning of the convers"):
+        tokenizer.render_answers(CHAT)
+    text, spans = tokenizer.render_answers(CHAT[:2])
+    assert [text[start:end] for start, end in spans] == [" 你好 🙂 the|"]
+
+    filtered = "{% set t %}{% generation %} x {% endgeneration %}{% endset %}{{ t | trim }}"
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=filtered))
+    with pytest.raises(ValueError, match="must stand in the text as it is"):
+        tokenizer.render_answers(CHAT)
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=MARKED))
+    with pytest.raises(ValueError, match=r"hold neither U\+FDD0 nor U\+FDD1"):
+        tokenizer.render_answers([{"role": "user", "content": "\ufdd0\ufdd1"}, *CHAT])
+    with pytest.raises(ValueError, match="must accept the messages"):
+        Tokenizer.from_pretrained(make_folder(chat_template=LLAMA3_STYLE)).render_answers(
+            [{"role": "x", "content": ""}]
+        )

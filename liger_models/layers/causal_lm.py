@@ -76,6 +76,25 @@ class CausalLM(nn.Module):
     rotary: nn.ModuleDict
     """`RotaryEmbedding` by name; an attention layer names the one that it takes."""
 
+    accepts_loss_kwargs: ClassVar[bool] = True
+    """For transformers' Trainer: hand ``num_items_in_batch`` to the forward."""
+    loss_type: ClassVar[str] = "ForCausalLM"
+    """For transformers' Trainer: a row's first label is no target."""
+    _keys_to_ignore_on_save: ClassVar[tuple[str, ...]] = ("lm_head.weight",)
+    """For transformers' Trainer: tie the weights again if this is what a checkpoint lacks."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "config_class" in cls.__dict__:
+            config_class: Any = cls.config_class
+            frozen = config_class.__setattr__
+
+            def set_attribute(config: Any, name: str, value: Any) -> None:
+                if name != "use_cache":  # transformers' Trainer sets it on every model; nothing here reads it
+                    frozen(config, name, value)
+
+            config_class.__setattr__ = set_attribute
+
     def __init__(self, config: CausalLMConfig, kernels: KernelOptions | None = None) -> None:
         super().__init__()
         self.config: Any = config
@@ -131,9 +150,10 @@ class CausalLM(nn.Module):
         """Dtype of the embedding's weight."""
         return self.embed_tokens.weight.dtype
 
-    def num_parameters(self) -> int:
-        """Number of parameters; tied ones count once."""
-        return sum(parameter.numel() for parameter in self.parameters())
+    def num_parameters(self, exclude_embeddings: bool = False) -> int:
+        """Number of parameters, with or without the embedding's; tied ones count once."""
+        excluded = self.embed_tokens.weight if exclude_embeddings else None
+        return sum(parameter.numel() for parameter in self.parameters() if parameter is not excluded)
 
     def set_checkpointing(self, policy: str | list[str], *, offload_layers: int = 0) -> None:
         """Choose what is kept for the backward, and where. Every choice gives the same gradients.
@@ -173,6 +193,24 @@ class CausalLM(nn.Module):
                     module.recompute = each in ("selective", "full")
                 elif isinstance(module, LigerAttention):
                     module.recompute = each == "full"
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: object = None, *, every_n_layers: int = 1, offload: bool = False
+    ) -> None:
+        """`set_checkpointing` under the name, and with the arguments, of transformers' Trainer.
+
+        Args:
+            activation_checkpointing_kwargs: of ``torch.utils.checkpoint``; not used.
+            every_n_layers: policy "full" for the first of so many blocks.
+            offload: what all blocks keep is in host memory in the meantime.
+        """
+        blocks = len(self.layers)
+        policies = ["none" if index % every_n_layers else "full" for index in range(blocks)]
+        self.set_checkpointing(policies, offload_layers=blocks if offload else 0)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: object = None, **options: Any) -> None:
+        """As `activation_checkpointing_enable`, by its older name."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     def forward(
         self,

@@ -1,0 +1,13 @@
+"""Train or fine-tune a model with FSDP2 on packed data; goes on from its last checkpoint when it is started again.
+
+    torchrun --nproc-per-node 8 examples/train_fsdp.py examples/train.yaml --output run
+    python examples/train_fsdp.py --help
+
+The loop is liger_models/train.py, under 200 lines from the options to the export. To change it, copy that file over
+this one: it stands by itself.
+"""
+
+from liger_models.train import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""What a training run reports: its log, tokens per second, and the share of the device's peak."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.utils.tqdm import tqdm
+
+from liger_models.convert.ranks import this_rank, world_size
+from liger_models.data import Batch
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.causal_lm import CausalLM
+from liger_models.layers.moe import LigerMoE
+
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "MI300X": 1307e12}
+"""Dense bf16, by the vendors' datasheets: the divisors of MFU, found by a part of the device's name."""
+
+
+def flops(model: CausalLM, batches: Sequence[Batch]) -> float:
+    """Floating-point operations of a forward and backward of batches: matrix products, attention within documents.
+
+    What is computed again in the backward is not counted; of experts only those that a token passes through are.
+
+    Args:
+        model: sharded or not.
+        batches: of `PackedDataset`, on the CPU: their bounds are read.
+    """
+    weights = float(model.lm_head.weight.numel())
+    for module in model.layers.modules():
+        share = module.top_k / len(module.down_weight) if isinstance(module, LigerMoE) else 1.0
+        weights += sum(share * each.numel() for each in module.parameters(recurse=False) if each.dim() > 1)
+    total = 6.0 * weights * sum(batch["input_ids"].numel() for batch in batches)
+    lengths = torch.cat([batch["cu_seqlens"].diff() for batch in batches]).double()
+    for layer in model.layers.modules():
+        if isinstance(layer, LigerAttention):
+            seen = (
+                lengths if layer.window is None else lengths.clamp(max=layer.window)
+            )  # from there on each token sees as many
+            pairs = (seen * seen / 2 + (lengths - seen) * seen).sum().item()
+            total += 12.0 * layer.num_heads * layer.head_dim * pairs
+    return total
+
+
+class Log:
+    """The progress bar, log.jsonl and TensorBoard, all on the first rank; tokens and time between lines.
+
+    Args:
+        folder: of log.jsonl; lines of steps that are made again are removed from it.
+        start: number of steps that are done.
+        steps: of the run.
+        tensorboard: write ``folder/tensorboard``.
+        device: whose memory and peak are shown.
+    """
+
+    def __init__(self, folder: Path, start: int, steps: int, tensorboard: bool, device: torch.device) -> None:
+        self.first, self.ranks, self.device, self.file = this_rank() == 0, world_size(), device, folder / "log.jsonl"
+        self.writer: Any = None
+        self.bar: Any = tqdm(total=steps, initial=start, unit="step", disable=not self.first)
+        name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
+        self.peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
+        if self.first:
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = self.file.read_text().splitlines() if self.file.is_file() else []
+            kept = [line for line in lines if json.loads(line)["step"] <= start]
+            temporary = self.file.with_suffix(".tmp")
+            temporary.write_text("".join(line + "\n" for line in kept))
+            temporary.replace(self.file)
+            if tensorboard:
+                self.writer = _tensorboard(folder / "tensorboard", start + 1)
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from here."""
+        self.since, self.tokens, self.operations = time.perf_counter(), 0, 0.0
+
+    def count(self, batches: Sequence[Batch], operations: float) -> None:
+        """Add what a step of this rank computes."""
+        self.tokens += sum(batch["input_ids"].numel() for batch in batches)
+        self.operations += operations
+
+    def rates(self) -> dict[str, float]:
+        """Tokens per second of all ranks, share of the peak, and GiB of memory of this rank."""
+        if not self.tokens:
+            return {}
+        seconds = time.perf_counter() - self.since
+        found = {"tokens_per_s": self.tokens * self.ranks / seconds}
+        if self.peak is not None:
+            found["mfu"] = self.operations / seconds / self.peak
+        if self.device.type != "cpu":
+            found["memory_gib"] = torch.accelerator.max_memory_allocated() / 2**30
+        self.restart()
+        return found
+
+    def write(self, step: int, **values: float) -> None:
+        """A line of the log."""
+        if self.first:
+            with self.file.open("a") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+            self.bar.set_postfix_str(", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+            for name, value in values.items() if self.writer is not None else ():
+                self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Finish the bar and TensorBoard's file."""
+        self.bar.close()
+        if self.writer is not None:
+            self.writer.close()
+
+
+def _tensorboard(folder: Path, start: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "Log: tensorboard=True needs TensorBoard, got no such package. pip install 'liger_models[tensorboard]', "
+            "or leave it out: log.jsonl has the same numbers."
+        ) from error
+    return SummaryWriter(folder, purge_step=start)

@@ -1,0 +1,99 @@
+"""Options of a command as a dataclass: read from the command line, and from YAML and JSON files."""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+Options = TypeVar("Options")
+
+
+def read_options(cls: type[Options], arguments: Sequence[str] | None = None) -> Options:
+    """The options of a command line: those of a YAML or JSON file, if one is named, and what is given behind it.
+
+    Args:
+        cls: a dataclass with fields of str, int, float, bool, list[str], and ``| None`` of these; ``metadata["help"]``
+            says what each is.
+        arguments: default: those of the process.
+    """
+    parser = argparse.ArgumentParser(description=(cls.__doc__ or "").partition("\n")[0])
+    parser.add_argument("config", nargs="?", type=Path, help="a .yaml, .yml or .json file of these options")
+    types = typing.get_type_hints(cls)
+    for each in _fields(cls):
+        kind = _kind(types[each.name])
+        settings: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        if types[each.name] == list[str]:
+            settings["nargs"] = "+"
+        name, help = "--" + each.name.replace("_", "-"), each.metadata["help"]
+        if each.default is not dataclasses.MISSING and each.default is not None:
+            help += f" (default: {each.default})"
+        parser.add_argument(name, default=argparse.SUPPRESS, help=help, **settings)
+    given = vars(parser.parse_args(arguments))
+    try:
+        file = given.pop("config")
+        return options_from(cls, ({} if file is None else _read(file)) | given)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:
+    """Options from names and values, such as those of a file.
+
+    Raises:
+        ValueError: an unknown name, a value of another type, or one missing that has no default.
+    """
+    types = typing.get_type_hints(cls)
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in types:
+            near = difflib.get_close_matches(name, types, 1) or sorted(types)
+            raise ValueError(f"{cls.__name__}: an option must be known, got {name}. Did you mean {', '.join(near)}?")
+        kind = _kind(types[name])
+        try:
+            if types[name] == list[str]:
+                made[name] = [value] if isinstance(value, str) else [str(each) for each in value]
+            elif value is None and types[name] != kind:
+                made[name] = None
+            elif isinstance(value, bool) != (kind is bool) or (kind is int and int(value) != float(value)):
+                raise ValueError(value)
+            else:
+                made[name] = kind(value)  # YAML 1.1 takes 2e-5 for a text
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{cls.__name__}: {name} must be {kind.__name__}, got {value!r}. Correct it.") from error
+    needed = [each.name for each in _fields(cls) if each.default is each.default_factory]
+    missing = [name for name in needed if name not in made]
+    if missing:
+        raise ValueError(f"{cls.__name__}: {', '.join(missing)} must be given, got nothing. Add it.")
+    return cls(**made)
+
+
+def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(cls)
+
+
+def _kind(hint: Any) -> type:
+    """The type of a value, or of a list's items."""
+    kind: type = next(each for each in (*typing.get_args(hint), hint) if each is not type(None))
+    return kind
+
+
+def _read(file: Path) -> dict[str, Any]:
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".json":
+        content = json.loads(text)
+    else:
+        import yaml  # huggingface_hub needs it, too
+
+        try:
+            content = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{file}: must be YAML, got: {error}. Correct it.") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{file}: must hold options and their values, got {type(content).__name__}. Write name: value."
+        )
+    return content

@@ -1,0 +1,198 @@
+"""Train or fine-tune a model on packed data with FSDP2: ``torchrun -m liger_models.train config.yaml``.
+
+From options to export in one file, to be copied and changed. It runs on any number of GPUs, on CPUs with gloo, and
+without torchrun in a single process. Started again, it goes on from its last checkpoint.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from dataclasses import field as option
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from liger_models.convert.auto import AutoLigerModel
+from liger_models.data import Batch, PackedDataset, PackedLoader
+from liger_models.kernels.dispatch import check
+from liger_models.layers.causal_lm import CausalLM
+from liger_models.metrics import Log, flops
+from liger_models.optim import LigerAdamW
+from liger_models.options import read_options
+from liger_models.parallel import (
+    apply_fsdp,
+    clip_grad_norm_,
+    compile_blocks,
+    load_state,
+    mean_over_ranks,
+    reshard,
+    save_state,
+    targets_per_rank,
+)
+
+
+@dataclass(kw_only=True)
+class TrainOptions:
+    """What a run is made of; each is an option of the command line, and a key of a YAML or JSON file."""
+
+    model: str = option(metadata={"help": "folder of a checkpoint, or its name on the Hugging Face hub"})
+    data: list[str] = option(metadata={"help": "files or folders to train on: .jsonl, .txt, .parquet"})
+    output: str = option(metadata={"help": "folder of the run: checkpoints, log.jsonl, and the trained model"})
+    eval_data: list[str] = option(default_factory=list, metadata={"help": "files or folders to evaluate on"})
+    length: int = option(default=4096, metadata={"help": "tokens of a packed row"})
+    overflow: str = option(default="split", metadata={"help": "split or truncate documents that are longer"})
+    field: str | None = option(default=None, metadata={"help": "of an example; default: messages, text or input_ids"})
+    batch_size: int = option(default=1, metadata={"help": "rows at a time on each GPU"})
+    accumulate: int = option(default=1, metadata={"help": "batches of each GPU in a step"})
+    workers: int = option(default=1, metadata={"help": "processes of each rank that prepare batches"})
+    steps: int | None = option(default=None, metadata={"help": "optimizer steps; default: as many as make the epochs"})
+    epochs: float = option(default=1.0, metadata={"help": "passes through the data, if steps is not given"})
+    lr: float = option(default=2e-5, metadata={"help": "highest learning rate"})
+    warmup: float = option(default=0.03, metadata={"help": "share of the steps in which the learning rate rises"})
+    min_lr: float = option(default=0.1, metadata={"help": "share of lr that the cosine ends with"})
+    weight_decay: float = option(default=0.1, metadata={"help": "of matrices; vectors have none"})
+    max_norm: float = option(default=1.0, metadata={"help": "of the gradients, which are clipped to it"})
+    dtype: str = option(default="float32", metadata={"help": "of the weights that the optimizer updates"})
+    checkpointing: str = option(default="selective", metadata={"help": "none, selective or full"})
+    compile: bool = option(default=False, metadata={"help": "compile each block"})
+    seed: int = option(default=0, metadata={"help": "of the order of the data, and of dropout"})
+    log_every: int = option(default=10, metadata={"help": "steps between lines of the log"})
+    eval_every: int = option(default=500, metadata={"help": "steps between evaluations"})
+    save_every: int = option(default=500, metadata={"help": "steps between checkpoints"})
+    keep: int = option(default=2, metadata={"help": "number of checkpoints"})
+    tensorboard: bool = option(default=False, metadata={"help": "log to output/tensorboard, too"})
+    export_dtype: str = option(default="bfloat16", metadata={"help": "of the model in output/model"})
+
+    def __post_init__(self) -> None:
+        for name in ("accumulate", "log_every", "eval_every", "save_every"):
+            value = getattr(self, name)
+            check(value >= 1, f"TrainOptions: {name} must be at least 1, got {value}.")
+        for name in ("dtype", "export_dtype"):
+            value = getattr(self, name)
+            known = isinstance(getattr(torch, value, None), torch.dtype)
+            check(known, f"TrainOptions: {name} must be a dtype of torch, such as bfloat16, got {value!r}.")
+
+
+def train(options: TrainOptions) -> None:
+    """Train from the last checkpoint in ``options.output``, or from the beginning, and export the model.
+
+    Every rank calls it. A process group is made if there is none: torchrun's, or that of this process alone.
+    """
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    started = not dist.is_initialized()
+    if started:
+        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+        dist.init_process_group(**({} if "RANK" in os.environ else alone))
+    rank = dist.get_rank()
+    output = Path(options.output)
+    torch.manual_seed(options.seed + rank)
+
+    load = AutoLigerModel.from_pretrained if Path(options.model).is_dir() else AutoLigerModel.from_hub
+    dtype = getattr(torch, options.dtype)
+    model = load(options.model, dtype=dtype, device=device, shard=apply_fsdp, progress=rank == 0)
+    model.set_checkpointing(options.checkpointing)
+    if options.compile:
+        compile_blocks(model)
+
+    packing: dict[str, Any] = {"length": options.length, "overflow": options.overflow, "field": options.field}
+    packing |= {"batch_size": options.batch_size, "seed": options.seed, "progress": rank == 0}
+    data = PackedDataset(options.data, model.tokenizer, **packing)
+    loader = PackedLoader(data, num_workers=options.workers, pin_memory=device.type != "cpu")
+    tests = PackedDataset(options.eval_data, model.tokenizer, shuffle=False, **packing) if options.eval_data else None
+    steps = options.steps or math.ceil(options.epochs * len(data) / options.accumulate)
+
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = LigerAdamW(groups, lr=options.lr, betas=(0.9, 0.95), stochastic_rounding=options.dtype == "bfloat16")
+    warmup = max(1, round(options.warmup * steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: cosine(s, warmup, steps, options.min_lr))
+
+    start = load_state(output, model, optimizer, scheduler, loader) or 0
+    batches, saving = endless(loader), None
+    log = Log(output, start, steps, options.tensorboard, device)
+    for step in range(start + 1, steps + 1):
+        accumulated = [next(batches) for _ in range(options.accumulate)]
+        log.count(accumulated, flops(model, accumulated))
+        accumulated = [to_device(batch, device) for batch in accumulated]
+        num_items = targets_per_rank(accumulated)
+        loss = torch.zeros((), device=device)
+        for batch in accumulated:
+            part = model(**batch, num_items_in_batch=num_items).loss
+            part.backward()
+            loss += part.detach()
+        norm = clip_grad_norm_(model.parameters(), options.max_norm)
+        lr = float(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+        last = step == steps
+        if step % options.log_every == 0 or last:
+            loss = mean_over_ranks(loss)
+            log.write(step, loss=loss.item(), norm=norm.item(), lr=lr, epoch=data.epoch, **log.rates())
+        if tests is not None and (step % options.eval_every == 0 or last):
+            log.write(step, eval_loss=evaluate(model, tests, device))
+            log.restart()
+        if step % options.save_every == 0 or last:
+            if saving is not None:
+                saving.result()  # the one before: raises if it went wrong
+            saving = save_state(output, step, model, optimizer, scheduler, loader, background=True, keep=options.keep)
+            log.restart()
+        log.bar.update()
+    log.close()
+    if saving is not None:
+        saving.result()
+    model.save_pretrained(output / "model", dtype=getattr(torch, options.export_dtype))
+    if started:
+        dist.destroy_process_group()
+
+
+@torch.no_grad()
+def evaluate(model: CausalLM, data: PackedDataset, device: torch.device) -> float:
+    """Mean loss of all targets on all ranks, without what mixtures of experts add."""
+    model.eval()
+    data.set_epoch(0)
+    total, targets = torch.zeros((), device=device), torch.zeros((), device=device)
+    for batch in data:
+        batch = to_device(batch, device)
+        num_items = targets_per_rank(batch)
+        out = model(**batch, num_items_in_batch=num_items)
+        total += (out.loss - (0 if out.aux_loss is None else out.aux_loss)) * num_items
+        targets += num_items
+    reshard(model)
+    model.train()
+    return float(mean_over_ranks(total) / targets)
+
+
+def endless(loader: PackedLoader) -> Iterator[Batch]:
+    """The batches of one epoch after the other."""
+    while True:
+        yield from loader
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """A batch on the device, without waiting for it."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def cosine(step: int, warmup: int, steps: int, floor: float) -> float:
+    """Share of the highest learning rate: rises linearly, then falls along a cosine to ``floor``."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the options, and train."""
+    train(read_options(TrainOptions, arguments))
+
+
+if __name__ == "__main__":
+    main()

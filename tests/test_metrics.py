@@ -1,0 +1,45 @@
+"""Operations are counted as by the usual formulas."""
+
+import torch
+
+from benchmarks.train import flops_per_token
+from liger_models.arch.llama import LigerLlama, LlamaConfig
+from liger_models.arch.mistral import LigerMistral
+from liger_models.arch.mixtral import LigerMixtral
+from liger_models.metrics import flops
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"num_hidden_layers": 3, "vocab_size": 100}
+
+
+def batch(bounds: list[int], rows: int = 1) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.zeros(rows, bounds[-1] // rows), "cu_seqlens": torch.tensor(bounds)}
+
+
+def make(cls, **options):
+    with torch.device("meta"):
+        return cls(cls.config_class(**SIZES, **options))
+
+
+def test_a_dense_model():
+    for tied in (False, True):
+        model = make(LigerLlama, tie_word_embeddings=tied)
+        assert flops(model, [batch([0, 64])] * 2) == 128 * flops_per_token(SIZES, 64)
+    products = flops_per_token(SIZES, 0)
+    attention = [flops(model, [batch(bounds, 2)]) - 64 * products for bounds in ([0, 32, 64], [0, 8, 32, 64])]
+    assert attention[1] / attention[0] == (8**2 + 24**2 + 32**2) / (2 * 32**2)
+
+
+def test_a_window_and_experts():
+    dense = flops(make(LigerLlama), [batch([0, 64])])
+    assert flops(make(LigerMistral, sliding_window=64), [batch([0, 64])]) == dense
+    narrow = flops(make(LigerMistral, sliding_window=16), [batch([0, 64])])
+    pairs = sum(min(query + 0.5, 16) for query in range(64))
+    assert abs(dense - narrow - 12 * 3 * 32 * (64**2 / 2 - pairs)) <= 12 * 3 * 32 * 16
+
+    routed = make(LigerMixtral, num_local_experts=4, num_experts_per_tok=2)
+    mlps = 6 * 64 * 3 * (3 * 32 * 48)
+    router = 6 * 64 * 3 * 32 * 4
+    config = LlamaConfig(**SIZES)
+    assert config.head_size == 8
+    assert flops(routed, [batch([0, 64])]) == dense + mlps + router

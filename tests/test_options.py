@@ -1,0 +1,75 @@
+"""Options come from files and from the command line, and what is wrong is named."""
+
+import json
+from dataclasses import dataclass
+from dataclasses import field as option
+
+import pytest
+
+from liger_models.options import options_from, read_options
+
+
+@dataclass(kw_only=True)
+class Options:
+    """Some options.
+
+    More about them.
+    """
+
+    data: list[str] = option(metadata={"help": "files"})
+    name: str | None = option(default=None, metadata={"help": "of it"})
+    steps: int | None = option(default=None, metadata={"help": "number"})
+    rate: float = option(default=0.5, metadata={"help": "of learning"})
+    fast_mode: bool = option(default=False, metadata={"help": "or not"})
+
+
+def test_a_file_and_what_takes_precedence(tmp_path):
+    values = {"data": "a", "rate": 2, "fast_mode": True, "name": None}
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    (tmp_path / "a.yaml").write_text("data: a\nrate: 2\nfast_mode: true\nname:\n")
+    for name in ("a.json", "a.yaml"):
+        assert read_options(Options, [str(tmp_path / name)]) == Options(data=["a"], rate=2.0, fast_mode=True)
+    found = read_options(Options, [str(tmp_path / "a.yaml"), "--data", "b", "c", "--no-fast-mode", "--steps", "3"])
+    assert found == Options(data=["b", "c"], rate=2.0, steps=3)
+    (tmp_path / "b.yaml").write_text("data: [a, b]\nrate: 2e-5\nsteps: 10\n")
+    assert read_options(Options, [str(tmp_path / "b.yaml")]) == Options(data=["a", "b"], rate=2e-5, steps=10)
+    assert read_options(Options, ["--data", "x"]) == Options(data=["x"])
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit):
+        read_options(Options, ["--help"])
+    shown = capsys.readouterr().out
+    assert "Some options." in shown
+    assert "of learning (default: 0.5)" in shown
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"data": "a", "rat": 1}, "an option must be known, got rat. Did you mean rate?"),
+        ({"data": "a", "zzz": 1}, "Did you mean data, fast_mode, name, rate, steps?"),
+        ({"rate": 1}, "data must be given"),
+        ({"data": "a", "rate": "fast"}, "rate must be float, got 'fast'"),
+        ({"data": "a", "steps": 1.5}, "steps must be int, got 1.5"),
+        ({"data": "a", "steps": True}, "steps must be int, got True"),
+        ({"data": "a", "fast_mode": "yes"}, "fast_mode must be bool, got 'yes'"),
+        ({"data": "a", "rate": None}, "rate must be float, got None"),
+        ({"data": 3}, "data must be str, got 3"),
+    ],
+)
+def test_wrong_values(values, message):
+    with pytest.raises(ValueError, match=r"^Options: ") as error:
+        options_from(Options, values)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("[1]", "must hold options"), ("a: [", "must be YAML"), (None, "No such file")]
+)
+def test_a_file_that_cannot_be_read(tmp_path, capsys, text, message):
+    if text is not None:
+        (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        read_options(Options, [str(tmp_path / "a.yaml")])
+    assert message in capsys.readouterr().err

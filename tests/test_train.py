@@ -1,0 +1,186 @@
+"""The training command: from a checkpoint and files to a model, whether it dies in between or not."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from liger_models import LigerLlama, LlamaConfig
+from liger_models.metrics import Log
+from liger_models.options import read_options
+from liger_models.train import TrainOptions, cosine, main, train
+
+ROOT = Path(__file__).parents[1]
+KILLED = """
+import os
+import signal
+import sys
+
+import liger_models.train
+
+clip, calls = liger_models.train.clip_grad_norm_, 0
+
+def die_in_step_7(*arguments):
+    global calls
+    calls += 1
+    if calls == 7 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return clip(*arguments)
+
+liger_models.train.clip_grad_norm_ = die_in_step_7
+liger_models.train.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A checkpoint with random weights and a tokenizer, and texts."""
+    folder = tmp_path_factory.mktemp("train")
+    lines = [{"text": f"{n} times {m} is {n * m}."} for n in range(20) for m in range(20)]
+    for name, share in (("train.jsonl", lines[20:]), ("eval.jsonl", lines[:20])):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in share))
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel()
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator([], trainer)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LigerLlama.from_config(LlamaConfig(vocab_size=258, bos_token_id=0, eos_token_id=1, **sizes))
+    model.assets = {
+        "tokenizer.json": backend.to_str().encode(),
+        "tokenizer_config.json": json.dumps({"bos_token": "<s>", "eos_token": "</s>"}).encode(),
+    }
+    model.save_pretrained(folder / "checkpoint")
+    options = {"model": "checkpoint", "data": "train.jsonl", "length": 64, "batch_size": 2, "accumulate": 2}
+    options |= {"steps": 10, "lr": "1e-2", "save_every": 2, "log_every": 1, "export_dtype": "float32", "workers": 0}
+    (folder / "config.yaml").write_text("".join(f"{name}: {value}\n" for name, value in options.items()))
+    (folder / "killed.py").write_text(KILLED)
+    return folder
+
+
+def torchrun(folder: Path, ranks: int, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script]
+    return subprocess.run(
+        [*command, "config.yaml", *arguments], capture_output=True, text=True, cwd=folder, env=environment, timeout=100
+    )
+
+
+def log(run: Path) -> list[dict[str, Any]]:
+    timed = ("tokens_per_s", "mfu", "memory_gib")
+    lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name not in timed} for line in lines]
+
+
+def files(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run / "model").iterdir()}
+
+
+def test_two_ranks_train_die_and_go_on(folder, monkeypatch):
+    example = str(ROOT / "examples" / "train_fsdp.py")
+    evaluated = ["--eval-data", "eval.jsonl", "--eval-every", "5"]
+    whole = torchrun(folder, 2, example, "--output", "whole", "--workers", "1", *evaluated)
+    assert whole.returncode == 0, whole.stderr
+    lines = log(folder / "whole")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] - 1
+    evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert evaluations[1] < evaluations[0] < losses[0]
+    assert max(line.get("lr", 0) for line in lines) == 1e-2
+    names = sorted(path.name for path in (folder / "whole").iterdir())
+    assert names == ["latest", "log.jsonl", "model", "step-00000008", "step-00000010"]
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole" / "model")
+    ids = torch.tensor([transformers.AutoTokenizer.from_pretrained(folder / "whole" / "model").encode("3 times")])
+    ours = LigerLlama.from_pretrained(folder / "whole" / "model", progress=False)
+    torch.testing.assert_close(ours(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+    killed = torchrun(folder, 2, "killed.py", "--output", "killed", *evaluated)
+    assert killed.returncode != 0
+    assert not (folder / "killed" / "model").exists()
+    assert int((folder / "killed" / "latest").read_text()[5:]) >= 4
+    shutil.copytree(folder / "killed", folder / "fewer")
+    resumed = torchrun(folder, 2, example, "--output", "killed", *evaluated)
+    assert resumed.returncode == 0, resumed.stderr
+    assert log(folder / "killed") == lines
+    assert files(folder / "killed") == files(folder / "whole")
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    main(["config.yaml", "--output", "fewer", "--batch-size", "4", *evaluated])  # one process
+    again = [line["loss"] for line in log(folder / "fewer") if "loss" in line]
+    torch.testing.assert_close(again, losses, rtol=1e-4, atol=0)  # the same rows, added in another order
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_single_process(folder, tmp_path, monkeypatch, capfd, device):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if device == "cpu":
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    options = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "steps": 3}
+    train(TrainOptions(**options, output=str(tmp_path / "run"), workers=0, log_every=1, dtype="bfloat16"))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["tokens_per_s"] > 0 for line in lines)
+    assert "loss" in capfd.readouterr().err
+    assert LigerLlama.from_pretrained(tmp_path / "run" / "model", progress=False).dtype == torch.bfloat16
+    if device == "cuda":
+        assert lines[-1]["memory_gib"] > 0
+
+
+def test_steps_of_the_epochs(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    options = {"model": str(folder / "checkpoint"), "data": [str(folder / "eval.jsonl")], "length": 64, "workers": 0}
+    train(TrainOptions(**options, output=str(tmp_path / "run"), epochs=1.5, log_every=1))
+    epochs = [line["epoch"] for line in log(tmp_path / "run")]
+    assert epochs.count(1) == pytest.approx(epochs.count(0) / 2, abs=1)
+    assert max(epochs) == 1
+
+
+def test_the_example_of_a_file():
+    options = read_options(TrainOptions, [str(ROOT / "examples" / "train.yaml"), "--output", "another"])
+    assert (options.model, options.data, options.output) == ("meta-llama/Llama-3.1-8B", ["train.jsonl"], "another")
+    assert (options.lr, options.epochs, options.checkpointing) == (2e-5, 2.0, "selective")
+
+
+def test_options_that_cannot_be(capsys):
+    for given, message in (("--accumulate=0", "accumulate must be at least 1, got 0"), ("--dtype=int99", "'int99'")):
+        with pytest.raises(SystemExit):
+            read_options(TrainOptions, ["--model", "m", "--data", "d", "--output", "o", given])
+        assert message in capsys.readouterr().err
+
+
+def test_tensorboard(tmp_path, monkeypatch):
+    loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    written = Log(tmp_path, 0, 2, True, torch.device("cpu"))
+    written.write(1, loss=2.0)
+    written.write(2, loss=1.0)
+    written.close()
+    events = loading.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"liger_models\[tensorboard\]"):
+        Log(tmp_path, 0, 2, True, torch.device("cpu"))
+
+
+def test_the_learning_rate_rises_and_falls():
+    rates = [cosine(step, 4, 12, 0.1) for step in range(13)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[8] == pytest.approx(0.55)
+    assert rates[12] == pytest.approx(0.1)
+    assert sorted(rates[4:], reverse=True) == rates[4:]
