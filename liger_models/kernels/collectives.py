@@ -21,9 +21,9 @@ from torch import Tensor
 
 from .dispatch import LIBRARY
 
-# Their names since torch 2.13, which warns of the others.
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Their names since torch 2.13, which warns of the others. PyTorch without distributed has neither.
+_gather_into: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+_reduce_into: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
 
 _groups: dict[str, Any] = {}
 """Process groups by the names that the ops know them by."""
@@ -68,14 +68,14 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
 @torch.library.impl(LIBRARY, "all_gather", "CompositeExplicitAutograd")
 def _all_gather(x: Tensor, group: str) -> Tensor:
     gathered = x.new_empty(_groups[group].size(), *x.shape)
-    _all_gather_single(gathered.flatten(), x.contiguous().flatten(), group=_groups[group])
+    _gather_into(gathered.flatten(), x.contiguous().flatten(), group=_groups[group])
     return gathered
 
 
 @torch.library.impl(LIBRARY, "reduce_scatter", "CompositeExplicitAutograd")
 def _reduce_scatter(x: Tensor, group: str) -> Tensor:
     total = x.new_empty(x.shape[1:])
-    _reduce_scatter_single(total.view(-1), x.contiguous().view(-1), group=_groups[group])
+    _reduce_into(total.view(-1), x.contiguous().view(-1), group=_groups[group])
     return total
 
 

@@ -7,7 +7,7 @@ from liger_models.kernels.collectives import Ranks, sum_gradient
 from liger_models.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from liger_models.kernels.rms_norm_linear import rms_norm_linear
 
-from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, own, own_or_none
+from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, is_cut, own, own_or_none
 
 CASTING_MODES = ("llama", "gemma")
 
@@ -100,8 +100,8 @@ def is_plain(*modules: nn.Module) -> bool:
     """
     ours = (LigerRMSNorm, ColumnParallelLinear, RowParallelLinear)
     return all(
-        (type(module) in ours or (type(module) is nn.Linear and not hasattr(module.weight, "to_local")))
-        and type(own(module.weight)) in (nn.Parameter, Tensor)  # type: ignore[arg-type]
+        type(module) in (nn.Linear, *ours)
+        and (type(module.weight) in (nn.Parameter, Tensor) or (type(module) in ours and is_cut(module.weight)))
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
         for module in modules
     )

@@ -6,7 +6,7 @@ dimension its own parameters and those of its linear layers are to be cut. `lige
 Source: https://arxiv.org/abs/1909.08053.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,9 +18,18 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+def is_cut(weight: Any) -> bool:
+    """True for a DTensor, which `own` takes a part of."""
+    if type(weight) in (nn.Parameter, Tensor):
+        return False
+    from torch.distributed.tensor import DTensor  # slow to import, and not in every build of PyTorch
+
+    return isinstance(weight, DTensor)
+
+
 def own(weight: Tensor) -> Tensor:
     """The calling rank's part of a weight that is cut over ranks; any other itself."""
-    part: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    part: Tensor = weight.to_local() if is_cut(weight) else weight  # type: ignore[attr-defined]
     return part
 
 

@@ -68,6 +68,11 @@ def apply_fsdp(
         not isinstance(model, FSDPModule),
         f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is. Call it once for each model.",
     )
+    check(
+        model.ranks is None or mesh is not None,
+        "apply_fsdp: mesh must be that of the data-parallel ranks for a model that is cut by apply_tp, got none. Pass "
+        'mesh["dp"] of the mesh of which apply_tp got mesh["tp"].',
+    )
     check(prefetch >= 0, f"apply_fsdp: prefetch must not be negative, got {prefetch}.")
     if mesh is None:
         device = torch.accelerator.current_accelerator()

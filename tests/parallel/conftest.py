@@ -38,6 +38,7 @@ def work(rank: int, ranks: int, port: int, pipe: Connection) -> None:
                 warnings.simplefilter("error")
                 # PyTorch about itself: Dynamo
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+                warnings.filterwarnings("ignore", ".*autograd.function.Function.*should not be instantiated")
                 result, failed = function(*arguments), False
         except BaseException:
             result, failed = traceback.format_exc(), True

@@ -1,26 +1,36 @@
 """A model whose layers are cut over ranks computes and trains as in one process: tensor and expert parallel."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from liger_models.arch import get_arch
 from liger_models.convert.config_map import read_config
+from liger_models.kernels.collectives import enter, ranks_of
+from liger_models.kernels.linear_cross_entropy import Words, linear_cross_entropy
+from liger_models.kernels.options import KernelOptions
 from liger_models.parallel import (
+    apply_ep,
     apply_fsdp,
     apply_tp,
     clip_grad_norm_,
+    compile_blocks,
+    load_state,
     mean_over_ranks,
+    save_state,
     targets_per_rank,
 )
 
 from ..arch.families import CASES
 from ..arch.families import tiny as tiny_configs
-from .models import TINY, batch, gradients, make_optimizer, share, whole
+from .models import TINY, batch, gradients, make_optimizer, share, tiny, whole
 
 STEPS = 5
 
@@ -189,3 +199,230 @@ def test_fsdp_around_it(four, name, optimizer, sequence_parallel):
     expected = train(build(arch, config), optimizer)
     for got in four(train_2d, (arch, config), optimizer, sequence_parallel):
         assert_same_run(got, expected)
+
+
+def gather_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Loss and gradients of a head whose words are cut over all ranks."""
+    x, weight, target, token_weight = head_inputs()
+    V, ranks = len(weight), ranks_of(dist.group.WORLD)
+    words = Words(ranks, V)
+    own = weight.detach()[words.start : words.start + words.count].requires_grad_()
+    outputs = linear_cross_entropy(
+        enter(x, ranks), own, target, words=words, workspace_mib=1, token_weight=token_weight, **options
+    )
+    return results_of(outputs, x, own)
+
+
+def head_inputs() -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(5)
+    x, weight = torch.randn(2, 150, 16, requires_grad=True), torch.randn(1801, 16, requires_grad=True)
+    target = torch.randint(1801, (2, 150))
+    target[0, :7], target[1, -1] = -1, 1800
+    return x, weight, target, torch.rand(2, 150)
+
+
+def results_of(outputs: Any, x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
+    total = outputs.loss.square().sum()
+    if outputs.log_probs is not None:
+        total = total + outputs.log_probs.sin().sum()
+    total.backward()
+    return {
+        "loss": outputs.loss.detach(),
+        "z_loss": None if outputs.z_loss is None else outputs.z_loss.detach(),
+        "log_probs": None if outputs.log_probs is None else outputs.log_probs.detach(),
+        "dx": x.grad,
+        "dweight": weight.grad,
+    }
+
+
+HEADS = {
+    "mean": {},
+    "sum, capped": {"reduction": "sum", "softcap": 5.0, "logit_scale": 0.5},
+    "all": {"num_items": 17.0, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 8.0, "return_z_loss": True},
+    "smoothed tokens": {"reduction": "none", "label_smoothing": 0.2, "z_loss": 1e-3, "return_z_loss": True},
+    "log-probabilities": {"reduction": "sum", "return_log_probs": True, "logit_scale": 2.0, "softcap": 20.0},
+}
+
+
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_a_vocabulary_on_ranks(four, options):
+    """1801 words on four ranks, 300 tokens in several chunks."""
+    options = {"ignore_index": -1, **options}
+    x, weight, target, token_weight = head_inputs()
+    outputs = linear_cross_entropy(x, weight, target, token_weight=token_weight, **options)
+    expected = results_of(outputs, x, weight)
+    dweight = expected.pop("dweight").chunk(4)
+    for got, part in zip(four(gather_options, options), dweight, strict=True):
+        assert_same({"dweight": got.pop("dweight"), "dx": got.pop("dx")}, {"dweight": part, "dx": expected["dx"]}, 2e-6)
+        assert_close(got, {name: value for name, value in expected.items() if name != "dx"})
+
+
+def ask_the_model(sequence_parallel: bool) -> dict[str, Any]:
+    model = tiny(tie_word_embeddings=True)
+    if dist.is_initialized():
+        apply_tp(model, mesh_of(2), sequence_parallel=sequence_parallel)
+    inputs = batch(0)
+    with torch.no_grad():
+        results = {
+            "embeds": model(inputs_embeds=torch.ones(2, 4, TINY["hidden_size"])).logits,
+            "last": model(inputs["input_ids"], logits_to_keep=3).logits,
+            "evaluated": model(**inputs).loss,
+        }
+    out = model(**inputs, return_log_probs=True)
+    out.log_probs.square().sum().backward()
+    results |= {"log_probs": out.log_probs.detach(), "gradients": gradients(model)}
+    if sequence_parallel:
+        return results
+    model.zero_grad()
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
+    results["greedy"] = model.generate(prompts, max_new_tokens=6, eos_token_id=[])
+    torch.manual_seed(0)
+    results["sampled"] = model.generate(prompts, max_new_tokens=6, do_sample=True, eos_token_id=[])
+    embeds = torch.ones(2, 4, TINY["hidden_size"], requires_grad=True)
+    model(inputs_embeds=embeds).logits.square().sum().backward()
+    return results | {"d_embeds": embeds.grad, "weight gradients": gradients(model)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_everything_else_a_model_does(two, sequence_parallel):
+    expected = ask_the_model(sequence_parallel)
+    weights = [expected.pop(name) for name in ("gradients", "weight gradients") if name in expected]
+    for got in two(ask_the_model, sequence_parallel):
+        for right, name in zip(weights, ("gradients", "weight gradients"), strict=False):
+            assert_same(got.pop(name), right)
+        assert_close(got, expected, atol=1e-5)
+
+
+def refuse() -> None:
+    mesh = mesh_of(2)
+    with pytest.raises(ValueError, match=r"num_key_value_heads \(1\) must be a multiple of 2 ranks"):
+        apply_tp(tiny(num_key_value_heads=1), mesh)
+    with pytest.raises(ValueError, match=r"intermediate_size \(41\) must be a multiple of 2 ranks"):
+        apply_tp(tiny(intermediate_size=41), mesh)
+    with pytest.raises(ValueError, match=r"vocab_size \(1\) must be enough for 2 ranks"):
+        apply_tp(tiny(vocab_size=1), mesh)
+    with pytest.raises(ValueError, match=r"apply_tp: mesh must have one dimension, got .* Take one of its"):
+        apply_tp(tiny(), mesh_of(1, 2))
+    model = apply_tp(tiny(), mesh)
+    for apply in (apply_tp, apply_ep):
+        with pytest.raises(ValueError, match="must not be sharded yet"):
+            apply(model, mesh)
+    with pytest.raises(ValueError, match="apply_fsdp: mesh must be that of the data-parallel ranks"):
+        apply_fsdp(model)
+    with pytest.raises(ValueError, match="must not be sharded yet"):
+        apply_tp(apply_fsdp(tiny()), mesh)
+    wrapped = tiny()
+    wrapped.layers[1].self_attn.o_proj = torch.nn.Sequential(wrapped.layers[1].self_attn.o_proj)
+    with pytest.raises(ValueError, match=r"RowParallelLinear: the layer must be an nn.Linear without hooks, got Seq"):
+        apply_tp(wrapped, mesh)
+    with pytest.raises(ValueError, match="T must be a multiple of 2 ranks, got 5"):
+        apply_tp(tiny(), mesh, sequence_parallel=True)(torch.ones(1, 5, dtype=torch.int64))
+    with pytest.raises(ValueError, match="must have mixtures of experts, got LigerLlama"):
+        apply_ep(tiny(), mesh)
+    arch, config = run_config("mixtral")
+    with pytest.raises(ValueError, match=r"num_experts \(3\) must be a multiple of 2 ranks"):
+        apply_ep(build(arch, type(config)(**{**config.__dict__, "num_local_experts": 3})), mesh)
+    with pytest.raises(ValueError, match="router_jitter must be 0 over ranks"):
+        apply_tp(build(arch, type(config)(**{**config.__dict__, "router_jitter_noise": 0.1})), mesh)
+
+
+def test_errors(two):
+    two(refuse)
+
+
+def compile_cut(sequence_parallel: bool) -> dict[str, Any]:
+    model = apply_tp(tiny(), mesh_of(2), sequence_parallel=sequence_parallel)
+    return train(compile_blocks(model, backend="aot_eager"))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_compiled_blocks(two, sequence_parallel):
+    expected = train(tiny())
+    for got in two(compile_cut, sequence_parallel):
+        assert_same_run(got, expected)
+
+
+PLAIN = KernelOptions(rms_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
+
+
+def plain_kernels() -> dict[str, Any]:
+    model = build("llama", run_config("llama")[1], kernels=PLAIN)
+    return train(apply_tp(model, mesh_of(2), sequence_parallel=True))
+
+
+def test_plain_torch(two):
+    expected = train(build(*run_config("llama")))
+    for got in two(plain_kernels):
+        assert_same_run(got, expected)
+
+
+CHECKPOINTS = {
+    "llama": {"vocab_size": 101},
+    "gemma2": {"tie_word_embeddings": True, "head_dim": 16},
+    "phi3": {"pad_token_id": 0, "eos_token_id": 1},
+    "olmo2": {},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 12, "num_experts_per_tok": 2},
+}
+"""A projection for each of q, k, v, gate, up; tied; fused ones; norms as wide as them; experts."""
+
+
+def checkpoint_model(arch: str) -> Any:
+    config = get_arch(arch).config_class(**{**TINY, "initializer_range": 0.1, **CHECKPOINTS[arch]})
+    return build(arch, config)
+
+
+def shard_2d(model: Any, shape: tuple[int, ...]) -> Any:
+    mesh = mesh_of(*shape)
+    apply_tp(model, mesh["tp"])
+    return apply_fsdp(model, mesh["dp"], param_dtype=None) if len(shape) == 2 else model
+
+
+def load_and_save(arch: str, source: Path, target: Path, shape: tuple[int, ...]) -> dict[str, Any]:
+    shard = partial(shard_2d, shape=shape)
+    model = get_arch(arch).from_pretrained(source, progress=False, shard=shard)
+    assert (model.lm_head.weight is model.embed_tokens.weight) == model.config.tie_word_embeddings
+    model.save_pretrained(target)
+    ids = torch.arange(3, 19).view(2, 8)
+    model(ids, labels=ids).loss.backward()
+    return {"weights": whole(model.named_parameters()), "gradients": gradients(model)}
+
+
+@pytest.mark.parametrize("arch", CHECKPOINTS)
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["tp", "fsdp x tp"])
+def test_in_and_out_of_a_checkpoint(two, four, tmp_path, arch, shape):
+    model = checkpoint_model(arch)
+    model.save_pretrained(tmp_path / "plain")
+    ids = torch.arange(3, 19).view(2, 8)
+    model(ids, labels=ids).loss.backward()
+    group = two if shape == (2,) else four
+    for got in group(load_and_save, arch, tmp_path / "plain", tmp_path / "saved", shape):
+        assert_close(got["weights"], whole(model.named_parameters()), rtol=0, atol=0)
+        assert_same(got["gradients"], gradients(model))
+    for path in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "saved" / path.name).read_bytes() == path.read_bytes()
+    if arch != "qwen3_moe":  # whose experts transformers keeps in another layout
+        _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+        assert not any(info.values())
+
+
+def stop_and_go_on(folder: Path, shape: tuple[int, ...], resumed: bool) -> dict[str, Any]:
+    model = shard_2d(checkpoint_model("llama"), shape)
+    optimizer = make_optimizer("liger", model)
+    start = load_state(folder, model, optimizer) if resumed else 0
+    rank, ranks = (dist.get_rank() // 2, 2) if len(shape) == 2 else (0, 1)
+    for step in range(start, 4):
+        inputs = share(batch(step), rank, ranks)
+        model(**inputs, num_items_in_batch=targets_per_rank(inputs)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and not resumed:
+            save_state(folder, 2, model, optimizer)
+    return whole(model.named_parameters())
+
+
+def test_stopping_and_going_on(two, four, tmp_path):
+    expected = four(stop_and_go_on, tmp_path, (2, 2), False)[0]
+    for got in four(stop_and_go_on, tmp_path, (2, 2), True):
+        assert_close(got, expected, rtol=0, atol=0)
+    for got in two(stop_and_go_on, tmp_path, (2,), True):  # on another number of ranks
+        assert_same(got, expected)
