@@ -86,8 +86,8 @@ class CausalLM(nn.Module):
         """Blocks whose activations go to host memory."""
         self.ranks: Ranks | None = None
         """Those over which the layers are cut, see `liger_models.parallel.apply_tp`."""
-        self.expert_ranks: Ranks | None = None
-        """Those over which experts are spread, see `liger_models.parallel.apply_ep`."""
+        self.balance_ranks: Ranks | None = None
+        """Those over whose tokens together experts are balanced, see `liger_models.parallel.apply_ep`."""
         self.hf_config: dict[str, Any] = {}
         """The config.json that the model was loaded with; keys that the model does not read are saved again."""
         self.assets: dict[str, bytes] = {}

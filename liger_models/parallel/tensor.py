@@ -90,7 +90,7 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
         for name, module in layers.items()
         for parameter, dim in module.cut_experts(ranks).items()
     }
-    model.expert_ranks = ranks
+    model.balance_ranks = ranks
     _distribute(model, mesh, dims, rest=False)
     return model
 

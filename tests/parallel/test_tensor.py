@@ -322,6 +322,8 @@ def refuse() -> None:
     arch, config = run_config("mixtral")
     with pytest.raises(ValueError, match=r"num_experts \(3\) must be a multiple of 2 ranks"):
         apply_ep(build(arch, type(config)(**{**config.__dict__, "num_local_experts": 3})), mesh)
+    with pytest.raises(ValueError, match="mesh must have two dimensions after apply_ep, the second of 2 ranks"):
+        apply_fsdp(apply_ep(build(arch, config), mesh))
     with pytest.raises(ValueError, match="router_jitter must be 0 over ranks"):
         apply_tp(build(arch, type(config)(**{**config.__dict__, "router_jitter_noise": 0.1})), mesh)
 
@@ -426,3 +428,63 @@ def test_stopping_and_going_on(two, four, tmp_path):
         assert_close(got, expected, rtol=0, atol=0)
     for got in two(stop_and_go_on, tmp_path, (2,), True):  # on another number of ranks
         assert_same(got, expected)
+
+
+def train_experts(case: tuple[str, Any], shape: tuple[int, int], policy: str) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
+    model = build(*case)
+    model.set_checkpointing(policy)
+    apply_fsdp(apply_ep(model, mesh["ep"]), mesh, param_dtype=None)
+    for name, parameter in model.named_parameters():
+        assert parameter.to_local().numel() <= -(-parameter.shape[0] // mesh.size()) * parameter[0].numel(), name
+    return train(model, dp=(dist.get_rank(), mesh.size()))
+
+
+def experts_case(arch: str, *, balanced: bool) -> tuple[str, Any]:
+    sizes = {"mixtral": {"num_local_experts": 4}, "qwen3_moe": CHECKPOINTS["qwen3_moe"]}[arch]
+    balance = {"output_router_logits": balanced, "router_aux_loss_coef": 0.5}
+    return arch, get_arch(arch).config_class(**{**TINY, "initializer_range": 0.1, **sizes, **balance})
+
+
+@pytest.mark.parametrize(
+    ("arch", "shape", "policy"),
+    [("mixtral", (1, 2), "selective"), ("qwen3_moe", (2, 2), "none"), ("mixtral", (1, 4), "full")],
+)
+def test_experts_on_ranks(two, four, arch, shape, policy):
+    case = experts_case(arch, balanced=True)
+    expected = train(build(*case))
+    for got in (two if shape == (1, 2) else four)(train_experts, case, shape, policy):
+        assert_same_run(got, expected)
+
+
+def load_experts(source: Path, target: Path) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+
+    def shard(model: Any) -> None:
+        apply_fsdp(apply_ep(model, mesh["ep"]), mesh)
+
+    model = get_arch("qwen3_moe").from_pretrained(source, progress=False, shard=shard)
+    optimizer = make_optimizer("liger", model)
+    weights = whole(model.named_parameters())
+    model.save_pretrained(target / "saved")
+    for step in range(2):
+        model(**share(batch(step), dist.get_rank(), 4)).loss.backward()  # in bf16
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            save_state(target / "run", 1, model, optimizer)
+    trained = whole(model.named_parameters())
+    assert load_state(target / "run", model, optimizer) == 1
+    model(**share(batch(1), dist.get_rank(), 4)).loss.backward()
+    optimizer.step()
+    assert_close(whole(model.named_parameters()), trained, rtol=0, atol=0)
+    return weights
+
+
+def test_experts_in_and_out_of_a_checkpoint(four, tmp_path):
+    model = build(*experts_case("qwen3_moe", balanced=False))
+    model.save_pretrained(tmp_path / "plain")
+    for got in four(load_experts, tmp_path / "plain", tmp_path):
+        assert_close(got, whole(model.named_parameters()), rtol=0, atol=0)
+    for path in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "saved" / path.name).read_bytes() == path.read_bytes()
