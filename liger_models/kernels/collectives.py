@@ -142,10 +142,15 @@ def gather_rows(rows: Tensor, ranks: Ranks | None) -> Tensor:
 
 
 def sum_rows(rows: Tensor, ranks: Ranks | None) -> Tensor:
-    """A part of a sum for each row -> the sum over the ranks, of the own rows where each has its own tokens."""
-    if ranks is None:
-        return rows
-    return reduce_scatter(rows.unflatten(0, (ranks.size, -1)), ranks) if ranks.sequence else all_reduce(rows, ranks)
+    """A part of a sum for each row -> the sum over the ranks, of the own rows where each has its own tokens.
+
+    For use inside of ops: ``rows`` is overwritten.
+    """
+    if ranks is not None and ranks.sequence:
+        return reduce_scatter(rows.unflatten(0, (ranks.size, -1)), ranks)
+    if ranks is not None:
+        dist.all_reduce(rows, group=_groups[ranks.group])
+    return rows
 
 
 def rows_by_rank(tokens: Tensor, ranks: Ranks | None) -> Tensor:

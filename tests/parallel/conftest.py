@@ -52,8 +52,8 @@ def work(rank: int, ranks: int, port: int, pipe: Connection) -> None:
 class Ranks:
     """Processes of a group that is started by its first call, and anew after one that failed."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, *, interpret: bool = False) -> None:
+        self.ranks, self.interpret = ranks, interpret
         self.processes: list[Any] = []
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -79,7 +79,11 @@ class Ranks:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         context = get_context("spawn")
-        interpreted = os.environ.pop("TRITON_INTERPRET", None)  # the processes run the reference backend
+        interpreted = os.environ.pop(
+            "TRITON_INTERPRET", None
+        )  # the processes run the reference backend, or the kernels
+        if self.interpret:
+            os.environ["TRITON_INTERPRET"] = "1"
         self.pipes = []
         for rank in range(self.ranks):
             pipe, other = context.Pipe()
@@ -87,6 +91,7 @@ class Ranks:
             self.processes[-1].start()
             other.close()
             self.pipes.append(pipe)
+        os.environ.pop("TRITON_INTERPRET", None)
         if interpreted is not None:
             os.environ["TRITON_INTERPRET"] = interpreted
 
@@ -99,8 +104,8 @@ class Ranks:
         self.processes = []
 
 
-def group(ranks: int) -> Iterator[Ranks]:
-    processes = Ranks(ranks)
+def group(ranks: int, *, interpret: bool = False) -> Iterator[Ranks]:
+    processes = Ranks(ranks, interpret=interpret)
     yield processes
     if processes.processes:
         processes.stop()
@@ -116,3 +121,9 @@ def two() -> Iterator[Ranks]:
 def four() -> Iterator[Ranks]:
     """As `two`, with four processes."""
     yield from group(4)
+
+
+@pytest.fixture(scope="module")
+def two_with_kernels() -> Iterator[Ranks]:
+    """As `two`, with the Triton kernels in their interpreter."""
+    yield from group(2, interpret=True)

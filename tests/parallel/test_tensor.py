@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from liger_models.arch import get_arch
 from liger_models.convert.config_map import read_config
+from liger_models.kernels import dispatch, gated_mlp
 from liger_models.kernels.collectives import enter, ranks_of
 from liger_models.kernels.linear_cross_entropy import Words, linear_cross_entropy
 from liger_models.kernels.options import KernelOptions
@@ -488,3 +490,79 @@ def test_experts_in_and_out_of_a_checkpoint(four, tmp_path):
         assert_close(got, whole(model.named_parameters()), rtol=0, atol=0)
     for path in (tmp_path / "plain").iterdir():
         assert (tmp_path / "saved" / path.name).read_bytes() == path.read_bytes()
+
+
+def run_kernels(name: str, sequence_parallel: bool, policy: str) -> None:
+    """The Triton kernels' results on this rank are those of an uncut model, which uses them, too."""
+    assert dispatch.INTERPRET
+    inputs = {key: value[:2, :6] for key, value in batch(0).items()}
+    results = []
+    for cut in (False, True):
+        model = build(*run_config(name))
+        model.set_checkpointing(policy)
+        if cut:
+            apply_tp(model, mesh_of(2), sequence_parallel=sequence_parallel)
+        # Several chunks where gate and up are made again.
+        with (
+            mock.patch.multiple(gated_mlp, WORKSPACE_MIB=0, MIN_CHUNK=4),
+            mock.patch.object(gated_mlp, "sum_rows", wraps=gated_mlp.sum_rows) as summed,
+        ):
+            loss = model(**inputs).loss
+            loss.backward()
+        chunks = 1 if policy == "none" else 3
+        layers = 0 if name == "mixtral" else TINY["num_hidden_layers"]
+        assert [call.args[1] is not None for call in summed.call_args_list] == [cut] * layers * chunks
+        results.append({"loss": {"": loss.detach()}, "gradients": gradients(model)})
+    for part in ("loss", "gradients"):
+        assert_same(results[1][part], results[0][part])
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel", "policy"),
+    [("llama, tied, biases", False, "none"), ("llama", True, "none"), ("qwen3", True, "selective"),
+     ("gemma2", False, "selective"), ("olmo2", True, "selective"), ("mixtral", True, "none")],
+)  # fmt: skip
+def test_kernels(two_with_kernels, name, sequence_parallel, policy):
+    two_with_kernels(run_kernels, name, sequence_parallel, policy)
+
+
+def run_expert_kernels() -> None:
+    case = experts_case("mixtral", balanced=True)
+    inputs = {key: value[:2, :6] for key, value in batch(0).items()}
+    plain, model = build(*case), build(*case)
+    plain(**inputs, num_items_in_batch=10).loss.backward()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    apply_fsdp(apply_ep(model, mesh["ep"]), mesh, param_dtype=None)
+    row = slice(dist.get_rank(), dist.get_rank() + 1)
+    model(**{key: value[row] for key, value in inputs.items()}, num_items_in_batch=5).loss.backward()
+    assert_same(gradients(model), gradients(plain))
+
+
+def test_kernels_of_experts(two_with_kernels):
+    two_with_kernels(run_expert_kernels)
+
+
+def head_kernels() -> None:
+    """A target at the edges of a rank's words, one that is confident, and huge logits, in fp32."""
+    ranks = ranks_of(dist.group.WORLD)
+    V, words = 75, Words(ranks, 75)
+    x = torch.eye(6, 8)
+    weight = torch.randn(V, 8, generator=torch.Generator().manual_seed(0))
+    weight[:6, :6] += 15 * torch.eye(6)
+    weight[40, 3] = 3e4
+    target = torch.tensor([0, 37, 38, 40, -100, 74])
+    options = {"label_smoothing": 0.1, "z_loss": 1e-4, "reduction": "none"}
+    found = []
+    for own, told in ((weight, {}), (weight[words.start : words.start + words.count], {"words": words})):
+        leaves = x.clone().requires_grad_(), own.clone().requires_grad_()
+        inside = enter(leaves[0], ranks) if told else leaves[0]
+        loss = linear_cross_entropy(inside, leaves[1], target, **options, **told).loss
+        loss.backward(torch.arange(1.0, 7.0))
+        found.append((loss.detach(), leaves[0].grad, leaves[1].grad))
+    (loss, dx, dweight), got = found
+    assert_close(got, (loss, dx, dweight.chunk(2)[ranks.rank]))
+
+
+def test_kernels_of_the_head(two, two_with_kernels):
+    two(head_kernels)
+    two_with_kernels(head_kernels)
