@@ -17,6 +17,7 @@ from liger_models.kernels import dispatch, gated_mlp
 from liger_models.kernels.collectives import enter, ranks_of
 from liger_models.kernels.linear_cross_entropy import Words, linear_cross_entropy
 from liger_models.kernels.options import KernelOptions
+from liger_models.layers import moe
 from liger_models.parallel import (
     apply_ep,
     apply_fsdp,
@@ -162,14 +163,25 @@ def train_cut(case: tuple[str, Any], sequence_parallel: bool, policy: str, packe
     [
         *((name, index % 2 == 0, ("none", "selective", "full")[index % 3], False) for index, name in enumerate(RUNS)),
         ("llama, tied, biases", True, "full", True),
-        ("olmo2", True, "selective", True),
-        ("mixtral", False, "none", True),
     ],
 )
 def test_trains_as_one_process(two, name, sequence_parallel, policy, packed):
     case = run_config(name)
     expected = train(build(*case), packed=packed)
     for got in two(train_cut, case, sequence_parallel, policy, packed):
+        assert_same_run(got, expected)
+
+
+def train_copies() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("copies", "parts", "tp"))
+    model = apply_tp(build(*run_config("llama")), mesh["tp"])
+    apply_fsdp(model, mesh["copies", "parts"], param_dtype=None)
+    return train(model, dp=(mesh["copies"].get_local_rank(), 2))
+
+
+def test_copies_of_shards_around_it(four):
+    expected = train(build(*run_config("llama")))
+    for got in four(train_copies):
         assert_same_run(got, expected)
 
 
@@ -187,9 +199,7 @@ def train_2d(case: tuple[str, Any], optimizer: str, sequence_parallel: bool) -> 
 @pytest.mark.parametrize(
     ("name", "optimizer", "sequence_parallel"),
     [
-        ("llama", "torch", False),
         ("llama, tied, biases", "liger", True),
-        ("qwen3", "liger", False),
         ("olmo2", "torch", True),
         ("mixtral", "liger", False),
     ],
@@ -391,8 +401,9 @@ def load_and_save(arch: str, source: Path, target: Path, shape: tuple[int, ...])
     return {"weights": whole(model.named_parameters()), "gradients": gradients(model)}
 
 
-@pytest.mark.parametrize("arch", CHECKPOINTS)
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["tp", "fsdp x tp"])
+@pytest.mark.parametrize(
+    ("arch", "shape"), [("gemma2", (2,)), ("qwen3_moe", (2,)), *((arch, (2, 2)) for arch in CHECKPOINTS)]
+)
 def test_in_and_out_of_a_checkpoint(two, four, tmp_path, arch, shape):
     model = checkpoint_model(arch)
     model.save_pretrained(tmp_path / "plain")
@@ -527,7 +538,19 @@ def test_kernels(two_with_kernels, name, sequence_parallel, policy):
     two_with_kernels(run_kernels, name, sequence_parallel, policy)
 
 
+def to_the_first(logits: torch.Tensor, top_k: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A router that sends all tokens to the experts of one rank."""
+    return logits[:, :top_k].float().softmax(-1), torch.arange(top_k).expand(len(logits), top_k)
+
+
 def run_expert_kernels() -> None:
+    compare_experts()
+    name = "route" if dispatch.INTERPRET else "route_reference"
+    with mock.patch.object(moe, name, to_the_first):
+        compare_experts()
+
+
+def compare_experts() -> None:
     case = experts_case("mixtral", balanced=True)
     inputs = {key: value[:2, :6] for key, value in batch(0).items()}
     plain, model = build(*case), build(*case)
@@ -539,7 +562,8 @@ def run_expert_kernels() -> None:
     assert_same(gradients(model), gradients(plain))
 
 
-def test_kernels_of_experts(two_with_kernels):
+def test_kernels_of_experts(two, two_with_kernels):
+    two(run_expert_kernels)
     two_with_kernels(run_expert_kernels)
 
 
