@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_models.kernels.collectives import Ranks, sum_over
 from liger_models.kernels.dispatch import ACCELERATORS, check
 from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
+from liger_models.kernels.rms_norm import scale_normed
 from liger_models.kernels.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
 
 from .norm import LigerRMSNorm, add_norm, add_norm_linear
@@ -318,7 +319,9 @@ class LigerQKNormAttention(LigerAttention):
         rotate = rope if self.rope_kernel else rope_reference
         results = []
         for norm, x, mean, like in zip((self.q_norm, self.k_norm), wide, means.split(1, -1), heads, strict=True):
-            normed = norm.scaled(x * torch.rsqrt(mean + norm.eps), like.dtype).view_as(like)
+            normed = scale_normed(
+                x * torch.rsqrt(mean + norm.eps), norm.own_weight(), like.dtype, norm.offset, norm.scale_in_fp32
+            ).view_as(like)
             if cos is not None and sin is not None:
                 normed = rotate(normed, cos, sin, interleaved=self.interleaved)
             results.append(normed)

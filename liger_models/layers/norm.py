@@ -69,13 +69,6 @@ class LigerRMSNorm(nn.Module):
         function = rms_norm if self.kernel else rms_norm_reference
         return function(x, self.own_weight(), self.eps, self.offset, self.scale_in_fp32)
 
-    def scaled(self, normed: Tensor, dtype: torch.dtype) -> Tensor:
-        """``(offset + weight) · normed`` in ``dtype``, of what is normed already, in fp32."""
-        weight = self.own_weight()
-        if self.scale_in_fp32:
-            return ((weight.to(normed.dtype) + self.offset) * normed).to(dtype)
-        return ((weight + self.offset if self.offset else weight) * normed.to(dtype)).to(dtype)
-
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
         if x is None:

@@ -119,7 +119,10 @@ def apply_fsdp(
         for module in block.modules() if experts_mesh is not None else ():
             if isinstance(module, LigerMoE):
                 fully_shard(module.gate, reshard_after_forward=reshard_after_forward, **options)
-                fully_shard(module, reshard_after_forward=reshard_after_forward, **{**options, "mesh": experts_mesh})
+                # A number of ranks is one of the whole mesh.
+                fully_shard(
+                    module, reshard_after_forward=bool(reshard_after_forward), **{**options, "mesh": experts_mesh}
+                )
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     if not tied:
         fully_shard(model.lm_head, reshard_after_forward=False, **options)

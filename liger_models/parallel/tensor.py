@@ -30,8 +30,8 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
         model: on the meta device (`from_pretrained` with ``shard`` then reads each rank's part only), or with the same
             weights on every rank.
         mesh: of one dimension; R ranks, best those of one host.
-        sequence_parallel: between the layers each rank has 1 / R of the tokens, for the same communication: less
-            memory, and norms are not computed R times. T must then be a multiple of R, so not for generation.
+        sequence_parallel: between the layers each rank has 1 / R of the tokens: less memory, and norms are not computed
+            R times, for one more gather in each layer's backward. T must then be a multiple of R, so not to generate.
 
     Returns:
         ``model``.

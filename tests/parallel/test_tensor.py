@@ -283,16 +283,17 @@ def ask_the_model(sequence_parallel: bool) -> dict[str, Any]:
     out = model(**inputs, return_log_probs=True)
     out.log_probs.square().sum().backward()
     results |= {"log_probs": out.log_probs.detach(), "gradients": gradients(model)}
+    model.zero_grad()
+    embeds = torch.ones(2, 4, TINY["hidden_size"], requires_grad=True)
+    model(inputs_embeds=embeds).logits.square().sum().backward()
+    results |= {"d_embeds": embeds.grad, "weight gradients": gradients(model)}
     if sequence_parallel:
         return results
-    model.zero_grad()
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
     results["greedy"] = model.generate(prompts, max_new_tokens=6, eos_token_id=[])
     torch.manual_seed(0)
     results["sampled"] = model.generate(prompts, max_new_tokens=6, do_sample=True, eos_token_id=[])
-    embeds = torch.ones(2, 4, TINY["hidden_size"], requires_grad=True)
-    model(inputs_embeds=embeds).logits.square().sum().backward()
-    return results | {"d_embeds": embeds.grad, "weight gradients": gradients(model)}
+    return results
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
