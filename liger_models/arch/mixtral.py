@@ -102,6 +102,6 @@ class LigerMixtral(CausalLM):
         """The weighted load-balancing loss of all layers together, if the configuration asks for it."""
         if not self.config.output_router_logits:
             return None
-        loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, attention_mask)
+        loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, attention_mask, self.balance_ranks)
         weighted: Tensor = self.config.router_aux_loss_coef * loss
         return weighted

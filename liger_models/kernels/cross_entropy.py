@@ -108,7 +108,7 @@ def _load(ptr, column, V, MASKED: tl.constexpr, EVICT: tl.constexpr):
 def _cross_entropy_kernel(
     logits_ptr, gradient_ptr, target_ptr, class_weight_ptr, class_weight_sum_ptr, a_ptr, c_ptr,
     lse_ptr, loss_ptr, z_loss_ptr, log_prob_ptr, predicted_ptr,
-    logits_stride, gradient_stride, V, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
+    logits_stride, gradient_stride, V, vocabulary, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
     HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_A: tl.constexpr,
     HAS_C: tl.constexpr, STATISTICS: tl.constexpr, PREDICT: tl.constexpr, GRADIENT: tl.constexpr,
     LOWEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
@@ -140,7 +140,7 @@ def _cross_entropy_kernel(
     z_y = _transformed(tl.load(logits_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
     z_y = tl.where(valid, z_y, float("nan"))
     w_y = 1.0
-    w_sum = tl.cast(V, tl.float32)
+    w_sum = tl.cast(vocabulary, tl.float32)
     if HAS_CLASS_WEIGHT:
         w_y = tl.load(class_weight_ptr + y, mask=valid, other=0.0).to(tl.float32)
         w_sum = tl.load(class_weight_sum_ptr)
@@ -181,7 +181,7 @@ def _cross_entropy_kernel(
         log_prob = (z_y - maximum) - tl.log(total)
         loss = (label_smoothing - 1.0) * w_y * log_prob
         if HAS_SMOOTHING:
-            loss += label_smoothing / V * (w_sum * lse - tl.sum(weighted, 0))
+            loss += label_smoothing / vocabulary * (w_sum * lse - tl.sum(weighted, 0))
         tl.store(lse_ptr + 2 * row, maximum)
         tl.store(lse_ptr + 2 * row + 1, total)
         tl.store(loss_ptr + row, loss + z_loss * lse * lse)
@@ -201,7 +201,7 @@ def _cross_entropy_kernel(
             a = tl.load(a_ptr + row)
         if HAS_C:
             c = tl.load(c_ptr + row)
-        smoothed = a * label_smoothing / V
+        smoothed = a * label_smoothing / vocabulary
         on_target = a * (1.0 - label_smoothing) * w_y - c
         on_all = (on_target + smoothed * w_sum + 2.0 * a * z_loss * lse) / total
         tl.debug_barrier()  # all have read the target's logit, which may lie where the gradient goes
@@ -242,6 +242,8 @@ def _chunk_in_torch(
     z_loss: float,
     softcap: float | None,
     logit_scale: float,
+    vocabulary: int,
+    lse: Tensor | None,
     a: Tensor | None,
     c: Tensor | None,
     gradient: Tensor | None,
@@ -253,29 +255,35 @@ def _chunk_in_torch(
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     valid = target != ignore_index
-    y = target.where(valid, 0)
+    here = valid & (target >= 0) & (target < V)
+    y = target.where(here, 0)
     w = z.new_ones(V) if class_weight is None else class_weight.to(z.dtype)
-    maximum = z.amax(-1)
-    lse = z.logsumexp(-1)
-    all_log_probs = z.log_softmax(-1)
+    w_sum = vocabulary if class_weight is None else w.sum()
+    if lse is None:
+        all_log_probs = z.log_softmax(-1)
+        maximum, log_total = z.amax(-1), -all_log_probs.amax(-1)
+    else:
+        maximum, log_total = lse[:, 0], lse[:, 1].log()
+        all_log_probs = (z - maximum[:, None]) - log_total[:, None]
+    total = maximum + log_total
     log_probs = all_log_probs.gather(-1, y[:, None])[:, 0]
-    squared = z_loss * lse.square()
+    squared = z_loss * total.square()
     loss = (label_smoothing - 1) * w[y] * log_probs + squared
     if label_smoothing:
-        loss = loss + label_smoothing / V * (w.sum() * lse - z @ w)
+        loss = loss + label_smoothing / vocabulary * (w_sum * total - z @ w)
     if gradient is not None:
-        a = torch.ones_like(lse) if a is None else a
-        c = torch.zeros_like(lse) if c is None else c
-        smoothed = a * label_smoothing / V
+        a = torch.ones_like(total) if a is None else a
+        c = torch.zeros_like(total) if c is None else c
+        smoothed = a * label_smoothing / vocabulary
         on_target = a * (1 - label_smoothing) * w[y] - c
-        dz = all_log_probs.exp() * (on_target + smoothed * w.sum() + 2 * a * z_loss * lse)[:, None]
+        dz = all_log_probs.exp() * (on_target + smoothed * w_sum + 2 * a * z_loss * total)[:, None]
         dz -= smoothed[:, None] * w
-        dz.scatter_add_(-1, y[:, None], -on_target[:, None])
+        dz.scatter_add_(-1, y[:, None], -on_target.where(here, 0)[:, None])
         if softcap is not None:
             dz *= 1 - (z / softcap).square()
         gradient.copy_((dz * logit_scale).where(valid[:, None], 0))
     keep = lambda tensor: tensor.where(valid, 0)
-    keep_lse = torch.stack([maximum, (lse - maximum).exp()], 1).where(valid[:, None], 0)
+    keep_lse = torch.stack([maximum, log_total.exp()], 1).where(valid[:, None], 1)
     predicted = z.argmax(-1).where(valid, -1) if predict else target.new_empty(0)
     return TokenStatistics(keep(loss), keep(squared), keep(log_probs), keep_lse, predicted)
 
@@ -295,18 +303,22 @@ def token_statistics(
     c: Tensor | None = None,
     gradient: Tensor | None = None,
     predict: bool = False,
+    vocabulary: int | None = None,
 ) -> TokenStatistics | None:
     """One launch over ``logits`` [N, V]: statistics (unless ``lse`` is given), and the gradient into ``gradient``.
 
     ``gradient`` may be ``logits`` itself: each element is read before it is overwritten. ``a`` and ``c`` [N] are the
-    upstream gradients of loss (1 if None) and log-probability (0 if None).
+    upstream gradients of loss (1 if None) and log-probability (0 if None). Where the logits are those of a part of a
+    ``vocabulary``, ``lse`` is that of all of it, and a target outside of the part is one that is not here.
     """
-    if not use_triton(logits):
-        return _chunk_in_torch(
-            logits, target, class_weight, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
-            a, c, gradient, predict,
-        )  # fmt: skip
     N, V = logits.shape
+    vocabulary = V if vocabulary is None else vocabulary
+    if not use_triton(logits):
+        results = _chunk_in_torch(
+            logits, target, class_weight, ignore_index, label_smoothing, z_loss, softcap, logit_scale, vocabulary,
+            lse, a, c, gradient, predict,
+        )  # fmt: skip
+        return results if lse is None else None
     fresh = lambda: torch.empty(N, dtype=torch.float32, device=logits.device)
     statistics = None
     if lse is None:
@@ -323,7 +335,7 @@ def token_statistics(
                 logits if class_weight is None else class_weight.sum(dtype=torch.float32),
                 logits if a is None else a, logits if c is None else c,
                 out.lse, out.loss, out.z_loss, out.log_probs, out.predicted,
-                logits.stride(0), 0 if gradient is None else gradient.stride(0), V,
+                logits.stride(0), 0 if gradient is None else gradient.stride(0), V, vocabulary,
                 ignore_index, label_smoothing, z_loss, 0.0 if softcap is None else softcap, logit_scale,
                 HAS_CLASS_WEIGHT=class_weight is not None, HAS_SMOOTHING=label_smoothing != 0.0,
                 HAS_SOFTCAP=softcap is not None, HAS_A=a is not None, HAS_C=c is not None,

@@ -21,12 +21,29 @@ recomputes and keep the forward's instead.
 Where u is not kept, many rows go through in chunks, in both directions: u, p, dn and the normed rows exist for one
 chunk at a time. The gradients of the weights are then summed over the chunks in fp32 and rounded once.
 
+With ``ranks``, of which each has its own gates and ups and the columns of Wd for them, y is a rank's part of a sum, and
+dn is summed over them before N'. If each has its own tokens, too, N(h) is gathered before its products with Wgu and du,
+and the sum of dn comes back for the own tokens only; y is of all tokens, and h remains that of the own.
+
 Source: https://arxiv.org/abs/2002.05202; recomputation as in https://arxiv.org/abs/2205.05198.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .collectives import (
+    Ranks,
+    all_tokens_shape,
+    enter,
+    for_op,
+    gather_rows,
+    ranks_again,
+    rows_by_rank,
+    rows_in_order,
+    sum_rows,
+)
 from .dispatch import LIBRARY, check, use_triton
 from .gated_act import check_act, gated_act_backward, gated_act_forward, gated_act_reference
 from .linear_cross_entropy import accumulate
@@ -73,6 +90,7 @@ def gated_mlp_reference(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     scale_in_fp32: bool = False,
+    ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `gated_mlp` computes, in plain torch."""
     if x is not None:
@@ -80,19 +98,20 @@ def gated_mlp_reference(
     normed = residual
     if norm_weight is not None:
         normed = rms_norm_reference(residual, norm_weight, eps, weight_offset, scale_in_fp32)
-    gate_up = linear(normed, gate_up_weight, gate_up_bias)
+    gate_up = linear(enter(normed, ranks), gate_up_weight, gate_up_bias)
     return linear(gated_act_reference(gate_up, act), down_weight, down_bias), residual
 
 
 LIBRARY.define(
     "gated_mlp(Tensor? x, Tensor residual, Tensor? norm_weight, Tensor gate_up_weight, Tensor down_weight,"
     " Tensor? gate_up_bias, Tensor? down_bias, str act, float eps, float weight_offset, bool scale_in_fp32,"
-    " bool recompute) -> (Tensor, Tensor, Tensor, Tensor)"
+    " bool recompute, str group='', int ranks=1, bool sequence=False) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "gated_mlp_backward(Tensor dy, Tensor? dh, Tensor h, Tensor rstd, Tensor? gate_up, Tensor? norm_weight,"
     " Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, str act, float weight_offset,"
-    " bool scale_in_fp32, bool[6] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    " bool scale_in_fp32, bool[6] needs, str group='', int ranks=1, bool sequence=False)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -100,43 +119,56 @@ LIBRARY.define(
 def _gated_mlp(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
-    eps: float, weight_offset: float, scale_in_fp32: bool, recompute: bool,
+    eps: float, weight_offset: float, scale_in_fp32: bool, recompute: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ranks = ranks_again(*rest)
     constants = (
         norm_weight, gate_up_weight, down_weight, gate_up_bias, down_bias,
-        act, eps, weight_offset, scale_in_fp32, recompute,
+        act, eps, weight_offset, scale_in_fp32, recompute, ranks,
     )  # fmt: skip
     C, shape = residual.shape[-1], residual.shape[:-1]
     N = shape.numel()
-    rows = _chunk_rows(N, gate_up_weight.shape[0] * gate_up_weight.itemsize) if recompute else N
-    if rows >= N:
-        return _forward_rows(x, residual, *constants)
     x = None if x is None else x.reshape(-1, C)
     residual = residual.reshape(-1, C)
-    y = down_weight.new_empty(N, down_weight.shape[0])
-    h = residual.new_empty(0 if x is None else residual.shape)
-    rstd = residual.new_empty(0 if norm_weight is None else N, dtype=torch.float32)
-    for start in range(0, N, rows):
-        part = slice(start, start + rows)
-        y[part], h[part], rstd[part], _ = _forward_rows(None if x is None else x[part], residual[part], *constants)
+    rows, copies = _split_rows(N, gate_up_weight, ranks, recompute)
+    if rows >= N:
+        y, h, rstd, gate_up = _forward_rows(x, residual, *constants)
+    else:
+        parts = down_weight.new_empty(copies, N, down_weight.shape[0])
+        h = residual.new_empty(0 if x is None else residual.shape)
+        rstd = residual.new_empty(0 if norm_weight is None else N, dtype=torch.float32)
+        for start in range(0, N, rows):
+            part = slice(start, start + rows)
+            y, h[part], rstd[part], gate_up = _forward_rows(None if x is None else x[part], residual[part], *constants)
+            parts[:, part] = y.unflatten(0, (copies, -1))
+        y = parts.flatten(0, 1)
     h = h if x is None else h.view(*shape, C)
     rstd = rstd if norm_weight is None else rstd.view(shape)
-    return y.view(*shape, y.shape[-1]), h, rstd, y.new_empty(0)
+    if not recompute:  # of all tokens, those of the first rank first
+        gate_up = gate_up.view(*all_tokens_shape(shape, ranks), gate_up.shape[-1])
+    return rows_in_order(y, shape, ranks), h, rstd, gate_up
+
+
+def _split_rows(N: int, gate_up_weight: Tensor, ranks: Ranks | None, recompute: bool) -> tuple[int, int]:
+    """Own rows per chunk, and of how many ranks' rows u is then."""
+    copies = ranks.size if ranks is not None and ranks.sequence else 1
+    row_bytes = gate_up_weight.shape[0] * gate_up_weight.itemsize
+    return -(-_chunk_rows(N * copies, row_bytes) // copies) if recompute else N, copies
 
 
 def _forward_rows(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
-    eps: float, weight_offset: float, scale_in_fp32: bool, recompute: bool,
+    eps: float, weight_offset: float, scale_in_fp32: bool, recompute: bool, ranks: Ranks | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The op's outputs for all rows, or those of a chunk."""
+    """The op's outputs for all rows [N, C], or those of a chunk."""
     if norm_weight is None:
         normed = h = residual if x is None else (residual + x).to(residual.dtype).contiguous()
         rstd = residual.new_empty(0, dtype=torch.float32)
     else:
         first, second = (residual, None) if x is None else (x, residual)
         normed, h, rstd = rms_norm_forward(first, second, norm_weight, eps, weight_offset, scale_in_fp32)
-    gate_up = linear(normed, gate_up_weight, gate_up_bias)
+    gate_up = linear(gather_rows(normed, ranks), gate_up_weight, gate_up_bias)
     del normed
     product = gated_act_forward(gate_up, act)
     if recompute:
@@ -149,15 +181,18 @@ def _forward_rows(
 def _gated_mlp_backward(
     dy: Tensor, dh: Tensor | None, h: Tensor, rstd: Tensor, gate_up: Tensor | None, norm_weight: Tensor | None,
     gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, act: str, weight_offset: float,
-    scale_in_fp32: bool, needs: list[bool],
+    scale_in_fp32: bool, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    constants = (norm_weight, gate_up_weight, down_weight, gate_up_bias, act, weight_offset, scale_in_fp32, needs)
+    ranks = ranks_again(*rest)
+    constants = (
+        norm_weight, gate_up_weight, down_weight, gate_up_bias, act, weight_offset, scale_in_fp32, needs, ranks,
+    )  # fmt: skip
     likes = _likes(h, norm_weight, gate_up_weight, down_weight)
     shape, C = h.shape, h.shape[-1]
     N = shape[:-1].numel()
-    dy, h, rstd = dy.reshape(-1, dy.shape[-1]), h.reshape(-1, C), rstd.reshape(-1)
+    dy, h, rstd = rows_by_rank(dy, ranks), h.reshape(-1, C), rstd.reshape(-1)
     dh = None if dh is None else dh.reshape(-1, C)
-    rows = N if gate_up is not None else _chunk_rows(N, gate_up_weight.shape[0] * gate_up_weight.itemsize)
+    rows, copies = _split_rows(N, gate_up_weight, ranks, gate_up is None)
     if rows >= N:
         gate_up = None if gate_up is None else gate_up.reshape(-1, gate_up.shape[-1])
         dx, *grads = _backward_rows(dy, dh, h, rstd, gate_up, *constants)
@@ -165,8 +200,9 @@ def _gated_mlp_backward(
         dx, grads = h.new_empty(N, C) if needs[0] else None, [None] * 5
         for start in range(0, N, rows):
             part = slice(start, start + rows)
+            dy_part = dy.unflatten(0, (copies, -1))[:, part].reshape(-1, dy.shape[-1])
             piece, *grads = _backward_rows(
-                dy[part], None if dh is None else dh[part], h[part], rstd[part], None, *constants, totals=grads
+                dy_part, None if dh is None else dh[part], h[part], rstd[part], None, *constants, totals=grads
             )
             if dx is not None and piece is not None:
                 dx[part] = piece
@@ -178,11 +214,11 @@ def _gated_mlp_backward(
 def _backward_rows(
     dy: Tensor, dh: Tensor | None, h: Tensor, rstd: Tensor, gate_up: Tensor | None, norm_weight: Tensor | None,
     gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, act: str, weight_offset: float,
-    scale_in_fp32: bool, needs: list[bool], totals: list[Tensor | None] | None = None,
+    scale_in_fp32: bool, needs: list[bool], ranks: Ranks | None, totals: list[Tensor | None] | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """dx and the weights' gradients; those of a chunk in fp32 and added to the ``totals`` of the chunks before it.
 
-    dy [N, O], dh, h [N, C], rstd [N], gate_up [N, 2 F].
+    dy [N, O], dh, h [N, C], rstd [N], gate_up [N, 2 F]; dy and gate_up of all ranks' rows where each has its own.
     """
     need_stream, need_norm_weight, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
     need_dn = need_stream or need_norm_weight
@@ -199,7 +235,7 @@ def _backward_rows(
 
     own = gate_up is None
     if gate_up is None and (need_du or need_down):
-        gate_up = linear(normed(), gate_up_weight, gate_up_bias)
+        gate_up = linear(gather_rows(normed(), ranks), gate_up_weight, gate_up_bias)
     if gate_up is not None and need_du:
         d_gate_up, product = gated_act_backward(
             dy @ down_weight, gate_up, act, need_down, overwrite_dy=True, overwrite_gate_up=own
@@ -211,7 +247,7 @@ def _backward_rows(
         d_down_weight = _weight_gradient(before[2], dy, product, chunked)
     del product
     if d_gate_up is not None and need_dn:
-        dn = d_gate_up @ gate_up_weight
+        dn = sum_rows(d_gate_up @ gate_up_weight, ranks)
         if norm_weight is None:
             dx = (dn if dh is None else dn + dh).to(h.dtype).contiguous()
         else:
@@ -221,7 +257,8 @@ def _backward_rows(
             )  # fmt: skip
         del dn
     if d_gate_up is not None and need_gate_up:
-        d_gate_up_weight = _weight_gradient(before[1], d_gate_up, normed() if rows is None else rows, chunked)
+        rows = gather_rows(normed() if rows is None else rows, ranks)
+        d_gate_up_weight = _weight_gradient(before[1], d_gate_up, rows, chunked)
     d_gate_up_bias = d_gate_up.sum(0, dtype=wide) if d_gate_up is not None and need_gate_up_bias else None
     d_down_bias = dy.sum(0, dtype=wide) if need_down_bias else None
     sums = [d_norm_weight, d_gate_up_weight, d_down_weight, d_gate_up_bias, d_down_bias]
@@ -241,12 +278,12 @@ def _likes(h: Tensor, norm_weight: Tensor | None, gate_up_weight: Tensor, down_w
 def _gated_mlp_fake(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
-    eps: float, weight_offset: float, scale_in_fp32: bool, recompute: bool,
+    eps: float, weight_offset: float, scale_in_fp32: bool, recompute: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    rows = residual.shape[:-1]
+    rows = all_tokens_shape(residual.shape[:-1], ranks_again(*rest))
     y = down_weight.new_empty(*rows, down_weight.shape[0])
     h = residual.new_empty(0 if x is None else residual.shape)
-    rstd = residual.new_empty(0 if norm_weight is None else rows, dtype=torch.float32)
+    rstd = residual.new_empty(0 if norm_weight is None else residual.shape[:-1], dtype=torch.float32)
     return y, h, rstd, gate_up_weight.new_empty(0 if recompute else (*rows, gate_up_weight.shape[0]))
 
 
@@ -254,7 +291,7 @@ def _gated_mlp_fake(
 def _gated_mlp_backward_fake(
     dy: Tensor, dh: Tensor | None, h: Tensor, rstd: Tensor, gate_up: Tensor | None, norm_weight: Tensor | None,
     gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, act: str, weight_offset: float,
-    scale_in_fp32: bool, needs: list[bool],
+    scale_in_fp32: bool, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     likes = _likes(h, norm_weight, gate_up_weight[:, 0], down_weight[:, 0])
     likes[2:4] = gate_up_weight, down_weight
@@ -263,7 +300,8 @@ def _gated_mlp_backward_fake(
 
 def _setup(ctx, inputs, output):
     x, residual, norm_weight, gate_up_weight, down_weight, gate_up_bias, down_bias, ctx.act, *constants = inputs
-    _, ctx.weight_offset, ctx.scale_in_fp32, recompute = constants
+    _, weight_offset, scale_in_fp32, recompute, *ranks = constants
+    ctx.constants, ctx.ranks = (weight_offset, scale_in_fp32), ranks
     _, h, rstd, gate_up = output
     ctx.set_materialize_grads(False)
     ctx.dtypes = [None if t is None else t.dtype for t in (x, gate_up_bias, down_bias)]
@@ -279,10 +317,10 @@ def _backward(ctx, dy, dh, _drstd, _dgate_up):
     need_x, need_residual, *need_weights = ctx.needs_input_grad[:7]
     x_dtype, gate_up_bias_dtype, down_bias_dtype = ctx.dtypes
     if dy is None:  # only the residual stream is used further on
-        return dh.to(x_dtype) if need_x and dh is not None else None, dh, *(None,) * 10
+        return dh.to(x_dtype) if need_x and dh is not None else None, dh, *(None,) * 13
     needs = [need_x or need_residual, *need_weights]
     dx, *grads = torch.ops.liger_models.gated_mlp_backward(
-        dy, dh, *ctx.saved_tensors, ctx.act, ctx.weight_offset, ctx.scale_in_fp32, needs
+        dy, dh, *ctx.saved_tensors, ctx.act, *ctx.constants, needs, *ctx.ranks
     )
     d_norm, d_gate_up, d_down, d_gate_up_bias, d_down_bias = (
         grad if need else None for grad, need in zip(grads, need_weights, strict=True)
@@ -295,7 +333,7 @@ def _backward(ctx, dy, dh, _drstd, _dgate_up):
         d_down,
         None if d_gate_up_bias is None else d_gate_up_bias.to(gate_up_bias_dtype),
         None if d_down_bias is None else d_down_bias.to(down_bias_dtype),
-        *(None,) * 5,
+        *(None,) * 8,
     )
 
 
@@ -316,6 +354,7 @@ def gated_mlp(
     weight_offset: float = 0.0,
     scale_in_fp32: bool = False,
     recompute: bool = False,
+    ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``residual = residual + x``, then ``y = gated_act(rms_norm(residual) @ Wguᵀ + bgu) @ Wdᵀ + bd``.
 
@@ -332,6 +371,9 @@ def gated_mlp(
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.
         recompute: don't keep gate and up for the backward but make them again, for one more matrix product. The
             gradients are the same. (The reference backend takes no notice.)
+        ranks: of which each has its own pairs of gate and up, None for one rank. y is then the rank's part of a sum
+            (down_bias goes to its end, so it must be None). With ``ranks.sequence`` x and residual are the rank's own
+            tokens, y is of all of them, and norm_weight's gradient is the own tokens' share.
 
     Returns:
         ``(y, residual)``: [..., O] in the dtype of the weights, and [..., C] in that of the residual (without x, the
@@ -354,10 +396,15 @@ def gated_mlp(
             "gated_mlp: gate_up_weight and down_weight must have one dtype, "
             f"got {gate_up_weight.dtype} and {down_weight.dtype}."
         )
+    check(ranks is None or down_bias is None, "gated_mlp: down_bias must be None with ranks. Add it to their sum.")
     tensors = (x, residual, norm_weight, gate_up_weight, down_weight, gate_up_bias, down_bias)
     if not use_triton(residual):
-        return gated_mlp_reference(*tensors, act=act, eps=eps, weight_offset=weight_offset, scale_in_fp32=scale_in_fp32)
+        return gated_mlp_reference(
+            *tensors, act=act, eps=eps, weight_offset=weight_offset, scale_in_fp32=scale_in_fp32, ranks=ranks
+        )
     # Without gradients nothing is kept, and gate and up are freed before the last product.
     recompute = recompute or not torch.is_grad_enabled()
-    y, h, _, _ = torch.ops.liger_models.gated_mlp(*tensors, act, eps, weight_offset, scale_in_fp32, recompute)
+    y, h, _, _ = torch.ops.liger_models.gated_mlp(
+        *tensors, act, eps, weight_offset, scale_in_fp32, recompute, *for_op(ranks)
+    )
     return y, residual if x is None else h

@@ -18,18 +18,27 @@ dweight is summed over the chunks in fp32, but for bf16 weights and few chunks: 
 each, which costs less accuracy than the rounding of the logits does, and half the memory and traffic. Nothing waits for
 the device. Frozen inputs and ``no_grad`` cost no product.
 
-Source: https://arxiv.org/abs/2410.10989 (Liger Kernel), https://arxiv.org/abs/2411.09009 (Cut Your Losses).
+A vocabulary whose rows are cut over ranks (`Words`) never has its logits gathered. Of each chunk and token the ranks
+exchange four numbers about their words: the maximum, log Σ exp(z − maximum), the target's logit at its owner, and the
+sum that label smoothing takes. From these each has the statistics of the whole vocabulary, and the gradient of its
+words. dx is a rank's part of a sum.
+
+Source: https://arxiv.org/abs/2410.10989 (Liger Kernel), https://arxiv.org/abs/2411.09009 (Cut Your Losses);
+https://arxiv.org/abs/1909.08053 for the vocabulary on ranks.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .collectives import Ranks
 from .cross_entropy import (
     CrossEntropyOutput,
+    TokenStatistics,
     check_arguments,
     cross_entropy_reference,
     reduce,
@@ -63,6 +72,93 @@ def linear_cross_entropy_reference(
 ) -> CrossEntropyOutput:
     """What `linear_cross_entropy` computes, in plain torch: all the logits, then `cross_entropy_reference`."""
     return cross_entropy_reference(F.linear(x, weight, bias), target, **options)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Words:
+    """The part of a vocabulary that a rank has: rows of the head's weight, as ``torch.chunk`` cuts it.
+
+    Attributes:
+        ranks: that have the vocabulary together.
+        vocabulary: V, of all of them.
+    """
+
+    ranks: Ranks
+    vocabulary: int
+
+    @property
+    def each(self) -> int:
+        """Words of each rank but the last."""
+        return -(-self.vocabulary // self.ranks.size)
+
+    @property
+    def start(self) -> int:
+        """The calling rank's first word."""
+        return self.each * self.ranks.rank
+
+    @property
+    def count(self) -> int:
+        """Of the calling rank's words."""
+        return max(min(self.each, self.vocabulary - self.start), 0)
+
+    def check(self) -> "Words":
+        """These words.
+
+        Raises:
+            ValueError: a rank would have none.
+        """
+        size = self.ranks.size
+        check(
+            self.each * (size - 1) < self.vocabulary,
+            f"Words: vocab_size ({self.vocabulary}) must be enough for {size} ranks of {self.each} words each.",
+        )
+        return self
+
+
+def _of_all_words(
+    logits: Tensor, target: Tensor, options: tuple[int, float, float, float | None, float], words: Words
+) -> TokenStatistics:
+    """`token_statistics` over a vocabulary of which each rank has the logits of its words."""
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
+    valid = target != ignore_index
+    here = valid & (target >= words.start) & (target < words.start + words.count)
+    any_word = torch.where(valid, (target - words.start).where(here, 0), IGNORED)
+    own = token_statistics(
+        logits, any_word, None, IGNORED, label_smoothing, 0.0, softcap, logit_scale, vocabulary=words.vocabulary
+    )
+    assert own is not None
+    maximum, log_total = own.lse[:, 0], own.lse[:, 1].log()
+    # Of the loss over the own words, ε · lse − ε/V · Σ z is what label smoothing adds: the last is what is wanted.
+    mean_share = label_smoothing * (maximum + log_total) - own.loss + (label_smoothing - 1) * own.log_probs
+    every = torch.stack([maximum, log_total, own.log_probs + log_total, mean_share])
+    every = torch.ops.liger_models.all_gather(every, words.ranks.group)
+    maxima, log_totals, target_logits, mean_shares = every.unbind(1)  # [R, N] each
+    maximum = maxima.amax(0)
+    log_total = (maxima - maximum + log_totals).logsumexp(0)
+    lse = maximum + log_total
+    owner = (target.where(valid, 0) // words.each)[None]
+    # Not lse − z_y: for a target near the maximum that difference would keep few digits.
+    log_probs = ((maxima - maximum).gather(0, owner) + target_logits.gather(0, owner))[0] - log_total
+    squared = z_loss * lse.square()
+    loss = (label_smoothing - 1) * log_probs + label_smoothing * lse - mean_shares.sum(0) + squared
+    keep = lambda tensor: tensor.where(valid, 0)
+    lse = torch.stack([maximum, log_total.exp()], 1).where(valid[:, None], 1)
+    return TokenStatistics(keep(loss), keep(squared), keep(log_probs), lse, target.new_empty(0))
+
+
+def _own_target(target: Tensor, ignore_index: int, words: Words) -> Tensor:
+    """Targets as indices of the own words: −1 for a word of another rank, `IGNORED` for none."""
+    here = (target >= words.start) & (target < words.start + words.count)
+    return torch.where(target == ignore_index, IGNORED, (target - words.start).where(here, -1))
+
+
+def _words_again(group: str = "", size: int = 1, rank: int = 0, vocabulary: int = 0) -> Words | None:
+    """What an op is told of `Words`, as such again."""
+    return Words(Ranks(group, size, rank), vocabulary) if vocabulary else None
+
+
+IGNORED = -100
+"""Stands for ``ignore_index``, which may be any number, beside the -1 of a word that another rank has."""
 
 
 def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
@@ -210,21 +306,32 @@ def _walk_chunks(
     c: Tensor | None = None,
     lse: Tensor | None = None,
     need: tuple[bool, bool, bool] = (False, False, False),
+    words: Words | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """Statistics of every row (none if ``lse`` is given) and, as far as needed, dx, dweight and dbias."""
+    own_target, own_options = target, options
+    if words is not None:
+        own_target, own_options = _own_target(target, options[0], words), (IGNORED, *options[1:])
 
     def statistics(logits: Tensor, part: slice) -> tuple[Sequence[Tensor] | None, Tensor]:
-        results = token_statistics(
-            logits,
-            target[part],
-            class_weight,
-            *options,
-            predict=predict,
-            lse=None if lse is None else lse[part],
-            a=None if a is None else a[part],
-            c=None if c is None else c[part],
-            gradient=logits if any(need) else None,
-        )  # fmt: skip
+        results, known = None, None if lse is None else lse[part]
+        if words is not None and known is None:
+            results = _of_all_words(logits, target[part], options, words)
+            known = results.lse
+        if known is None or any(need):
+            made = token_statistics(
+                logits,
+                own_target[part],
+                class_weight,
+                *own_options,
+                predict=predict,
+                lse=known,
+                a=None if a is None else a[part],
+                c=None if c is None else c[part],
+                gradient=logits if any(need) else None,
+                vocabulary=None if words is None else words.vocabulary,
+            )  # fmt: skip
+            results = made if results is None else results
         return results, logits
 
     results, dx, dweight, dbias = walk_chunks(x, weight, bias, rows, need, statistics)
@@ -236,27 +343,29 @@ def _walk_chunks(
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale, int rows"
 _INPUTS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
+_WORDS = "str group='', int ranks=1, int rank=0, int vocabulary=0"
 LIBRARY.define(
     f"linear_cross_entropy({_INPUTS}, Tensor factors, {_OPTIONS},"
-    " bool predict, bool need_dx, bool need_dw, bool need_db)"
+    f" bool predict, bool need_dx, bool need_dw, bool need_db, {_WORDS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
-    f"linear_cross_entropy_tokens({_INPUTS}, {_OPTIONS}, bool predict) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"linear_cross_entropy_tokens({_INPUTS}, {_OPTIONS}, bool predict, {_WORDS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     f"linear_cross_entropy_tokens_backward(Tensor? a, Tensor? c, {_INPUTS}, Tensor lse, {_OPTIONS},"
-    " bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor)"
+    f" bool need_dx, bool need_dw, bool need_db, {_WORDS}) -> (Tensor, Tensor, Tensor)"
 )
 
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy", "CompositeExplicitAutograd")
 def _loss(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
-    *options, rows, predict, need_dx, need_dw, need_db = rest
+    (*options, rows, predict), need, words = rest[:7], rest[7:10], _words_again(*rest[10:])
     a, scale = without_exponent(factors, x.dtype)
     statistics, dx, dweight, dbias = _walk_chunks(
         x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
-        predict=predict, a=a, need=(need_dx, need_dw, need_db),
+        predict=predict, a=a, need=need, words=words,
     )  # fmt: skip
     loss, z_loss, _, _, predicted = statistics
     loss = (loss * factors).sum()
@@ -266,7 +375,7 @@ def _loss(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor
 
 @torch.library.register_fake("liger_models::linear_cross_entropy", lib=LIBRARY)
 def _loss_fake(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
-    *_, predict, need_dx, need_dw, need_db = rest
+    predict, need_dx, need_dw, need_db = rest[6:10]
     wide = torch.promote_types(x.dtype, torch.float32)
     dw_dtype = weight.dtype if weight.dtype == torch.bfloat16 else wide
     return (
@@ -296,28 +405,29 @@ torch.library.register_autograd(
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy_tokens", "CompositeExplicitAutograd")
 def _tokens(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, ...]:
-    *options, rows, predict = rest
+    (*options, rows, predict), words = rest[:7], _words_again(*rest[7:])
     statistics, *_ = _walk_chunks(
-        x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows, predict=predict
-    )
+        x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
+        predict=predict, words=words,
+    )  # fmt: skip
     return tuple(statistics)
 
 
 @torch.library.register_fake("liger_models::linear_cross_entropy_tokens", lib=LIBRARY)
 def _tokens_fake(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, ...]:
     row = lambda *size: x.new_empty(x.shape[0], *size, dtype=torch.promote_types(x.dtype, torch.float32))
-    return row(), row(), row(), row(2), target.new_empty(x.shape[0] if rest[-1] else 0)
+    return row(), row(), row(), row(2), target.new_empty(x.shape[0] if rest[6] else 0)
 
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy_tokens_backward", "CompositeExplicitAutograd")
 def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    *options, rows, need_dx, need_dw, need_db = rest
+    (*options, rows), need, words = rest[:6], rest[6:9], _words_again(*rest[9:])
     a = lse.new_zeros(len(lse)) if a is None else a
     factors, scale = without_exponent(torch.cat([a, a.new_empty(0) if c is None else c]), x.dtype)
     a, c = factors[: len(a)], None if c is None else factors[len(a) :]
     _, dx, dweight, dbias = _walk_chunks(
         x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
-        a=a, c=c, lse=lse, need=(need_dx, need_dw, need_db),
+        a=a, c=c, lse=lse, need=need, words=words,
     )  # fmt: skip
     return (
         scale_cast(dx, scale, x.dtype),
@@ -328,13 +438,14 @@ def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) ->
 
 @torch.library.register_fake("liger_models::linear_cross_entropy_tokens_backward", lib=LIBRARY)
 def _tokens_backward_fake(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    *_, need_dx, need_dw, need_db = rest
+    need_dx, need_dw, need_db = rest[6:9]
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0)
     return dx, *wide_gradients_fake(weight, weight.dtype, weight.dtype, need_dw, need_db)
 
 
 def _tokens_setup(ctx, inputs, output):
-    x, weight, target, bias, class_weight, *ctx.options, _ = inputs
+    x, weight, target, bias, class_weight, *options = inputs
+    ctx.options, ctx.words = options[:6], options[7:]
     _, z_loss, _, lse, predicted = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(z_loss, lse, predicted)
@@ -343,12 +454,14 @@ def _tokens_setup(ctx, inputs, output):
 
 def _tokens_grad(ctx, a, _z_loss, c, _lse, _predicted):
     if a is None and c is None:
-        return (None,) * 12
+        return (None,) * 16
     *inputs, lse = ctx.saved_tensors
     need = [ctx.needs_input_grad[index] for index in (0, 1, 3)]
-    gradients = torch.ops.liger_models.linear_cross_entropy_tokens_backward(a, c, *inputs, lse, *ctx.options, *need)
+    gradients = torch.ops.liger_models.linear_cross_entropy_tokens_backward(
+        a, c, *inputs, lse, *ctx.options, *need, *ctx.words
+    )
     dx, dweight, dbias = (g if wanted else None for g, wanted in zip(gradients, need, strict=True))
-    return dx, dweight, None, dbias, *(None,) * 8
+    return dx, dweight, None, dbias, *(None,) * 12
 
 
 torch.library.register_autograd(
@@ -408,6 +521,7 @@ def linear_cross_entropy(
     return_log_probs: bool = False,
     return_token_accuracy: bool = False,
     workspace_mib: int | None = None,
+    words: Words | None = None,
 ) -> CrossEntropyOutput:
     """`cross_entropy` of ``x @ weightᵀ + bias`` against ``target``; the logits exist one chunk at a time.
 
@@ -418,6 +532,9 @@ def linear_cross_entropy(
         bias: [V], in the dtype of x.
         workspace_mib: budget in MiB of the buffer for logits; at least 128 rows are taken at a time. None takes 512
             MiB for up to 8192 tokens, for more tokens more in proportion, and for V > 262,144 an eighth of the rows.
+        words: of which weight and bias are the rows, where the vocabulary is cut over ranks: each has the same x, the
+            same loss, and of the gradient of x its part of a sum (`collectives.enter`). Neither with ``class_weight``
+            nor with ``return_token_accuracy``.
         Others: as in `cross_entropy`. ``return_log_probs`` and reduction "none" are differentiable per token and make
             the logits again in the backward.
 
@@ -431,14 +548,25 @@ def linear_cross_entropy(
     op = "linear_cross_entropy"
     check_head(op, x, weight, bias, workspace_mib)
     check_floating(op, class_weight=class_weight, token_weight=token_weight)
-    V = weight.shape[0]
+    V = weight.shape[0] if words is None else words.vocabulary
+    if words is not None:
+        check(
+            class_weight is None and not return_token_accuracy,
+            f"{op}: class_weight and return_token_accuracy are not to be had with words. Leave them out.",
+        )
+        check(
+            len(weight) == words.count > 0,
+            f"{op}: weight must have the {words.count} > 0 rows of this rank's words, got {len(weight)}.",
+        )
     check_arguments(
         op, tuple(x.shape[:-1]), V, target, class_weight, token_weight,
         ignore_index, label_smoothing, softcap, reduction, num_items,
     )  # fmt: skip
     x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
     flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-    rows = chunk_rows(flat.shape[0], V, x.element_size(), workspace_mib)
+    # The same on all ranks, which talk to each other after each chunk.
+    rows = chunk_rows(flat.shape[0], V if words is None else words.each, x.element_size(), workspace_mib)
+    told = () if words is None else (words.ranks.group, words.ranks.size, words.ranks.rank, V)
     options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale, rows)
     factors = token_scale(
         y, class_weight, token_weight, ignore_index, reduction, num_items, torch.promote_types(x.dtype, torch.float32)
@@ -446,7 +574,7 @@ def linear_cross_entropy(
 
     if reduction == "none" or return_log_probs:
         loss, z_part, log_probs, _, predicted = torch.ops.liger_models.linear_cross_entropy_tokens(
-            flat, weight, y, bias, class_weight, *options, return_token_accuracy
+            flat, weight, y, bias, class_weight, *options, return_token_accuracy, *told
         )
         loss = reduce(loss * factors, reduction, target.shape)
         z_part = reduce(z_part * factors, reduction, target.shape)
@@ -458,7 +586,7 @@ def linear_cross_entropy(
         loss, z_part, predicted, *_ = run(
             flat, weight, y, bias, class_weight, factors, *options, return_token_accuracy,
             training and x.requires_grad, training and weight.requires_grad,
-            training and bias is not None and bias.requires_grad,
+            training and bias is not None and bias.requires_grad, *told,
         )  # fmt: skip
         log_probs = None
     return CrossEntropyOutput(

@@ -45,6 +45,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .collectives import Ranks, all_to_all, sum_over
 from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
 from .gated_act import _activation, _load_pairs, check_act, gated_act_forward, gated_act_reference
 from .rms_norm_linear import given_or_empty
@@ -786,8 +787,100 @@ def moe_mlp(
     return y
 
 
+class _Spread(torch.autograd.Function):
+    """[N, C] -> [N K, C], each token's row in all of its slots. Its gradient is their sum in fp32."""
+
+    @staticmethod
+    def forward(ctx, x, order, slot, K):
+        ctx.save_for_backward(order, slot)
+        ctx.K = K
+        return _rows_of_copies(x, order, slot, K)
+
+    @staticmethod
+    def backward(ctx, d_rows):
+        return _sum_of_copies(d_rows, ctx.saved_tensors[1], ctx.K), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The reverse of `_Spread`: [N K, C] -> [N, C]."""
+
+    @staticmethod
+    def forward(ctx, rows, order, slot, K):
+        ctx.save_for_backward(order, slot)
+        ctx.K = K
+        return _sum_of_copies(rows, slot, K)
+
+    @staticmethod
+    def backward(ctx, dy):
+        order, slot = ctx.saved_tensors
+        return _rows_of_copies(dy, order, slot, ctx.K), None, None, None
+
+
+def _rows_of_copies(x: Tensor, order: Tensor, slot: Tensor, K: int) -> Tensor:
+    return _spread(x, slot, x.dtype) if use_triton(x) and x.numel() else x[order // K]
+
+
+def _sum_of_copies(rows: Tensor, slot: Tensor, K: int) -> Tensor:
+    N = len(slot) // K
+    if use_triton(rows) and rows.numel():
+        return _combine(rows.contiguous(), slot, None, N, rows.dtype)
+    compute = torch.promote_types(rows.dtype, torch.float32)
+    return rows[slot].view(N, K, -1).sum(1, dtype=compute).to(rows.dtype)
+
+
+def moe_mlp_over(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    ranks: Ranks,
+    *,
+    act: str = "silu",
+    recompute: bool = False,
+) -> Tensor:
+    """`moe_mlp` with the experts spread over ranks: each token goes to the ranks of its experts, and back.
+
+    The host waits once, for the numbers of tokens that ranks send to each other.
+
+    Args:
+        x: [N, C], the rank's own tokens.
+        weights, experts: [N, K], of all X experts.
+        gate_up_weight, down_weight: [X / R, 2 F, C] and [X / R, C, F], the rank's own experts: the first rank has the
+            first ones. Their gradients are the sum over the tokens of all ranks.
+        ranks: R.
+        act, recompute: as in `moe_mlp`.
+
+    Returns:
+        [N, C] in the dtype of the weights.
+    """
+    N, K = experts.shape
+    here = gate_up_weight.shape[0]
+    chosen = experts.reshape(-1)
+    order = chosen.argsort(stable=True)
+    slot = torch.empty_like(order).scatter_(0, order, torch.arange(N * K, device=order.device))
+    counts = torch.zeros(here * ranks.size, dtype=torch.int64, device=x.device)
+    counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen)).view(ranks.size, here)
+    each = [1] * ranks.size
+    theirs = all_to_all(counts, each, each, ranks)  # [R, X / R], what each rank has for the own experts
+    sent, received = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
+
+    rows = all_to_all(_Spread.apply(x.to(gate_up_weight.dtype), order, slot, K), sent, received, ranks)
+    factors = all_to_all(_Spread.apply(weights.reshape(-1, 1), order, slot, 1), sent, received, ranks)
+    own = torch.arange(here, device=x.device).repeat(ranks.size)
+    own = own.repeat_interleave(theirs.reshape(-1), output_size=sum(received)).unsqueeze(1)
+    if use_triton(rows):
+        y = moe_mlp(rows, factors, own, gate_up_weight, down_weight, act=act, recompute=recompute)
+    else:
+        y = moe_mlp_reference(rows, factors, own, gate_up_weight, down_weight, act=act)
+    return _Combine.apply(all_to_all(y, received, sent, ranks), order, slot, K)  # type: ignore[no-any-return]
+
+
 def load_balancing_loss(
-    router_logits: Tensor | Sequence[Tensor], top_k: int, attention_mask: Tensor | None = None
+    router_logits: Tensor | Sequence[Tensor],
+    top_k: int,
+    attention_mask: Tensor | None = None,
+    ranks: Ranks | None = None,
 ) -> Tensor:
     """``X · Σ_e f_e · P_e`` over the rows of all layers together, as transformers computes it.
 
@@ -798,9 +891,11 @@ def load_balancing_loss(
         router_logits: a tensor [.., X] of each layer, or all of them as one.
         top_k: K.
         attention_mask: [B, T], 0 where a token is padding; each layer has B · T rows in this order.
+        ranks: over whose rows together it is taken, each having its own. Its gradient is then such that the average of
+            all ranks' gradients is that of the loss.
 
     Returns:
-        [] fp32 (0 without a row).
+        [] fp32 (0 without a row), the same on all ranks.
 
     Raises:
         ValueError: no layer, or a mask that does not fit the rows.
@@ -826,5 +921,9 @@ def load_balancing_loss(
     picked = counted.new_zeros(X).scatter_add(
         0, experts.reshape(-1), counted.unsqueeze(-1).expand_as(experts).reshape(-1)
     )
-    total = counted.sum().clamp_min(1)
-    return X * (picked / total * (probabilities.sum(0) / total)).sum()
+    total, probability = counted.sum(), probabilities.sum(0)
+    if ranks is not None:
+        picked, total = sum_over(picked, ranks), sum_over(total, ranks)
+        probability = sum_over(probability, ranks)
+    total = total.clamp_min(1)
+    return X * (picked / total * (probability / total)).sum()

@@ -38,10 +38,17 @@ def rms_norm_reference(
     compute = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(compute)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return scale_normed(normed, weight, x.dtype, weight_offset, scale_in_fp32)
+
+
+def scale_normed(
+    normed: Tensor, weight: Tensor, dtype: torch.dtype, weight_offset: float, scale_in_fp32: bool
+) -> Tensor:
+    """The last step of the norm: rows that are normed already, in fp32, times the weight; in ``dtype``."""
     if scale_in_fp32:
-        return ((weight.to(compute) + weight_offset) * normed).to(x.dtype)
+        return ((weight.to(normed.dtype) + weight_offset) * normed).to(dtype)
     scale = weight + weight_offset if weight_offset else weight
-    return (scale * normed.to(x.dtype)).to(x.dtype)
+    return (scale * normed.to(dtype)).to(dtype)
 
 
 def add_rms_norm_reference(

@@ -13,16 +13,32 @@ Backward, with dh the gradient that reaches the new residual stream::
 Saved: h, one fp32 number per row and the weights. Gradients that nobody needs cost nothing, and come in the dtype of
 their input. The backward is one op, so that a compiler cannot see N(h) in it and keep the forward's instead.
 
-Source: https://arxiv.org/abs/1910.07467.
+With ``ranks``, of which each has its own rows of W, dn is summed over them before N'. If each has its own tokens, too,
+N(h) is gathered before the products with W and dy, and the sum of dn comes back for the own tokens only; nothing more
+is saved, and y is of all tokens.
+
+Source: https://arxiv.org/abs/1910.07467; https://arxiv.org/abs/2205.05198 for tokens on ranks.
 """
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .collectives import (
+    Ranks,
+    all_tokens_shape,
+    enter,
+    for_op,
+    gather_rows,
+    ranks_again,
+    rows_by_rank,
+    rows_in_order,
+    sum_rows,
+)
 from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
 from .rms_norm import _scaled, rms_norm_backward, rms_norm_forward, rms_norm_reference
 
@@ -39,12 +55,13 @@ def rms_norm_linear_reference(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     scale_in_fp32: bool = False,
+    ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `rms_norm_linear` computes, in plain torch."""
     if x is not None:
         residual = (residual + x).to(residual.dtype)
     normed = rms_norm_reference(residual, norm_weight, eps, weight_offset, scale_in_fp32)
-    return linear(normed, weight, bias), residual
+    return linear(enter(normed, ranks), weight, bias), residual
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -103,41 +120,50 @@ def norm_backward(
 
 LIBRARY.define(
     "rms_norm_linear(Tensor? x, Tensor residual, Tensor norm_weight, Tensor weight, Tensor? bias, float eps,"
-    " float weight_offset, bool scale_in_fp32) -> (Tensor, Tensor, Tensor)"
+    " float weight_offset, bool scale_in_fp32, str group='', int ranks=1, bool sequence=False)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "rms_norm_linear_backward(Tensor dy, Tensor? dh, Tensor h, Tensor rstd, Tensor norm_weight, Tensor weight,"
-    " float weight_offset, bool scale_in_fp32, bool[4] needs) -> (Tensor, Tensor, Tensor, Tensor)"
+    " float weight_offset, bool scale_in_fp32, bool[4] needs, str group='', int ranks=1, bool sequence=False)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 @torch.library.impl(LIBRARY, "rms_norm_linear", "CompositeExplicitAutograd")
 def _rms_norm_linear(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None,
-    eps: float, weight_offset: float, scale_in_fp32: bool,
+    eps: float, weight_offset: float, scale_in_fp32: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ranks = ranks_again(*rest)
     first, second = (residual, None) if x is None else (x, residual)
     normed, h, rstd = rms_norm_forward(first, second, norm_weight, eps, weight_offset, scale_in_fp32)
+    if ranks is None or not ranks.sequence:
+        y = linear(normed, weight, bias)
+    else:
+        rows = gather_rows(normed.reshape(-1, normed.shape[-1]), ranks)
+        y = rows_in_order(linear(rows, weight, bias), residual.shape[:-1], ranks)
     # An op's output may not be its input: without x the second output is empty.
-    return linear(normed, weight, bias), residual.new_empty(0) if x is None else h, rstd
+    return y, residual.new_empty(0) if x is None else h, rstd
 
 
 @torch.library.impl(LIBRARY, "rms_norm_linear_backward", "CompositeExplicitAutograd")
 def _rms_norm_linear_backward(
     dy: Tensor, dh: Tensor | None, h: Tensor, rstd: Tensor, norm_weight: Tensor, weight: Tensor,
-    weight_offset: float, scale_in_fp32: bool, needs: list[bool],
+    weight_offset: float, scale_in_fp32: bool, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    ranks = ranks_again(*rest)
     need_stream, need_norm_weight, need_weight, need_bias = needs
-    dy = dy.reshape(-1, dy.shape[-1])
+    dy = rows_by_rank(dy, ranks)
     dx = d_norm_weight = normed = None
     if need_stream or need_norm_weight:
         dx, d_norm_weight, normed = norm_backward(
-            (dy @ weight).view(h.shape), dh, h, norm_weight, rstd, weight_offset, scale_in_fp32,
+            sum_rows(dy @ weight, ranks).view(h.shape), dh, h, norm_weight, rstd, weight_offset, scale_in_fp32,
             need_norm_weight, weight.dtype if need_weight else None,
         )  # fmt: skip
     elif need_weight:
         normed = normed_again(h, norm_weight, rstd, weight_offset, scale_in_fp32, weight.dtype)
-    d_weight = None if normed is None else dy.t() @ normed.view(-1, h.shape[-1])
+    d_weight = None if normed is None else dy.t() @ gather_rows(normed.view(-1, h.shape[-1]), ranks)
     grads = dx if need_stream else None, d_norm_weight, d_weight, dy.sum(0) if need_bias else None
     return given_or_empty(grads, (h, norm_weight, weight, weight))
 
@@ -150,9 +176,9 @@ def given_or_empty(grads: Sequence[Tensor | None], likes: Sequence[Tensor]) -> t
 @torch.library.register_fake("liger_models::rms_norm_linear", lib=LIBRARY)
 def _rms_norm_linear_fake(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None,
-    eps: float, weight_offset: float, scale_in_fp32: bool,
+    eps: float, weight_offset: float, scale_in_fp32: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    y = weight.new_empty(*residual.shape[:-1], weight.shape[0])
+    y = weight.new_empty(*all_tokens_shape(residual.shape[:-1], ranks_again(*rest)), weight.shape[0])
     h = residual.new_empty(0 if x is None else residual.shape)
     return y, h, residual.new_empty(residual.shape[:-1], dtype=torch.float32)
 
@@ -160,14 +186,15 @@ def _rms_norm_linear_fake(
 @torch.library.register_fake("liger_models::rms_norm_linear_backward", lib=LIBRARY)
 def _rms_norm_linear_backward_fake(
     dy: Tensor, dh: Tensor | None, h: Tensor, rstd: Tensor, norm_weight: Tensor, weight: Tensor,
-    weight_offset: float, scale_in_fp32: bool, needs: list[bool],
+    weight_offset: float, scale_in_fp32: bool, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     likes = (h, norm_weight, weight, weight[:, 0])
     return tuple(like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True))
 
 
 def _setup(ctx, inputs, output):
-    x, residual, norm_weight, weight, bias, _, ctx.weight_offset, ctx.scale_in_fp32 = inputs
+    x, residual, norm_weight, weight, bias, _, weight_offset, scale_in_fp32, *ranks = inputs
+    ctx.constants, ctx.ranks = (weight_offset, scale_in_fp32), ranks
     _, h, rstd = output
     ctx.set_materialize_grads(False)
     ctx.x_dtype = residual.dtype if x is None else x.dtype
@@ -179,10 +206,10 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, dy, dh, _drstd):
     need_x, need_residual, need_norm_weight, need_weight, need_bias, *_ = ctx.needs_input_grad
     if dy is None:  # only the residual stream is used further on
-        return dh.to(ctx.x_dtype) if need_x and dh is not None else None, dh, *(None,) * 6
+        return dh.to(ctx.x_dtype) if need_x and dh is not None else None, dh, *(None,) * 9
     needs = [need_x or need_residual, need_norm_weight, need_weight, need_bias]
     dx, *grads = torch.ops.liger_models.rms_norm_linear_backward(
-        dy, dh, *ctx.saved_tensors, ctx.weight_offset, ctx.scale_in_fp32, needs
+        dy, dh, *ctx.saved_tensors, *ctx.constants, needs, *ctx.ranks
     )
     d_norm_weight, d_weight, d_bias = (grad if need else None for grad, need in zip(grads, needs[1:], strict=True))
     return (
@@ -191,7 +218,7 @@ def _backward(ctx, dy, dh, _drstd):
         d_norm_weight,
         d_weight,
         None if d_bias is None else d_bias.to(ctx.bias_dtype),
-        *(None,) * 3,
+        *(None,) * 6,
     )
 
 
@@ -236,6 +263,7 @@ def rms_norm_linear(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     scale_in_fp32: bool = False,
+    ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``residual = residual + x``, then ``y = rms_norm(residual) @ weightᵀ + bias``; the normed rows are not saved.
 
@@ -246,6 +274,8 @@ def rms_norm_linear(
         weight: [O, C]; its dtype is that of y and may differ from the stream's. Autocast does not change it.
         bias: [O].
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.
+        ranks: of which each has its own rows of weight and bias, None for one rank. With ``ranks.sequence`` x and
+            residual are the rank's own tokens, y is of all of them, and norm_weight's gradient is the own share of it.
 
     Returns:
         ``(y, residual)``: [..., O] in the dtype of the weight, and [..., C] in that of the residual (without x, the
@@ -258,8 +288,10 @@ def rms_norm_linear(
     check_stream("rms_norm_linear", x, residual, norm_weight)
     check_linear("rms_norm_linear", "weight", weight, bias, residual.shape[-1])
     if not use_triton(residual):
-        return rms_norm_linear_reference(x, residual, norm_weight, weight, bias, eps, weight_offset, scale_in_fp32)
+        return rms_norm_linear_reference(
+            x, residual, norm_weight, weight, bias, eps, weight_offset, scale_in_fp32, ranks
+        )
     y, h, _ = torch.ops.liger_models.rms_norm_linear(
-        x, residual, norm_weight, weight, bias, eps, weight_offset, scale_in_fp32
+        x, residual, norm_weight, weight, bias, eps, weight_offset, scale_in_fp32, *for_op(ranks)
     )
     return y, residual if x is None else h

@@ -12,12 +12,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from liger_models.kernels.collectives import Ranks, sum_over
 from liger_models.kernels.dispatch import ACCELERATORS, check
 from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
-from liger_models.kernels.rope import rope_qkv, rope_qkv_reference
+from liger_models.kernels.rms_norm import scale_normed
+from liger_models.kernels.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
 
 from .norm import LigerRMSNorm, add_norm, add_norm_linear
 from .sequence import Sequence
+from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 CAUSAL_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,  # H200, head dim 128, S 8192: ahead of flash by about a quarter
@@ -209,6 +212,23 @@ class LigerAttention(nn.Module):
         self.qkv_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
 
+    def cut(self, ranks: Ranks) -> dict[str, int]:
+        """Keep 1 / R of the KV heads, and the query heads that share them: see `layers.tensor_parallel`.
+
+        Raises:
+            ValueError: there is no equal part of them.
+        """
+        check(
+            self.num_kv_heads % ranks.size == 0,
+            f"LigerAttention: num_key_value_heads ({self.num_kv_heads}) must be a multiple of {ranks.size} ranks: "
+            "heads are not copied. Use fewer ranks, and FSDP over the others.",
+        )
+        self.num_heads //= ranks.size
+        self.num_kv_heads //= ranks.size
+        self.qkv_proj = ColumnParallelLinear.of(self.qkv_proj, ranks)
+        self.o_proj = RowParallelLinear.of(self.o_proj, ranks)
+        return {"qkv_proj.weight": 0, "qkv_proj.bias": 0, "o_proj.weight": 1}
+
     def forward(self, x: Tensor, sequence: Sequence) -> Tensor:
         """x [B, T, C] -> [B, T, C]."""
         return self._attend(self.qkv_proj(x), sequence)
@@ -281,12 +301,47 @@ class LigerQKNormAttention(LigerAttention):
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, **options)
         self.q_norm = norm(num_heads * head_dim if whole_projection else head_dim)
         self.k_norm = norm(num_kv_heads * head_dim if whole_projection else head_dim)
+        self.whole_projection = whole_projection
+        self.ranks: Ranks | None = None
+        """Those over which the norms take their means."""
+
+    def cut(self, ranks: Ranks) -> dict[str, int]:
+        """As `LigerAttention.cut`; norms over all heads together take the mean over the ranks."""
+        dims = super().cut(ranks)
+        if not self.whole_projection:
+            self.q_norm.ranks = self.k_norm.ranks = ranks
+            return dims
+        self.ranks = ranks
+        self.q_norm.ranks = self.k_norm.ranks = None  # their weights are cut, too
+        return {**dims, "q_norm.weight": 0, "k_norm.weight": 0}
+
+    def _split_over(self, qkv: Tensor, sequence: Sequence, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
+        """`_split` with norms over the heads of all ranks: not fused, for their means are exchanged."""
+        *heads, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
+        wide = [x.flatten(2).to(torch.promote_types(x.dtype, torch.float32)) for x in heads]
+        means = torch.stack([x.square().mean(-1) for x in wide], -1)
+        means = sum_over(means, ranks) / ranks.size  # [B, T, 2]
+        cos, sin = self._tables(sequence)
+        rotate = rope if self.rope_kernel else rope_reference
+        results = []
+        for norm, x, mean, like in zip((self.q_norm, self.k_norm), wide, means.split(1, -1), heads, strict=True):
+            normed = scale_normed(
+                x * torch.rsqrt(mean + norm.eps), norm.own_weight(), like.dtype, norm.offset, norm.scale_in_fp32
+            ).view_as(like)
+            if cos is not None and sin is not None:
+                normed = rotate(normed, cos, sin, interleaved=self.interleaved)
+            results.append(normed)
+        q, k = results
+        return q, k, v
 
     def _split(self, qkv: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
+        if self.ranks is not None:
+            return self._split_over(qkv, sequence, self.ranks)
         split = qk_norm_rope if self.rope_kernel and self.q_norm.kernel else qk_norm_rope_reference
         cos, sin = self._tables(sequence)
         return split(
-            qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim, self.q_norm.weight, self.k_norm.weight,
+            qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim,
+            self.q_norm.own_weight(), self.k_norm.own_weight(),
             eps=self.q_norm.eps, weight_offset=self.q_norm.offset, scale_in_fp32=self.q_norm.scale_in_fp32,
             interleaved=self.interleaved,
         )  # fmt: skip

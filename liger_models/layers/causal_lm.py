@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from liger_models.kernels.collectives import Ranks, enter, own_tokens
 from liger_models.kernels.dispatch import check
 from liger_models.kernels.options import KernelOptions
 
@@ -102,6 +103,10 @@ class CausalLM(nn.Module):
         self.checkpointing: str | list[str] = "none"
         self.offloaded: frozenset[int] = frozenset()
         """Blocks whose activations go to host memory."""
+        self.ranks: Ranks | None = None
+        """Those over which the layers are cut, see `liger_models.parallel.apply_tp`."""
+        self.balance_ranks: Ranks | None = None
+        """Those over whose tokens together experts are balanced, see `liger_models.parallel.apply_ep`."""
         self.hf_config: dict[str, Any] = {}
         """The config.json that the model was loaded with; keys that the model does not read are saved again."""
         self.assets: dict[str, bytes] = {}
@@ -261,8 +266,19 @@ class CausalLM(nn.Module):
         if inputs_embeds is None:
             assert input_ids is not None
             check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+            B, T = input_ids.shape
+        else:
+            B, T, _ = inputs_embeds.shape
+        ranks = self.ranks
+        check(
+            ranks is None or not ranks.sequence or T % ranks.size == 0,
+            f"forward: with sequence_parallel T must be a multiple of {ranks and ranks.size} ranks, got {T}. Pad the "
+            "batch; to generate, leave sequence_parallel out.",
+        )
+        if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        B, T, _ = inputs_embeds.shape
+        elif ranks is not None and ranks.sequence:
+            inputs_embeds = own_tokens(inputs_embeds, ranks)
         check(
             labels is None or tuple(labels.shape) == (B, T),
             f"forward: labels must be [{B}, {T}] like input_ids, got {None if labels is None else list(labels.shape)}.",
@@ -272,6 +288,7 @@ class CausalLM(nn.Module):
             position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
         )  # fmt: skip
         hidden, router_logits = self._hidden(inputs_embeds, sequence)
+        hidden = enter(hidden, ranks)  # the head is cut by words
         if cache is not None:
             cache.length += T
         target = None if labels is None else sequence.shift(labels)

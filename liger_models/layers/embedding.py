@@ -2,6 +2,12 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from liger_models.kernels.collectives import Ranks, leave
+from liger_models.kernels.linear_cross_entropy import Words
+
+from .tensor_parallel import own
 
 
 class LigerEmbedding(nn.Embedding):
@@ -19,6 +25,13 @@ class LigerEmbedding(nn.Embedding):
     def __init__(self, num_embeddings: int, embedding_dim: int, *, scale: float | None = None) -> None:
         super().__init__(num_embeddings, embedding_dim)
         self.scale = scale
+        self.words: Words | None = None
+        """Those that this rank has, where the weight's rows are cut over ranks."""
+
+    def cut(self, ranks: Ranks) -> dict[str, int]:
+        """Keep 1 / R of the words: see `layers.tensor_parallel`."""
+        self.words = Words(ranks, self.num_embeddings).check()
+        return {"weight": 0}
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [...] int64 or int32 -> [..., C]."""
@@ -31,5 +44,11 @@ class LigerEmbedding(nn.Embedding):
                     f"LigerEmbedding: input_ids must lie in [0, {self.num_embeddings}), "
                     f"got {low if low < 0 else high}. Check the tokenizer and vocab_size."
                 )
-        x = super().forward(input_ids)
+        x = super().forward(input_ids) if self.words is None else self._of_all_words(input_ids, self.words)
         return x if self.scale is None else x * torch.tensor(self.scale, dtype=self.weight.dtype, device="cpu")
+
+    def _of_all_words(self, input_ids: Tensor, words: Words) -> Tensor:
+        rows = input_ids - words.start
+        here = (rows >= 0) & (rows < words.count)
+        x = F.embedding(rows.where(here, 0), own(self.weight))
+        return leave(x * here.unsqueeze(-1), words.ranks)

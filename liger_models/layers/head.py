@@ -2,11 +2,14 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from liger_models.kernels.collectives import Ranks, all_words
 from liger_models.kernels.cross_entropy import cross_entropy, cross_entropy_reference
-from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_models.kernels.linear_logprobs import fused_linear_logprobs
+from liger_models.kernels.linear_cross_entropy import Words, linear_cross_entropy
 from liger_models.kernels.options import KernelOptions
+
+from .tensor_parallel import own
 
 
 class LigerLMHead(nn.Linear):
@@ -35,6 +38,13 @@ class LigerLMHead(nn.Linear):
         super().__init__(hidden_size, vocab_size, bias=False)
         self.logit_scale, self.softcap = logit_scale, softcap
         self.kernels = kernels or KernelOptions()
+        self.words: Words | None = None
+        """Those that this rank has, where the weight's rows are cut over ranks."""
+
+    def cut(self, ranks: Ranks) -> dict[str, int]:
+        """Keep 1 / R of the words: see `layers.tensor_parallel`."""
+        self.words = Words(ranks, self.out_features).check()
+        return {"weight": 0}
 
     def forward(  # type: ignore[override]
         self,
@@ -48,15 +58,20 @@ class LigerLMHead(nn.Linear):
         """Loss and logits, each None where it is not wanted.
 
         Args:
-            x: [..., C].
+            x: [..., C]. Where the words are cut over ranks, of all tokens, and of its gradient each rank gets a part
+                of the sum (`collectives.enter`); loss and logits are those of all words, on each rank.
             target: [...] int64, already shifted; −100 is ignored. None: no loss.
             num_items: divisor of the loss, None for the number of targets.
             return_logits: build the logits [..., V] even with a target.
             log_probs: return the log-probability of each target [...] in the loss's place, 0 where ignored.
         """
-        scale, cap = self.logit_scale, self.softcap
-        fused = self.kernels.fused_linear_cross_entropy
-        raw = super().forward(x) if target is None or return_logits or not (fused or log_probs) else None
+        scale, cap, words, weight = self.logit_scale, self.softcap, self.words, own(self.weight)
+        # Over ranks there is no other way: logits would have to be gathered.
+        fused = self.kernels.fused_linear_cross_entropy or words is not None
+        raw = None
+        if target is None or return_logits or not (fused or log_probs):
+            raw = F.linear(x, weight)
+            raw = raw if words is None else all_words(raw, words.ranks, words.vocabulary)
         logits = None
         if raw is not None and (target is None or return_logits):
             logits = raw if scale == 1.0 else raw * scale
@@ -65,10 +80,13 @@ class LigerLMHead(nn.Linear):
         if target is None:
             return None, logits
         if log_probs:
-            return fused_linear_logprobs(x, self.weight, target, softcap=cap, logit_scale=scale), logits
+            results = linear_cross_entropy(
+                x, weight, target, logit_scale=scale, softcap=cap, reduction="sum", return_log_probs=True, words=words
+            )
+            return results.log_probs, logits
         if raw is None or fused:
             loss = linear_cross_entropy(
-                x, self.weight, target, num_items=num_items, logit_scale=scale, softcap=cap
+                x, weight, target, num_items=num_items, logit_scale=scale, softcap=cap, words=words
             ).loss
         else:
             function = cross_entropy if self.kernels.cross_entropy else cross_entropy_reference

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from liger_models.kernels.dispatch import use_triton
+from liger_models.kernels.collectives import Ranks
+from liger_models.kernels.dispatch import check, use_triton
 from liger_models.kernels.gated_act import gated_act, gated_act_reference
 from liger_models.kernels.gated_mlp import gated_mlp
 
 from .norm import LigerRMSNorm, add_norm, autocast_weights, is_plain
+from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, own, own_or_none
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -52,6 +54,18 @@ class GatedMLP(nn.Module):
         self.recompute = False
         """True makes gate and up again in the backward (checkpointing policies "selective" and "full")."""
 
+    def cut(self, ranks: Ranks) -> dict[str, int]:
+        """Keep 1 / R of the gates and ups: see `layers.tensor_parallel`.
+
+        Raises:
+            ValueError: there is no equal part of them.
+        """
+        F = self.down_proj.in_features
+        check(F % ranks.size == 0, f"GatedMLP: intermediate_size ({F}) must be a multiple of {ranks.size} ranks.")
+        self.gate_up_proj = ColumnParallelLinear.of(self.gate_up_proj, ranks)
+        self.down_proj = RowParallelLinear.of(self.down_proj, ranks)
+        return {"gate_up_proj.weight": 0, "gate_up_proj.bias": 0, "down_proj.weight": 1}
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., C]."""
         act = gated_act if self.kernel else gated_act_reference
@@ -74,15 +88,20 @@ class GatedMLP(nn.Module):
             normed, residual = add_norm(norm, x, residual)
             return self(normed), residual
         gate_up, down, gate_up_bias, down_bias = autocast_weights(
-            residual, self.gate_up_proj.weight, self.down_proj.weight, self.gate_up_proj.bias, self.down_proj.bias
-        )
+            residual, own(self.gate_up_proj.weight), own(self.down_proj.weight), own_or_none(self.gate_up_proj.bias),
+            None if isinstance(self.down_proj, RowParallelLinear) else self.down_proj.bias,
+        )  # fmt: skip
         assert gate_up is not None
         assert down is not None
         options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
         if norm is not None:
             options |= {"eps": norm.eps, "weight_offset": norm.offset, "scale_in_fp32": norm.scale_in_fp32}
-        norm_weight = None if norm is None else norm.weight
-        return gated_mlp(x, residual, norm_weight, gate_up, down, gate_up_bias, down_bias, **options)
+        norm_weight = None if norm is None else norm.own_weight()
+        tensors = (x, residual, norm_weight, gate_up, down, gate_up_bias, down_bias)
+        if not isinstance(self.down_proj, RowParallelLinear):
+            return gated_mlp(*tensors, **options)
+        y, residual = gated_mlp(*tensors, **options, ranks=self.down_proj.ranks)
+        return self.down_proj.sum(y), residual
 
     def _behind(self, norm: LigerRMSNorm | None, residual: Tensor) -> Tensor:
         y: Tensor = self(residual if norm is None else norm(residual))

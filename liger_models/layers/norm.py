@@ -3,8 +3,11 @@
 import torch
 from torch import Tensor, nn
 
+from liger_models.kernels.collectives import Ranks, sum_gradient
 from liger_models.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from liger_models.kernels.rms_norm_linear import rms_norm_linear
+
+from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, is_cut, own, own_or_none
 
 CASTING_MODES = ("llama", "gemma")
 
@@ -44,11 +47,18 @@ class LigerRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.eps, self.offset, self.scale_in_fp32, self.init_fn = eps, offset, casting_mode == "gemma", init_fn
         self.kernel = kernel
+        self.ranks: Ranks | None = None
+        """Those whose gradients of the weight are to be summed: each norms tokens or heads of its own."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set the weight to what ``init_fn`` says."""
         nn.init.ones_(self.weight) if self.init_fn == "ones" else nn.init.zeros_(self.weight)
+
+    def own_weight(self) -> Tensor:
+        """The weight [C], or the calling rank's part of it."""
+        weight = own(self.weight)
+        return weight if self.ranks is None else sum_gradient(weight, self.ranks)
 
     def extra_repr(self) -> str:
         """Sizes and constants, for ``print(model)``."""
@@ -57,14 +67,14 @@ class LigerRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., C] in the dtype of x."""
         function = rms_norm if self.kernel else rms_norm_reference
-        return function(x, self.weight, self.eps, self.offset, self.scale_in_fp32)
+        return function(x, self.own_weight(), self.eps, self.offset, self.scale_in_fp32)
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
         if x is None:
             return self(residual), residual
         function = add_rms_norm if self.kernel else add_rms_norm_reference
-        return function(x, residual, self.weight, self.eps, self.offset, self.scale_in_fp32)
+        return function(x, residual, self.own_weight(), self.eps, self.offset, self.scale_in_fp32)
 
 
 def add_norm(norm: LigerRMSNorm | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,12 +88,13 @@ def add_norm(norm: LigerRMSNorm | None, x: Tensor | None, residual: Tensor) -> t
 def is_plain(*modules: nn.Module) -> bool:
     """True if a fused op may read these modules' weights itself instead of calling them.
 
-    Not so for anything that replaces or wraps a linear layer (adapters, quantised or float8 linears, tensor-parallel
-    weights) and for modules with hooks: those are called.
+    Not so for anything that replaces or wraps a linear layer (adapters, quantised or float8 linears, weights that are
+    cut by others than `apply_tp`) and for modules with hooks: those are called.
     """
+    ours = (LigerRMSNorm, ColumnParallelLinear, RowParallelLinear)
     return all(
-        type(module) in (nn.Linear, LigerRMSNorm)
-        and type(module.weight) in (nn.Parameter, Tensor)
+        type(module) in (nn.Linear, *ours)
+        and (type(module.weight) in (nn.Parameter, Tensor) or (type(module) in ours and is_cut(module.weight)))
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
         for module in modules
     )
@@ -114,9 +125,10 @@ def add_norm_linear(
     if norm is None or not (norm.kernel and is_plain(norm, linear)):
         normed, residual = add_norm(norm, x, residual)
         return linear(normed), residual
-    weight, bias = autocast_weights(residual, linear.weight, linear.bias)
+    weight, bias = autocast_weights(residual, own(linear.weight), own_or_none(linear.bias))
     assert weight is not None
     return rms_norm_linear(
-        x, residual, norm.weight, weight, bias,
+        x, residual, norm.own_weight(), weight, bias,
         eps=norm.eps, weight_offset=norm.offset, scale_in_fp32=norm.scale_in_fp32,
+        ranks=linear.ranks if isinstance(linear, ColumnParallelLinear) else None,
     )  # fmt: skip

@@ -8,3 +8,5 @@ from .state import save_state as save_state
 from .step import clip_grad_norm_ as clip_grad_norm_
 from .step import mean_over_ranks as mean_over_ranks
 from .step import targets_per_rank as targets_per_rank
+from .tensor import apply_ep as apply_ep
+from .tensor import apply_tp as apply_tp

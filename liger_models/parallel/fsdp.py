@@ -15,8 +15,10 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from liger_models.kernels.collectives import ranks_of
 from liger_models.kernels.dispatch import check
 from liger_models.layers.causal_lm import CausalLM
+from liger_models.layers.moe import LigerMoE
 
 Model = TypeVar("Model", bound=CausalLM)
 
@@ -35,15 +37,17 @@ def apply_fsdp(
 
     Groups that are gathered together: the embedding; each block; the head, which stays gathered until its backward.
     Tied, embedding and head are one group, which stays gathered from the first to the last use. The final norm belongs
-    to the model itself. Parameters keep their dtype (fp32 for master weights) and are computed with in ``param_dtype``.
+    to the model itself. Experts that `apply_ep` has spread are a group of each layer, sharded over the ranks that have
+    the same ones. Parameters keep their dtype (fp32 for master weights) and are computed with in ``param_dtype``.
 
     Make the optimizer afterwards: it must see the sharded parameters.
 
     Args:
         model: on the meta device (`from_pretrained` with ``shard`` then reads each rank's part only), or with the same
             weights on every rank.
-        mesh: of one dimension, or of two with names (HSDP): copies, and the ranks over which each is sharded. Default:
-            all ranks.
+        mesh: of one dimension, or of two with names (HSDP): copies, and the ranks over which each is sharded. After
+            `apply_tp` of a mesh's last dimension the others. After `apply_ep` the whole mesh of two dimensions, of
+            which `apply_ep` got the second. Default: all ranks.
         param_dtype: of gathered parameters, and so of the computation; None for the parameters' own.
         reduce_dtype: in which gradients are averaged over the ranks; None for ``param_dtype``.
         cpu_offload: parameters, gradients and optimizer state live on the CPU, and the optimizer runs there.
@@ -68,6 +72,11 @@ def apply_fsdp(
         not isinstance(model, FSDPModule),
         f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is. Call it once for each model.",
     )
+    check(
+        model.ranks is None or mesh is not None,
+        "apply_fsdp: mesh must be that of the data-parallel ranks for a model that is cut by apply_tp, got none. Pass "
+        'mesh["dp"] of the mesh of which apply_tp got mesh["tp"].',
+    )
     check(prefetch >= 0, f"apply_fsdp: prefetch must not be negative, got {prefetch}.")
     if mesh is None:
         device = torch.accelerator.current_accelerator()
@@ -77,6 +86,19 @@ def apply_fsdp(
         f"apply_fsdp: mesh must have one dimension, or two with names, got {mesh}. Take the mesh of the data-parallel "
         "ranks; name its dimensions by mesh_dim_names.",
     )
+    experts_mesh = None
+    experts = [module for module in model.modules() if isinstance(module, LigerMoE)]
+    spread = next((module.expert_ranks.size for module in experts if module.expert_ranks is not None), None)
+    if spread is not None:
+        check(
+            mesh.ndim == 2 and mesh.size(1) == spread,
+            f"apply_fsdp: mesh must have two dimensions after apply_ep, the second of {spread} ranks, "
+            f'got {mesh}. Pass the mesh, of which apply_ep got mesh["ep"]; its first dimension may be of size 1.',
+        )
+        assert mesh.mesh_dim_names is not None
+        experts_mesh = mesh[mesh.mesh_dim_names[0]]
+        mesh = DeviceMesh(mesh.device_type, mesh.mesh.flatten(), mesh_dim_names=("data",))
+        model.balance_ranks = ranks_of(mesh.get_group())
     accelerated = mesh.device_type != "cpu"
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -91,8 +113,16 @@ def apply_fsdp(
         fully_shard(model.embed_tokens, reshard_after_forward=reshard_after_forward, **options)
     for block in model.layers:
         # No layer writes in place, so a view is a result like any other.
-        message = rf"FSDP2-wrapped module \(FSDP{type(block).__name__}\) returned a view tensor"
+        names = f"FSDP({type(block).__name__}|{LigerMoE.__name__})"
+        message = rf"FSDP2-wrapped module \({names}\) returned a view tensor"
         warnings.filterwarnings("ignore", message, UserWarning)
+        for module in block.modules() if experts_mesh is not None else ():
+            if isinstance(module, LigerMoE):
+                fully_shard(module.gate, reshard_after_forward=reshard_after_forward, **options)
+                # A number of ranks is one of the whole mesh.
+                fully_shard(
+                    module, reshard_after_forward=bool(reshard_after_forward), **{**options, "mesh": experts_mesh}
+                )
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     if not tied:
         fully_shard(model.lm_head, reshard_after_forward=False, **options)

@@ -21,11 +21,17 @@ SECONDS = 120
 """For one function on all ranks."""
 
 
-def work(rank: int, ranks: int, port: int, pipe: Connection) -> None:
+def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool) -> None:
     """Run the functions that come through the pipe, until it is closed."""
     torch.set_num_threads(1)
+    if gpus:
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=timedelta(seconds=SECONDS)
+        "cpu:gloo,cuda:nccl" if gpus else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=SECONDS),
     )
     while True:
         try:
@@ -38,6 +44,7 @@ def work(rank: int, ranks: int, port: int, pipe: Connection) -> None:
                 warnings.simplefilter("error")
                 # PyTorch about itself: Dynamo
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+                warnings.filterwarnings("ignore", ".*autograd.function.Function.*should not be instantiated")
                 result, failed = function(*arguments), False
         except BaseException:
             result, failed = traceback.format_exc(), True
@@ -51,8 +58,8 @@ def work(rank: int, ranks: int, port: int, pipe: Connection) -> None:
 class Ranks:
     """Processes of a group that is started by its first call, and anew after one that failed."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, *, interpret: bool = False, gpus: bool = False) -> None:
+        self.ranks, self.interpret, self.gpus = ranks, interpret, gpus
         self.processes: list[Any] = []
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -78,14 +85,21 @@ class Ranks:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         context = get_context("spawn")
-        interpreted = os.environ.pop("TRITON_INTERPRET", None)  # the processes run the reference backend
+        interpreted = os.environ.pop(
+            "TRITON_INTERPRET", None
+        )  # the processes run the reference backend, or the kernels
+        if self.interpret:
+            os.environ["TRITON_INTERPRET"] = "1"
         self.pipes = []
         for rank in range(self.ranks):
             pipe, other = context.Pipe()
-            self.processes.append(context.Process(target=work, args=(rank, self.ranks, port, other), daemon=True))
+            self.processes.append(
+                context.Process(target=work, args=(rank, self.ranks, port, other, self.gpus), daemon=True)
+            )
             self.processes[-1].start()
             other.close()
             self.pipes.append(pipe)
+        os.environ.pop("TRITON_INTERPRET", None)
         if interpreted is not None:
             os.environ["TRITON_INTERPRET"] = interpreted
 
@@ -98,8 +112,8 @@ class Ranks:
         self.processes = []
 
 
-def group(ranks: int) -> Iterator[Ranks]:
-    processes = Ranks(ranks)
+def group(ranks: int, **options: bool) -> Iterator[Ranks]:
+    processes = Ranks(ranks, **options)
     yield processes
     if processes.processes:
         processes.stop()
@@ -115,3 +129,17 @@ def two() -> Iterator[Ranks]:
 def four() -> Iterator[Ranks]:
     """As `two`, with four processes."""
     yield from group(4)
+
+
+@pytest.fixture(scope="module")
+def two_with_kernels() -> Iterator[Ranks]:
+    """As `two`, with the Triton kernels in their interpreter."""
+    yield from group(2, interpret=True)
+
+
+@pytest.fixture(scope="module")
+def two_gpus() -> Iterator[Ranks]:
+    """As `two`, each process with a GPU of its own, over NCCL."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs that NCCL connects, got {torch.cuda.device_count()}")
+    yield from group(2, gpus=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from liger_models.arch.llama import LigerLlama, LlamaConfig
+from liger_models.arch.mixtral import LigerMixtral, MixtralConfig
 from liger_models.layers.causal_lm import CausalLM
 from liger_models.optim import LigerAdamW
 
@@ -30,6 +31,11 @@ def tiny(**config: Any) -> LigerLlama:
         if "norm" in name:
             torch.nn.init.normal_(parameter, 1.0, 0.1)
     return model
+
+
+def mixture() -> LigerMixtral:
+    torch.manual_seed(7)
+    return LigerMixtral.from_config(MixtralConfig(**TINY, initializer_range=0.1, num_local_experts=4))
 
 
 def batch(step: int, *, packed: bool = False) -> dict[str, Tensor]:

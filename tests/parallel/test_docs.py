@@ -1,4 +1,4 @@
-"""The training loop of docs/training.md runs by torchrun, stops, and goes on."""
+"""The training loops of docs/training.md and docs/parallel.md run by torchrun; the first stops, and goes on."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from .models import TINY, tiny
+from .models import TINY, mixture, tiny
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,9 +24,13 @@ def torchrun(ranks: int, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+def scripts(page: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
 def test_the_loop(tmp_path):
-    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    script = re.search(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+    script = scripts("training.md")[0]
     tiny().save_pretrained(tmp_path / "checkpoint")
     torch.save(torch.randint(TINY["vocab_size"], (6 * 2 * 2 * 2 * 32,)), tmp_path / "tokens.pt")
     (tmp_path / "train.py").write_text(script)
@@ -40,3 +44,30 @@ def test_the_loop(tmp_path):
     (tmp_path / "run" / "latest").write_text("step-00000004")  # as if it had stopped after step 5
     assert torchrun(2, tmp_path) == whole[4:]
     assert {path.name: path.read_bytes() for path in (tmp_path / "trained").iterdir()} == trained
+
+
+def test_tensor_parallel(tmp_path):
+    model = tiny(initializer_range=0.02)
+    model.save_pretrained(tmp_path / "checkpoint")
+    tokens = torch.randint(TINY["vocab_size"], (3 * 2 * 2 * 32,))
+    torch.save(tokens, tmp_path / "tokens.pt")
+    (tmp_path / "train.py").write_text(scripts("parallel.md")[0])
+    lines = torchrun(4, tmp_path)
+    assert [line.split(":")[0] for line in lines] == ["step 0", "step 1", "step 2"]
+    ids = tokens[: 2 * 2 * 32].view(4, 32)
+    loss = model(ids, labels=ids).loss.item()
+    assert abs(float(re.search(r"loss ([\d.]+)", lines[0])[1]) - loss) < 0.01 * loss  # computed in bf16
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+
+
+def test_expert_parallel(tmp_path):
+    model = mixture()
+    model.save_pretrained(tmp_path / "checkpoint")
+    tokens = torch.randint(TINY["vocab_size"], (2 * 2 * 2 * 32,))
+    torch.save(tokens, tmp_path / "tokens.pt")
+    (tmp_path / "train.py").write_text(scripts("parallel.md")[1])
+    lines = torchrun(2, tmp_path)
+    assert [line.split(":")[0] for line in lines] == ["step 0", "step 1"]
+    ids = tokens[: 2 * 2 * 32].view(4, 32)
+    loss = model(ids, labels=ids).loss.item()
+    assert abs(float(re.search(r"loss ([\d.]+)", lines[0])[1]) - loss) < 0.01 * loss

@@ -11,11 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from liger_models.arch.mixtral import LigerMixtral, MixtralConfig
 from liger_models.layers import offload
 from liger_models.parallel import apply_fsdp, compile_blocks, reshard
 
-from .models import TINY, batch, gradients, make_optimizer, mean, share, tiny, whole
+from .models import TINY, batch, gradients, make_optimizer, mean, mixture, share, tiny, whole
 
 STEPS = 5
 CASES = {
@@ -166,11 +165,6 @@ def take_embeddings() -> None:
 
 def test_fp32_embeddings_as_input(two):
     two(take_embeddings)
-
-
-def mixture() -> LigerMixtral:
-    torch.manual_seed(7)
-    return LigerMixtral.from_config(MixtralConfig(**TINY, initializer_range=0.1, num_local_experts=4))
 
 
 def train_mixture() -> dict[str, Any]:
