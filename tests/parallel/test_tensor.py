@@ -654,6 +654,6 @@ def test_experts_on_gpus(two_gpus):
 
 
 def test_what_the_gpus_are_to_run(two):
-    """So that it is right before a machine with two of them is at hand."""
+    """On the CPU, so that the function itself is right."""
     two(on_devices, "qwen3", "cpu", True)
     two(experts_on_devices, "cpu")
