@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from liger_models.arch import get_arch, list_archs
 from liger_models.convert import get_map
@@ -23,14 +23,31 @@ ARCHS = list_archs()
 def tiny(arch: str) -> dict[str, dict]:
     """Variant -> keyword arguments of transformers' configuration class. One file per architecture, no code."""
     file = json.loads((DATA / arch / "tiny.json").read_text())
-    return {name: {**file["base"], **changes} for name, changes in file["variants"].items()}
+    return {name: merged(file["base"], changes) for name, changes in file["variants"].items()}
+
+
+def merged(base: dict, changes: dict) -> dict:
+    """``changes`` over ``base``, key by key also within the parts of a configuration."""
+    parts = {key: {**base[key], **value} for key, value in changes.items() if key.endswith("_config")}
+    return {**base, **changes, **parts}
+
+
+def text_sizes(arch: str, variant: str) -> dict:
+    """The keys of the language model."""
+    sizes = tiny(arch)[variant]
+    return sizes.get("text_config", sizes)
 
 
 CASES = [(arch, variant) for arch in ARCHS for variant in tiny(arch)]
 FIRST_CASES = [(arch, next(iter(tiny(arch)))) for arch in ARCHS]
+VISION_CASES = [(arch, variant) for arch, variant in CASES if "vision_config" in tiny(arch)[variant]]
+FIRST_VISION_CASES = [case for case in FIRST_CASES if case in VISION_CASES]
 
 every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
 one_case_each = pytest.mark.parametrize("pair", FIRST_CASES, indirect=True, ids="-".join)
+
+every_vision_case = pytest.mark.parametrize("pair", VISION_CASES, indirect=True, ids="-".join)
+one_vision_case_each = pytest.mark.parametrize("pair", FIRST_VISION_CASES, indirect=True, ids="-".join)
 
 LIMIT = 1e-5
 """Largest relative error in fp32."""
@@ -41,7 +58,7 @@ def make_folder(arch: str, variant: str, root: Path) -> Path:
     folder = root / f"{arch}-{variant}"
     config = AutoConfig.for_model(arch, **tiny(arch)[variant])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(arch).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             # Also norms and biases away from the ones and zeros that they start from.
@@ -50,17 +67,23 @@ def make_folder(arch: str, variant: str, root: Path) -> Path:
     return folder
 
 
+def auto_class(arch: str):
+    vision = any(arch == name for name, _ in VISION_CASES)
+    return AutoModelForImageTextToText if vision else AutoModelForCausalLM
+
+
 def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    arch = json.loads((folder / "config.json").read_text())["model_type"]
+    return auto_class(arch).from_pretrained(folder, dtype=dtype, attn_implementation="eager")
 
 
 def hf_gradients(model) -> dict[str, Tensor]:
     """Gradients under the names of the checkpoint: saved like weights, since transformers may hold several in one."""
     gradients = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter, source in zip(gradients.parameters(), model.parameters(), strict=True):
-            assert source.grad is not None
-            parameter.copy_(source.grad)
+        for (name, parameter), source in zip(gradients.named_parameters(), model.parameters(), strict=True):
+            assert source.grad is not None or is_tower(name), name
+            parameter.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
     with tempfile.TemporaryDirectory() as folder:
         gradients.save_pretrained(folder)
         return load_file(Path(folder) / "model.safetensors")
@@ -71,9 +94,20 @@ def our_gradients(model: CausalLM) -> dict[str, Tensor]:
     weights = get_map(type(model).__module__.rpartition(".")[2])(model.config)
     named = {}
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        named.update(weights.entries[name].unpack(parameter.grad))
+        assert parameter.grad is not None or is_tower(name), name
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        named.update(weights.entries[name].unpack(gradient))
     return named
+
+
+def gradients_of(model: CausalLM) -> dict[str, Tensor]:
+    """Copies of all gradients that there are: a text without images gives a vision tower none."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def is_tower(name: str) -> bool:
+    """Whether a parameter, ours or theirs, is the vision tower's, which a text without images does not reach."""
+    return name.removeprefix("model.").startswith("visual.")
 
 
 def load(arch: str, folder: Path, **options) -> CausalLM:
@@ -88,7 +122,9 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 
 def tokens(arch: str, variant: str, B: int, T: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, tiny(arch)[variant]["vocab_size"], (B, T), generator=generator)
+    # The last words of a vision-language model stand for images.
+    words = text_sizes(arch, variant)["vocab_size"] - 20 * ("vision_config" in tiny(arch)[variant])
+    return torch.randint(3, words, (B, T), generator=generator)
 
 
 def assert_same_gradients(ours: CausalLM, theirs, limit: float = LIMIT) -> None:
