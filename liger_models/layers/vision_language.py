@@ -1,6 +1,6 @@
 """The shell that vision-language models share: image tokens take the place of their placeholders in the text."""
 
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from liger_models.kernels.dispatch import check
 from .causal_lm import CausalLM, CausalLMOutput, check_policy, set_recompute
 from .patches import mrope_positions
 from .sequence import DecodeCache
+
+if TYPE_CHECKING:
+    from liger_models.processing.qwen_vl import QwenVLProcessor
 
 
 class ImageFeatures(NamedTuple):
@@ -43,6 +46,20 @@ class VisionLanguageModel(CausalLM):
 
     visual: nn.Module
     """``(pixels [N, ...], grid_thw [n, 3]) -> ImageFeatures``, with its blocks in ``blocks``."""
+
+    @property
+    def processor(self) -> "QwenVLProcessor":
+        """Makes the model's inputs of texts, images and videos, by the settings that came with the checkpoint.
+
+        Raises:
+            ValueError: the checkpoint had no tokenizer.
+        """
+        from liger_models.processing.qwen_vl import QwenVLProcessor
+
+        if "_processor" not in self.__dict__:
+            self.__dict__["_processor"] = QwenVLProcessor.of(self)
+        processor: QwenVLProcessor = self.__dict__["_processor"]
+        return processor
 
     def set_checkpointing(
         self, policy: str | list[str], *, offload_layers: int = 0, vision_policy: str | None = None
