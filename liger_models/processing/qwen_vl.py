@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.kernels.dispatch import check
@@ -57,21 +58,28 @@ def smart_resize(
     return high, wide
 
 
+BOUNDS = ("image", "frame", "video")
+
+
 class QwenVLImages:
-    """Images as patches.
+    """Images or videos as patches.
+
+    Images are resized by Pillow, frames of videos by torch, as in transformers, whose video processors have torch only:
+    the two differ by a few of 255 steps where a picture is noise.
 
     Args:
         settings: the content of preprocessor_config.json or video_preprocessor_config.json.
         min_pixels, max_pixels: bounds of an image's area where the settings have none.
-        joint: the bounds are of a video's frames together (Qwen3-VL).
+        of: what the bounds are of: "image"; "frame", each of a video; "video", all of its frames together (Qwen3-VL).
 
     Raises:
         ValueError: settings that ask for what is not computed.
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], *, min_pixels: int = 3136, max_pixels: int = 1003520, joint: bool = False
+        self, settings: Mapping[str, Any], *, min_pixels: int = 3136, max_pixels: int = 1003520, of: str = "image"
     ) -> None:
+        check(of in BOUNDS, f"QwenVLImages: of must be one of {BOUNDS}, got {of!r}.")
         check_settings(settings, do_resize=True, do_convert_rgb=True, resample=BICUBIC)
         size = settings.get("size") or {}
         self.patch, self.merge, self.frames = (
@@ -80,7 +88,7 @@ class QwenVLImages:
         )
         self.min_pixels = settings.get("min_pixels") or size.get("shortest_edge") or min_pixels
         self.max_pixels = settings.get("max_pixels") or size.get("longest_edge") or max_pixels
-        self.joint = joint
+        self.of = of
         self.normalize = Normalize(settings, CLIP_MEAN, CLIP_STD)
 
     def __call__(self, frames: "Sequence[Source]") -> tuple[Tensor, Tensor]:
@@ -100,16 +108,23 @@ class QwenVLImages:
         sizes = sorted({image.size for image in images})
         check(len(sizes) == 1, f"QwenVLImages: the frames of a video must have one size, got {sizes}.")
         count, factor = len(images), self.patch * self.merge
+        whole = self.of == "video"
         check(
-            count >= self.frames or not self.joint,
+            count >= self.frames or not whole,
             f"QwenVLImages: a video must have at least {self.frames} frames, got {count}. Pass an image as an image.",
         )
-        deep = (count, round(count / self.frames) * self.frames) if self.joint else (1, 1)
-        if self.joint and min(height, width) < factor:
+        deep = (count, round(count / self.frames) * self.frames) if whole else (1, 1)
+        if whole and min(height, width) < factor:
             scale = factor / min(height, width)
             height, width = int(height * scale), int(width * scale)
         size = smart_resize(height, width, factor, self.min_pixels, self.max_pixels, deep)
-        pixels = self.normalize(torch.stack([to_tensor(image, size, BICUBIC) for image in images]))
+        if self.of == "image":
+            resized = to_tensor(images[0], size, BICUBIC)[None]
+        else:
+            given_size = images[0].size[::-1]
+            resized = torch.stack([to_tensor(image, given_size, BICUBIC) for image in images])
+            resized = F.interpolate(resized, size, mode="bicubic", antialias=True)  # in uint8
+        pixels = self.normalize(resized)
         pixels = torch.cat([pixels, pixels[-1:].expand(-count % self.frames, -1, -1, -1)])
         return self._patches(pixels)
 
@@ -184,7 +199,7 @@ class QwenVLProcessor:
         return cls(
             model.tokenizer,
             QwenVLImages(sizes | images),
-            QwenVLImages(sizes | (videos or images), joint=apart, **bounds),
+            QwenVLImages(sizes | (videos or images), of="video" if apart else "frame", **bounds),
             image_token=image,
             video_token=video,
             frames_apart=apart,

@@ -1,9 +1,12 @@
+import math
+
 import pytest
 import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as their_smart_resize
 
-from liger_models.processing.qwen_vl import QwenVLImages, smart_resize
+from liger_models.processing.images import to_tensor
+from liger_models.processing.qwen_vl import CLIP_MEAN, CLIP_STD, QwenVLImages, smart_resize
 
 from .conftest import encoded, make_model, picture
 
@@ -42,48 +45,54 @@ def test_sizes_are_transformers():
 
 def video_size(frames, height, width, factor, min_pixels, max_pixels):
     """Qwen3-VL's, bounds over all frames, by its description."""
-    import math
-
     if min(height, width) < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
     high, wide, deep = (round(side / step) * step for side, step in ((height, factor), (width, factor), (frames, 2)))
     if deep * high * wide > max_pixels:
         beta = math.sqrt(frames * height * width / max_pixels)
-        return [max(factor, math.floor(side / beta / factor) * factor) for side in (height, width)]
+        return tuple(max(factor, math.floor(side / beta / factor) * factor) for side in (height, width))
     if deep * high * wide < min_pixels:
         beta = math.sqrt(min_pixels / (frames * height * width))
-        return [math.ceil(side * beta / factor) * factor for side in (height, width)]
-    return [high, wide]
+        return tuple(math.ceil(side * beta / factor) * factor for side in (height, width))
+    return high, wide
 
 
-@pytest.mark.parametrize("joint", [False, True])
-def test_video_patches(joint):
-    """Each frame is cut like an image; two of them make a patch, and the last of an odd number stands twice."""
+@pytest.mark.parametrize("of", ["frame", "video"])
+def test_video_patches(of):
+    """The patches of transformers' video processor, which needs torchvision: its resize is torch's, on bytes."""
     settings = {"patch_size": 4, "size": {"shortest_edge": 600, "longest_edge": 6000}}
-    videos, images = QwenVLImages(settings, joint=joint), QwenVLImages(settings)
+    videos = QwenVLImages(settings, of=of)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (CLIP_MEAN, CLIP_STD))
     for count, (height, width) in ((4, (30, 40)), (5, (7, 31)), (3, (200, 100))):
         frames = [picture(width, height, seed=seed) for seed in range(count)]
         patches, grid = videos(frames)
-        assert grid[0] == (count + 1) // 2
-        if joint:
-            assert (grid[1:] * 4).tolist() == video_size(count, height, width, 8, 600, 6000)
-            images.min_pixels = images.max_pixels = int((grid[1:] * 4).prod())
+        t, h, w = grid.tolist()
+        if of == "frame":
+            size = their_smart_resize(height, width, 8, 600, 6000)
         else:
-            assert torch.equal(grid[1:], images(frames[:1])[1][1:])
-            depth = patches.view(int(grid[0]), -1, 3, 2, 16)
-            for index in range(2 * int(grid[0])):
-                alone = images([frames[min(index, count - 1)]])[0].view(-1, 3, 2, 16)
-                assert torch.equal(depth[index // 2, :, :, index % 2], alone[:, :, 0])
+            size = video_size(count, height, width, 8, 600, 6000)
+        assert (t, 4 * h, 4 * w) == ((count + 1) // 2, *size)
+        pixels = torch.stack([to_tensor(frame, (height, width), 3) for frame in frames])
+        pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
+        pixels = (torch.cat([pixels, pixels[-1:]])[: 2 * t] / 255 - mean) / std
+        for number, patch in enumerate(patches):
+            frame, place = divmod(number, h * w)
+            block, inner = divmod(place, 4)
+            row, column = 2 * (block // (w // 2)) + inner // 2, 2 * (block % (w // 2)) + inner % 2
+            want = pixels[2 * frame : 2 * frame + 2, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+            torch.testing.assert_close(patch, want.transpose(0, 1).flatten(), rtol=0, atol=2e-6)
     with pytest.raises(ValueError, match=r"the frames of a video must have one size, got \[\(3, 4\), \(4, 4\)\]"):
         videos([picture(4, 4), picture(3, 4)])
     with pytest.raises(ValueError, match="at least one frame, got none"):
         videos([])
 
 
-def test_one_frame_is_no_joint_video():
+def test_one_frame_is_no_video_for_bounds_of_all_frames():
     with pytest.raises(ValueError, match=r"at least 2 frames, got 1\. Pass an image as an image"):
-        QwenVLImages({}, joint=True)([picture(40, 40)])
+        QwenVLImages({}, of="video")([picture(40, 40)])
+    with pytest.raises(ValueError, match=r"of must be one of .*, got 'frames'"):
+        QwenVLImages({}, of="frames")
 
 
 @pytest.fixture
