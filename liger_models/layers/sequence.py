@@ -231,6 +231,11 @@ def _document_mask(documents: Tensor | None) -> Mask:
         return Mask()
     if documents.device.type not in ACCELERATORS:
         return Mask(dense=(documents[:, :, None] == documents[:, None, :])[:, None])
+    return Mask(block=_document_block_mask(documents))
+
+
+def _document_block_mask(documents: Tensor) -> BlockMask:
+    """As `_block_mask`, without causality."""
 
     def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return documents[b, q] == documents[b, k]
@@ -242,8 +247,7 @@ def _document_mask(documents: Tensor | None) -> Mask:
     whole = (low == high) & (end - first == BLOCK)
     every = whole[:, :, None] & whole[:, None, :] & (low[:, :, None] == low[:, None, :])
     partial, full = _ordered(some & ~every), _ordered(some & every)
-    block = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(N, N))
-    return Mask(block=block)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(N, N))
 
 
 def _block_mask(

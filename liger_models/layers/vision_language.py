@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.kernels.dispatch import check
 
@@ -44,8 +44,8 @@ class VisionLanguageModel(CausalLM):
     frames_apart: ClassVar[bool] = False
     """Whether each frame of a video stands for itself in the text."""
 
-    visual: nn.Module
-    """``(pixels [N, ...], grid_thw [n, 3]) -> ImageFeatures``, with its blocks in ``blocks``."""
+    visual: Any
+    """A module ``(pixels [N, P], grid_thw [n, 3]) -> ImageFeatures`` with ``patch_embed`` and ``blocks``."""
 
     @property
     def processor(self) -> "QwenVLProcessor":
@@ -129,23 +129,49 @@ class VisionLanguageModel(CausalLM):
             position_ids = self._positions(
                 input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask, cu_seqlens, cache
             )
-        embeds = self.embed_tokens(input_ids)
-        deepstack: list[Tensor] = []
-        for given, token in ((images, self.config.image_token_id), (videos, self.config.video_token_id)):
-            if given is None:
-                continue
-            pixels, grid = given
-            features = self.visual(pixels, grid.to(pixels.device))
-            here = (input_ids == token)[..., None]
-            embeds = embeds.masked_scatter(here, features.tokens.to(embeds.dtype))
-            added = [
-                torch.zeros_like(embeds).masked_scatter(here, level.to(embeds.dtype)) for level in features.deepstack
-            ]
-            deepstack = [a + b for a, b in zip(deepstack, added, strict=True)] if deepstack else added
+        embeds, deepstack = self._insert(input_ids, images, videos, skip=decoding)
         return super().forward(
             position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, inputs_embeds=embeds,
             cache=cache, deepstack=deepstack, **options,
         )  # fmt: skip
+
+    def _insert(
+        self,
+        input_ids: Tensor,
+        images: tuple[Tensor, Tensor] | None,
+        videos: tuple[Tensor, Tensor] | None,
+        *,
+        skip: bool,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The embeddings, image tokens in their places, and what is added behind the first blocks, [B, T, C] each.
+
+        The tower runs once for images and videos. Sharded, it runs even without any, on zeros: all ranks must gather
+        its weights together, whichever of them has images.
+        """
+        embeds = self.embed_tokens(input_ids)
+        side = self.config.vision_config.spatial_merge_size
+        kinds = (images, self.config.image_token_id), (videos, self.config.video_token_id)
+        given = [(*pair, token) for pair, token in kinds if pair is not None]
+        if not given and (skip or not hasattr(self.visual.blocks[0], "reshard")):
+            return embeds, []
+        if not given:
+            nothing = embeds.new_zeros(side**2, self.visual.patch_embed.in_features)
+            unused = self.visual(nothing, torch.tensor([[1, side, side]], device=embeds.device))
+            total = sum((level.sum() for level in unused.deepstack), unused.tokens.sum())
+            return embeds + 0 * total.to(embeds.dtype), []
+        features = self.visual(
+            torch.cat([pixels for pixels, _, _ in given]),
+            torch.cat([grid.to(pixels.device) for pixels, grid, _ in given]),
+        )
+        counts = [len(pixels) // side**2 for pixels, _, _ in given]
+
+        def place(base: Tensor, tokens: Tensor) -> Tensor:
+            for part, (_, _, token) in zip(tokens.to(base.dtype).split(counts), given, strict=True):
+                base = base.masked_scatter((input_ids == token)[..., None], part)
+            return base
+
+        deepstack = [place(torch.zeros_like(embeds), level) for level in features.deepstack]
+        return place(embeds, features.tokens), deepstack
 
     def _check_counts(
         self, input_ids: Tensor, images: tuple[Tensor, Tensor] | None, videos: tuple[Tensor, Tensor] | None
