@@ -46,6 +46,9 @@ FIRST_VISION_CASES = [case for case in FIRST_CASES if case in VISION_CASES]
 every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
 one_case_each = pytest.mark.parametrize("pair", FIRST_CASES, indirect=True, ids="-".join)
 
+one_text_case_each = pytest.mark.parametrize(
+    "pair", [case for case in FIRST_CASES if case not in VISION_CASES], indirect=True, ids="-".join
+)
 every_vision_case = pytest.mark.parametrize("pair", VISION_CASES, indirect=True, ids="-".join)
 one_vision_case_each = pytest.mark.parametrize("pair", FIRST_VISION_CASES, indirect=True, ids="-".join)
 

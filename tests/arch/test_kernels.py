@@ -18,6 +18,7 @@ from .families import (
     hf_model,
     make_folder,
     one_case_each,
+    one_text_case_each,
     our_gradients,
     tokens,
 )
@@ -25,7 +26,7 @@ from .families import (
 T = 40
 
 
-@one_case_each
+@one_text_case_each  # test_vision.py has the others
 def test_kernels_match_transformers(pair, kernel_device):
     arch, variant, theirs, ours = pair
     ours.to(kernel_device)
@@ -41,7 +42,7 @@ def test_kernels_match_transformers(pair, kernel_device):
         assert_same_gradients(ours, theirs)
 
 
-@one_case_each
+@one_text_case_each  # test_vision.py has the others
 def test_every_kernel_can_be_switched_off(pair, kernel_device, root):
     """The same numbers whichever kernels run."""
     arch, variant, theirs, _ = pair

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from liger_models import KernelOptions
 from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
 from liger_models.layers.sequence import DecodeCache
 
@@ -20,7 +21,6 @@ from .families import (
     load,
     make_folder,
     one_vision_case_each,
-    our_gradients,
 )
 
 Grid = tuple[int, int, int]
@@ -366,18 +366,37 @@ def test_configurations_that_do_not_fit_are_refused(pair):
 
 
 @one_vision_case_each
-def test_kernels_match_transformers(pair, kernel_device):
-    _, _, theirs, ours = pair
-    ours.to(kernel_device)
+def test_kernels_match_transformers(pair, kernel_device, root):
+    arch, variant, theirs, ours = pair
     batch = Batch(ours, [[2, ("image", (1, 1, 2)), 1, ("image", (1, 2, 2)), 2]])
     want = batch.theirs(theirs, labels=batch.labels)
     want.loss.backward()
     inputs = {name: tensor.to(kernel_device) for name, tensor in batch.inputs.items()}
-    for policy in CHECKPOINTING_POLICIES:
-        ours.zero_grad()
+    off = KernelOptions(rms_norm=False, layer_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
+    for kernels, policy in ((None, "none"), (None, "full"), (off, "none")):
+        ours = load(arch, make_folder(arch, variant, root), kernels=kernels, device=kernel_device)
         ours.set_checkpointing(policy)
         got = ours(batch.ids.to(kernel_device), labels=batch.labels.to(kernel_device), **inputs)
         assert error(got.loss, want.loss) <= LIMIT
         got.loss.backward()
         assert_same_gradients(ours, theirs)
-    assert our_gradients(ours)
+
+
+@pytest.mark.gpu
+@one_vision_case_each
+@pytest.mark.parametrize("rows", [SEVERAL, VIDEO, [[2, ("image", (1, 20, 30)), 3, ("image", (1, 9, 11)), 40]]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_gpu(pair, root, rows, dtype):
+    """flex_attention over images there, a dense mask on the CPU."""
+    arch, variant, theirs, _ = pair
+    ours = load(arch, make_folder(arch, variant, root), dtype=dtype, device="cuda")
+    batch = Batch(ours, rows)
+    options = {} if batch.mask.all() else {"attention_mask": batch.mask}
+    want = batch.theirs(theirs, labels=batch.labels, **options)
+    want.loss.backward()
+    on_gpu = {name: tensor.cuda() for name, tensor in (batch.inputs | options).items()}
+    got = ours(batch.ids.cuda(), labels=batch.labels.cuda(), **on_gpu)
+    got.loss.backward()
+    assert error(got.loss, want.loss) <= (LIMIT if dtype == torch.float32 else 0.02)
+    if dtype == torch.float32:
+        assert_same_gradients(ours, theirs)
