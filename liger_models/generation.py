@@ -41,6 +41,7 @@ class PromptInputs(TypedDict, total=False):
     video_grid_thw: Tensor | None
     second_per_grid_ts: Tensor | list[float] | None
     mm_token_type_ids: Tensor | None
+    token_type_ids: Tensor | None
 
 
 class Options(PromptInputs, total=False):

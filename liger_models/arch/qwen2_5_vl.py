@@ -26,7 +26,7 @@ from liger_models.layers.patches import locate_patches, order_by_window
 from liger_models.layers.rope import AxialRotaryEmbedding, MultimodalRotaryEmbedding
 from liger_models.layers.sequence import Sequence
 from liger_models.layers.vision import PatchMerger, VisionBlock
-from liger_models.layers.vision_language import ImageFeatures, VisionLanguageModel
+from liger_models.layers.vision_language import ImageFeatures, MRopeModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ class Qwen2_5VLBlock(nn.Module):
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
-class LigerQwen2_5VL(VisionLanguageModel):
+class LigerQwen2_5VL(MRopeModel):
     """Qwen2.5-VL with its language-model head.
 
     Args:

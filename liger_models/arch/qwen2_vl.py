@@ -26,7 +26,7 @@ from liger_models.layers.patches import locate_patches
 from liger_models.layers.rope import AxialRotaryEmbedding, MultimodalRotaryEmbedding
 from liger_models.layers.sequence import Sequence
 from liger_models.layers.vision import PatchMerger, VisionBlock
-from liger_models.layers.vision_language import ImageFeatures, VisionLanguageModel
+from liger_models.layers.vision_language import ImageFeatures, MRopeModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ class Qwen2VLBlock(nn.Module):
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
-class LigerQwen2VL(VisionLanguageModel):
+class LigerQwen2VL(MRopeModel):
     """Qwen2-VL with its language-model head.
 
     Args:

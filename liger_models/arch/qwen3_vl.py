@@ -26,7 +26,7 @@ from liger_models.layers.patches import interpolate_positions, locate_patches
 from liger_models.layers.rope import AxialRotaryEmbedding, MultimodalRotaryEmbedding
 from liger_models.layers.sequence import Sequence
 from liger_models.layers.vision import PatchMerger, VisionBlock
-from liger_models.layers.vision_language import ImageFeatures, VisionLanguageModel
+from liger_models.layers.vision_language import ImageFeatures, MRopeModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ class Qwen3VLBlock(nn.Module):
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
-class LigerQwen3VL(VisionLanguageModel):
+class LigerQwen3VL(MRopeModel):
     """Qwen3-VL with its language-model head.
 
     Args:

@@ -320,6 +320,7 @@ def decoder_map(
     over: Mapping[str, Sequence[int]] | None = None,
     skip: Iterable[str] = (),
     prefix: str = "model",
+    head: str = "lm_head.weight",
 ) -> WeightMap:
     """The map of a decoder whose checkpoint is laid out like Llama's.
 
@@ -334,6 +335,7 @@ def decoder_map(
         over: the index sets of ``also`` besides ``i``.
         skip: checkpoint names that may be there and carry nothing.
         prefix: what the checkpoint's names start with, but for the head's.
+        head: the checkpoint's name of the head's weight.
     """
     theirs = f"{prefix}.layers.{{i}}"
     layer: dict[str, Expression | str | None] = {f"{norm}.weight": f"{theirs}.{norm}.weight" for norm in norms}
@@ -360,9 +362,9 @@ def decoder_map(
     }
     skip = [*skip]
     if config.tie_word_embeddings:
-        skip.append("lm_head.weight")  # some tied checkpoints store the head
+        skip.append(head)  # some tied checkpoints store the head
     else:
-        entries["lm_head.weight"] = "lm_head.weight"
+        entries["lm_head.weight"] = head
     return WeightMap(entries, over={"i": range(config.num_hidden_layers), **(over or {})}, skip=skip)
 
 

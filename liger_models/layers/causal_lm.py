@@ -199,6 +199,7 @@ class CausalLM(nn.Module):
         logits_to_keep: int = 0,
         cache: DecodeCache | None = None,
         deepstack: list[Tensor] | None = None,
+        visible_until: Tensor | None = None,
     ) -> CausalLMOutput:
         """Logits, or with ``labels`` the loss without building the logits.
 
@@ -216,6 +217,7 @@ class CausalLM(nn.Module):
             logits_to_keep: logits of only the last so many tokens; 0 for all. Not with ``labels``.
             cache: decode cache; the tokens are appended to it.
             deepstack: [B, T, C] each, added to the stream behind the first blocks, one behind each.
+            visible_until: see `Sequence.build`.
 
         Returns:
             `CausalLMOutput`.
@@ -244,6 +246,7 @@ class CausalLM(nn.Module):
         sequence = Sequence.build(
             (B, T), inputs_embeds.device, dict(self.rotary.items()), windows=self._windows,
             position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
+            visible_until=visible_until,
         )  # fmt: skip
         hidden, router_logits = self._hidden(inputs_embeds, sequence, deepstack or [])
         if cache is not None:

@@ -117,6 +117,7 @@ class Sequence:
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: DecodeCache | None = None,
+        visible_until: Tensor | None = None,
     ) -> "Sequence":
         """Sequence of a batch of ``shape`` (B, T).
 
@@ -130,6 +131,8 @@ class Sequence:
             cu_seqlens: [n + 1] integers from 0, boundaries of packed documents over the B · T flattened tokens. Tokens
                 after the last boundary are a document of their own; rows of the batch never see each other.
             cache: tokens before these.
+            visible_until: [B, T] int64, the last of these tokens that each sees, itself or a later one, ascending along
+                T: the tokens of an image see each other. Default: itself.
 
         Raises:
             ValueError: shapes that do not fit, or arguments that exclude each other.
@@ -166,7 +169,7 @@ class Sequence:
                 "time, height and width an axis of 3 stands in front.",
             )
         masks = {
-            window: _mask(documents, past, window, B, T, device, needed)
+            window: _mask(documents, past, window, B, T, device, needed, visible_until)
             for window, needed in (windows or {None: False}).items()
         }
         tables = {name: table(positions) for name, table in rotary.items()}
@@ -204,22 +207,29 @@ def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -
 
 
 def _mask(
-    documents: Tensor | None, past: int, window: int | None, B: int, T: int, device: torch.device, needed: bool
+    documents: Tensor | None,
+    past: int,
+    window: int | None,
+    B: int,
+    T: int,
+    device: torch.device,
+    needed: bool,
+    visible_until: Tensor | None = None,
 ) -> Mask:
     if T == 1 and documents is None:
         return Mask()  # a single token sees all that is cached, or the window's share, which attention cuts out
     if window is not None and past + T <= window:
         window = None  # no token is that far back
-    if not (needed or window or documents is not None or past):
+    if not (needed or window or documents is not None or past or visible_until is not None):
         return Mask()
     if T > 1 and device.type in ACCELERATORS:
-        return Mask(block=_block_mask(documents, past, window, B, T, device))
+        return Mask(block=_block_mask(documents, past, window, B, T, device, visible_until))
     query = torch.arange(past, past + T, device=device)[:, None]
     key = torch.arange(past + T, device=device)
-    visible = query >= key
+    visible = query >= key if visible_until is None else (visible_until[:, None, :, None] + past) >= key
     if window is not None:
         visible = visible & (query - key < window)
-    dense = visible[None, None]
+    dense = visible if visible.dim() == 4 else visible[None, None]
     if documents is not None:
         dense = dense & (documents[:, None, past:, None] == documents[:, None, None, :])
     return Mask(dense=dense)
@@ -251,7 +261,13 @@ def _document_block_mask(documents: Tensor) -> BlockMask:
 
 
 def _block_mask(
-    documents: Tensor | None, past: int, window: int | None, B: int, T: int, device: torch.device
+    documents: Tensor | None,
+    past: int,
+    window: int | None,
+    B: int,
+    T: int,
+    device: torch.device,
+    visible_until: Tensor | None = None,
 ) -> BlockMask:
     """Which blocks of tokens see each other, from the first and last token and document of each, not from all pairs.
 
@@ -262,7 +278,8 @@ def _block_mask(
     start = torch.full((), past, device=device)
 
     def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = (q + start >= k) & (q + start - k < reach)
+        last = q if visible_until is None else visible_until[b, q]
+        seen = (last + start >= k) & (q + start - k < reach)
         return seen if documents is None else seen & (documents[b, q + start] == documents[b, k])
 
     query, query_end = _block_bounds(past, S, device)
@@ -270,12 +287,17 @@ def _block_mask(
     nearest, furthest = query[:, None] - (key_end - 1), query_end[:, None] - 1 - key  # distances between two blocks
     some = (furthest >= 0) & (nearest < reach)
     every = (nearest >= 0) & (furthest < reach) & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
+    if visible_until is not None:
+        least, most = (past + x[:, :, None] for x in _block_range(visible_until))
+        some = (most >= key) & (nearest < reach)
+        every = (least >= key_end - 1) & (furthest < reach)
+        every = every & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
     if documents is not None:
         q_low, q_high = (x[:, :, None] for x in _block_range(documents[:, past:]))
         k_low, k_high = (x[:, None, :] for x in _block_range(documents))
         some = some & (q_low <= k_high) & (k_low <= q_high)
         every = every & (q_low == k_high) & (k_low == q_high) & (q_low == q_high)
-    if documents is None:
+    if some.dim() == 2:
         some, every = some[None], every[None]
     partial, full = _ordered(some & ~every), _ordered(some & every)
     return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(T, S))

@@ -21,6 +21,7 @@ class VisionBlock(nn.Module):
         norm: makes a norm.
         mlp: what stands behind the second norm.
         kernels: which parts run on fused kernels.
+        rotary: name of the rotary embedding; None for no rotation.
     """
 
     def __init__(
@@ -30,12 +31,14 @@ class VisionBlock(nn.Module):
         norm: Callable[[], Norm],
         mlp: GatedMLP | LigerMLP,
         kernels: KernelOptions,
+        *,
+        rotary: str | None = "default",
     ) -> None:
         super().__init__()
         self.norm1 = norm()
         self.attn = LigerAttention(
             hidden_size, num_heads, num_heads, hidden_size // num_heads,
-            layer=0, qkv_bias=True, o_bias=True, rope_kernel=kernels.rope,
+            layer=0, qkv_bias=True, o_bias=True, rotary=rotary, rope_kernel=kernels.rope,
         )  # fmt: skip
         self.norm2 = norm()
         self.mlp = mlp

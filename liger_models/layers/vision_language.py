@@ -12,6 +12,7 @@ from .patches import mrope_positions
 from .sequence import DecodeCache
 
 if TYPE_CHECKING:
+    from liger_models.processing.gemma3 import Gemma3Processor
     from liger_models.processing.qwen_vl import QwenVLProcessor
 
 
@@ -28,38 +29,10 @@ class ImageFeatures(NamedTuple):
 
 
 class VisionLanguageModel(CausalLM):
-    """A decoder whose text has images and videos in it, with positions in time, height and width (M-RoPE).
-
-    Architectures subclass it, set ``visual`` besides what `CausalLM` has, and call `post_init`.
-    """
-
-    prompt_inputs: ClassVar[tuple[str, ...]] = (
-        "pixel_values",
-        "image_grid_thw",
-        "pixel_values_videos",
-        "video_grid_thw",
-        "second_per_grid_ts",
-        "mm_token_type_ids",
-    )
-    frames_apart: ClassVar[bool] = False
-    """Whether each frame of a video stands for itself in the text."""
+    """A decoder whose text has images in it. Architectures set ``visual`` besides what `CausalLM` has."""
 
     visual: Any
-    """A module ``(pixels [N, P], grid_thw [n, 3]) -> ImageFeatures`` with ``patch_embed`` and ``blocks``."""
-
-    @property
-    def processor(self) -> "QwenVLProcessor":
-        """Makes the model's inputs of texts, images and videos, by the settings that came with the checkpoint.
-
-        Raises:
-            ValueError: the checkpoint had no tokenizer.
-        """
-        from liger_models.processing.qwen_vl import QwenVLProcessor
-
-        if "_processor" not in self.__dict__:
-            self.__dict__["_processor"] = QwenVLProcessor.of(self)
-        processor: QwenVLProcessor = self.__dict__["_processor"]
-        return processor
+    """A vision tower, with its blocks in ``blocks``."""
 
     def set_checkpointing(
         self, policy: str | list[str], *, offload_layers: int = 0, vision_policy: str | None = None
@@ -75,6 +48,40 @@ class VisionLanguageModel(CausalLM):
             vision_policy = policy if isinstance(policy, str) else "none"
         check_policy("vision_policy", vision_policy)
         set_recompute(self.visual, vision_policy)
+
+    @property
+    def tower_is_sharded(self) -> bool:
+        """Whether all ranks gather the tower's weights together (FSDP)."""
+        return hasattr(self.visual.blocks[0], "reshard")
+
+
+class MRopeModel(VisionLanguageModel):
+    """A vision-language model with videos, and positions in time, height and width (M-RoPE)."""
+
+    prompt_inputs: ClassVar[tuple[str, ...]] = (
+        "pixel_values",
+        "image_grid_thw",
+        "pixel_values_videos",
+        "video_grid_thw",
+        "second_per_grid_ts",
+        "mm_token_type_ids",
+    )
+    frames_apart: ClassVar[bool] = False
+    """Whether each frame of a video stands for itself in the text."""
+
+    @property
+    def processor(self) -> "QwenVLProcessor":
+        """Makes the model's inputs of texts, images and videos, by the settings that came with the checkpoint.
+
+        Raises:
+            ValueError: the checkpoint had no tokenizer.
+        """
+        from liger_models.processing.qwen_vl import QwenVLProcessor
+
+        if "_processor" not in self.__dict__:
+            self.__dict__["_processor"] = QwenVLProcessor.of(self)
+        processor: QwenVLProcessor = self.__dict__["_processor"]
+        return processor
 
     def forward(
         self,
@@ -152,7 +159,7 @@ class VisionLanguageModel(CausalLM):
         side = self.config.vision_config.spatial_merge_size
         kinds = (images, self.config.image_token_id), (videos, self.config.video_token_id)
         given = [(*pair, token) for pair, token in kinds if pair is not None]
-        if not given and (skip or not hasattr(self.visual.blocks[0], "reshard")):
+        if not given and (skip or not self.tower_is_sharded):
             return embeds, []
         if not given:
             nothing = embeds.new_zeros(side**2, self.visual.patch_embed.in_features)
@@ -313,3 +320,90 @@ def _pair(pixels_name: str, pixels: Tensor | None, grid_name: str, grid: Tensor 
         f"got {list(pixels.shape)} and {list(grid.shape)}.",
     )
     return pixels, grid
+
+
+class SquareImageModel(VisionLanguageModel):
+    """A vision-language model whose images have one size, and whose image tokens see all of their own image."""
+
+    prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "token_type_ids")
+
+    @property
+    def processor(self) -> "Gemma3Processor":
+        """Makes the model's inputs of texts and images, by the settings that came with the checkpoint.
+
+        Raises:
+            ValueError: the checkpoint had no tokenizer.
+        """
+        from liger_models.processing.gemma3 import Gemma3Processor
+
+        if "_processor" not in self.__dict__:
+            self.__dict__["_processor"] = Gemma3Processor.of(self)
+        processor: Gemma3Processor = self.__dict__["_processor"]
+        return processor
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: DecodeCache | None = None,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """Logits, or with ``labels`` the loss; without pixels, of a text.
+
+        Args:
+            input_ids: [B, T] int64, with one placeholder per image token.
+            pixel_values: [images, channels, height, width], in the order of the text.
+            token_type_ids: not used, the token ids say it; transformers' processor gives it.
+            inputs_embeds, cache, options: as in `CausalLM.forward`; images need ``input_ids``.
+
+        Returns:
+            `CausalLMOutput`.
+
+        Raises:
+            ValueError: placeholders and image tokens that differ in number; otherwise as `CausalLM.forward`.
+        """
+        if input_ids is None or inputs_embeds is not None:
+            check(pixel_values is None, "forward: pixels need input_ids, which say where images stand.")
+            return super().forward(input_ids, inputs_embeds=inputs_embeds, cache=cache, **options)
+        check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+        vision, per_image = self.config.vision_config, self.config.mm_tokens_per_image
+        size = (vision.num_channels, vision.image_size, vision.image_size)
+        check(
+            pixel_values is None or (pixel_values.dim() == 4 and tuple(pixel_values.shape[1:]) == size),
+            f"forward: pixel_values must be [images, {', '.join(map(str, size))}], "
+            f"got {None if pixel_values is None else list(pixel_values.shape)}.",
+        )
+        here = input_ids == self.config.image_token_index
+        decoding = cache is not None and cache.length > 0 and pixel_values is None
+        if not decoding and not torch.compiler.is_compiling():
+            found, images = int(here.sum()), 0 if pixel_values is None else len(pixel_values)
+            check(
+                found == 0 or pixel_values is not None,
+                f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
+                "processor returns.",
+            )
+            check(
+                found == images * per_image,
+                f"forward: input_ids must have one image placeholder for each of the {images * per_image} image tokens "
+                f"({images} images), got {found}. Expand them as the processor does; was the text cut off?",
+            )
+        embeds = self.embed_tokens(input_ids.masked_fill(here, 0))  # the placeholder may be no word
+        if pixel_values is None and self.tower_is_sharded and not decoding:
+            unused = self.visual(embeds.new_zeros(1, *size))
+            embeds = embeds + 0 * unused.sum().to(embeds.dtype)
+        if pixel_values is None:
+            return super().forward(inputs_embeds=embeds, cache=cache, **options)
+        embeds = embeds.masked_scatter(here[..., None], self.visual(pixel_values).to(embeds.dtype))
+        return super().forward(inputs_embeds=embeds, cache=cache, visible_until=ends_of_runs(here), **options)
+
+
+def ends_of_runs(inside: Tensor) -> Tensor:
+    """Of [B, T] bool the last place of the run of True that each is in, of others the place itself: [B, T] int64."""
+    T = inside.shape[1]
+    place = torch.arange(T, device=inside.device).expand_as(inside)
+    last = inside & ~torch.nn.functional.pad(inside, (0, 1))[:, 1:]
+    ends = torch.where(last, place, T).flip(1).cummin(1).values.flip(1)
+    return torch.where(inside, ends, place)

@@ -16,9 +16,10 @@ from torch import Tensor
 from liger_models.kernels.dispatch import check
 
 from .images import Normalize, check_settings, read_image, to_tensor
+from .messages import image_parts, rendered
 
 if TYPE_CHECKING:
-    from liger_models.layers.vision_language import VisionLanguageModel
+    from liger_models.layers.vision_language import MRopeModel
     from liger_models.tokenizer import Tokenizer
 
     from .images import Source
@@ -167,7 +168,7 @@ class QwenVLProcessor:
         self.frames_apart, self.times = frames_apart, times
 
     @classmethod
-    def of(cls, model: "VisionLanguageModel") -> "QwenVLProcessor":
+    def of(cls, model: "MRopeModel") -> "QwenVLProcessor":
         """The processor whose settings came with a model's checkpoint.
 
         Raises:
@@ -304,24 +305,12 @@ class QwenVLProcessor:
         Raises:
             ValueError: as of a call; no chat template.
         """
-        batch = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
-        parts = [
-            part
-            for messages in batch
-            for message in messages
-            if not isinstance(message["content"], str)
-            for part in message["content"]
-        ]
-        texts = [
-            self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, tokenize=False, **variables
-            )
-            for messages in batch
-        ]
+        texts = rendered(self.tokenizer, conversations, add_generation_prompt=add_generation_prompt, **variables)
+        parts = image_parts(conversations)
         videos = [part for part in parts if part["type"] == "video"]
         rates = [part["fps"] for part in videos if part.get("fps") is not None]
         return self(
-            [str(text) for text in texts],
+            texts,
             images=[part["image"] for part in parts if part["type"] == "image"],
             videos=[part["video"] for part in videos],
             fps=rates if videos and rates else None,

@@ -15,12 +15,12 @@ from .families import (
     LIMIT,
     assert_same_gradients,
     error,
-    every_vision_case,
+    every_video_case,
     gradients_of,
     is_tower,
     load,
     make_folder,
-    one_vision_case_each,
+    one_video_case_each,
 )
 
 Grid = tuple[int, int, int]
@@ -89,7 +89,7 @@ BATCHES = {"one": ONE, "several": SEVERAL, "video": VIDEO, "long-video": LONG_VI
 every_batch = pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
 
 
-@every_vision_case
+@every_video_case
 @every_batch
 def test_logits_loss_and_gradients(pair, rows):
     """Samples with and without images of different sizes in one padded batch."""
@@ -108,7 +108,7 @@ def test_logits_loss_and_gradients(pair, rows):
     assert any(is_tower(name) and gradient.any() for name, gradient in gradients_of(ours).items())
 
 
-@one_vision_case_each
+@one_video_case_each
 @every_batch
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 def test_positions(pair, rows, side):
@@ -148,7 +148,7 @@ def test_positions_of_a_video_count_its_seconds(root):
     assert error(got.logits[kept], out.logits[kept]) <= LIMIT
 
 
-@one_vision_case_each
+@one_video_case_each
 def test_packed_documents_are_separate_documents(pair):
     """One packed row gives the logits, the loss and the gradients of each text alone."""
     _, _, theirs, ours = pair
@@ -179,7 +179,7 @@ def test_packed_documents_are_separate_documents(pair):
     assert_same_gradients(ours, theirs)
 
 
-@every_vision_case
+@every_video_case
 @every_batch
 def test_cached_decode(pair, rows):
     """The prompt, then single tokens, give transformers' logits of the whole."""
@@ -196,7 +196,7 @@ def test_cached_decode(pair, rows):
     assert error(torch.cat(got, 1), want) <= LIMIT
 
 
-@one_vision_case_each
+@one_video_case_each
 def test_images_in_later_pieces(pair):
     """A conversation in pieces, with images in several, gives the logits of the whole; rows can be chosen between."""
     _, _, _, ours = pair
@@ -221,7 +221,7 @@ def test_images_in_later_pieces(pair):
     assert error(torch.cat(got, 1), want) <= LIMIT
 
 
-@one_vision_case_each
+@one_video_case_each
 @every_batch
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_generate(pair, rows, use_cache):
@@ -246,7 +246,7 @@ def test_generate(pair, rows, use_cache):
     assert torch.equal(got, want)
 
 
-@one_vision_case_each
+@one_video_case_each
 def test_checkpointing_policies_give_identical_gradients(pair):
     _, _, _, ours = pair
     batch = Batch(ours, VIDEO)
@@ -265,7 +265,7 @@ def test_checkpointing_policies_give_identical_gradients(pair):
         ours.set_checkpointing("none", vision_policy="some")
 
 
-@one_vision_case_each
+@one_video_case_each
 @pytest.mark.parametrize("part", ["tower", "language model"])
 def test_a_frozen_part(pair, part):
     """The gradients of the other part are those of training both."""
@@ -285,7 +285,7 @@ def test_a_frozen_part(pair, part):
         torch.testing.assert_close(gradient, every[name])
 
 
-@one_vision_case_each
+@one_video_case_each
 def test_images_do_not_see_each_other(pair):
     """The tokens of an image are the same whatever other images are in the batch, and depend on all of the image."""
     _, _, _, ours = pair
@@ -304,7 +304,7 @@ def test_images_do_not_see_each_other(pair):
     assert not torch.isclose(after[-last:], together[-last:]).all(1).any()
 
 
-@one_vision_case_each
+@one_video_case_each
 def test_a_batch_of_transformers_processors_is_taken(pair):
     _, _, _, ours = pair
     batch = Batch(ours, ONE)
@@ -312,7 +312,7 @@ def test_a_batch_of_transformers_processors_is_taken(pair):
     assert torch.equal(ours(batch.ids, mm_token_type_ids=batch.kinds, **batch.inputs).logits, want)
 
 
-@one_vision_case_each
+@one_video_case_each
 def test_half_precision(pair):
     """fp32 pixels into a model in bf16."""
     _, _, _, ours = pair
@@ -323,7 +323,7 @@ def test_half_precision(pair):
     assert error(got, want) <= 0.1
 
 
-@one_vision_case_each
+@one_video_case_each
 def test_wrong_numbers_are_named(pair):
     _, _, _, ours = pair
     batch = Batch(ours, ONE)
@@ -350,7 +350,7 @@ def test_wrong_numbers_are_named(pair):
             ours(batch.ids, second_per_grid_ts=[1.0], **batch.inputs)
 
 
-@one_vision_case_each
+@one_video_case_each
 def test_configurations_that_do_not_fit_are_refused(pair):
     _, _, _, ours = pair
     config = ours.config
@@ -365,7 +365,7 @@ def test_configurations_that_do_not_fit_are_refused(pair):
         type(ours)(dataclasses.replace(config, mrope_section=[1, 1, 1]))
 
 
-@one_vision_case_each
+@one_video_case_each
 def test_kernels_match_transformers(pair, kernel_device, root):
     arch, variant, theirs, ours = pair
     batch = Batch(ours, [[2, ("image", (1, 1, 2)), 1, ("image", (1, 2, 2)), 2]])
@@ -383,7 +383,7 @@ def test_kernels_match_transformers(pair, kernel_device, root):
 
 
 @pytest.mark.gpu
-@one_vision_case_each
+@one_video_case_each
 @pytest.mark.parametrize("rows", [SEVERAL, VIDEO, [[2, ("image", (1, 20, 30)), 3, ("image", (1, 9, 11)), 40]]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_gpu(pair, root, rows, dtype):

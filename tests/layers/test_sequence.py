@@ -3,6 +3,7 @@ import torch
 
 from liger_models.layers.rope import RotaryEmbedding
 from liger_models.layers.sequence import BLOCK, DecodeCache, Sequence, _block_mask, _document_block_mask
+from liger_models.layers.vision_language import ends_of_runs
 
 CPU = torch.device("cpu")
 
@@ -89,6 +90,29 @@ def test_block_mask_says_what_the_dense_mask_says(kind, window, past):
     if documents is not None:
         dense = dense & (documents[:, past:, None] == documents[:, None, :])
     assert_block_mask(mask, dense, exact=kind != "padded")
+
+
+@pytest.mark.parametrize("past", [0, 100])
+@pytest.mark.parametrize("window", [None, 100])
+def test_block_mask_of_images_in_a_text(past, window):
+    T = 517
+    inside = torch.zeros(2, T, dtype=torch.bool)
+    for row, start, end in ((0, 10, 266), (0, 300, 301), (1, 120, 136), (1, 250, 517)):
+        inside[row, start:end] = True
+    until = ends_of_runs(inside)
+    q, k = torch.arange(T)[:, None], torch.arange(past + T)
+    dense = (until[:, :, None] + past >= k) & (q + past - k < (window or past + T))
+    assert_block_mask(_block_mask(None, past, window, 2, T, CPU, until), dense, exact=False)
+    made = Sequence.build(
+        (2, T), CPU, {}, windows={window: False}, visible_until=until, cache=None if past == 0 else cached(past, T)
+    )
+    assert torch.equal(made.masks[window].dense[:, 0], dense)
+
+
+def cached(past, new):
+    cache = DecodeCache(past + new)
+    cache.length = past
+    return cache
 
 
 @pytest.mark.parametrize("sizes", [[517], [64] * 8 + [5], [1, 127, 128, 129, 100, 32], [300, 217]], ids=str)
