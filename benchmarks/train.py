@@ -51,6 +51,7 @@ FAMILIES = {
     "glm": ("glm/glm-4-9b-chat-hf.json", 4),
     "glm4": ("glm4/GLM-4-9B-0414.json", 4),
     "smollm3": ("smollm3/SmolLM3-3B.json", 4),
+    "gemma3": ("gemma3/gemma-3-4b-it.json", 6),
     "qwen2_vl": ("qwen2_vl/olmOCR-7B-0225-preview.json", 4),
     "qwen2_5_vl": ("qwen2_5_vl/Qwen2.5-VL-3B-Instruct.json", 4),
     "qwen3_vl": ("qwen3_vl/Cosmos-Reason2-8B.json", 4),
@@ -81,7 +82,7 @@ def read(name: str) -> dict:
                 text[key] = text[key][:layers]
         if "vision_config" in config:
             tower = config["vision_config"]
-            tower["depth"] = 2 * layers
+            tower["depth" if "depth" in tower else "num_hidden_layers"] = 2 * layers
             for key in ("fullatt_block_indexes", "deepstack_visual_indexes"):
                 if key in tower:  # as evenly spread as in the release
                     tower[key] = [2 * layers // 3, 2 * layers - 1]
@@ -95,9 +96,13 @@ def text_part(config: dict) -> dict:
 
 def draw(config: dict, B: int, T: int, generator: torch.Generator) -> dict[str, Tensor]:
     """A batch of random tokens on the GPU; for a vision-language model with images of unequal size in every row."""
-    ids = torch.randint(0, text_part(config)["vocab_size"], (B, T), device="cuda", generator=generator)
+    # Where config.json leaves the size of the vocabulary to the class, all words below the image's are in it.
+    words = text_part(config).get("vocab_size") or config["image_token_index"]
+    ids = torch.randint(0, words, (B, T), device="cuda", generator=generator)
     if "vision_config" not in config:
         return {"input_ids": ids, "labels": ids}
+    if config["model_type"] == "gemma3":
+        return draw_squares(config, ids, generator)
     tower, token = config["vision_config"], config["image_token_id"]
     ids = ids % token
     merge, grids, start = tower.get("spatial_merge_size", 2), [], 1
@@ -115,6 +120,21 @@ def draw(config: dict, B: int, T: int, generator: torch.Generator) -> dict[str, 
         "pixel_values": torch.randn(int(grid.prod(1).sum()), width, device="cuda", generator=generator),
         "image_grid_thw": grid.cuda(),
         "mm_token_type_ids": (ids == token).int(),
+    }
+
+
+def draw_squares(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """`draw` for images of one size: as many in a row as fit into half of it."""
+    token, count = config["image_token_index"], config["mm_tokens_per_image"]
+    starts = range(1, ids.shape[1] // 2 - count, count + 2)
+    for start in starts:
+        ids[:, start : start + count] = token
+    side, images = config["vision_config"]["image_size"], len(starts) * ids.shape[0]
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == token, -100),
+        "pixel_values": torch.randn(images, 3, side, side, device="cuda", generator=generator),
+        "token_type_ids": (ids == token).int(),
     }
 
 
