@@ -100,7 +100,7 @@ def train_table(rows: Rows) -> str:
             losses = " → ".join(f"{row['losses'][at]:.3f}" for at in (0, -1))
             lines.append((
                 *names, f"{row['tokens_per_s']:,.0f}", f"{row['step_ms']:.1f}", f"{row['peak_gib']:.1f}",
-                f"{row['mfu']:.3f}", ratio(best.get("step_ms"), row["step_ms"]),
+                f"{row['mfu']:.3f}" if "mfu" in row else "", ratio(best.get("step_ms"), row["step_ms"]),
                 ratio(row["peak_gib"], best.get("peak_gib")), losses,
             ))  # fmt: skip
     return table("model|tokens/step||tokens/s|ms/step|peak GiB|MFU|speed ratio|memory ratio|loss, steps 1 → 5", lines)

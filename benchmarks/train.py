@@ -52,8 +52,14 @@ FAMILIES = {
     "glm": ("glm/glm-4-9b-chat-hf.json", 4),
     "glm4": ("glm4/GLM-4-9B-0414.json", 4),
     "smollm3": ("smollm3/SmolLM3-3B.json", 4),
+    "gemma3": ("gemma3/gemma-3-4b-it.json", 6),
+    "qwen2_vl": ("qwen2_vl/olmOCR-7B-0225-preview.json", 4),
+    "qwen2_5_vl": ("qwen2_5_vl/Qwen2.5-VL-3B-Instruct.json", 4),
+    "qwen3_vl": ("qwen3_vl/Cosmos-Reason2-8B.json", 4),
 }
-"""The real width of a release of each family, few layers: file and number of layers."""
+"""The real width of a release of each family, few layers: file and number. Vision towers have twice as many."""
+IMAGES = ((12, 20), (24, 36), (48, 32), (16, 92))
+"""Rows and columns of image tokens: in a batch for a vision-language model as many in a row as fit into half of it."""
 MODES = (
     "hf", "hf+ac", "hf+liger", "hf+liger+ac", "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8+blocks",
 )  # fmt: skip
@@ -69,12 +75,68 @@ PEAK_FLOPS = 989e12
 def read(name: str) -> dict:
     file, layers = (MODELS | FAMILIES)[name]
     config = json.loads((CONFIGS / file).read_text())
+    text = text_part(config)
     if layers is not None:
-        config["num_hidden_layers"] = layers
+        text["num_hidden_layers"] = layers
         for key in ("layer_types", "no_rope_layers"):
-            if config.get(key):
-                config[key] = config[key][:layers]
+            if text.get(key):
+                text[key] = text[key][:layers]
+        if "vision_config" in config:
+            tower = config["vision_config"]
+            tower["depth" if "depth" in tower else "num_hidden_layers"] = 2 * layers
+            for key in ("fullatt_block_indexes", "deepstack_visual_indexes"):
+                if key in tower:  # as evenly spread as in the release
+                    tower[key] = [2 * layers // 3, 2 * layers - 1]
     return config
+
+
+def text_part(config: dict) -> dict:
+    """The keys of the language model."""
+    return config.get("text_config", config)
+
+
+def draw(config: dict, B: int, T: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """A batch of random tokens on the GPU; for a vision-language model with images of unequal size in every row."""
+    # Where config.json leaves the size of the vocabulary to the class, all words below the image's are in it.
+    words = text_part(config).get("vocab_size") or config["image_token_index"]
+    ids = torch.randint(0, words, (B, T), device="cuda", generator=generator)
+    if "vision_config" not in config:
+        return {"input_ids": ids, "labels": ids}
+    if config["model_type"] == "gemma3":
+        return draw_squares(config, ids, generator)
+    tower, token = config["vision_config"], config["image_token_id"]
+    ids = ids % token
+    merge, grids, start = tower.get("spatial_merge_size", 2), [], 1
+    for rows, columns in IMAGES:
+        if start + rows * columns > T // 2:
+            continue
+        ids[:, start : start + rows * columns] = token
+        grids.append([1, rows * merge, columns * merge])
+        start += rows * columns + 1
+    grid = torch.tensor(grids * B)
+    width = 3 * tower.get("temporal_patch_size", 2) * tower["patch_size"] ** 2
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == token, -100),
+        "pixel_values": torch.randn(int(grid.prod(1).sum()), width, device="cuda", generator=generator),
+        "image_grid_thw": grid.cuda(),
+        "mm_token_type_ids": (ids == token).int(),
+    }
+
+
+def draw_squares(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """`draw` for images of one size: as many in a row as fit into half of it."""
+    token, count = config["image_token_index"], config["mm_tokens_per_image"]
+    starts = range(1, ids.shape[1] // 2 - count, count + 2)
+    for start in starts:
+        ids[:, start : start + count] = token
+    side, images = config["vision_config"]["image_size"], len(starts) * ids.shape[0]
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == token, -100),
+        "pixel_values": torch.randn(images, 3, side, side, device="cuda", generator=generator),
+        "token_type_ids": (ids == token).int(),
+    }
 
 
 def weight(name: str, shape: torch.Size, device: torch.device) -> Tensor:
@@ -87,14 +149,15 @@ def weight(name: str, shape: torch.Size, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def build_hf(config: dict, liger: bool, recompute: bool, attention: str = "sdpa") -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     if liger:
         import liger_kernel.transformers as peer
 
         getattr(peer, f"apply_liger_kernel_to_{config['model_type']}")()
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class.from_config(
             AutoConfig.for_model(**config), dtype=torch.bfloat16, attn_implementation=attention
         )
     for name, parameter in model.named_parameters():
@@ -108,10 +171,15 @@ def build_hf(config: dict, liger: bool, recompute: bool, attention: str = "sdpa"
 @torch.no_grad()
 def build_ours(config: dict, extras: list[str]) -> nn.Module:
     from liger_models import AutoLigerModel
-    from liger_models.convert import get_map
+    from liger_models.convert import get_map, get_other_maps
 
     model = AutoLigerModel.from_config(config, dtype=torch.bfloat16, device="cuda")
     weights = get_map(config["model_type"])(model.config)
+    if "vision_config" in config:  # the map with the names that transformers has in memory
+        maps = [weights, *get_other_maps(config["model_type"])(model.config)]
+        weights = next(
+            each for each in maps if "model.language_model.norm.weight" in each.entries["norm.weight"].names()
+        )
     for name, parameter in model.named_parameters():
         expression = weights.entries[name]
         theirs = expression.unpack(torch.empty_like(parameter, device="meta"))
@@ -151,8 +219,8 @@ def flops_per_token(config: dict, T: int) -> float:
     return 6.0 * (products + attention)
 
 
-def make_step(mode: str, config: dict, lr: float) -> Callable[[Tensor], Tensor]:
-    """Tokens [B, T] -> loss of a whole training step, in the mode."""
+def make_step(mode: str, config: dict, lr: float) -> Callable[[dict[str, Tensor]], Tensor]:
+    """A batch -> loss of a whole training step, in the mode."""
     family, *extras = mode.split("+")
     model = build_hf(config, "liger" in extras, "ac" in extras) if family == "hf" else build_ours(config, extras)
     model.train()
@@ -166,8 +234,8 @@ def make_step(mode: str, config: dict, lr: float) -> Callable[[Tensor], Tensor]:
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
-    def step(ids: Tensor) -> Tensor:
-        out = forward(ids, labels=ids)
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        out = forward(**batch)
         loss = out[0] if isinstance(out, tuple) else out.loss
         loss.backward()
         optimizer.step()
@@ -185,7 +253,7 @@ def run(mode: str, name: str, batch: str, steps: int, imported_s: float) -> dict
     generator = torch.Generator("cuda").manual_seed(0)
 
     def step() -> Tensor:
-        return train(torch.randint(0, config["vocab_size"], (B, T), device="cuda", generator=generator))
+        return train(draw(config, B, T, generator))
 
     losses = [step().item()]
     first_step_s = imported_s + time.monotonic() - begun
@@ -206,7 +274,7 @@ def run(mode: str, name: str, batch: str, steps: int, imported_s: float) -> dict
         "step_ms": round(milliseconds, 2),
         "step_ms_range": [round(min(times), 2), round(max(times), 2)],
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "mfu": round(rate * flops_per_token(config, T) / PEAK_FLOPS, 4),
+        **({} if "vision_config" in config else {"mfu": round(rate * flops_per_token(config, T) / PEAK_FLOPS, 4)}),
         "first_step_s": round(first_step_s, 1),
         "losses": losses,
     }
@@ -279,8 +347,8 @@ def curve(mode: str, name: str, batch: str, steps: int) -> dict:
     """The loss of every step, from the same weights and tokens in every mode."""
     config = read(name)
     step = make_step(mode, config, lr=1e-4)
-    data = chain(config["vocab_size"], *map(int, batch.split("x")), steps).to("cuda")
-    losses = torch.stack([step(ids) for ids in data])
+    data = chain(text_part(config)["vocab_size"], *map(int, batch.split("x")), steps).to("cuda")
+    losses = torch.stack([step({"input_ids": ids, "labels": ids}) for ids in data])
     return {"device": torch.cuda.get_device_name(), "losses": [round(loss, 5) for loss in losses.float().tolist()]}
 
 
@@ -294,13 +362,13 @@ def errors(name: str) -> dict:
 
     config = read(name)
     theirs = build_hf(config, liger=False, recompute=False, attention="eager")
-    ids = torch.randint(0, config["vocab_size"], (1, ERROR_TOKENS), device="cuda")
+    batch = draw(config, 1, ERROR_TOKENS, torch.Generator("cuda").manual_seed(0))
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         ours = AutoLigerModel.from_pretrained(folder, device="cuda", progress=False)
         for label, model in (("hf", theirs), ("ours", ours)):
-            out = model(ids, labels=ids, **({"return_logits": True} if model is ours else {}))
+            out = model(**batch, **({"return_logits": True} if model is ours else {}))
             out.loss.backward()
             results[label] = (out.logits.detach().cpu(), gradients_by_name(model))
             del out
@@ -317,7 +385,7 @@ def errors(name: str) -> dict:
     truth.zero_grad()
     gc.collect()
     torch.cuda.empty_cache()
-    out = truth(ids, labels=ids)
+    out = truth(**batch)
     out.loss.backward()
     logits, exact = out.logits.detach().cpu(), gradients_by_name(truth)
     found = {"device": torch.cuda.get_device_name()}

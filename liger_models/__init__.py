@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .arch import list_archs as list_archs
     from .arch.gemma import LigerGemma as LigerGemma
     from .arch.gemma2 import LigerGemma2 as LigerGemma2
+    from .arch.gemma3 import LigerGemma3Vision as LigerGemma3Vision
     from .arch.gemma3_text import LigerGemma3 as LigerGemma3
     from .arch.glm import LigerGLM as LigerGLM
     from .arch.glm4 import LigerGLM4 as LigerGLM4
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
     from .arch.olmo3 import LigerOlmo3 as LigerOlmo3
     from .arch.phi3 import LigerPhi3 as LigerPhi3
     from .arch.qwen2 import LigerQwen2 as LigerQwen2
+    from .arch.qwen2_5_vl import LigerQwen2_5VL as LigerQwen2_5VL
+    from .arch.qwen2_vl import LigerQwen2VL as LigerQwen2VL
     from .arch.qwen3 import LigerQwen3 as LigerQwen3
     from .arch.qwen3_moe import LigerQwen3MoE as LigerQwen3MoE
+    from .arch.qwen3_vl import LigerQwen3VL as LigerQwen3VL
     from .arch.smollm3 import LigerSmolLM3 as LigerSmolLM3
     from .convert.auto import AutoLigerModel as AutoLigerModel
     from .data import PackedDataset as PackedDataset
@@ -39,7 +43,9 @@ if TYPE_CHECKING:
     from .kernels.options import KernelOptions as KernelOptions
     from .kernels.rope import liger_rotary_pos_emb as liger_rotary_pos_emb
     from .layers.mlp import LigerGEGLUMLP as LigerGEGLUMLP
+    from .layers.mlp import LigerMLP as LigerMLP
     from .layers.mlp import LigerSwiGLUMLP as LigerSwiGLUMLP
+    from .layers.norm import LigerLayerNorm as LigerLayerNorm
     from .layers.norm import LigerRMSNorm as LigerRMSNorm
     from .losses.cross_entropy import LigerCrossEntropyLoss as LigerCrossEntropyLoss
     from .losses.cross_entropy import LigerFusedLinearCrossEntropyLoss as LigerFusedLinearCrossEntropyLoss

@@ -32,8 +32,20 @@ NOT_HERE = (
 """Keys of a generation_config.json that would change the tokens and that are not implemented: a warning names them."""
 
 
-class Options(TypedDict, total=False):
-    """Keyword arguments of `generate` and `stream`.
+class PromptInputs(TypedDict, total=False):
+    """What prompts have besides their tokens, for models with the same arguments of ``forward``."""
+
+    pixel_values: Tensor | None
+    image_grid_thw: Tensor | None
+    pixel_values_videos: Tensor | None
+    video_grid_thw: Tensor | None
+    second_per_grid_ts: Tensor | list[float] | None
+    mm_token_type_ids: Tensor | None
+    token_type_ids: Tensor | None
+
+
+class Options(PromptInputs, total=False):
+    """Keyword arguments of `generate` and `stream`; those of `PromptInputs`, too.
 
     None, or none given, stands for what the checkpoint says (generation_config.json, then config.json), and for what is
     given here in brackets if it says nothing.
@@ -87,7 +99,7 @@ def generate(model: "CausalLM", input_ids: Prompts, *, max_new_tokens: int, **op
     """
     settings = _resolve(model, max_new_tokens, options)
     ids, mask = _batch(model, input_ids, options.get("attention_mask"), settings)
-    return torch.cat([ids, torch.stack(list(_steps(model, ids, mask, settings)), 1)], 1)
+    return torch.cat([ids, torch.stack(list(_steps(model, ids, mask, settings, _inputs(model, options))), 1)], 1)
 
 
 def stream(
@@ -106,7 +118,7 @@ def stream(
     """
     settings = _resolve(model, max_new_tokens, options)
     ids, mask = _batch(model, input_ids, options.get("attention_mask"), settings)
-    return _steps(model, ids, mask, settings)
+    return _steps(model, ids, mask, settings, _inputs(model, options))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +155,13 @@ class _Settings:
 
 def _resolve(model: "CausalLM", max_new_tokens: int, options: Options) -> _Settings:
     """Fill in what the checkpoint says, and check the ranges."""
-    unknown = options.keys() - Options.__annotations__.keys()
-    if unknown:
-        known = ", ".join(Options.__annotations__)
-        raise TypeError(f"generate: options must be among max_new_tokens, {known}, got {', '.join(sorted(unknown))}.")
+    known = [key for key in Options.__annotations__ if key not in PromptInputs.__annotations__]
+    known += model.prompt_inputs
+    if options.keys() - known:
+        raise TypeError(
+            f"generate: options must be among max_new_tokens, {', '.join(known)}, "
+            f"got {', '.join(sorted(options.keys() - known))}."
+        )
     stored = _generation_config(model)
 
     def said(name: str, *otherwise: Any) -> Any:
@@ -184,6 +199,11 @@ def _resolve(model: "CausalLM", max_new_tokens: int, options: Options) -> _Setti
         generator=generator,
         use_cache=options.get("use_cache", True),
     )
+
+
+def _inputs(model: "CausalLM", options: Options) -> dict[str, Any]:
+    """What belongs to the prompts besides their tokens."""
+    return {name: value for name, value in options.items() if name in model.prompt_inputs}
 
 
 def _generation_config(model: "CausalLM") -> dict[str, Any]:
@@ -263,23 +283,26 @@ def _pad(prompts: Sequence[Any], pad_token_id: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _steps(model: "CausalLM", prompts: Tensor, mask: Tensor | None, settings: _Settings) -> Iterator[Tensor]:
+def _steps(
+    model: "CausalLM", prompts: Tensor, mask: Tensor | None, settings: _Settings, inputs: dict[str, Any]
+) -> Iterator[Tensor]:
     """The new tokens of each step, [B] int64, until every row has ended.
 
     Args:
         prompts: [B, T] int64.
         mask: [B, T] int64, 0 for padding; None: there is none.
+        inputs: what belongs to the prompts besides their tokens.
     """
     B, T = prompts.shape
     S = T + settings.max_new_tokens
     ids = nn.functional.pad(prompts, (0, settings.max_new_tokens))  # [B, S], filled as tokens come
-    positions = torch.arange(S, device=ids.device)[None]
+    positions = model.prompt_positions(prompts, mask, settings.max_new_tokens, inputs)
     if mask is not None:
         mask = nn.functional.pad(mask, (0, settings.max_new_tokens), value=1)
-        positions = (mask.cumsum(1) - 1).clamp_min(0)
     # Columns in which all frequencies switch (longrope): the keys cached before have the old ones.
     lengths = [getattr(rotary, "switch_length", None) for rotary in model.rotary.values()]
-    switches = [int((positions.amax(0) < length).sum()) for length in lengths if length is not None]
+    furthest = positions.flatten(0, -2).amax(0)
+    switches = [int((furthest < length).sum()) for length in lengths if length is not None]
     seen = None
     if settings.repetition_penalty != 1:
         tokens = prompts if mask is None else torch.where(mask[:, :T] != 0, prompts, prompts[:, -1:])
@@ -296,10 +319,11 @@ def _steps(model: "CausalLM", prompts: Tensor, mask: Tensor | None, settings: _S
         with _evaluating(modules):
             logits = model(
                 ids[:, new],
-                position_ids=positions[:, new],
+                position_ids=positions[..., new],
                 attention_mask=None if mask is None else mask[:, :end],
                 logits_to_keep=1,
                 cache=cache,
+                **(inputs if new.start == 0 else {}),
             ).logits
         tokens = _choose(logits[:, -1].float(), seen, settings)
         if len(stops):

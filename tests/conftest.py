@@ -59,6 +59,9 @@ def backend(request: pytest.FixtureRequest):
 
 def _kernel_device(backend: str) -> str:
     if backend == "interpreter":
+        from liger_models.kernels import dispatch
+
+        assert dispatch.INTERPRET, "kernels were defined before TRITON_INTERPRET was set: import them later"
         return "cpu"
     assert torch.cuda.is_available(), "a gpu test was asked for on a machine without a GPU"
     assert "TRITON_INTERPRET" not in os.environ, "gpu tests run by themselves: pytest -m gpu"

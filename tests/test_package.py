@@ -23,8 +23,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"torch", "triton", "transformers", "huggingface_hub", "tokenizers", "safetensors", "numpy", "einops"}
 ORDER = ("kernels", "layers", "arch", "convert")
 """Each of these may import itself and those before it; every other module may import all of them."""
-UPWARD_AT_RUN_TIME = {"layers/causal_lm.py"}
-"""Methods of the model class (from_pretrained, generate, ...) import what does their work when they are called."""
+UPWARD_AT_RUN_TIME = {"layers/causal_lm.py", "layers/vision_language.py"}
+"""Methods of the model classes (from_pretrained, generate, ...) import what does their work when they are called."""
 
 
 def run(code: str) -> str:

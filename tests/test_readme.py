@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from liger_models import LigerLlama, LlamaConfig
 from liger_models.convert import hub
 
+from .processing.conftest import make_model
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -65,8 +67,19 @@ def tiny_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "work")
 
 
+@pytest.fixture
+def vision_hub(tmp_path, tiny_hub, monkeypatch):
+    """Every name on the hub is a tiny Qwen2.5-VL."""
+    size = {"size": {"shortest_edge": 64, "longest_edge": 1024}}
+    model = make_model("qwen2_5_vl", preprocessor_config=size)
+    model.bfloat16().save_pretrained(tmp_path / "vision")
+    monkeypatch.setattr(hub, "download", lambda repo_id, **options: tmp_path / "vision")
+
+
 @every_page
-def test_python_blocks_run(page, tiny_hub, capsys):
+def test_python_blocks_run(page, request, tiny_hub, capsys):
+    if page.name == "vision.md":
+        request.getfixturevalue("vision_hub")
     if page.name == "fp8.md":
         pytest.importorskip("torchao", reason="float8 training needs torchao: pip install 'liger-models[fp8]'")
     namespace: dict = {"__name__": "readme"}

@@ -90,6 +90,8 @@ class LigerGranite(CausalLM):
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
 
-    def _hidden(self, inputs_embeds: Tensor, sequence: Sequence) -> tuple[Tensor, list[Tensor]]:
+    def _hidden(
+        self, inputs_embeds: Tensor, sequence: Sequence, deepstack: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
         # Here and not in the embedding: embeddings that the caller passes in are scaled, too.
-        return super()._hidden(inputs_embeds * self.config.embedding_multiplier, sequence)
+        return super()._hidden(inputs_embeds * self.config.embedding_multiplier, sequence, deepstack)

@@ -48,6 +48,7 @@ ASSETS = (
     "chat_template.json",
     "preprocessor_config.json",
     "processor_config.json",
+    "video_preprocessor_config.json",
 )
 """Files that belong to a model and that this package carries along as they are."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from liger_models.convert import from_json, get_hf_class, get_ignored_keys, model_type_of, to_json
+from liger_models.kernels.dispatch import check
 from liger_models.layers.config import LAYER_TYPES
 from liger_models.layers.rope import ROPE_TYPES, LongRopeScaling, RopeScaling
 
@@ -69,19 +70,11 @@ def read_config(config_class: "type[Config]", hf: Mapping[str, Any], *, strict: 
 
     model_type = model_type_of(config_class)
     hf = from_json(model_type, hf)
-    fields = dataclasses.fields(config_class)
-    hints = typing.get_type_hints(config_class)
     ignored = IGNORED_KEYS | get_ignored_keys(model_type)
-    rope_keys = _ROPE_KEYS if "rope_scaling" in hints else ()
+    rope_keys = _ROPE_KEYS if "rope_scaling" in typing.get_type_hints(config_class) else ()
     values, unknown = _read_rope(config_class, hf) if rope_keys else ({}, [])
-    for key, value in hf.items():
-        if key in rope_keys:
-            continue
-        if key in hints:
-            if value is not None or _takes_none(hints[key]):  # a null elsewhere means that the key is not set
-                values.setdefault(key, _typed(key, value, hints[key]))
-        elif key not in ignored and value is not None:
-            unknown.append(key)
+    rest = {key: value for key, value in hf.items() if key not in rope_keys}
+    values = _read_fields(config_class, rest, ignored, "", unknown) | values
 
     if unknown:
         message = (
@@ -92,6 +85,33 @@ def read_config(config_class: "type[Config]", hf: Mapping[str, Any], *, strict: 
             raise ValueError(f"{message}remove them, or load with strict=False.")
         warnings.warn(f"{message}ignore this warning; strict=True makes it an error.", stacklevel=2)
 
+    return _made(config_class, values)
+
+
+def _read_fields(
+    config_class: "type[DataclassInstance]",
+    hf: Mapping[str, Any],
+    ignored: frozenset[str],
+    where: str,
+    unknown: list[str],
+) -> dict[str, Any]:
+    """Values of the fields that a config.json, or a part of it, has; adds to the keys not understood."""
+    hints = typing.get_type_hints(config_class)
+    values: dict[str, Any] = {}
+    for key, value in hf.items():
+        if key in hints:
+            part = hints[key]
+            if dataclasses.is_dataclass(part) and isinstance(part, type) and isinstance(value, Mapping):
+                values[key] = _made(part, _read_fields(part, value, ignored, f"{where}{key}.", unknown))
+            elif value is not None or _takes_none(part):  # a null elsewhere means that the key is not set
+                values[key] = _typed(f"{where}{key}", value, part)
+        elif key not in ignored and value is not None:
+            unknown.append(f"{where}{key}")
+    return values
+
+
+def _made(config_class: "type[Config]", values: Mapping[str, Any]) -> "Config":
+    fields = dataclasses.fields(config_class)
     required = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
     missing = [name for name in required if name not in values]
     if missing:
@@ -177,6 +197,44 @@ def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def read_multimodal(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of a Qwen vision-language model in the spelling of its class.
+
+    The text's keys stand at the top, the sections of the rotary frequencies beside the rope parameters, the base of the
+    tower's frequencies in ``vision_config``.
+
+    Raises:
+        ValueError: rope parameters that the architectures do not have.
+    """
+    text, vision = (dict(hf.get(part) or {}) for part in ("text_config", "vision_config"))
+    tied = bool(hf.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    flat: dict[str, Any] = dict(hf) | text | {"tie_word_embeddings": tied, "model_type": hf.get("model_type")}
+    flat.pop("text_config", None)
+    where = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
+    rope, axial = dict(flat.get(where) or {}), dict(vision.pop("rope_parameters", None) or {})
+    interleaved, axial_type = rope.pop("mrope_interleaved", None), axial.pop("rope_type", "axial")
+    check(
+        interleaved in (None, flat["model_type"] == "qwen3_vl") and axial_type == "axial",
+        f"config.json: {where}.mrope_interleaved must be left out or be that of the architecture, and the tower's "
+        f"rope_type 'axial', got {interleaved} and {axial_type!r}.",
+    )
+    if rope.get("mrope_section"):
+        flat["mrope_section"] = rope["mrope_section"]
+    rope.pop("mrope_section", None)
+    return flat | {where: rope, "vision_config": vision | axial}
+
+
+def write_multimodal(keys: Mapping[str, Any], *, interleaved: bool = False) -> dict[str, Any]:
+    """What `read_multimodal` reads, of the text's keys at the top; see `write_config`."""
+    out, vision = dict(keys), dict(keys["vision_config"])
+    theta = vision.pop("rope_theta")
+    if theta != 10000.0:
+        vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": theta}
+    rope = out["rope_scaling"] or {"rope_type": "default"} | ({} if interleaved else {"type": "mrope"})
+    sections = {"mrope_section": out.pop("mrope_section")} | ({"mrope_interleaved": True} if interleaved else {})
+    return out | {"rope_scaling": rope | sections, "vision_config": vision}
+
+
 def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of a config, in the keys that transformers 4 and 5 both read.
 
@@ -194,7 +252,7 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
         "model_type": model_type,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    for key in ("dtype", "rope_parameters"):
+    for key in ("dtype", "rope_parameters", "text_config"):
         out.pop(key, None)
     original_length = getattr(config, "original_length", None)
     if original_length is None:
@@ -204,9 +262,15 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
         value = getattr(config, field.name)
         if field.name == "rope_scaling":
             keys |= _write_scaling(value, original_length)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            keys[field.name] = dataclasses.asdict(value)
         elif value is not None or field.default is not None or field.name in out:
             keys[field.name] = value
-    return out | to_json(model_type, keys)
+    written = to_json(model_type, keys)
+    for key in [key for key in written if key.endswith("_config")]:  # a part keeps its unknown keys, as the whole does
+        part = {name: value for name, value in (hf.get(key) or {}).items() if name not in ("dtype", "torch_dtype")}
+        written[key] = part | written[key]
+    return out | written
 
 
 def _write_scaling(scaling: RopeScaling | None, original_length: int | None) -> dict[str, Any]:

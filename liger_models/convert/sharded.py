@@ -65,7 +65,9 @@ def read_part(
     """
     first, last = part.offset[0], part.offset[0] + part.shape[0]
     rows = plan_rows(expression, len(part.shape), shapes, first, last)
-    if rows is None:
+    if rows is None and keeps_rows(expression):
+        taken = expression.pack({name: read(name, first, last) for name in expression.names()})
+    elif rows is None:
         taken = read_whole()[first:last]
     else:
         pieces = [read(name, *run) for name, runs in rows.runs.items() for run in runs]
@@ -79,6 +81,14 @@ def read_part(
     for dim in range(1, len(part.shape)):
         taken = taken.narrow(dim, part.offset[dim], part.shape[dim])
     return taken
+
+
+def keeps_rows(expression: Expression) -> bool:
+    """Whether row i of a parameter is made of row i of one tensor, which may be rearranged within."""
+    if not isinstance(expression, Rearrange) or not isinstance(expression.child, Name):
+        return False
+    theirs, ours = (_axes(side)[0] for side in expression.pattern.split("->"))
+    return theirs == ours and "(" not in ours
 
 
 def shape_of(expression: Expression, shapes: Mapping[str, Sequence[int]]) -> torch.Size:

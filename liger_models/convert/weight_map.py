@@ -269,6 +269,17 @@ def qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
 
 
+def equal_qkv_rows(qkv: str, heads: int) -> Expression:
+    """`qkv_rows` of a checkpoint's fused projection with as many heads for q as for k and v: all q, all k, all v."""
+    return Rearrange("(three h d) ... -> (h three d) ...", qkv, three=3, h=heads)
+
+
+def patch_rows(convolution: str, channels: int, frames: int, side: int) -> Expression:
+    """The embedding of patches as a product: a convolution whose kernels are as far apart as they are wide."""
+    pattern = "c channels frames height width -> c (channels frames height width)"
+    return Rearrange(pattern, convolution, channels=channels, frames=frames, height=side)
+
+
 def gate_up_rows(gate: str, up: str) -> Expression:
     """A fused gate and up projection: row 2f is the gate's row f, row 2f + 1 the up's."""
     return Rearrange("f two ... -> (f two) ...", Stack([gate, up], dim=1), two=2)
@@ -308,6 +319,8 @@ def decoder_map(
     also: Mapping[str, Expression | str] | None = None,
     over: Mapping[str, Sequence[int]] | None = None,
     skip: Iterable[str] = (),
+    prefix: str = "model",
+    head: str = "lm_head.weight",
 ) -> WeightMap:
     """The map of a decoder whose checkpoint is laid out like Llama's.
 
@@ -316,12 +329,15 @@ def decoder_map(
         qkv_bias, o_bias, mlp_bias: whether these projections have biases.
         norms: names of a block's norms, ours and theirs.
         instead: entries of a layer that differ or that Llama does not have; our name within the layer -> expression
-            (names within the layer start with ``model.layers.{i}.``), None for an entry that is not there.
+            (names within the layer start with ``model.layers.{i}.``, or another prefix), None for an entry that is not
+            there.
         also: further entries, with whole names.
         over: the index sets of ``also`` besides ``i``.
         skip: checkpoint names that may be there and carry nothing.
+        prefix: what the checkpoint's names start with, but for the head's.
+        head: the checkpoint's name of the head's weight.
     """
-    theirs = "model.layers.{i}"
+    theirs = f"{prefix}.layers.{{i}}"
     layer: dict[str, Expression | str | None] = {f"{norm}.weight": f"{theirs}.{norm}.weight" for norm in norms}
     for kind in _kinds(qkv_bias):
         layer[f"self_attn.qkv_proj.{kind}"] = qkv_rows(
@@ -339,16 +355,16 @@ def decoder_map(
     layer |= instead or {}
 
     entries: dict[str, Expression | str] = {
-        "embed_tokens.weight": "model.embed_tokens.weight",
+        "embed_tokens.weight": f"{prefix}.embed_tokens.weight",
         **{f"layers.{{i}}.{name}": expression for name, expression in layer.items() if expression is not None},
-        "norm.weight": "model.norm.weight",
+        "norm.weight": f"{prefix}.norm.weight",
         **(also or {}),
     }
     skip = [*skip]
     if config.tie_word_embeddings:
-        skip.append("lm_head.weight")  # some tied checkpoints store the head
+        skip.append(head)  # some tied checkpoints store the head
     else:
-        entries["lm_head.weight"] = "lm_head.weight"
+        entries["lm_head.weight"] = head
     return WeightMap(entries, over={"i": range(config.num_hidden_layers), **(over or {})}, skip=skip)
 
 

@@ -52,6 +52,9 @@ def _activation(g, ACT: tl.constexpr):
         slope = 1.5957691216057308  # 2 · √(2/π)
         s = tl.sigmoid(slope * g * (1.0 + 0.044715 * g * g))
         return g * s, s + g * s * (1.0 - s) * slope * (1.0 + 0.134145 * g * g)
+    elif ACT == "quick_gelu":  # act_linear's
+        s = tl.sigmoid(1.702 * g)
+        return g * s, s + 1.702 * g * s * (1.0 - s)
     else:
         cdf = 0.5 + 0.5 * tl.erf(g * 0.7071067811865476)
         return g * cdf, cdf + g * tl.exp(-0.5 * g * g) * 0.3989422804014327

@@ -8,9 +8,10 @@ class KernelOptions:
     """Each part on its fused kernel (True) or in plain torch (False), for debugging and comparison.
 
     Args:
-        rms_norm: norms, and the products that follow them without keeping the normed activations.
+        rms_norm: RMSNorms, and the products that follow them without keeping the normed activations.
+        layer_norm: LayerNorms, which vision towers have.
         rope: rotary embedding on the packed QKV projection.
-        swiglu: the gated activation of the MLP, whatever its activation function.
+        swiglu: the activation of the MLP, gated or not, whatever its function.
         cross_entropy: loss on logits that are built in full.
         fused_linear_cross_entropy: head and loss in one, without building the logits.
 
@@ -19,6 +20,7 @@ class KernelOptions:
     """
 
     rms_norm: bool = True
+    layer_norm: bool = True
     rope: bool = True
     swiglu: bool = True
     cross_entropy: bool = False

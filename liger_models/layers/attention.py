@@ -18,7 +18,7 @@ from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_referen
 from liger_models.kernels.rms_norm import scale_normed
 from liger_models.kernels.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
 
-from .norm import LigerRMSNorm, add_norm, add_norm_linear
+from .norm import LigerRMSNorm, Norm, add_norm, add_norm_linear
 from .sequence import Sequence
 from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -100,7 +100,7 @@ def attention(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Causal attention within each document of ``sequence``, and within a window.
+    """Attention within each document of ``sequence``, and within a window; causal unless it is of patches.
 
     SDPA on the fastest backend where causality is all there is; flex_attention on an accelerator for documents,
     padding, windows shorter than the sequence and softcaps, so that no T × T mask or score exists; SDPA with a mask on
@@ -146,8 +146,8 @@ def attention(
     else:
         with _backends(CAUSAL_BACKENDS, q):
             out = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=dense, dropout_p=dropout, is_causal=dense is None, scale=scale,
-                enable_gqa=H != G,
+                queries, keys, values, attn_mask=dense, dropout_p=dropout, is_causal=dense is None and sequence.causal,
+                scale=scale, enable_gqa=H != G,
             )  # fmt: skip
     y: Tensor = out.transpose(1, 2)
     return y
@@ -234,7 +234,7 @@ class LigerAttention(nn.Module):
         return self._attend(self.qkv_proj(x), sequence)
 
     def add_norm(
-        self, norm: LigerRMSNorm | None, x: Tensor | None, residual: Tensor, sequence: Sequence
+        self, norm: Norm | None, x: Tensor | None, residual: Tensor, sequence: Sequence
     ) -> tuple[Tensor, Tensor]:
         """``residual = residual + x; attention(norm(residual))``: ``(y, residual)``, each [B, T, C].
 
@@ -252,7 +252,7 @@ class LigerAttention(nn.Module):
         return self._add_norm(norm, x, residual, sequence)
 
     def _add_norm(
-        self, norm: LigerRMSNorm | None, x: Tensor | None, residual: Tensor, sequence: Sequence
+        self, norm: Norm | None, x: Tensor | None, residual: Tensor, sequence: Sequence
     ) -> tuple[Tensor, Tensor]:
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
         return self._attend(qkv, sequence), residual

@@ -15,9 +15,9 @@ from liger_models.kernels.options import KernelOptions
 from .attention import LigerAttention
 from .embedding import LigerEmbedding
 from .head import LigerLMHead
-from .mlp import GatedMLP
+from .mlp import GatedMLP, LigerMLP
 from .moe import LigerMoE
-from .norm import LigerRMSNorm
+from .norm import LigerLayerNorm, LigerRMSNorm
 from .offload import Offload
 from .sequence import DecodeCache, Sequence
 
@@ -59,6 +59,21 @@ class CausalLMConfig(Protocol):
     def tie_word_embeddings(self) -> bool: ...
 
 
+def check_policy(name: str, policy: str) -> None:
+    """Raise ValueError unless ``policy`` is one of `CHECKPOINTING_POLICIES`."""
+    known = policy in CHECKPOINTING_POLICIES
+    check(known, f"set_checkpointing: {name} must be one of {CHECKPOINTING_POLICIES}, got {policy!r}.")
+
+
+def set_recompute(block: nn.Module, policy: str) -> None:
+    """Set what a block makes again in the backward, by one of `CHECKPOINTING_POLICIES`."""
+    for module in block.modules():
+        if isinstance(module, GatedMLP | LigerMLP | LigerMoE):
+            module.recompute = policy in ("selective", "full")
+        elif isinstance(module, LigerAttention):
+            module.recompute = policy == "full"
+
+
 class CausalLM(nn.Module):
     """A decoder with a language-model head. Architectures subclass it, set the parts below, and call `post_init`.
 
@@ -68,6 +83,8 @@ class CausalLM(nn.Module):
     """
 
     config_class: ClassVar[type[Any]]
+    prompt_inputs: ClassVar[tuple[str, ...]] = ()
+    """Names of what `forward` takes besides the tokens, for prompts: pixels."""
     embed_tokens: LigerEmbedding
     layers: nn.ModuleList
     """Blocks: ``(x | None, residual, sequence) -> (x, residual)``, x what is still to be added to the stream. One with
@@ -115,7 +132,7 @@ class CausalLM(nn.Module):
     def post_init(self) -> None:
         """Tie and initialise the weights; the last line of a subclass's constructor."""
         self._windows: dict[int | None, bool] = {}
-        for module in self.modules():
+        for module in self.layers.modules():
             if isinstance(module, LigerAttention):
                 needed = self._windows.get(module.window, False)
                 self._windows[module.window] = needed or module.softcap is not None
@@ -135,7 +152,7 @@ class CausalLM(nn.Module):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)  # type: ignore[arg-type]
-            elif isinstance(module, LigerRMSNorm):
+            elif isinstance(module, LigerRMSNorm | LigerLayerNorm):
                 module.reset_parameters()
             elif isinstance(module, LigerMoE):
                 module.reset_parameters(self.config.initializer_range)
@@ -185,19 +202,12 @@ class CausalLM(nn.Module):
             f"set_checkpointing: offload_layers must be 0 to {blocks}, got {offload_layers}.",
         )
         for each in policies:
-            check(
-                each in CHECKPOINTING_POLICIES,
-                f"set_checkpointing: policy must be one of {CHECKPOINTING_POLICIES}, got {each!r}.",
-            )
+            check_policy("policy", each)
         self.checkpointing = policy
         span = max(blocks - 2, offload_layers)
         self.offloaded = frozenset(i * span // offload_layers for i in range(offload_layers))
         for block, each in zip(self.layers, policies, strict=True):
-            for module in block.modules():
-                if isinstance(module, GatedMLP | LigerMoE):
-                    module.recompute = each in ("selective", "full")
-                elif isinstance(module, LigerAttention):
-                    module.recompute = each == "full"
+            set_recompute(block, each)
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: object = None, *, every_n_layers: int = 1, offload: bool = False
@@ -231,6 +241,8 @@ class CausalLM(nn.Module):
         return_log_probs: bool = False,
         logits_to_keep: int = 0,
         cache: DecodeCache | None = None,
+        deepstack: list[Tensor] | None = None,
+        visible_until: Tensor | None = None,
     ) -> CausalLMOutput:
         """Logits, or with ``labels`` the loss without building the logits.
 
@@ -247,6 +259,8 @@ class CausalLM(nn.Module):
             return_logits: True for logits beside the loss. Default: logits only without ``labels``.
             logits_to_keep: logits of only the last so many tokens; 0 for all. Not with ``labels``.
             cache: decode cache; the tokens are appended to it.
+            deepstack: [B, T, C] each, added to the stream behind the first blocks, one behind each.
+            visible_until: see `Sequence.build`.
 
         Returns:
             `CausalLMOutput`.
@@ -286,8 +300,9 @@ class CausalLM(nn.Module):
         sequence = Sequence.build(
             (B, T), inputs_embeds.device, dict(self.rotary.items()), windows=self._windows,
             position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
+            visible_until=visible_until,
         )  # fmt: skip
-        hidden, router_logits = self._hidden(inputs_embeds, sequence)
+        hidden, router_logits = self._hidden(inputs_embeds, sequence, deepstack or [])
         hidden = enter(hidden, ranks)  # the head is cut by words
         if cache is not None:
             cache.length += T
@@ -306,7 +321,9 @@ class CausalLM(nn.Module):
             loss = loss + aux_loss
         return CausalLMOutput(loss, logits, aux_loss)
 
-    def _hidden(self, inputs_embeds: Tensor, sequence: Sequence) -> tuple[Tensor, list[Tensor]]:
+    def _hidden(
+        self, inputs_embeds: Tensor, sequence: Sequence, deepstack: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
         """The normed output of the last block, [B, T, C], and the router logits of the blocks that have them."""
         x: Tensor | None = None
         residual = inputs_embeds
@@ -320,6 +337,8 @@ class CausalLM(nn.Module):
             with offload.saving(index in self.offloaded) if offload else nullcontext():
                 x, residual, *routed = block(x, residual, sequence)
             router_logits += routed
+            if index < len(deepstack):
+                residual = residual + deepstack[index]
         if offload:
             offload.settle()
         hidden, _ = self.norm.add(x, residual)
@@ -342,6 +361,23 @@ class CausalLM(nn.Module):
             self.__dict__["_tokenizer"] = Tokenizer.from_files(self.assets)
         tokenizer: Tokenizer = self.__dict__["_tokenizer"]
         return tokenizer
+
+    def prompt_positions(self, prompts: Tensor, mask: Tensor | None, new: int, inputs: dict[str, Any]) -> Tensor:
+        """Positions of prompts and of what will follow them, for generation.
+
+        Args:
+            prompts: [B, T] int64.
+            mask: [B, T], 0 for padding on the left, which is not counted; None for none.
+            new: number of tokens that will follow.
+            inputs: what else the model takes besides the tokens, by the name that `forward` has for it.
+
+        Returns:
+            [1 or B, T + new] int64, or with an axis of 3 in front.
+        """
+        T = prompts.shape[1] + new
+        if mask is None:
+            return torch.arange(T, device=prompts.device)[None]
+        return (nn.functional.pad(mask, (0, new), value=1).cumsum(1) - 1).clamp_min(0)
 
     def generate(self, input_ids: "Prompts", *, max_new_tokens: int, **options: "Unpack[Options]") -> Tensor:
         """Continue the prompts; see `liger_models.generation.generate`."""

@@ -1,4 +1,4 @@
-"""Gated MLPs on the packed gate and up projection."""
+"""Gated MLPs on the packed gate and up projection, and the plain MLP of vision towers."""
 
 from typing import Any, Protocol
 
@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from liger_models.kernels.act_linear import act_linear, act_reference
 from liger_models.kernels.collectives import Ranks
 from liger_models.kernels.dispatch import check, use_triton
 from liger_models.kernels.gated_act import gated_act, gated_act_reference
 from liger_models.kernels.gated_mlp import gated_mlp
 
-from .norm import LigerRMSNorm, add_norm, autocast_weights, is_plain
+from .norm import LigerRMSNorm, Norm, add_norm, autocast_weights, is_plain
 from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, own, own_or_none
 
 ACTIVATIONS = {
@@ -20,8 +21,9 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
 }
-"""``hidden_act`` of a config.json -> the gated kernel's name for it."""
+"""``hidden_act`` of a config.json -> the kernels' name for it."""
 
 
 class MLPConfig(Protocol):
@@ -72,7 +74,7 @@ class GatedMLP(nn.Module):
         y: Tensor = self.down_proj(act(self.gate_up_proj(x), self.act))
         return y
 
-    def add_norm(self, norm: LigerRMSNorm | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add_norm(self, norm: Norm | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual = residual + x; mlp(norm(residual))``: ``(y, residual)``, each [..., C].
 
         Without a norm, the MLP takes the sum itself. The normed activations and the gated product are recomputed in the
@@ -80,7 +82,7 @@ class GatedMLP(nn.Module):
         """
         fused = self.kernel and is_plain(self.gate_up_proj, self.down_proj)
         if norm is not None:
-            fused = fused and norm.kernel and is_plain(norm)
+            fused = fused and isinstance(norm, LigerRMSNorm) and norm.kernel and is_plain(norm)
         if not (fused and use_triton(residual)):
             if self.recompute and torch.is_grad_enabled():
                 residual, _ = add_norm(None, x, residual)  # the sum is all that is kept
@@ -94,16 +96,61 @@ class GatedMLP(nn.Module):
         assert gate_up is not None
         assert down is not None
         options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
-        if norm is not None:
+        norm_weight = None
+        if isinstance(norm, LigerRMSNorm):
             options |= {"eps": norm.eps, "weight_offset": norm.offset, "scale_in_fp32": norm.scale_in_fp32}
-        norm_weight = None if norm is None else norm.own_weight()
+            norm_weight = norm.own_weight()
         tensors = (x, residual, norm_weight, gate_up, down, gate_up_bias, down_bias)
         if not isinstance(self.down_proj, RowParallelLinear):
             return gated_mlp(*tensors, **options)
         y, residual = gated_mlp(*tensors, **options, ranks=self.down_proj.ranks)
         return self.down_proj.sum(y), residual
 
-    def _behind(self, norm: LigerRMSNorm | None, residual: Tensor) -> Tensor:
+    def _behind(self, norm: Norm | None, residual: Tensor) -> Tensor:
+        y: Tensor = self(residual if norm is None else norm(residual))
+        return y
+
+
+class LigerMLP(nn.Module):
+    """``fc2(act(fc1(x)))``, keeping only the activation's input.
+
+    Args:
+        hidden_size: C.
+        intermediate_size: F.
+        out_size: width of the result; None for C.
+        act: "gelu", "gelu_tanh" or "quick_gelu".
+        kernel: False for plain torch.
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, out_size: int | None = None, *, act: str, kernel: bool = True
+    ) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(hidden_size, intermediate_size)
+        self.fc2 = nn.Linear(intermediate_size, hidden_size if out_size is None else out_size)
+        self.act, self.kernel = act, kernel
+        self.recompute = False
+        """True makes all of it again in the backward (checkpointing policies "selective" and "full")."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> [..., out]."""
+        hidden = self.fc1(x)
+        if not (self.kernel and is_plain(self.fc2)):
+            y: Tensor = self.fc2(act_reference(hidden, self.act))
+            return y
+        weight, bias = autocast_weights(hidden, self.fc2.weight, self.fc2.bias)
+        assert weight is not None
+        return act_linear(hidden, weight, bias, self.act)
+
+    def add_norm(self, norm: Norm | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``residual = residual + x; mlp(norm(residual))``: ``(y, residual)``, each [..., C]."""
+        if self.recompute and torch.is_grad_enabled():
+            residual, _ = add_norm(None, x, residual)  # the sum is all that is kept
+            return checkpoint(self._behind, norm, residual, use_reentrant=False), residual
+        normed, residual = add_norm(norm, x, residual)
+        return self(normed), residual
+
+    def _behind(self, norm: Norm | None, residual: Tensor) -> Tensor:
         y: Tensor = self(residual if norm is None else norm(residual))
         return y
 

@@ -1,9 +1,15 @@
-"""RMSNorm, and the projection behind it."""
+"""RMSNorm and LayerNorm, and the projection behind them."""
 
 import torch
 from torch import Tensor, nn
 
 from liger_models.kernels.collectives import Ranks, sum_gradient
+from liger_models.kernels.layer_norm import (
+    add_layer_norm,
+    add_layer_norm_reference,
+    layer_norm,
+    layer_norm_reference,
+)
 from liger_models.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from liger_models.kernels.rms_norm_linear import rms_norm_linear
 
@@ -77,8 +83,60 @@ class LigerRMSNorm(nn.Module):
         return function(x, residual, self.own_weight(), self.eps, self.offset, self.scale_in_fp32)
 
 
-def add_norm(norm: LigerRMSNorm | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """`LigerRMSNorm.add`; without a norm (OLMo 2: a branch takes the stream itself) the sum stands in both places."""
+class LigerLayerNorm(nn.Module):
+    """``weight · (x − mean(x)) / sqrt(var(x) + eps) + bias`` over the last dimension.
+
+    Args:
+        hidden_size: C.
+        eps: added to the variance.
+        bias: where the bias, which is there in any case, starts from: False zeros, True a normal distribution.
+        init_fn: "ones" or "zeros", what the weight starts from.
+        kernel: False for plain torch.
+
+    Raises:
+        ValueError: an unknown init_fn.
+
+    Source: https://arxiv.org/abs/1607.06450.
+    """
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", *, kernel: bool = True
+    ) -> None:
+        super().__init__()
+        if init_fn not in ("ones", "zeros"):
+            raise ValueError(f"LigerLayerNorm: init_fn must be 'ones' or 'zeros', got {init_fn!r}.")
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.bias = nn.Parameter(torch.empty(hidden_size))
+        self.eps, self.random_bias, self.init_fn, self.kernel = eps, bias, init_fn, kernel
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set weight and bias to what ``init_fn`` and ``bias`` say."""
+        nn.init.ones_(self.weight) if self.init_fn == "ones" else nn.init.zeros_(self.weight)
+        nn.init.normal_(self.bias) if self.random_bias else nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        """Sizes and constants, for ``print(model)``."""
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> [..., C] in the dtype of x."""
+        function = layer_norm if self.kernel else layer_norm_reference
+        return function(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
+        if x is None:
+            return self(residual), residual
+        function = add_layer_norm if self.kernel else add_layer_norm_reference
+        return function(x, residual, self.weight, self.bias, self.eps)
+
+
+Norm = LigerRMSNorm | LigerLayerNorm
+
+
+def add_norm(norm: Norm | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """``norm.add``; without a norm (OLMo 2: a branch takes the stream itself) the sum stands in both places."""
     if norm is not None:
         return norm.add(x, residual)
     total = residual if x is None else (residual + x).to(residual.dtype)
@@ -108,10 +166,8 @@ def autocast_weights(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
     return [None if weight is None else weight.to(dtype) for weight in weights]
 
 
-def add_norm_linear(
-    norm: LigerRMSNorm | None, linear: nn.Linear, x: Tensor | None, residual: Tensor
-) -> tuple[Tensor, Tensor]:
-    """``residual = residual + x; linear(norm(residual))``, recomputing the normed activations in the backward.
+def add_norm_linear(norm: Norm | None, linear: nn.Linear, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """``residual = residual + x; linear(norm(residual))``, recomputing an RMSNorm's activations in the backward.
 
     Args:
         norm: of width C; None for no norm.
@@ -122,7 +178,7 @@ def add_norm_linear(
     Returns:
         ``(y [..., O], residual [..., C])``.
     """
-    if norm is None or not (norm.kernel and is_plain(norm, linear)):
+    if not isinstance(norm, LigerRMSNorm) or not (norm.kernel and is_plain(norm, linear)):
         normed, residual = add_norm(norm, x, residual)
         return linear(normed), residual
     weight, bias = autocast_weights(residual, own(linear.weight), own_or_none(linear.bias))

@@ -218,3 +218,73 @@ class RotaryEmbedding(nn.Module):
         with torch.autocast(position_ids.device.type, enabled=False):
             angles = position_ids[..., None].float() * self.frequencies(position_ids)
             return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+
+class MultimodalRotaryEmbedding(RotaryEmbedding):
+    """cos and sin of positions in time, height and width: each frequency turns with one of the three (M-RoPE).
+
+    Args:
+        width, theta, scaling, max_position_embeddings: as in `RotaryEmbedding`.
+        sections: number of frequencies of time, height and width.
+        interleaved: height and width take every third frequency, from the second and the third on, so many each, and
+            time all others; False: the sections follow each other.
+
+    Raises:
+        ValueError: not three sections, or they do not add up to half the width.
+
+    Source: https://arxiv.org/abs/2409.12191, https://arxiv.org/abs/2511.21631.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        theta: float,
+        scaling: RopeScaling | None,
+        max_position_embeddings: int,
+        *,
+        sections: list[int],
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__(width, theta, scaling, max_position_embeddings)
+        if len(sections) != 3 or sum(sections) != width // 2:
+            raise ValueError(
+                f"MultimodalRotaryEmbedding: mrope_section must be three numbers that add up to {width // 2}, half the "
+                f"head dimension, got {sections}. Check config.json."
+            )
+        if interleaved:
+            axes = [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(width // 2)]
+        else:
+            axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+        self.axes = torch.tensor(axes, device="cpu")
+        """Which of the three positions each frequency turns with."""
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> "RotaryEmbedding":
+        super()._apply(fn, recurse)
+        self.axes = self.axes.to(self.inv_freq.device)
+        return self
+
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """``position_ids`` [3, B, T] int64, or [B, T] for text -> cos, sin, each [B, T, width / 2] fp32."""
+        if position_ids.dim() == 2:
+            return super().forward(position_ids)
+        with torch.autocast(position_ids.device.type, enabled=False):
+            positions = position_ids.movedim(0, -1)[..., self.axes.to(position_ids.device)]  # [B, T, width / 2]
+            angles = positions.float() * self.frequencies(position_ids)
+            return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+
+class AxialRotaryEmbedding(RotaryEmbedding):
+    """cos and sin of the row and the column of a patch: half of the frequencies each.
+
+    Args:
+        width: head dimension, a multiple of 4.
+        theta: base of the frequencies.
+    """
+
+    def __init__(self, width: int, theta: float = 10000.0) -> None:
+        super().__init__(width // 2, theta)
+
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """``position_ids`` [2, B, N] int64, rows and columns -> cos, sin, each [B, N, width / 2] fp32."""
+        cos, sin = super().forward(position_ids)  # [2, B, N, width / 4]
+        return cos.movedim(0, -2).flatten(-2), sin.movedim(0, -2).flatten(-2)

@@ -22,6 +22,8 @@ class DecodeCache:
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0
+        self.position_offset: Tensor | None = None
+        """[B, 1] int64, how far the next position is from the number of tokens: an image counts less than it has."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,6 +50,7 @@ class DecodeCache:
     def select(self, rows: Tensor) -> None:
         """Keep (or repeat, or reorder) sequences: ``rows`` [B'] indexes the batch."""
         self._layers = {layer: (k[rows], v[rows]) for layer, (k, v) in self._layers.items()}
+        self.position_offset = None if self.position_offset is None else self.position_offset[rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,15 +68,16 @@ class Mask:
 
 @dataclass(frozen=True, eq=False)
 class Sequence:
-    """Positions, rotary tables, who sees whom, and the decode cache. Built by `Sequence.build`.
+    """Positions, rotary tables, who sees whom, and the decode cache. Built by `build`, of patches by `bidirectional`.
 
     Attributes:
-        position_ids: [1 or B, T] int64.
+        position_ids: [1 or B, T] int64; [3, 1 or B, T], in time, height and width, if there are images.
         tables: name of a rotary embedding -> cos, sin at these positions, each [1 or B, T, R / 2] fp32.
         documents: [B, S] int64, S = cached + T: a token sees those before it with its own number. None: one document.
         past: number of cached tokens before these.
         cache: the decode cache, None in training.
         masks: window of a layer (None: no window) -> its mask.
+        causal: False lets a token see those after it, too.
     """
 
     position_ids: Tensor
@@ -82,6 +86,24 @@ class Sequence:
     past: int = 0
     cache: DecodeCache | None = None
     masks: Mapping[int | None, Mask] = field(default_factory=dict)
+    causal: bool = True
+
+    @classmethod
+    def bidirectional(
+        cls,
+        position_ids: Tensor,
+        rotary: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]],
+        documents: Tensor | None,
+    ) -> "Sequence":
+        """Sequence of the patches of images, which see all of their own document.
+
+        Args:
+            position_ids: [..., B, N] int64.
+            rotary: name -> function of the positions that gives (cos, sin).
+            documents: [B, N] int64, ascending along N: an image's, a frame's or a window's number. None: one document.
+        """
+        tables = {name: table(position_ids) for name, table in rotary.items()}
+        return cls(position_ids, tables, documents, masks={None: _document_mask(documents)}, causal=False)
 
     @classmethod
     def build(
@@ -95,6 +117,7 @@ class Sequence:
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: DecodeCache | None = None,
+        visible_until: Tensor | None = None,
     ) -> "Sequence":
         """Sequence of a batch of ``shape`` (B, T).
 
@@ -102,12 +125,14 @@ class Sequence:
             rotary: name -> function of the positions that gives (cos, sin).
             windows: the windows that layers have (None: no window) -> whether one of them needs a mask even where
                 causality is all there is. Default: no window, no need.
-            position_ids: [T], [1, T] or [B, T]. Default: counted from 0, or from the cached length, or from the start
-                of each document. Padding is counted like any token, as Hugging Face's forward does.
+            position_ids: [T], [1, T] or [B, T], or [3, 1 or B, T]. Default: counted from 0, or from the cached length,
+                or from the start of each document. Padding is counted like any token, as Hugging Face's forward does.
             attention_mask: [B, S], nonzero for tokens, 0 for padding. Tokens and padding don't see each other.
             cu_seqlens: [n + 1] integers from 0, boundaries of packed documents over the B · T flattened tokens. Tokens
                 after the last boundary are a document of their own; rows of the batch never see each other.
             cache: tokens before these.
+            visible_until: [B, T] int64, the last of these tokens that each sees, itself or a later one, ascending along
+                T: the tokens of an image see each other. Default: itself.
 
         Raises:
             ValueError: shapes that do not fit, or arguments that exclude each other.
@@ -134,13 +159,17 @@ class Sequence:
             if T == 1 or torch.compiler.is_compiling() or not bool(attention_mask.all()):
                 documents = (attention_mask != 0).to(device, torch.int64)
         if position_ids is not None:
-            positions = position_ids if position_ids.dim() == 2 else position_ids[None]
+            positions = position_ids[None] if position_ids.dim() == 1 else position_ids
             check(
-                positions.dim() == 2 and positions.shape[0] in (1, B) and positions.shape[1] == T,
-                f"Sequence: position_ids must be [{T}], [1, {T}] or [{B}, {T}], got {list(position_ids.shape)}.",
+                positions.dim() in (2, 3)
+                and positions.shape[:-2] in ((), (3,))
+                and positions.shape[-2] in (1, B)
+                and positions.shape[-1] == T,
+                f"Sequence: position_ids must be [{T}], [1, {T}] or [{B}, {T}], got {list(position_ids.shape)}. In "
+                "time, height and width an axis of 3 stands in front.",
             )
         masks = {
-            window: _mask(documents, past, window, B, T, device, needed)
+            window: _mask(documents, past, window, B, T, device, needed, visible_until)
             for window, needed in (windows or {None: False}).items()
         }
         tables = {name: table(positions) for name, table in rotary.items()}
@@ -178,29 +207,67 @@ def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -
 
 
 def _mask(
-    documents: Tensor | None, past: int, window: int | None, B: int, T: int, device: torch.device, needed: bool
+    documents: Tensor | None,
+    past: int,
+    window: int | None,
+    B: int,
+    T: int,
+    device: torch.device,
+    needed: bool,
+    visible_until: Tensor | None = None,
 ) -> Mask:
     if T == 1 and documents is None:
         return Mask()  # a single token sees all that is cached, or the window's share, which attention cuts out
     if window is not None and past + T <= window:
         window = None  # no token is that far back
-    if not (needed or window or documents is not None or past):
+    if not (needed or window or documents is not None or past or visible_until is not None):
         return Mask()
     if T > 1 and device.type in ACCELERATORS:
-        return Mask(block=_block_mask(documents, past, window, B, T, device))
+        return Mask(block=_block_mask(documents, past, window, B, T, device, visible_until))
     query = torch.arange(past, past + T, device=device)[:, None]
     key = torch.arange(past + T, device=device)
-    visible = query >= key
+    visible = query >= key if visible_until is None else (visible_until[:, None, :, None] + past) >= key
     if window is not None:
         visible = visible & (query - key < window)
-    dense = visible[None, None]
+    dense = visible if visible.dim() == 4 else visible[None, None]
     if documents is not None:
         dense = dense & (documents[:, None, past:, None] == documents[:, None, None, :])
     return Mask(dense=dense)
 
 
+def _document_mask(documents: Tensor | None) -> Mask:
+    """Of bidirectional attention within documents [B, N], whose numbers ascend."""
+    if documents is None:
+        return Mask()
+    if documents.device.type not in ACCELERATORS:
+        return Mask(dense=(documents[:, :, None] == documents[:, None, :])[:, None])
+    return Mask(block=_document_block_mask(documents))
+
+
+def _document_block_mask(documents: Tensor) -> BlockMask:
+    """As `_block_mask`, without causality."""
+
+    def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return documents[b, q] == documents[b, k]
+
+    N = documents.shape[1]
+    first, end = _block_bounds(0, N, documents.device)
+    low, high = _block_range(documents)
+    some = (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None])
+    whole = (low == high) & (end - first == BLOCK)
+    every = whole[:, :, None] & whole[:, None, :] & (low[:, :, None] == low[:, None, :])
+    partial, full = _ordered(some & ~every), _ordered(some & every)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(N, N))
+
+
 def _block_mask(
-    documents: Tensor | None, past: int, window: int | None, B: int, T: int, device: torch.device
+    documents: Tensor | None,
+    past: int,
+    window: int | None,
+    B: int,
+    T: int,
+    device: torch.device,
+    visible_until: Tensor | None = None,
 ) -> BlockMask:
     """Which blocks of tokens see each other, from the first and last token and document of each, not from all pairs.
 
@@ -211,7 +278,8 @@ def _block_mask(
     start = torch.full((), past, device=device)
 
     def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = (q + start >= k) & (q + start - k < reach)
+        last = q if visible_until is None else visible_until[b, q]
+        seen = (last + start >= k) & (q + start - k < reach)
         return seen if documents is None else seen & (documents[b, q + start] == documents[b, k])
 
     query, query_end = _block_bounds(past, S, device)
@@ -219,12 +287,17 @@ def _block_mask(
     nearest, furthest = query[:, None] - (key_end - 1), query_end[:, None] - 1 - key  # distances between two blocks
     some = (furthest >= 0) & (nearest < reach)
     every = (nearest >= 0) & (furthest < reach) & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
+    if visible_until is not None:
+        least, most = (past + x[:, :, None] for x in _block_range(visible_until))
+        some = (most >= key) & (nearest < reach)
+        every = (least >= key_end - 1) & (furthest < reach)
+        every = every & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
     if documents is not None:
         q_low, q_high = (x[:, :, None] for x in _block_range(documents[:, past:]))
         k_low, k_high = (x[:, None, :] for x in _block_range(documents))
         some = some & (q_low <= k_high) & (k_low <= q_high)
         every = every & (q_low == k_high) & (k_low == q_high) & (q_low == q_high)
-    if documents is None:
+    if some.dim() == 2:
         some, every = some[None], every[None]
     partial, full = _ordered(some & ~every), _ordered(some & every)
     return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(T, S))

@@ -35,10 +35,11 @@ def apply_fsdp(
 ) -> Model:
     """Shard a model's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
-    Groups that are gathered together: the embedding; each block; the head, which stays gathered until its backward.
-    Tied, embedding and head are one group, which stays gathered from the first to the last use. The final norm belongs
-    to the model itself. Experts that `apply_ep` has spread are a group of each layer, sharded over the ranks that have
-    the same ones. Parameters keep their dtype (fp32 for master weights) and are computed with in ``param_dtype``.
+    Groups that are gathered together: the embedding; each block, a vision tower's, too; the head, which stays gathered
+    until its backward. Tied, embedding and head are one group, which stays gathered from the first to the last use. The
+    final norm, and what a tower has around its blocks, belong to the model itself. Experts that `apply_ep` has spread
+    are a group of each layer, sharded over the ranks that have the same ones. Parameters keep their dtype (fp32 for
+    master weights) and are computed with in ``param_dtype``.
 
     Make the optimizer afterwards: it must see the sharded parameters.
 
@@ -111,7 +112,8 @@ def apply_fsdp(
         fully_shard([model.embed_tokens, model.lm_head], reshard_after_forward=False, **options)
     else:
         fully_shard(model.embed_tokens, reshard_after_forward=reshard_after_forward, **options)
-    for block in model.layers:
+    tower = list(getattr(getattr(model, "visual", None), "blocks", []))
+    for block in [*tower, *model.layers]:
         # No layer writes in place, so a view is a result like any other.
         names = f"FSDP({type(block).__name__}|{LigerMoE.__name__})"
         message = rf"FSDP2-wrapped module \({names}\) returned a view tensor"
@@ -131,7 +133,7 @@ def apply_fsdp(
     if param_dtype is not None:
         model.register_forward_pre_hook(_EmbedsCast(param_dtype), with_kwargs=True)
 
-    order: list[Any] = [model.embed_tokens, *model.layers, *([] if tied else [model.lm_head])]
+    order: list[Any] = [model.embed_tokens, *tower, *model.layers, *([] if tied else [model.lm_head])]
     for index, module in enumerate(order if prefetch else []):
         module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + prefetch])
         # Without such a list PyTorch gathers one group ahead, in the order of the forward at hand.
@@ -173,6 +175,6 @@ def compile_blocks(model: Model, **options: Any) -> Model:
     Returns:
         ``model``.
     """
-    for block in model.layers:
+    for block in [*getattr(getattr(model, "visual", None), "blocks", []), *model.layers]:
         block.forward = torch.compile(block.forward, **{"fullgraph": True, **options})
     return model

@@ -13,6 +13,7 @@ from liger_models.kernels.dispatch import check
 from liger_models.layers.causal_lm import CausalLM
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.vision_language import VisionLanguageModel
 
 Model = TypeVar("Model", bound=CausalLM)
 
@@ -37,12 +38,16 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
         ``model``.
 
     Raises:
-        ValueError: a model that is sharded already or has replaced linear layers, a mesh that does not fit, heads or
-            widths that R does not divide. Make the model anew after that.
+        ValueError: a model that is sharded already, has replaced linear layers or a vision tower, a mesh that does not
+            fit, heads or widths that R does not divide. Make the model anew after that.
 
     Source: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2205.05198.
     """
     _check("apply_tp", model, mesh)
+    check(
+        not isinstance(model, VisionLanguageModel),
+        f"apply_tp: {type(model).__name__} has a vision tower, whose layers are not to be cut. Use apply_fsdp.",
+    )
     ranks = ranks_of(mesh.get_group(), sequence=sequence_parallel)
     if ranks.size == 1:
         return model

@@ -1,8 +1,6 @@
 import pytest
 import torch
 
-from .families import hf_model, load, make_folder
-
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory):
@@ -12,6 +10,8 @@ def root(tmp_path_factory):
 @pytest.fixture
 def pair(request, root):
     """(architecture, variant, the model in transformers, the same in this package)."""
+    from .families import hf_model, load, make_folder  # not before pytest_configure: it defines kernels
+
     arch, variant = request.param
     folder = make_folder(arch, variant, root)
     return arch, variant, hf_model(folder), load(arch, folder)

@@ -3,6 +3,7 @@
 import copy
 import json
 import tempfile
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from liger_models.arch import get_arch, list_archs
-from liger_models.convert import get_map
+from liger_models.convert import get_map, get_other_maps
+from liger_models.convert.checkpoint import pick_map
 from liger_models.layers.causal_lm import CausalLM
 
 DATA = Path(__file__).parents[1] / "data"
@@ -23,14 +25,36 @@ ARCHS = list_archs()
 def tiny(arch: str) -> dict[str, dict]:
     """Variant -> keyword arguments of transformers' configuration class. One file per architecture, no code."""
     file = json.loads((DATA / arch / "tiny.json").read_text())
-    return {name: {**file["base"], **changes} for name, changes in file["variants"].items()}
+    return {name: merged(file["base"], changes) for name, changes in file["variants"].items()}
+
+
+def merged(base: dict, changes: dict) -> dict:
+    """``changes`` over ``base``, key by key also within the parts of a configuration."""
+    parts = {key: {**base[key], **value} for key, value in changes.items() if key.endswith("_config")}
+    return {**base, **changes, **parts}
+
+
+def text_sizes(arch: str, variant: str) -> dict:
+    """The keys of the language model."""
+    sizes = tiny(arch)[variant]
+    return sizes.get("text_config", sizes)
 
 
 CASES = [(arch, variant) for arch in ARCHS for variant in tiny(arch)]
 FIRST_CASES = [(arch, next(iter(tiny(arch)))) for arch in ARCHS]
+VISION_CASES = [(arch, variant) for arch, variant in CASES if "vision_config" in tiny(arch)[variant]]
 
 every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
 one_case_each = pytest.mark.parametrize("pair", FIRST_CASES, indirect=True, ids="-".join)
+
+one_text_case_each = pytest.mark.parametrize(
+    "pair", [case for case in FIRST_CASES if case not in VISION_CASES], indirect=True, ids="-".join
+)
+VIDEO_CASES = [(arch, variant) for arch, variant in VISION_CASES if "video_token_id" in tiny(arch)[variant]]
+every_video_case = pytest.mark.parametrize("pair", VIDEO_CASES, indirect=True, ids="-".join)
+one_video_case_each = pytest.mark.parametrize(
+    "pair", [case for case in FIRST_CASES if case in VIDEO_CASES], indirect=True, ids="-".join
+)
 
 LIMIT = 1e-5
 """Largest relative error in fp32."""
@@ -41,7 +65,7 @@ def make_folder(arch: str, variant: str, root: Path) -> Path:
     folder = root / f"{arch}-{variant}"
     config = AutoConfig.for_model(arch, **tiny(arch)[variant])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(arch).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             # Also norms and biases away from the ones and zeros that they start from.
@@ -50,30 +74,48 @@ def make_folder(arch: str, variant: str, root: Path) -> Path:
     return folder
 
 
+def auto_class(arch: str):
+    vision = any(arch == name for name, _ in VISION_CASES)
+    return AutoModelForImageTextToText if vision else AutoModelForCausalLM
+
+
 def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    arch = json.loads((folder / "config.json").read_text())["model_type"]
+    return auto_class(arch).from_pretrained(folder, dtype=dtype, attn_implementation="eager")
 
 
 def hf_gradients(model) -> dict[str, Tensor]:
     """Gradients under the names of the checkpoint: saved like weights, since transformers may hold several in one."""
     gradients = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter, source in zip(gradients.parameters(), model.parameters(), strict=True):
-            assert source.grad is not None
-            parameter.copy_(source.grad)
+        for (name, parameter), source in zip(gradients.named_parameters(), model.parameters(), strict=True):
+            assert source.grad is not None or is_tower(name), name
+            parameter.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
     with tempfile.TemporaryDirectory() as folder:
         gradients.save_pretrained(folder)
         return load_file(Path(folder) / "model.safetensors")
 
 
-def our_gradients(model: CausalLM) -> dict[str, Tensor]:
-    """Gradients under Hugging Face's names, taken apart by the weight map."""
-    weights = get_map(type(model).__module__.rpartition(".")[2])(model.config)
+def our_gradients(model: CausalLM, names: Collection[str] = ()) -> dict[str, Tensor]:
+    """Gradients under Hugging Face's names, taken apart by the weight map: that which has ``names``, or the hub's."""
+    arch = type(model).__module__.rpartition(".")[2]
+    weights = pick_map([get_map(arch)(model.config), *get_other_maps(arch)(model.config)], names)
     named = {}
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        named.update(weights.entries[name].unpack(parameter.grad))
+        assert parameter.grad is not None or is_tower(name), name
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        named.update(weights.entries[name].unpack(gradient))
     return named
+
+
+def gradients_of(model: CausalLM) -> dict[str, Tensor]:
+    """Copies of all gradients that there are: a text without images gives a vision tower none."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def is_tower(name: str) -> bool:
+    """Whether a parameter, ours or theirs, is the vision tower's, which a text without images does not reach."""
+    return name.removeprefix("model.").startswith(("visual.", "vision_tower.", "multi_modal_projector."))
 
 
 def load(arch: str, folder: Path, **options) -> CausalLM:
@@ -88,11 +130,19 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 
 def tokens(arch: str, variant: str, B: int, T: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, tiny(arch)[variant]["vocab_size"], (B, T), generator=generator)
+    # The last words of a vision-language model stand for images.
+    words = text_sizes(arch, variant)["vocab_size"] - 20 * ("vision_config" in tiny(arch)[variant])
+    return torch.randint(3, words, (B, T), generator=generator)
 
 
 def assert_same_gradients(ours: CausalLM, theirs, limit: float = LIMIT) -> None:
-    ours, theirs = our_gradients(ours), hf_gradients(theirs)
+    theirs = hf_gradients(theirs)
+    ours = our_gradients(ours, theirs)
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
-        assert error(ours[name], gradient) <= limit, name
+        if "vision_tower" in name and name.endswith("k_proj.bias"):
+            # It shifts all scores of a query alike where nothing is rotated: zero but for rounding, for everybody.
+            scale = theirs[name.replace("k_proj", "q_proj")].norm()
+            assert max(gradient.norm(), ours[name].norm()) <= limit * max(scale, 1e-30), name
+        else:
+            assert error(ours[name], gradient) <= limit, name

@@ -13,10 +13,12 @@ from .families import (
     assert_same_gradients,
     error,
     every_case,
+    gradients_of,
     hf_gradients,
     hf_model,
     make_folder,
     one_case_each,
+    one_text_case_each,
     our_gradients,
     tokens,
 )
@@ -24,7 +26,7 @@ from .families import (
 T = 40
 
 
-@one_case_each
+@one_text_case_each  # test_vision.py has the others
 def test_kernels_match_transformers(pair, kernel_device):
     arch, variant, theirs, ours = pair
     ours.to(kernel_device)
@@ -40,7 +42,7 @@ def test_kernels_match_transformers(pair, kernel_device):
         assert_same_gradients(ours, theirs)
 
 
-@one_case_each
+@one_text_case_each  # test_vision.py has the others
 def test_every_kernel_can_be_switched_off(pair, kernel_device, root):
     """The same numbers whichever kernels run."""
     arch, variant, theirs, _ = pair
@@ -103,7 +105,7 @@ def compare_devices(ours, ids, labels, **options):
     with reference_backend():
         want = ours(ids, labels=labels, return_logits=True, **options)
         want.loss.backward()
-    gradients = {name: p.grad.clone() for name, p in ours.named_parameters()}
+    gradients = gradients_of(ours)
     ours.zero_grad()
     ours.cuda()
     on_gpu = {name: tensor.cuda() for name, tensor in options.items()}
@@ -112,8 +114,8 @@ def compare_devices(ours, ids, labels, **options):
     seen = options.get("attention_mask", torch.ones_like(ids)).bool()
     assert error(got.logits.cpu()[seen], want.logits[seen]) <= LIMIT
     assert error(got.loss, want.loss) <= LIMIT
-    for name, parameter in ours.named_parameters():
-        assert error(parameter.grad, gradients[name]) <= LIMIT, name
+    for name, gradient in gradients.items():
+        assert error(ours.get_parameter(name).grad, gradient) <= LIMIT, name
 
 
 def error_of_all(gradients, exact):
@@ -155,13 +157,13 @@ def test_fullgraph_compile_on_gpu(pair, packed, fresh_dynamo):
     options = {"cu_seqlens": torch.tensor([0, 100, 256], device="cuda")} if packed else {}
     want = ours(ids, labels=ids, **options)
     want.loss.backward()
-    gradients = {name: p.grad.clone() for name, p in ours.named_parameters()}
+    gradients = gradients_of(ours)
     ours.zero_grad()
     got = torch.compile(ours, fullgraph=True)(ids, labels=ids, **options)
     got.loss.backward()
     assert error(got.loss, want.loss) <= LIMIT
-    for name, parameter in ours.named_parameters():
-        assert error(parameter.grad, gradients[name]) <= LIMIT, name
+    for name, gradient in gradients.items():
+        assert error(ours.get_parameter(name).grad, gradient) <= LIMIT, name
 
 
 @pytest.mark.gpu

@@ -8,7 +8,17 @@ from liger_models.arch import get_arch
 from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
 from liger_models.layers.sequence import DecodeCache
 
-from .families import LIMIT, assert_same_gradients, error, every_case, hf_model, load, one_case_each, tokens
+from .families import (
+    LIMIT,
+    assert_same_gradients,
+    error,
+    every_case,
+    gradients_of,
+    hf_model,
+    load,
+    one_case_each,
+    tokens,
+)
 
 T = 40  # past the original length of every scaled variant
 
@@ -143,7 +153,7 @@ def test_checkpointing_policies_give_identical_gradients(pair):
         ours.zero_grad()
         ours.set_checkpointing(policy)
         ours(ids, labels=ids).loss.backward()
-        gradients.append({name: p.grad.clone() for name, p in ours.named_parameters()})
+        gradients.append(gradients_of(ours))
     for other in gradients[1:]:
         assert all(torch.equal(gradient, other[name]) for name, gradient in gradients[0].items())
 

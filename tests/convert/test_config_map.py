@@ -43,25 +43,46 @@ def test_reads_what_transformers_reads(config_file: Path) -> None:
     again = read_config(type(config), json.loads(json.dumps(theirs.to_dict())), strict=True)
     assert (again.rope_theta, again.rope_scaling) == (config.rope_theta, config.rope_scaling)
 
+    whole, theirs = theirs, theirs.get_text_config()
     sizes = {"num_key_value_heads": config.kv_heads, "head_dim": config.head_size}
     for field in dataclasses.fields(config):
+        if field.name == "vision_config":
+            assert_same_tower(config.vision_config, whole.vision_config)
+            continue
+        if field.name == "tie_word_embeddings":
+            assert whole.tie_word_embeddings == config.tie_word_embeddings
+            continue
+        if field.name.endswith("token_id") and theirs is not whole and hasattr(whole, field.name):
+            assert getattr(whole, field.name) == getattr(config, field.name)
+            continue
         # transformers overwrites what describes the layers' windows with what follows from it, and Gemma's "gelu".
         if not field.name.startswith("rope_") and field.name not in ("sliding_window", "layer_types", "hidden_act"):
             value = sizes.get(field.name, getattr(config, field.name))
             assert getattr(theirs, field.name, None) in (value, None), field.name
     rope = dict(theirs.rope_parameters)
+    if hasattr(config, "mrope_section"):
+        assert rope.pop("mrope_section") == config.mrope_section
+        assert rope.pop("mrope_interleaved", False) == (config_file.parent.name == "qwen3_vl")
     if "sliding_attention" in rope:
         assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": config.rope_local_base_freq}
         rope = rope["full_attention"]
     assert config.rope_theta == rope.pop("rope_theta")
     rope_type = rope.pop("rope_type")
-    assert rope.pop("type", rope_type) == rope_type
+    assert rope.pop("type", rope_type) in (rope_type, "mrope")
     assert rope.pop("partial_rotary_factor", 1.0) == (getattr(config, "partial_rotary_factor", None) or 1.0)
     assert rope.pop("llama_4_scaling_beta", None) == getattr(config, "llama_4_scaling_beta", None)
     if config.rope_scaling is None:
         assert (rope_type, rope) == ("default", {})
     else:
         assert rope == {key: value for key, value in dataclasses.asdict(config.rope_scaling).items() if key in rope}
+
+
+def assert_same_tower(config: Any, theirs: Any) -> None:
+    for field in dataclasses.fields(config):
+        if field.name == "rope_theta":
+            assert theirs.rope_parameters == {"rope_type": "axial", "rope_theta": config.rope_theta}
+        else:
+            assert getattr(theirs, field.name) == getattr(config, field.name), field.name
 
 
 def test_written_config_reads_the_same(config_file: Path) -> None:
@@ -75,7 +96,8 @@ def test_written_config_reads_the_same(config_file: Path) -> None:
     assert hf.items() - {("torch_dtype", hf["torch_dtype"])} <= written.items() if _flat(hf) else True
     ours, theirs = (transformers.AutoConfig.for_model(**c).to_dict() for c in (written, hf))
     assert ours.pop("dtype") == "float16"
-    theirs.pop("dtype")
+    for config in (theirs, theirs.get("text_config", {}), theirs.get("vision_config", {})):
+        config.pop("dtype", None)
     assert _within(theirs, ours)
 
 
@@ -120,6 +142,7 @@ def test_reads_what_transformers_5_writes_and_writes_what_it_reads(arch: str, va
         assert read_config(config_class, written, strict=True) == config
         again = json.loads(json.dumps(transformers.AutoConfig.for_model(**written).to_dict()))
         inert = {"architectures", "dtype", *get_ignored_keys(arch)}
+        theirs.get("text_config", {}).pop("dtype", None)
         assert _within({key: value for key, value in theirs.items() if key not in inert}, again)
 
 

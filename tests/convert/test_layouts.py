@@ -1,7 +1,11 @@
-"""Mixtures of experts: one tensor per expert, or a layer's experts in one; both are read, the first is written."""
+"""Mixtures of experts: one tensor per expert, or a layer's experts in one; both are read, the first is written.
+
+Models with images: the prefixes that the hub has had; all are read, the hub's own are written.
+"""
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,9 +20,11 @@ from torch import Tensor
 from liger_models.arch import get_arch
 from liger_models.arch.llama import LlamaConfig
 from liger_models.convert import checkpoint, get_other_maps
+from liger_models.convert.config_map import read_config
 from liger_models.convert.weight_map import Stack, WeightMap, expert_rows, fused_expert_rows
 from liger_models.layers.causal_lm import CausalLM
 
+from ..arch.families import VISION_CASES, tiny
 from .conftest import CONFIGS, TINY, assert_same_bits, read_tensors
 from .test_checkpoint import listing, run
 from .test_weight_map import meta_model, random_bits
@@ -261,3 +267,24 @@ def test_experts_are_read_layer_by_layer(tmp_path: Path, fused: bool, copies: in
     size, largest, peak = map(int, run(MEMORY, tmp_path / "small", tmp_path / "big").split())
     assert size > 200e6 > 5 * largest
     assert peak < size + copies * largest + 16e6
+
+
+@pytest.mark.parametrize(("arch", "variant"), VISION_CASES, ids=str)
+def test_every_prefix_gives_one_model_and_one_export(arch: str, variant: str, tmp_path: Path) -> None:
+    theirs = transformers.AutoConfig.for_model(arch, **tiny(arch)[variant]).to_dict()
+    model_class = get_arch(arch)
+    model = model_class.from_config(read_config(model_class.config_class, theirs, strict=True))
+    model.save_pretrained(tmp_path / "hub")
+    hub = read_tensors(tmp_path / "hub")
+    maps = get_other_maps(arch)(model.config)
+    assert maps
+    for number, weights in enumerate(maps):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "hub", folder)
+        named = {n: t for name, p in parameters(model).items() for n, t in weights.entries[name].unpack(p.data).items()}
+        assert named.keys() != hub.keys()
+        rewrite(folder, named)
+        again = load(arch, folder)
+        assert_same_bits(parameters(again), parameters(model))
+        again.save_pretrained(tmp_path / f"{number}-again")
+        assert_same_bits(read_tensors(tmp_path / f"{number}-again"), hub)

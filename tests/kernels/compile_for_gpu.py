@@ -17,11 +17,13 @@ from triton.runtime.jit import JITFunction
 
 from liger_models import kernels
 from liger_models.kernels import dispatch
+from liger_models.kernels.act_linear import ACTIVATIONS, act_linear
 from liger_models.kernels.adamw import Hyper, Update, adamw_
 from liger_models.kernels.cross_entropy import cross_entropy
 from liger_models.kernels.divergence import KINDS, linear_divergence
 from liger_models.kernels.gated_act import gated_act
 from liger_models.kernels.gated_mlp import gated_mlp
+from liger_models.kernels.layer_norm import add_layer_norm, layer_norm
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_models.kernels.linear_logprobs import fused_linear_logprobs
 from liger_models.kernels.moe import moe_mlp, route
@@ -72,6 +74,10 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     for fp32 in (False, True):
         differentiate(rms_norm(x, norm, 1e-6, 1.0, fp32))
         differentiate(add_rms_norm(x, residual, norm, 1e-6, 0.0, fp32))
+    differentiate(layer_norm(x, norm, draw_(C)))
+    differentiate(add_layer_norm(x, residual, norm, draw_(C)))
+    for act in ACTIVATIONS:
+        differentiate(act_linear(x, draw_(64, C), draw_(64), act))
     differentiate(rms_norm_linear(x, residual, norm, draw_(64, C)))
     for act in ("silu", "gelu_tanh", "gelu"):
         differentiate(gated_act(draw_(3, 2 * F), act))

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import BLOCK, DecodeCache, Sequence, _block_mask
+from liger_models.layers.sequence import BLOCK, DecodeCache, Sequence, _block_mask, _document_block_mask
+from liger_models.layers.vision_language import ends_of_runs
 
 CPU = torch.device("cpu")
 
@@ -88,6 +89,43 @@ def test_block_mask_says_what_the_dense_mask_says(kind, window, past):
     dense = (q + past >= k) & (q + past - k < (window or S))
     if documents is not None:
         dense = dense & (documents[:, past:, None] == documents[:, None, :])
+    assert_block_mask(mask, dense, exact=kind != "padded")
+
+
+@pytest.mark.parametrize("past", [0, 100])
+@pytest.mark.parametrize("window", [None, 100])
+def test_block_mask_of_images_in_a_text(past, window):
+    T = 517
+    inside = torch.zeros(2, T, dtype=torch.bool)
+    for row, start, end in ((0, 10, 266), (0, 300, 301), (1, 120, 136), (1, 250, 517)):
+        inside[row, start:end] = True
+    until = ends_of_runs(inside)
+    q, k = torch.arange(T)[:, None], torch.arange(past + T)
+    dense = (until[:, :, None] + past >= k) & (q + past - k < (window or past + T))
+    assert_block_mask(_block_mask(None, past, window, 2, T, CPU, until), dense, exact=False)
+    made = Sequence.build(
+        (2, T), CPU, {}, windows={window: False}, visible_until=until, cache=None if past == 0 else cached(past, T)
+    )
+    assert torch.equal(made.masks[window].dense[:, 0], dense)
+
+
+def cached(past, new):
+    cache = DecodeCache(past + new)
+    cache.length = past
+    return cache
+
+
+@pytest.mark.parametrize("sizes", [[517], [64] * 8 + [5], [1, 127, 128, 129, 100, 32], [300, 217]], ids=str)
+def test_block_mask_of_patches(sizes):
+    documents = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))[None] * 3
+    dense = documents[:, :, None] == documents[:, None, :]
+    assert_block_mask(_document_block_mask(documents), dense, exact=True)
+    assert torch.equal(Sequence.bidirectional(documents, {}, documents).masks[None].dense[:, 0], dense)
+
+
+def assert_block_mask(mask, dense, exact):
+    T, S = dense.shape[-2:]
+    q, k = torch.arange(T)[:, None], torch.arange(S)
     batch = torch.arange(mask.shape[0])[:, None, None]
     assert torch.equal(mask.mask_mod(batch, torch.tensor(0), q, k).expand(dense.shape), dense)
 
@@ -102,7 +140,7 @@ def test_block_mask_says_what_the_dense_mask_says(kind, window, past):
     partial, full = (x.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, :T, :S].bool() for x in listed)
     assert dense.expand(partial.shape)[full].all()
     assert not dense.expand(partial.shape)[~full & ~partial].any()
-    if kind != "padded":  # nothing is listed in vain
+    if exact:  # nothing is listed in vain
         blocks = torch.nn.functional.pad(dense.view(-1, T, S), (0, keys * BLOCK - S, 0, queries * BLOCK - T))
         blocks = blocks.view(-1, queries, BLOCK, keys, BLOCK)
         assert torch.equal(listed.sum(0).bool(), blocks.any(4).any(2))

@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from liger_models.arch.qwen3_vl import LigerQwen3VL, Qwen3VLConfig, Qwen3VLVisionConfig
 from liger_models.layers import offload
 from liger_models.parallel import apply_fsdp, compile_blocks, reshard
 
-from .models import TINY, batch, gradients, make_optimizer, mean, mixture, share, tiny, whole
+from .models import TINY, T, batch, gradients, make_optimizer, mean, mixture, share, tiny, whole
 
 STEPS = 5
 CASES = {
@@ -231,3 +232,45 @@ def test_compiled_blocks(two, first):
     expected = train(tiny(num_hidden_layers=10), {"packed": True})
     for got in two(train_compiled, first):
         assert_close(got, expected)
+
+
+def with_images(rank: int, ranks: int) -> dict[str, Any]:
+    """Two texts, of which only the first has an image: losses and gradients on this rank's share."""
+    config = Qwen3VLConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, mrope_section=[2, 1, 1], image_token_id=90, video_token_id=91,
+        vision_config=Qwen3VLVisionConfig(
+            depth=2, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=2, out_hidden_size=32,
+            num_position_embeddings=16, deepstack_visual_indexes=[0],
+        ),
+        initializer_range=0.1,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    model = LigerQwen3VL.from_config(config)
+    if dist.is_initialized():
+        apply_fsdp(model, param_dtype=None)
+        assert isinstance(model.visual.blocks[0], FSDPModule)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(80, (2, T), generator=generator)
+    ids[0, 2:8] = 90
+    labels = ids.masked_fill(ids == 90, -100)
+    mine = slice(rank, rank + 1) if ranks > 1 else slice(0, 2)
+    images = {
+        "pixel_values": torch.randn(24, 24, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 6]]),
+    }
+    out = model(ids[mine], labels=labels[mine], num_items_in_batch=16 / ranks, **(images if rank == 0 else {}))
+    out.loss.backward()
+    return {"loss": mean(out.loss), "gradients": gradients(model)}
+
+
+def test_images_on_one_rank_alone(two):
+    """The tower is gathered on all ranks or on none: a rank without images takes part."""
+    expected = with_images(0, 1)
+    assert any(name.startswith("visual") for name in expected["gradients"])
+    for got in two(share_with_images):
+        assert_close(got, expected)
+
+
+def share_with_images() -> dict[str, Any]:
+    return with_images(dist.get_rank(), dist.get_world_size())

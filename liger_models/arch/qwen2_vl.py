@@ -1,0 +1,191 @@
+"""Qwen2-VL, QVQ, olmOCR 0225: model_type ``qwen2_vl``.
+
+The language model is Qwen2's, with positions in time, height and width: the rotary frequencies come in three sections,
+one for each. The tower: pre-norm blocks with LayerNorm, attention within each frame and a plain MLP, rotated by row and
+column; two by two neighbouring patches of two frames become one image token.
+
+Source: https://arxiv.org/abs/2409.12191, transformers ``models/qwen2_vl``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from liger_models.kernels.dispatch import check
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.config import DecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.head import LigerLMHead
+from liger_models.layers.mlp import ACTIVATIONS, LigerMLP, LigerSwiGLUMLP
+from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
+from liger_models.layers.patches import locate_patches
+from liger_models.layers.rope import AxialRotaryEmbedding, MultimodalRotaryEmbedding
+from liger_models.layers.sequence import Sequence
+from liger_models.layers.vision import PatchMerger, VisionBlock
+from liger_models.layers.vision_language import ImageFeatures, MRopeModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2VLVisionConfig:
+    """Sizes of the tower; ``embed_dim`` is its width, ``hidden_size`` the language model's.
+
+    Raises:
+        ValueError: heads that do not fit the width, or an activation that the tower does not have.
+    """
+
+    depth: int = 32
+    embed_dim: int = 1280
+    hidden_size: int = 3584
+    hidden_act: str = "quick_gelu"
+    mlp_ratio: int = 4
+    num_heads: int = 16
+    in_channels: int = 3
+    patch_size: int = 14
+    spatial_merge_size: int = 2
+    temporal_patch_size: int = 2
+    rope_theta: float = 10000.0
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        check(
+            self.embed_dim % (4 * self.num_heads) == 0,
+            f"Qwen2VLVisionConfig: embed_dim ({self.embed_dim}) must be a multiple of 4 · num_heads "
+            f"({self.num_heads}), for rows and columns. Check config.json.",
+        )
+        check(
+            self.hidden_act in ("quick_gelu", "gelu", "gelu_pytorch_tanh"),
+            f"Qwen2VLVisionConfig: hidden_act must be 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh', "
+            f"got {self.hidden_act!r}. The tower has no other activation.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2VLConfig(DecoderConfig):
+    """Sizes and constants of a Qwen2-VL model: the language model's own, and the tower's in ``vision_config``."""
+
+    rope_aliases: ClassVar[Mapping[str, str]] = {"mrope": "default"}
+
+    vocab_size: int = 152064
+    hidden_size: int = 8192
+    intermediate_size: int = 29568
+    num_hidden_layers: int = 80
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1000000.0
+    mrope_section: list[int] = field(default_factory=lambda: [16, 24, 24])
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 80
+    layer_types: list[str] | None = None
+    bos_token_id: int | None = 151643
+    eos_token_id: int | list[int] | None = 151645
+    image_token_id: int = 151655
+    video_token_id: int = 151656
+    vision_config: Qwen2VLVisionConfig = field(default_factory=Qwen2VLVisionConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layer_types("Qwen2VLConfig", self.layer_types, self.num_hidden_layers)
+        check(
+            self.vision_config.hidden_size == self.hidden_size,
+            f"Qwen2VLConfig: vision_config.hidden_size ({self.vision_config.hidden_size}) must be the language model's "
+            f"({self.hidden_size}). Check config.json.",
+        )
+
+    def window(self, layer: int) -> int | None:
+        """Number of tokens that a layer sees, None for all."""
+        sliding = is_sliding(layer, self.layer_types, default=layer >= self.max_window_layers)
+        return self.sliding_window if self.use_sliding_window and sliding else None
+
+
+class Qwen2VLTower(nn.Module):
+    """Patches to image tokens.
+
+    Args:
+        config: sizes.
+        kernels: which parts run on fused kernels.
+    """
+
+    def __init__(self, config: Qwen2VLVisionConfig, kernels: KernelOptions) -> None:
+        super().__init__()
+        self.merge = config.spatial_merge_size
+        C = config.embed_dim
+        norm = partial(LigerLayerNorm, eps=1e-6, kernel=kernels.layer_norm)
+        pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        self.patch_embed = nn.Linear(pixels, C, bias=False)
+        self.blocks = nn.ModuleList(
+            VisionBlock(
+                C, config.num_heads, partial(norm, C),
+                LigerMLP(C, C * config.mlp_ratio, act=ACTIVATIONS[config.hidden_act], kernel=kernels.swiglu), kernels,
+            )
+            for _ in range(config.depth)
+        )  # fmt: skip
+        self.merger = PatchMerger(norm, C, config.hidden_size, self.merge, kernels)
+        self.rotary = AxialRotaryEmbedding(C // config.num_heads, config.rope_theta)
+
+    def forward(self, pixels: Tensor, grid_thw: Tensor) -> ImageFeatures:
+        """pixels [N, channels · frames · height · width], grid_thw [n, 3] -> [N / merge², C]."""
+        patches = locate_patches(grid_thw, len(pixels), self.merge)
+        sequence = Sequence.bidirectional(patches.position_ids, {"default": self.rotary}, patches.frame[None])
+        x, residual = None, self.patch_embed(pixels.to(self.patch_embed.weight.dtype))[None]
+        for block in self.blocks:
+            x, residual = block(x, residual, sequence)
+        return ImageFeatures(self.merger(x, residual), [])
+
+
+class Qwen2VLBlock(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+
+    def __init__(self, config: Qwen2VLConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, config.hidden_size, config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.input_layernorm = norm()
+        self.self_attn = LigerAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_size,
+            layer=layer,
+            qkv_bias=True,
+            window=config.window(layer),
+            dropout=config.attention_dropout,
+            rope_kernel=kernels.rope,
+        )
+        self.post_attention_layernorm = norm()
+        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+
+
+class LigerQwen2VL(MRopeModel):
+    """Qwen2-VL with its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = Qwen2VLConfig
+
+    def __init__(self, config: Qwen2VLConfig, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        self.visual = Qwen2VLTower(config.vision_config, self.kernels)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Qwen2VLBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
+        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
+        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+        rotary = MultimodalRotaryEmbedding(
+            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings,
+            sections=config.mrope_section,
+        )  # fmt: skip
+        self.rotary = nn.ModuleDict({"default": rotary})
+        self.post_init()

@@ -1,0 +1,91 @@
+"""What vision towers are made of: patches of any number of images, end to end, through blocks to image tokens."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from liger_models.kernels.options import KernelOptions
+
+from .attention import LigerAttention
+from .mlp import GatedMLP, LigerMLP
+from .norm import Norm
+from .sequence import Sequence
+
+
+class VisionBlock(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it.
+
+    Args:
+        hidden_size: C.
+        num_heads: heads of attention, which has as many for keys and values, and biases throughout.
+        norm: makes a norm.
+        mlp: what stands behind the second norm.
+        kernels: which parts run on fused kernels.
+        rotary: name of the rotary embedding; None for no rotation.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        norm: Callable[[], Norm],
+        mlp: GatedMLP | LigerMLP,
+        kernels: KernelOptions,
+        *,
+        rotary: str | None = "default",
+    ) -> None:
+        super().__init__()
+        self.norm1 = norm()
+        self.attn = LigerAttention(
+            hidden_size, num_heads, num_heads, hidden_size // num_heads,
+            layer=0, qkv_bias=True, o_bias=True, rotary=rotary, rope_kernel=kernels.rope,
+        )  # fmt: skip
+        self.norm2 = norm()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """x [1, N, C] is still to be added to residual [1, N, C]; returns the same pair."""
+        x, residual = self.attn.add_norm(self.norm1, x, residual, sequence)
+        return self.mlp.add_norm(self.norm2, x, residual)
+
+
+class PatchMerger(nn.Module):
+    """Neighbouring patches as one image token: ``fc2(gelu(fc1(concatenated norm(patches))))``.
+
+    Args:
+        norm: makes a norm of a width.
+        hidden_size: C of a patch.
+        out_size: width of the result.
+        merge: side of the block of patches that becomes one token.
+        norm_of_all: the norm is over the concatenated patches, not over each.
+        kernels: which parts run on fused kernels.
+    """
+
+    def __init__(
+        self,
+        norm: Callable[[int], Norm],
+        hidden_size: int,
+        out_size: int,
+        merge: int,
+        kernels: KernelOptions,
+        *,
+        norm_of_all: bool = False,
+    ) -> None:
+        super().__init__()
+        wide = hidden_size * merge * merge
+        self.norm_of_all, self.patches = norm_of_all, merge * merge
+        self.norm = norm(wide if norm_of_all else hidden_size)
+        self.mlp = LigerMLP(wide, wide, out_size, act="gelu", kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor) -> Tensor:
+        """x [1, N, C] is still to be added to residual [1, N, C] -> [N / merge², out]."""
+        if self.norm_of_all:
+            total = residual if x is None else (residual + x).to(residual.dtype)
+            normed = self.norm(self._grouped(total))
+        else:
+            normed = self._grouped(self.norm.add(x, residual)[0])
+        y: Tensor = self.mlp(normed)
+        return y
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, self.patches * x.shape[-1])

@@ -1,0 +1,409 @@
+"""The shell that vision-language models share: image tokens take the place of their placeholders in the text."""
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.dispatch import check
+
+from .causal_lm import CausalLM, CausalLMOutput, check_policy, set_recompute
+from .patches import mrope_positions
+from .sequence import DecodeCache
+
+if TYPE_CHECKING:
+    from liger_models.processing.gemma3 import Gemma3Processor
+    from liger_models.processing.qwen_vl import QwenVLProcessor
+
+
+class ImageFeatures(NamedTuple):
+    """Result of a vision tower.
+
+    Attributes:
+        tokens: [n, C], what takes the place of the placeholders, in their order.
+        deepstack: [n, C] each, what is added to the stream at the placeholders behind the first blocks.
+    """
+
+    tokens: Tensor
+    deepstack: list[Tensor]
+
+
+class VisionLanguageModel(CausalLM):
+    """A decoder whose text has images in it. Architectures set ``visual`` besides what `CausalLM` has."""
+
+    visual: Any
+    """A vision tower, with its blocks in ``blocks``."""
+
+    def set_checkpointing(
+        self, policy: str | list[str], *, offload_layers: int = 0, vision_policy: str | None = None
+    ) -> None:
+        """Choose what is kept for the backward, and where; see `CausalLM.set_checkpointing`.
+
+        Args:
+            policy, offload_layers: of the language model's blocks.
+            vision_policy: of the tower's blocks. Default: ``policy``, if that is one for all blocks, or "none".
+        """
+        super().set_checkpointing(policy, offload_layers=offload_layers)
+        if vision_policy is None:
+            vision_policy = policy if isinstance(policy, str) else "none"
+        check_policy("vision_policy", vision_policy)
+        set_recompute(self.visual, vision_policy)
+
+    @property
+    def tower_is_sharded(self) -> bool:
+        """Whether all ranks gather the tower's weights together (FSDP)."""
+        return hasattr(self.visual.blocks[0], "reshard")
+
+
+class MRopeModel(VisionLanguageModel):
+    """A vision-language model with videos, and positions in time, height and width (M-RoPE)."""
+
+    prompt_inputs: ClassVar[tuple[str, ...]] = (
+        "pixel_values",
+        "image_grid_thw",
+        "pixel_values_videos",
+        "video_grid_thw",
+        "second_per_grid_ts",
+        "mm_token_type_ids",
+    )
+    frames_apart: ClassVar[bool] = False
+    """Whether each frame of a video stands for itself in the text."""
+
+    @property
+    def processor(self) -> "QwenVLProcessor":
+        """Makes the model's inputs of texts, images and videos, by the settings that came with the checkpoint.
+
+        Raises:
+            ValueError: the checkpoint had no tokenizer.
+        """
+        from liger_models.processing.qwen_vl import QwenVLProcessor
+
+        if "_processor" not in self.__dict__:
+            self.__dict__["_processor"] = QwenVLProcessor.of(self)
+        processor: QwenVLProcessor = self.__dict__["_processor"]
+        return processor
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        second_per_grid_ts: Tensor | list[float] | None = None,
+        mm_token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: DecodeCache | None = None,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """Logits, or with ``labels`` the loss; without pixels, of a text.
+
+        Args:
+            input_ids: [B, T] int64, with one placeholder per image token.
+            pixel_values: [N, channels · frames · height · width], the patches of all images, end to end.
+            image_grid_thw: [images, 3] int64, frames, rows and columns of patches of each, in the order of the text.
+            pixel_values_videos, video_grid_thw: the same of all videos.
+            second_per_grid_ts: [videos], seconds from one frame of patches to the next, where positions count them.
+                Default: 1.
+            mm_token_type_ids: not used, the token ids say it; transformers' processors give it.
+            position_ids: as in `Sequence.build`. Default: `multimodal_positions`.
+            attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `CausalLM.forward`; images need
+                ``input_ids``.
+
+        Returns:
+            `CausalLMOutput`.
+
+        Raises:
+            ValueError: placeholders and image tokens that differ in number; otherwise as `CausalLM.forward`.
+        """
+        images = _pair("pixel_values", pixel_values, "image_grid_thw", image_grid_thw)
+        videos = _pair("pixel_values_videos", pixel_values_videos, "video_grid_thw", video_grid_thw)
+        if input_ids is None or inputs_embeds is not None:
+            check(images is None and videos is None, "forward: pixels need input_ids, which say where images stand.")
+            return super().forward(
+                input_ids, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens,
+                inputs_embeds=inputs_embeds, cache=cache, **options,
+            )  # fmt: skip
+        check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+        decoding = cache is not None and cache.length > 0 and images is None and videos is None
+        if not decoding and not torch.compiler.is_compiling():
+            self._check_counts(input_ids, images, videos)
+        if position_ids is None:
+            position_ids = self._positions(
+                input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask, cu_seqlens, cache
+            )
+        embeds, deepstack = self._insert(input_ids, images, videos, skip=decoding)
+        return super().forward(
+            position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, inputs_embeds=embeds,
+            cache=cache, deepstack=deepstack, **options,
+        )  # fmt: skip
+
+    def _insert(
+        self,
+        input_ids: Tensor,
+        images: tuple[Tensor, Tensor] | None,
+        videos: tuple[Tensor, Tensor] | None,
+        *,
+        skip: bool,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The embeddings, image tokens in their places, and what is added behind the first blocks, [B, T, C] each.
+
+        The tower runs once for images and videos. Sharded, it runs even without any, on zeros: all ranks must gather
+        its weights together, whichever of them has images.
+        """
+        embeds = self.embed_tokens(input_ids)
+        side = self.config.vision_config.spatial_merge_size
+        kinds = (images, self.config.image_token_id), (videos, self.config.video_token_id)
+        given = [(*pair, token) for pair, token in kinds if pair is not None]
+        if not given and (skip or not self.tower_is_sharded):
+            return embeds, []
+        if not given:
+            nothing = embeds.new_zeros(side**2, self.visual.patch_embed.in_features)
+            unused = self.visual(nothing, torch.tensor([[1, side, side]], device=embeds.device))
+            total = sum((level.sum() for level in unused.deepstack), unused.tokens.sum())
+            return embeds + 0 * total.to(embeds.dtype), []
+        features = self.visual(
+            torch.cat([pixels for pixels, _, _ in given]),
+            torch.cat([grid.to(pixels.device) for pixels, grid, _ in given]),
+        )
+        counts = [len(pixels) // side**2 for pixels, _, _ in given]
+
+        def place(base: Tensor, tokens: Tensor) -> Tensor:
+            for part, (_, _, token) in zip(tokens.to(base.dtype).split(counts), given, strict=True):
+                base = base.masked_scatter((input_ids == token)[..., None], part)
+            return base
+
+        deepstack = [place(torch.zeros_like(embeds), level) for level in features.deepstack]
+        return place(embeds, features.tokens), deepstack
+
+    def _check_counts(
+        self, input_ids: Tensor, images: tuple[Tensor, Tensor] | None, videos: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Refuse placeholders and patches that do not fit. Asks the device once."""
+        merged = self.config.vision_config.spatial_merge_size**2
+        placeholders = [
+            (input_ids == token).sum() for token in (self.config.image_token_id, self.config.video_token_id)
+        ]
+        patches = [
+            placeholders[0] * 0 if given is None else given[1].prod(1).sum().to(input_ids.device)
+            for given in (images, videos)
+        ]
+        numbers = torch.stack([*placeholders, *patches]).tolist()
+        for kind, given, tokens, expected in zip(
+            ("image", "video"), (images, videos), numbers[:2], numbers[2:], strict=True
+        ):
+            pixels, grid = ("pixel_values", "image_grid_thw") if kind == "image" else (
+                "pixel_values_videos", "video_grid_thw"
+            )  # fmt: skip
+            rows = 0 if given is None else given[0].shape[0]
+            check(
+                tokens == 0 or given is not None,
+                f"forward: {tokens} {kind} placeholders in input_ids must have {pixels}, got none. Pass what the "
+                "processor returns.",
+            )
+            check(
+                rows == expected,
+                f"forward: {pixels} must hold the {expected} patches that {grid} describes, got {rows}.",
+            )
+            check(
+                tokens * merged == rows,
+                f"forward: input_ids must have one {kind} placeholder for each of the {rows // merged} {kind} tokens, "
+                f"got {tokens}. Expand them as the processor does; was the text cut off?",
+            )
+
+    def multimodal_positions(
+        self,
+        input_ids: Tensor,
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        *,
+        second_per_grid_ts: Tensor | list[float] | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Positions in time, height and width, [3, B, T] int64; see `mrope_positions`.
+
+        Args:
+            input_ids: [B, T] int64.
+            image_grid_thw, video_grid_thw, second_per_grid_ts: as in `forward`.
+            attention_mask: [B, T], 0 for padding, which is not counted.
+            cu_seqlens: [n + 1], boundaries of packed documents, each counts from 0.
+
+        Raises:
+            ValueError: ``second_per_grid_ts`` for a model whose positions count frames.
+        """
+        return self._count(input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask, cu_seqlens)[0]
+
+    def _count(
+        self,
+        input_ids: Tensor,
+        image_grid_thw: Tensor | None,
+        video_grid_thw: Tensor | None,
+        second_per_grid_ts: Tensor | list[float] | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`multimodal_positions`, and the position [B, 1] of what follows."""
+        rate = getattr(self.config.vision_config, "tokens_per_second", None)
+        check(
+            rate is not None or second_per_grid_ts is None,
+            f"forward: second_per_grid_ts must not be given, {type(self).__name__}'s positions do not depend on it.",
+        )
+        interval = None
+        if rate is not None and video_grid_thw is not None:
+            seconds = torch.ones(len(video_grid_thw)) if second_per_grid_ts is None else second_per_grid_ts
+            interval = torch.as_tensor(seconds, dtype=torch.float32) * rate
+        kinds = (input_ids == self.config.image_token_id).long() + 2 * (input_ids == self.config.video_token_id)
+        return mrope_positions(
+            kinds, [image_grid_thw, video_grid_thw],
+            merge=self.config.vision_config.spatial_merge_size, mask=mask, cu_seqlens=cu_seqlens,
+            frames_apart=self.frames_apart, interval=interval,
+        )  # fmt: skip
+
+    def _positions(
+        self,
+        input_ids: Tensor,
+        image_grid_thw: Tensor | None,
+        video_grid_thw: Tensor | None,
+        second_per_grid_ts: Tensor | list[float] | None,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: DecodeCache | None,
+    ) -> Tensor | None:
+        """Positions of the tokens behind those that are cached; None where a text counts by itself."""
+        plain = cache is None or (cache.position_offset is None and attention_mask is None)
+        if image_grid_thw is None and video_grid_thw is None and plain:
+            return None
+        B, T = input_ids.shape
+        mask = None if attention_mask is None else attention_mask[:, -T:]
+        positions, following = self._count(
+            input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, mask, cu_seqlens
+        )
+        if cache is None:
+            return positions
+        tokens = torch.full((B, 1), cache.length + T, device=input_ids.device)
+        before = torch.full((B, 1), cache.length, device=input_ids.device)
+        if attention_mask is not None:
+            seen = (attention_mask != 0).long()
+            tokens, before = seen.sum(1, keepdim=True), seen[:, :-T].sum(1, keepdim=True)
+        if cache.position_offset is not None:
+            before = before + cache.position_offset
+        cache.position_offset = before + following - tokens
+        return positions + before
+
+    def prompt_positions(self, prompts: Tensor, mask: Tensor | None, new: int, inputs: dict[str, Any]) -> Tensor:
+        """As in `CausalLM`, in time, height and width if there are images."""
+        grids = inputs.get("image_grid_thw"), inputs.get("video_grid_thw")
+        if all(grid is None for grid in grids):
+            return super().prompt_positions(prompts, mask, new, inputs)
+        positions, following = self._count(prompts, *grids, inputs.get("second_per_grid_ts"), mask)
+        following = following + torch.arange(new, device=prompts.device)
+        return torch.cat([positions, following.expand(3, -1, -1)], -1)
+
+
+def _pair(pixels_name: str, pixels: Tensor | None, grid_name: str, grid: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    if pixels is None and grid is None:
+        return None
+    check(
+        pixels is not None and grid is not None,
+        f"forward: {pixels_name} and {grid_name} must be given together, got only one of them.",
+    )
+    assert pixels is not None
+    assert grid is not None
+    check(
+        pixels.dim() == 2 and grid.dim() == 2 and grid.shape[1] == 3,
+        f"forward: {pixels_name} must be [patches, values] and {grid_name} [items, 3], "
+        f"got {list(pixels.shape)} and {list(grid.shape)}.",
+    )
+    return pixels, grid
+
+
+class SquareImageModel(VisionLanguageModel):
+    """A vision-language model whose images have one size, and whose image tokens see all of their own image."""
+
+    prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "token_type_ids")
+
+    @property
+    def processor(self) -> "Gemma3Processor":
+        """Makes the model's inputs of texts and images, by the settings that came with the checkpoint.
+
+        Raises:
+            ValueError: the checkpoint had no tokenizer.
+        """
+        from liger_models.processing.gemma3 import Gemma3Processor
+
+        if "_processor" not in self.__dict__:
+            self.__dict__["_processor"] = Gemma3Processor.of(self)
+        processor: Gemma3Processor = self.__dict__["_processor"]
+        return processor
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: DecodeCache | None = None,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """Logits, or with ``labels`` the loss; without pixels, of a text.
+
+        Args:
+            input_ids: [B, T] int64, with one placeholder per image token.
+            pixel_values: [images, channels, height, width], in the order of the text.
+            token_type_ids: not used, the token ids say it; transformers' processor gives it.
+            inputs_embeds, cache, options: as in `CausalLM.forward`; images need ``input_ids``.
+
+        Returns:
+            `CausalLMOutput`.
+
+        Raises:
+            ValueError: placeholders and image tokens that differ in number; otherwise as `CausalLM.forward`.
+        """
+        if input_ids is None or inputs_embeds is not None:
+            check(pixel_values is None, "forward: pixels need input_ids, which say where images stand.")
+            return super().forward(input_ids, inputs_embeds=inputs_embeds, cache=cache, **options)
+        check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+        vision, per_image = self.config.vision_config, self.config.mm_tokens_per_image
+        size = (vision.num_channels, vision.image_size, vision.image_size)
+        check(
+            pixel_values is None or (pixel_values.dim() == 4 and tuple(pixel_values.shape[1:]) == size),
+            f"forward: pixel_values must be [images, {', '.join(map(str, size))}], "
+            f"got {None if pixel_values is None else list(pixel_values.shape)}.",
+        )
+        here = input_ids == self.config.image_token_index
+        decoding = cache is not None and cache.length > 0 and pixel_values is None
+        if not decoding and not torch.compiler.is_compiling():
+            found, images = int(here.sum()), 0 if pixel_values is None else len(pixel_values)
+            check(
+                found == 0 or pixel_values is not None,
+                f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
+                "processor returns.",
+            )
+            check(
+                found == images * per_image,
+                f"forward: input_ids must have one image placeholder for each of the {images * per_image} image tokens "
+                f"({images} images), got {found}. Expand them as the processor does; was the text cut off?",
+            )
+        embeds = self.embed_tokens(input_ids.masked_fill(here, 0))  # the placeholder may be no word
+        if pixel_values is None and self.tower_is_sharded and not decoding:
+            unused = self.visual(embeds.new_zeros(1, *size))
+            embeds = embeds + 0 * unused.sum().to(embeds.dtype)
+        if pixel_values is None:
+            return super().forward(inputs_embeds=embeds, cache=cache, **options)
+        embeds = embeds.masked_scatter(here[..., None], self.visual(pixel_values).to(embeds.dtype))
+        return super().forward(inputs_embeds=embeds, cache=cache, visible_until=ends_of_runs(here), **options)
+
+
+def ends_of_runs(inside: Tensor) -> Tensor:
+    """Of [B, T] bool the last place of the run of True that each is in, of others the place itself: [B, T] int64."""
+    T = inside.shape[1]
+    place = torch.arange(T, device=inside.device).expand_as(inside)
+    last = inside & ~torch.nn.functional.pad(inside, (0, 1))[:, 1:]
+    ends = torch.where(last, place, T).flip(1).cummin(1).values.flip(1)
+    return torch.where(inside, ends, place)

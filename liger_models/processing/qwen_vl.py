@@ -1,0 +1,318 @@
+"""Prompts with images and videos for Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+
+Source: transformers ``image_processing_pil_qwen2_vl.py``, ``video_processing_qwen3_vl.py``, ``processing_qwen3_vl.py``.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.kernels.dispatch import check
+
+from .images import Normalize, check_settings, read_image, to_tensor
+from .messages import image_parts, rendered
+
+if TYPE_CHECKING:
+    from liger_models.layers.vision_language import MRopeModel
+    from liger_models.tokenizer import Tokenizer
+
+    from .images import Source
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+BICUBIC = 3
+MOST_ELONGATED = 200
+
+
+def smart_resize(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: tuple[int, int] = (1, 1)
+) -> tuple[int, int]:
+    """The size nearest to an image's whose sides are multiples of ``factor`` and whose area is within bounds.
+
+    Args:
+        height, width: of the image.
+        factor: side of an image token in pixels.
+        min_pixels, max_pixels: bounds of the area; of a video, of all frames together.
+        frames: number of frames, as they are and rounded to whole tokens.
+
+    Raises:
+        ValueError: an image more than 200 times as long as wide.
+    """
+    longer, shorter = max(height, width), min(height, width)
+    check(
+        longer <= MOST_ELONGATED * shorter,
+        f"smart_resize: an image must be at most {MOST_ELONGATED} times as long as wide, got {height} x {width}.",
+    )
+    given, rounded = frames
+    high, wide = round(height / factor) * factor, round(width / factor) * factor
+    if rounded * high * wide > max_pixels:
+        shrink = math.sqrt(given * height * width / max_pixels)
+        return tuple(max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))  # type: ignore[return-value]
+    if rounded * high * wide < min_pixels:
+        grow = math.sqrt(min_pixels / (given * height * width))
+        return tuple(math.ceil(side * grow / factor) * factor for side in (height, width))  # type: ignore[return-value]
+    return high, wide
+
+
+BOUNDS = ("image", "frame", "video")
+
+
+class QwenVLImages:
+    """Images or videos as patches.
+
+    Images are resized by Pillow, frames of videos by torch, as in transformers, whose video processors have torch only:
+    the two differ by a few of 255 steps where a picture is noise.
+
+    Args:
+        settings: the content of preprocessor_config.json or video_preprocessor_config.json.
+        min_pixels, max_pixels: bounds of an image's area where the settings have none.
+        of: what the bounds are of: "image"; "frame", each of a video; "video", all of its frames together (Qwen3-VL).
+
+    Raises:
+        ValueError: settings that ask for what is not computed.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], *, min_pixels: int = 3136, max_pixels: int = 1003520, of: str = "image"
+    ) -> None:
+        check(of in BOUNDS, f"QwenVLImages: of must be one of {BOUNDS}, got {of!r}.")
+        check_settings(settings, do_resize=True, do_convert_rgb=True, resample=BICUBIC)
+        size = settings.get("size") or {}
+        self.patch, self.merge, self.frames = (
+            int(settings.get(key) or value)
+            for key, value in (("patch_size", 14), ("merge_size", 2), ("temporal_patch_size", 2))
+        )
+        self.min_pixels = settings.get("min_pixels") or size.get("shortest_edge") or min_pixels
+        self.max_pixels = settings.get("max_pixels") or size.get("longest_edge") or max_pixels
+        self.of = of
+        self.normalize = Normalize(settings, CLIP_MEAN, CLIP_STD)
+
+    def __call__(self, frames: "Sequence[Source]") -> tuple[Tensor, Tensor]:
+        """The patches of an image, or of the frames of a video, all of the first one's size.
+
+        An image, and the last of an odd number of frames, stands in time as often as a patch is deep.
+
+        Args:
+            frames: PIL images, paths or bytes.
+
+        Returns:
+            ``(patches, grid)``: [frames · rows · columns, 3 · depth · side · side] fp32, [3] int64.
+        """
+        images = [read_image(frame) for frame in frames]
+        check(bool(images), "QwenVLImages: a video must have at least one frame, got none.")
+        width, height = images[0].size
+        sizes = sorted({image.size for image in images})
+        check(len(sizes) == 1, f"QwenVLImages: the frames of a video must have one size, got {sizes}.")
+        count, factor = len(images), self.patch * self.merge
+        whole = self.of == "video"
+        check(
+            count >= self.frames or not whole,
+            f"QwenVLImages: a video must have at least {self.frames} frames, got {count}. Pass an image as an image.",
+        )
+        deep = (count, round(count / self.frames) * self.frames) if whole else (1, 1)
+        if whole and min(height, width) < factor:
+            scale = factor / min(height, width)
+            height, width = int(height * scale), int(width * scale)
+        size = smart_resize(height, width, factor, self.min_pixels, self.max_pixels, deep)
+        if self.of == "image":
+            resized = to_tensor(images[0], size, BICUBIC)[None]
+        else:
+            given_size = images[0].size[::-1]
+            resized = torch.stack([to_tensor(image, given_size, BICUBIC) for image in images])
+            resized = F.interpolate(resized, size, mode="bicubic", antialias=True)  # in uint8
+        pixels = self.normalize(resized)
+        pixels = torch.cat([pixels, pixels[-1:].expand(-count % self.frames, -1, -1, -1)])
+        return self._patches(pixels)
+
+    def _patches(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """pixels [T, 3, height, width] -> the patches, block by block of those that become one token."""
+        T, channels, height, width = pixels.shape
+        rows, columns, m, p = height // self.patch, width // self.patch, self.merge, self.patch
+        blocks = pixels.view(T // self.frames, self.frames, channels, rows // m, m, p, columns // m, m, p)
+        patches = blocks.permute(
+            0, 3, 6, 4, 7, 2, 1, 5, 8
+        )  # frame, block row, column, row, column, channel, depth, y, x
+        grid = torch.tensor([T // self.frames, rows, columns])
+        return patches.reshape(int(grid.prod()), -1), grid
+
+
+class QwenVLProcessor:
+    """Texts with placeholders, images and videos, as what the model's ``forward`` and ``generate`` take.
+
+    Args:
+        tokenizer: of the checkpoint.
+        images, videos: make the patches.
+        image_token, video_token: the placeholders.
+        frames_apart: each frame of a video is written out with its time (Qwen3-VL).
+        times: the model counts a video's seconds (Qwen2.5-VL).
+    """
+
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        images: QwenVLImages,
+        videos: QwenVLImages,
+        *,
+        image_token: str,
+        video_token: str,
+        frames_apart: bool = False,
+        times: bool = False,
+    ) -> None:
+        self.tokenizer, self.images, self.videos = tokenizer, images, videos
+        self.image_token, self.video_token = image_token, video_token
+        self.frames_apart, self.times = frames_apart, times
+
+    @classmethod
+    def of(cls, model: "MRopeModel") -> "QwenVLProcessor":
+        """The processor whose settings came with a model's checkpoint.
+
+        Raises:
+            ValueError: the checkpoint had no tokenizer, or one without the placeholders.
+        """
+        images, videos = (
+            json.loads(model.assets.get(name, b"{}"))
+            for name in ("preprocessor_config.json", "video_preprocessor_config.json")
+        )
+        vision, config = model.config.vision_config, model.config
+        sizes = {
+            "patch_size": vision.patch_size,
+            "merge_size": vision.spatial_merge_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+        }
+        for name, settings in (("preprocessor_config.json", images), ("video_preprocessor_config.json", videos)):
+            wrong = {key: settings[key] for key, value in sizes.items() if settings.get(key, value) != value}
+            check(not wrong, f"{name}: must have the model's {sizes}, got {wrong}. Take the files of one checkpoint.")
+        image, video = (
+            model.tokenizer.backend.id_to_token(token) or "" for token in (config.image_token_id, config.video_token_id)
+        )
+        check(
+            image != "" and video != "",
+            f"QwenVLProcessor: the tokenizer must have the ids {config.image_token_id} and {config.video_token_id} of "
+            f"the placeholders, got {len(model.tokenizer)} tokens. Take the checkpoint's own tokenizer.",
+        )
+        apart = model.frames_apart
+        bounds = {"min_pixels": 131072, "max_pixels": 786432} if apart else {"min_pixels": 100352, "max_pixels": 602112}
+        return cls(
+            model.tokenizer,
+            QwenVLImages(sizes | images),
+            QwenVLImages(sizes | (videos or images), of="video" if apart else "frame", **bounds),
+            image_token=image,
+            video_token=video,
+            frames_apart=apart,
+            times=hasattr(vision, "tokens_per_second"),
+        )
+
+    def __call__(
+        self,
+        texts: Sequence[str],
+        *,
+        images: "Sequence[Source]" = (),
+        videos: "Sequence[Sequence[Source]]" = (),
+        fps: float | Sequence[float] | None = None,
+        padding_side: str = "left",
+    ) -> dict[str, Any]:
+        """A batch of texts with the images and videos that their placeholders stand for, in order.
+
+        Args:
+            texts: with one placeholder per image or video, as the chat template writes it.
+            images: PIL images, paths or bytes.
+            videos: the frames of each, already chosen, all of one size.
+            fps: frames per second of each video, where the model wants to know (Qwen2.5-VL, Qwen3-VL).
+            padding_side: "left" (generation) or "right" (training).
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` [B, T], and of what is there ``pixel_values`` [N, P] with
+            ``image_grid_thw`` [images, 3], ``pixel_values_videos`` with ``video_grid_thw``, ``second_per_grid_ts``.
+
+        Raises:
+            ValueError: placeholders that differ in number from the images or videos; no ``fps`` where it is needed.
+        """
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        rates = list(fps) if isinstance(fps, Sequence) else [fps] * len(videos)
+        check(len(rates) == len(videos), f"QwenVLProcessor: fps must be one, or one for each of {len(videos)} videos.")
+        check(
+            None not in rates or not (self.frames_apart or self.times),
+            "QwenVLProcessor: fps must be given with videos, whose frames have times in this model.",
+        )
+        out: dict[str, Any] = {}
+        written: dict[str, list[str]] = {}
+        for kind, token, items, make in (
+            ("image", self.image_token, [[image] for image in images], self.images),
+            ("video", self.video_token, videos, self.videos),
+        ):
+            found = sum(text.count(token) for text in texts)
+            check(
+                found == len(items),
+                f"QwenVLProcessor: the texts must have one {token} for each of the {len(items)} {kind}s, got {found}.",
+            )
+            made = [make(item) for item in items]
+            if made:
+                out["pixel_values" if kind == "image" else "pixel_values_videos"] = torch.cat([p for p, _ in made])
+                out[f"{kind}_grid_thw"] = torch.stack([grid for _, grid in made])
+            tokens = [token * int(grid[1:].prod() // make.merge**2) for _, grid in made]
+            if kind == "image" or not self.frames_apart:
+                written[token] = [frame * int(grid[0]) for frame, (_, grid) in zip(tokens, made, strict=True)]
+            else:
+                written[token] = [
+                    self._timed(frame, len(video), float(rate or 0))
+                    for frame, video, rate in zip(tokens, videos, rates, strict=True)
+                ]
+        if videos and self.times:
+            out["second_per_grid_ts"] = [self.videos.frames / float(rate or 0) for rate in rates]
+        queues = {token: iter(expanded) for token, expanded in written.items()}
+        wrapped = re.escape(f"<|vision_start|>{self.video_token}<|vision_end|>") if self.frames_apart else "(?!)"
+        pattern = re.compile(f"{wrapped}|{re.escape(self.image_token)}|{re.escape(self.video_token)}")
+
+        def expand(match: re.Match[str]) -> str:
+            return next(queues[self.image_token if match[0] == self.image_token else self.video_token])
+
+        expanded = [pattern.sub(expand, text) for text in texts]
+        return {**self.tokenizer(expanded, padding_side=padding_side, add_special_tokens=False), **out}
+
+    def _timed(self, frame: str, count: int, rate: float) -> str:
+        """Each frame of patches with its time in front: the mean of the first and last frame in it."""
+        depth = self.videos.frames
+        indices = [min(index, count - 1) for index in range(count + -count % depth)]
+        times = [(indices[i] + indices[i + depth - 1]) / 2 / rate for i in range(0, len(indices), depth)]
+        return "".join(f"<{time:.1f} seconds><|vision_start|>{frame}<|vision_end|>" for time in times)
+
+    def apply_chat_template(
+        self,
+        conversations: Sequence[Any],
+        *,
+        add_generation_prompt: bool = False,
+        padding_side: str = "left",
+        **variables: Any,
+    ) -> dict[str, Any]:
+        """Conversations with images and videos in the model's own format, as a batch.
+
+        Args:
+            conversations: messages, or a list of lists of them. The ``content`` of a message is a text, or a list of
+                parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}``, ``{"type": "video",
+                "video": [frames], "fps": ...}``.
+            add_generation_prompt: end with the beginning of an answer.
+            padding_side: "left" (generation) or "right" (training).
+            **variables: what else the template reads.
+
+        Returns:
+            As of a call.
+
+        Raises:
+            ValueError: as of a call; no chat template.
+        """
+        texts = rendered(self.tokenizer, conversations, add_generation_prompt=add_generation_prompt, **variables)
+        parts = image_parts(conversations)
+        videos = [part for part in parts if part["type"] == "video"]
+        rates = [part["fps"] for part in videos if part.get("fps") is not None]
+        return self(
+            texts,
+            images=[part["image"] for part in parts if part["type"] == "image"],
+            videos=[part["video"] for part in videos],
+            fps=rates if videos and rates else None,
+            padding_side=padding_side,
+        )

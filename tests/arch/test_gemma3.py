@@ -1,0 +1,226 @@
+"""Gemma 3 with images, against transformers: logits, loss, gradients, decoding; who sees whom among image tokens."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from liger_models import KernelOptions
+from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
+from liger_models.layers.sequence import DecodeCache
+from liger_models.layers.vision_language import ends_of_runs
+
+from .families import (
+    LIMIT,
+    VISION_CASES,
+    assert_same_gradients,
+    error,
+    gradients_of,
+    is_tower,
+    load,
+    make_folder,
+)
+
+CASES = [case for case in VISION_CASES if case[0] == "gemma3"]
+every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
+one_case = pytest.mark.parametrize("pair", CASES[:1], indirect=True, ids="-".join)
+IMAGE = -1
+
+
+def make(model, rows, seed=0):
+    """input_ids, token types, mask, labels and pixels of rows of word counts and images."""
+    generator = torch.Generator().manual_seed(seed)
+    config, tokens = model.config, model.config.mm_tokens_per_image
+    ids = [
+        [
+            token
+            for part in row
+            for token in (
+                [config.boi_token_index, *[config.image_token_index] * tokens, config.eoi_token_index]
+                if part == IMAGE
+                else torch.randint(3, 80, (part,), generator=generator).tolist()
+            )
+        ]
+        for row in rows
+    ]
+    T = max(map(len, ids))
+    mask = torch.tensor([[0] * (T - len(row)) + [1] * len(row) for row in ids])
+    ids = torch.tensor([[0] * (T - len(row)) + row for row in ids])
+    types = (ids == config.image_token_index).long()
+    size = config.vision_config.image_size
+    count = sum(row.count(IMAGE) for row in rows)
+    pixels = torch.randn(count, 3, size, size, generator=generator)
+    # A padding token before the first real one has nothing to predict it from: we ignore that target.
+    first = (mask == 1) & (torch.nn.functional.pad(mask, (1, 0))[:, :-1] == 0)
+    labels = ids.masked_fill((types == 1) | (mask == 0) | first, -100)
+    return ids, types, mask, labels, pixels
+
+
+ROWS = [[3, IMAGE, 9, IMAGE, 4], [2, IMAGE, 12], [11]]
+
+
+@every_case
+def test_logits_loss_and_gradients(pair):
+    """Rows with two images, one and none, padded on the left; runs of image tokens longer than the window."""
+    _, _, theirs, ours = pair
+    ids, types, mask, labels, pixels = make(ours, ROWS)
+    want = theirs(ids, token_type_ids=types, attention_mask=mask, pixel_values=pixels, labels=labels)
+    want.loss.backward()
+    kept = mask.bool()
+    options = {"pixel_values": pixels, "attention_mask": mask}
+    assert error(ours(ids, **options).logits[kept], want.logits[kept]) <= LIMIT
+    got = ours(ids, labels=labels, token_type_ids=types, **options)
+    assert error(got.loss, want.loss) <= LIMIT
+    got.loss.backward()
+    assert_same_gradients(ours, theirs)
+    assert any(is_tower(name) and gradient.any() for name, gradient in gradients_of(ours).items())
+
+
+@one_case
+def test_packed_documents_are_separate_documents(pair):
+    _, _, theirs, ours = pair
+    rows = [[3, IMAGE, 5], [9], [IMAGE, 4, IMAGE, 2]]
+    alone = [make(ours, [row], seed) for seed, row in enumerate(rows)]
+    bounds = torch.tensor([0, *(each[0].shape[1] for each in alone)]).cumsum(0)
+    ids, labels, pixels = (torch.cat([each[i] for each in alone], dim) for i, dim in ((0, 1), (3, 1), (4, 0)))
+    got = ours(ids, labels=labels, cu_seqlens=bounds, pixel_values=pixels, return_logits=True)
+    got.loss.backward()
+    logits, losses, targets = [], [], 0
+    for own, types, _, own_labels, own_pixels in alone:
+        images = {"pixel_values": own_pixels} if len(own_pixels) else {}
+        logits.append(theirs(own, token_type_ids=types, **images).logits)
+        losses.append(torch.nn.functional.cross_entropy(logits[-1][0, :-1], own_labels[0, 1:], reduction="sum"))
+        targets += int((own_labels[:, 1:] != -100).sum())
+    (sum(losses) / targets).backward()
+    assert error(got.logits, torch.cat(logits, 1)) <= LIMIT
+    assert_same_gradients(ours, theirs)
+
+
+@every_case
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generate(pair, use_cache):
+    _, _, theirs, ours = pair
+    ids, types, mask, _, pixels = make(ours, ROWS)
+    theirs.generation_config.eos_token_id = None
+    options = {"attention_mask": mask, "pixel_values": pixels, "max_new_tokens": 6, "do_sample": False}
+    want = theirs.generate(ids, token_type_ids=types, use_cache=True, pad_token_id=0, **options)
+    got = ours.generate(ids, token_type_ids=types, use_cache=use_cache, pad_token_id=0, eos_token_id=[], **options)
+    assert torch.equal(got, want)
+
+
+@one_case
+def test_pieces_with_a_cache_are_the_whole(pair):
+    _, _, _, ours = pair
+    ids, _, _, _, pixels = make(ours, [[3, IMAGE, 4, IMAGE, 5]])
+    first = 3 + 18 + 2
+    cache = DecodeCache(ids.shape[1])
+    with torch.no_grad():
+        got = [
+            ours(ids[:, :first], pixel_values=pixels[:1], cache=cache).logits,
+            ours(ids[:, first:-2], pixel_values=pixels[1:], cache=cache).logits,
+            *(ours(ids[:, i : i + 1], cache=cache).logits for i in (-2,)),
+            ours(ids[:, -1:], cache=cache).logits,
+        ]
+        assert error(torch.cat(got, 1), ours(ids, pixel_values=pixels).logits) <= LIMIT
+
+
+@one_case
+def test_image_tokens_see_each_other_and_texts_only_what_is_before(pair):
+    _, _, _, ours = pair
+    ids, types, _, _, pixels = make(ours, [[3, IMAGE, 4, IMAGE, 5]])
+    before = ours(ids, pixel_values=pixels).logits[0]
+    for image, other in ((0, 1), (1, 0)):
+        changed = pixels.clone()
+        changed[image, :, -1, -1] += 9.0  # the last corner, in the last token of the image
+        same = torch.isclose(ours(ids, pixel_values=changed).logits[0], before, atol=1e-6).all(1)
+        runs = types[0].nonzero().flatten().split(16)
+        assert not same[runs[image]].any()
+        assert same[: runs[image][0]].all()
+        if other < image:
+            assert same[runs[other]].all()
+
+
+def test_ends_of_runs():
+    inside = torch.tensor([[0, 1, 1, 0, 1, 0], [1, 1, 0, 0, 1, 1]]).bool()
+    assert ends_of_runs(inside).tolist() == [[0, 2, 2, 3, 4, 5], [1, 1, 2, 3, 5, 5]]
+
+
+@one_case
+def test_frozen_parts_and_checkpointing(pair):
+    _, _, _, ours = pair
+    ids, _, mask, labels, pixels = make(ours, ROWS)
+    run = lambda: ours(ids, labels=labels, attention_mask=mask, pixel_values=pixels).loss.backward()
+    run()
+    every = gradients_of(ours)
+    for policy in CHECKPOINTING_POLICIES[1:]:
+        ours.zero_grad()
+        ours.set_checkpointing(policy)
+        run()
+        assert all(torch.equal(gradient, every[name]) for name, gradient in gradients_of(ours).items())
+    for tower in (True, False):
+        ours.zero_grad()
+        for name, parameter in ours.named_parameters():
+            parameter.requires_grad_(is_tower(name) != tower)
+        run()
+        left = gradients_of(ours)
+        assert {is_tower(name) for name in left} == {not tower}
+        for name, gradient in left.items():
+            torch.testing.assert_close(gradient, every[name])
+
+
+@one_case
+def test_kernels_match_transformers(pair, kernel_device, root):
+    arch, variant, theirs, ours = pair
+    ids, types, _, labels, pixels = make(ours, [[2, IMAGE, 3]])
+    want = theirs(ids, token_type_ids=types, pixel_values=pixels, labels=labels)
+    want.loss.backward()
+    off = KernelOptions(rms_norm=False, layer_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
+    for kernels in (None, off):
+        ours = load(arch, make_folder(arch, variant, root), kernels=kernels, device=kernel_device)
+        got = ours(*(x.to(kernel_device) for x in (ids,)), labels=labels.to(kernel_device),
+                   pixel_values=pixels.to(kernel_device))  # fmt: skip
+        assert error(got.loss, want.loss) <= LIMIT
+        got.loss.backward()
+        assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.gpu
+@one_case
+def test_on_gpu(pair):
+    """flex_attention over more than one block there."""
+    _, _, theirs, ours = pair
+    ids, types, mask, labels, pixels = make(ours, [[100, IMAGE, 90, IMAGE, 4], [120, IMAGE, 12], [50]])
+    want = theirs(ids, token_type_ids=types, attention_mask=mask, pixel_values=pixels, labels=labels)
+    want.loss.backward()
+    ours.cuda()
+    got = ours(ids.cuda(), labels=labels.cuda(), attention_mask=mask.cuda(), pixel_values=pixels.cuda())
+    got.loss.backward()
+    assert error(got.loss, want.loss) <= LIMIT
+    assert_same_gradients(ours, theirs)
+
+
+@one_case
+def test_wrong_numbers_are_named(pair):
+    _, _, _, ours = pair
+    ids, _, _, _, pixels = make(ours, [[3, IMAGE, 2]])
+    with pytest.raises(ValueError, match=r"each of the 16 image tokens \(1 images\), got 15"):
+        ours(ids[:, torch.arange(ids.shape[1]) != 5], pixel_values=pixels)
+    with pytest.raises(ValueError, match="16 image placeholders in input_ids must have pixel_values, got none"):
+        ours(ids)
+    with pytest.raises(ValueError, match=r"must be \[images, 3, 32, 32\], got \[1, 3, 16, 32\]"):
+        ours(ids, pixel_values=pixels[:, :, :16])
+    with pytest.raises(ValueError, match="pixels need input_ids"):
+        ours(inputs_embeds=ours.embed_tokens(ids), pixel_values=pixels)
+    config = ours.config
+    for changes, message in (
+        ({"hidden_act": "relu"}, "hidden_act must be"),
+        ({"image_size": 33}, "image_size \\(33\\) must be a multiple"),
+        ({"num_attention_heads": 5}, "must be a multiple of num_attention_heads"),
+        ({"vision_use_head": True}, "vision_use_head must be False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(config.vision_config, **changes)
+    with pytest.raises(ValueError, match=r"mm_tokens_per_image \(15\) must be the square"):
+        dataclasses.replace(config, mm_tokens_per_image=15)
+    assert math.isqrt(config.mm_tokens_per_image) == config.tokens_per_side

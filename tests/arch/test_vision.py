@@ -1,0 +1,402 @@
+"""Vision-language models with images and videos, against transformers: positions, logits, loss, gradients, decoding."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_models import KernelOptions
+from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
+from liger_models.layers.sequence import DecodeCache
+
+from .families import (
+    LIMIT,
+    assert_same_gradients,
+    error,
+    every_video_case,
+    gradients_of,
+    is_tower,
+    load,
+    make_folder,
+    one_video_case_each,
+)
+
+Grid = tuple[int, int, int]
+
+
+class Batch:
+    """Texts with images and videos in them.
+
+    Args:
+        model: says what placeholders and patches are like.
+        rows: for each text what follows each other: a number of words, a grid of frames, rows and columns of image
+            tokens as ("image", grid) or ("video", grid).
+    """
+
+    def __init__(self, model: Any, rows: list[list[Any]], seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        config, vision = model.config, model.config.vision_config
+        merge = vision.spatial_merge_size
+        ids: list[list[int]] = []
+        grids: dict[str, list[Grid]] = {"image": [], "video": []}
+        for row in rows:
+            ids.append([])
+            for part in row:
+                if isinstance(part, int):
+                    ids[-1] += torch.randint(3, 80, (part,), generator=generator).tolist()
+                    continue
+                kind, (t, h, w) = part
+                token = {"image": config.image_token_id, "video": config.video_token_id}[kind]
+                grids[kind].append((t, h * merge, w * merge))
+                for frame in range(t):
+                    ids[-1] += [token] * (h * w)
+                    if model.frames_apart and frame < t - 1:
+                        ids[-1] += [50 + frame]  # where the time of the next frame stands
+        T = max(map(len, ids))
+        self.ids = torch.tensor([row + [0] * (T - len(row)) for row in ids])
+        self.mask = torch.tensor([[1] * len(row) + [0] * (T - len(row)) for row in ids])
+        self.kinds = (self.ids == config.image_token_id).int() + 2 * (self.ids == config.video_token_id).int()
+        self.labels = self.ids.masked_fill((self.kinds > 0) | (self.mask == 0), -100)
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        self.inputs: dict[str, Tensor] = {}
+        for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            if grids[kind]:
+                grid = torch.tensor(grids[kind])
+                self.inputs[pixels] = torch.randn(int(grid.prod(1).sum()), width, generator=generator)
+                self.inputs[f"{kind}_grid_thw"] = grid
+
+    def theirs(self, model: Any, **options: Any) -> Any:
+        model.model.rope_deltas = None  # it remembers those of the last call
+        return model(self.ids, mm_token_type_ids=self.kinds, **self.inputs, **options)
+
+    def positions(self, model: Any, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        grids = {name: grid for name, grid in self.inputs.items() if name.endswith("grid_thw")}
+        return model.model.get_rope_index(self.ids, mm_token_type_ids=self.kinds, attention_mask=mask, **grids)
+
+
+ONE = [[3, ("image", (1, 2, 3)), 4]]
+SEVERAL = [
+    [2, ("image", (1, 3, 2)), 1, ("image", (1, 1, 1)), 5, ("image", (1, 4, 5)), 2],
+    [9, ("image", (1, 5, 1)), 3],
+    [11],
+]
+VIDEO = [[2, ("video", (3, 2, 3)), 4, ("image", (1, 2, 2)), 1, ("video", (2, 1, 2)), 3], [4, ("image", (1, 1, 3)), 2]]
+LONG_VIDEO = [[2, ("video", (6, 1, 2)), 3]]
+"""More frames than rows and columns: what follows has smaller positions than the last frames."""
+BATCHES = {"one": ONE, "several": SEVERAL, "video": VIDEO, "long-video": LONG_VIDEO}
+every_batch = pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
+
+
+@every_video_case
+@every_batch
+def test_logits_loss_and_gradients(pair, rows):
+    """Samples with and without images of different sizes in one padded batch."""
+    _, _, theirs, ours = pair
+    batch = Batch(ours, rows)
+    mask = {} if batch.mask.all() else {"attention_mask": batch.mask}
+    want = batch.theirs(theirs, labels=batch.labels, **mask)
+    want.loss.backward()
+    kept = batch.mask.bool()
+    assert error(ours(batch.ids, **batch.inputs, **mask).logits[kept], want.logits[kept]) <= LIMIT
+    got = ours(batch.ids, labels=batch.labels, **batch.inputs, **mask)
+    assert got.logits is None
+    assert error(got.loss, want.loss) <= LIMIT
+    got.loss.backward()
+    assert_same_gradients(ours, theirs)
+    assert any(is_tower(name) and gradient.any() for name, gradient in gradients_of(ours).items())
+
+
+@one_video_case_each
+@every_batch
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_positions(pair, rows, side):
+    _, _, theirs, ours = pair
+    batch = Batch(ours, rows)
+    mask = None
+    if side != "none":
+        mask = batch.mask.clone()
+        if side == "left":
+            shifts = (batch.mask == 0).sum(1)
+            for name in ("ids", "kinds"):
+                rolled = [row.roll(int(shift)) for row, shift in zip(getattr(batch, name), shifts, strict=True)]
+                setattr(batch, name, torch.stack(rolled))
+            mask = mask.flip(1)
+    grids = [batch.inputs.get(f"{kind}_grid_thw") for kind in ("image", "video")]
+    want, _ = batch.positions(theirs, mask)
+    assert torch.equal(ours.multimodal_positions(batch.ids, *grids, attention_mask=mask), want)
+
+
+def test_positions_of_a_video_count_its_seconds(root):
+    folder = make_folder("qwen2_5_vl", "gqa", root)
+    from .families import hf_model
+
+    theirs, ours = hf_model(folder), load("qwen2_5_vl", folder)
+    batch = Batch(ours, VIDEO)
+    seconds = torch.tensor([0.7, 1.5])
+    want, _ = theirs.model.get_rope_index(
+        batch.ids, mm_token_type_ids=batch.kinds, second_per_grid_ts=seconds,
+        image_grid_thw=batch.inputs["image_grid_thw"], video_grid_thw=batch.inputs["video_grid_thw"],
+    )  # fmt: skip
+    grids = batch.inputs["image_grid_thw"], batch.inputs["video_grid_thw"]
+    assert torch.equal(ours.multimodal_positions(batch.ids, *grids, second_per_grid_ts=seconds), want)
+    assert not torch.equal(ours.multimodal_positions(batch.ids, *grids), want)
+    out = batch.theirs(theirs, second_per_grid_ts=seconds, attention_mask=batch.mask)
+    got = ours(batch.ids, second_per_grid_ts=seconds, attention_mask=batch.mask, **batch.inputs)
+    kept = batch.mask.bool()
+    assert error(got.logits[kept], out.logits[kept]) <= LIMIT
+
+
+@one_video_case_each
+def test_packed_documents_are_separate_documents(pair):
+    """One packed row gives the logits, the loss and the gradients of each text alone."""
+    _, _, theirs, ours = pair
+    rows = [*SEVERAL, VIDEO[0]]
+    packed = Batch(ours, [[part for row in rows for part in row]])
+    lengths = [int(Batch(ours, [row]).mask.sum()) for row in rows]
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    got = ours(packed.ids, labels=packed.labels, cu_seqlens=bounds, return_logits=True, **packed.inputs)
+    got.loss.backward()
+
+    logits, losses, targets = [], [], 0
+    offsets = dict.fromkeys(packed.inputs, 0)
+    for row, start, end in zip(rows, bounds, bounds[1:], strict=False):
+        alone = Batch(ours, [row])
+        alone.ids, alone.kinds = packed.ids[:, start:end], packed.kinds[:, start:end]
+        for name, tensor in alone.inputs.items():
+            alone.inputs[name] = packed.inputs[name][offsets[name] : offsets[name] + len(tensor)]
+            offsets[name] += len(tensor)
+        out = alone.theirs(theirs)
+        labels = packed.labels[:, start + 1 : end]
+        logits.append(out.logits)
+        losses.append(torch.nn.functional.cross_entropy(out.logits[0, :-1], labels[0], reduction="sum"))
+        targets += int((labels != -100).sum())
+    want = sum(losses) / targets
+    want.backward()
+    assert error(got.logits, torch.cat(logits, 1)) <= LIMIT
+    assert error(got.loss, want) <= LIMIT
+    assert_same_gradients(ours, theirs)
+
+
+@every_video_case
+@every_batch
+def test_cached_decode(pair, rows):
+    """The prompt, then single tokens, give transformers' logits of the whole."""
+    _, _, theirs, ours = pair
+    batch = Batch(ours, rows[:1])
+    length = batch.ids.shape[1]
+    new = torch.randint(3, 80, (1, 4), generator=torch.Generator().manual_seed(1))
+    cache = DecodeCache(length + 4)
+    with torch.no_grad():
+        got = [ours(batch.ids, cache=cache, **batch.inputs).logits]
+        got += [ours(token, cache=cache).logits for token in new.split(1, 1)]
+        batch.ids, batch.kinds = torch.cat([batch.ids, new], 1), torch.nn.functional.pad(batch.kinds, (0, 4))
+        want = batch.theirs(theirs).logits
+    assert error(torch.cat(got, 1), want) <= LIMIT
+
+
+@one_video_case_each
+def test_images_in_later_pieces(pair):
+    """A conversation in pieces, with images in several, gives the logits of the whole; rows can be chosen between."""
+    _, _, _, ours = pair
+    whole = Batch(ours, [[2, ("image", (1, 2, 3)), 4, ("image", (1, 3, 1)), 5]])
+    cuts = [2 + 6 + 1, 3, 3 + 5]  # the second image begins in the third piece
+    cache = DecodeCache(whole.ids.shape[1])
+    grid = whole.inputs["image_grid_thw"]
+    first = int(grid[0].prod())
+    with torch.no_grad():
+        want = ours(whole.ids, **whole.inputs).logits
+        pieces = whole.ids.split(cuts, 1)
+        inputs = [
+            {"pixel_values": whole.inputs["pixel_values"][:first], "image_grid_thw": grid[:1]},
+            {},
+            {"pixel_values": whole.inputs["pixel_values"][first:], "image_grid_thw": grid[1:]},
+        ]
+        got = [ours(pieces[0], cache=cache, **inputs[0]).logits]
+        cache.select(torch.tensor([0, 0]))
+        for ids, given in zip(pieces[1:], inputs[1:], strict=True):
+            both = {name: torch.cat([tensor, tensor]) for name, tensor in given.items()}
+            got.append(ours(ids.expand(2, -1), cache=cache, **both).logits[1:])
+    assert error(torch.cat(got, 1), want) <= LIMIT
+
+
+@one_video_case_each
+@every_batch
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generate(pair, rows, use_cache):
+    """Greedy continuations of prompts with images, padded on the left, are transformers'."""
+    _, _, theirs, ours = pair
+    batch = Batch(ours, rows)
+    shifts = (batch.mask == 0).sum(1)
+    ids, kinds = (
+        torch.stack([row.roll(int(shift)) for row, shift in zip(x, shifts, strict=True)])
+        for x in (batch.ids, batch.kinds)
+    )
+    mask = batch.mask.flip(1)
+    theirs.generation_config.eos_token_id = None
+    want = theirs.generate(
+        ids, attention_mask=mask, mm_token_type_ids=kinds, max_new_tokens=6, do_sample=False, pad_token_id=0,
+        use_cache=use_cache, **batch.inputs,
+    )  # fmt: skip
+    got = ours.generate(
+        ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=[],
+        use_cache=use_cache, **batch.inputs,
+    )  # fmt: skip
+    assert torch.equal(got, want)
+
+
+@one_video_case_each
+def test_checkpointing_policies_give_identical_gradients(pair):
+    _, _, _, ours = pair
+    batch = Batch(ours, VIDEO)
+    gradients = []
+    for language, vision in [(policy, None) for policy in CHECKPOINTING_POLICIES] + [
+        ("none", "full"),
+        ("full", "none"),
+    ]:
+        ours.zero_grad()
+        ours.set_checkpointing(language, vision_policy=vision)
+        ours(batch.ids, labels=batch.labels, attention_mask=batch.mask, **batch.inputs).loss.backward()
+        gradients.append(gradients_of(ours))
+    for other in gradients[1:]:
+        assert all(torch.equal(gradient, other[name]) for name, gradient in gradients[0].items())
+    with pytest.raises(ValueError, match=r"vision_policy must be one of .*, got 'some'"):
+        ours.set_checkpointing("none", vision_policy="some")
+
+
+@one_video_case_each
+@pytest.mark.parametrize("part", ["tower", "language model"])
+def test_a_frozen_part(pair, part):
+    """The gradients of the other part are those of training both."""
+    _, _, _, ours = pair
+    batch = Batch(ours, VIDEO)
+    run = lambda: ours(batch.ids, labels=batch.labels, attention_mask=batch.mask, **batch.inputs).loss.backward()
+    run()
+    every = gradients_of(ours)
+    ours.zero_grad()
+    for name, parameter in ours.named_parameters():
+        parameter.requires_grad_(is_tower(name) != (part == "tower"))
+    run()
+    left = gradients_of(ours)
+    assert {is_tower(name) for name in left} == {part != "tower"}
+    assert len(left) == sum(is_tower(name) == (part != "tower") for name in every)
+    for name, gradient in left.items():
+        torch.testing.assert_close(gradient, every[name])
+
+
+@one_video_case_each
+def test_images_do_not_see_each_other(pair):
+    """The tokens of an image are the same whatever other images are in the batch, and depend on all of the image."""
+    _, _, _, ours = pair
+    batch = Batch(ours, SEVERAL)
+    pixels, grid = batch.inputs["pixel_values"], batch.inputs["image_grid_thw"]
+    together = ours.visual(pixels, grid).tokens
+    merged = grid.prod(1) // ours.config.vision_config.spatial_merge_size**2
+    places = zip(pixels.split(grid.prod(1).tolist()), grid, together.split(merged.tolist()), strict=True)
+    for own, one, tokens in places:
+        assert error(ours.visual(own, one[None]).tokens, tokens) <= LIMIT
+    changed = pixels.clone()
+    changed[-1] += 1
+    after = ours.visual(changed, grid).tokens
+    last = int(merged[-1])
+    assert torch.equal(after[:-last], together[:-last])
+    assert not torch.isclose(after[-last:], together[-last:]).all(1).any()
+
+
+@one_video_case_each
+def test_a_batch_of_transformers_processors_is_taken(pair):
+    _, _, _, ours = pair
+    batch = Batch(ours, ONE)
+    want = ours(batch.ids, **batch.inputs).logits
+    assert torch.equal(ours(batch.ids, mm_token_type_ids=batch.kinds, **batch.inputs).logits, want)
+
+
+@one_video_case_each
+def test_half_precision(pair):
+    """fp32 pixels into a model in bf16."""
+    _, _, _, ours = pair
+    batch = Batch(ours, ONE)
+    want = ours(batch.ids, **batch.inputs).logits
+    got = ours.bfloat16()(batch.ids, **batch.inputs).logits
+    assert got.dtype == torch.bfloat16
+    assert error(got, want) <= 0.1
+
+
+@one_video_case_each
+def test_wrong_numbers_are_named(pair):
+    _, _, _, ours = pair
+    batch = Batch(ours, ONE)
+    pixels, grid = batch.inputs["pixel_values"], batch.inputs["image_grid_thw"]
+    rows = len(pixels)
+    with pytest.raises(ValueError, match="one image placeholder for each of the 6 image tokens, got 5"):
+        ours(batch.ids[:, torch.arange(batch.ids.shape[1]) != 3], **batch.inputs)
+    with pytest.raises(ValueError, match="6 image placeholders in input_ids must have pixel_values, got none"):
+        ours(batch.ids)
+    with pytest.raises(ValueError, match=f"hold the {rows} patches that image_grid_thw describes, got {rows - 1}"):
+        ours(batch.ids, pixel_values=pixels[:-1], image_grid_thw=grid)
+    with pytest.raises(ValueError, match="pixel_values and image_grid_thw must be given together"):
+        ours(batch.ids, pixel_values=pixels)
+    with pytest.raises(ValueError, match=r"pixel_values must be \[patches, values\] and image_grid_thw \[items, 3\]"):
+        ours(batch.ids, pixel_values=pixels, image_grid_thw=grid[0])
+    with pytest.raises(ValueError, match="video placeholders in input_ids must have pixel_values_videos"):
+        ours(torch.full((1, 3), ours.config.video_token_id))
+    with pytest.raises(ValueError, match="pixels need input_ids"):
+        ours(inputs_embeds=ours.embed_tokens(batch.ids), **batch.inputs)
+    with pytest.raises(TypeError, match=r"options must be among .*image_grid_thw.*, got images"):
+        ours.generate(batch.ids, max_new_tokens=1, images=pixels)
+    if not hasattr(ours.config.vision_config, "tokens_per_second"):
+        with pytest.raises(ValueError, match="second_per_grid_ts must not be given"):
+            ours(batch.ids, second_per_grid_ts=[1.0], **batch.inputs)
+
+
+@one_video_case_each
+def test_configurations_that_do_not_fit_are_refused(pair):
+    _, _, _, ours = pair
+    config = ours.config
+    width = "hidden_size" if not hasattr(config.vision_config, "out_hidden_size") else "out_hidden_size"
+    with pytest.raises(ValueError, match=rf"vision_config\.{width} \(65\) must be"):
+        dataclasses.replace(config, vision_config=dataclasses.replace(config.vision_config, **{width: 65}))
+    with pytest.raises(ValueError, match="must be a multiple of 4 · num_heads"):
+        dataclasses.replace(config.vision_config, num_heads=3)
+    with pytest.raises(ValueError, match="hidden_act must be"):
+        dataclasses.replace(config.vision_config, hidden_act="relu")
+    with pytest.raises(ValueError, match=r"mrope_section must be three numbers that add up to"):
+        type(ours)(dataclasses.replace(config, mrope_section=[1, 1, 1]))
+
+
+@one_video_case_each
+def test_kernels_match_transformers(pair, kernel_device, root):
+    arch, variant, theirs, ours = pair
+    batch = Batch(ours, [[2, ("image", (1, 1, 2)), 1, ("image", (1, 2, 2)), 2]])
+    want = batch.theirs(theirs, labels=batch.labels)
+    want.loss.backward()
+    inputs = {name: tensor.to(kernel_device) for name, tensor in batch.inputs.items()}
+    off = KernelOptions(rms_norm=False, layer_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
+    for kernels, policy in ((None, "none"), (None, "full"), (off, "none")):
+        ours = load(arch, make_folder(arch, variant, root), kernels=kernels, device=kernel_device)
+        ours.set_checkpointing(policy)
+        got = ours(batch.ids.to(kernel_device), labels=batch.labels.to(kernel_device), **inputs)
+        assert error(got.loss, want.loss) <= LIMIT
+        got.loss.backward()
+        assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.gpu
+@one_video_case_each
+@pytest.mark.parametrize("rows", [SEVERAL, VIDEO, [[2, ("image", (1, 20, 30)), 3, ("image", (1, 9, 11)), 40]]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_gpu(pair, root, rows, dtype):
+    """flex_attention over images there, a dense mask on the CPU."""
+    arch, variant, theirs, _ = pair
+    ours = load(arch, make_folder(arch, variant, root), dtype=dtype, device="cuda")
+    batch = Batch(ours, rows)
+    options = {} if batch.mask.all() else {"attention_mask": batch.mask}
+    want = batch.theirs(theirs, labels=batch.labels, **options)
+    want.loss.backward()
+    on_gpu = {name: tensor.cuda() for name, tensor in (batch.inputs | options).items()}
+    got = ours(batch.ids.cuda(), labels=batch.labels.cuda(), **on_gpu)
+    got.loss.backward()
+    assert error(got.loss, want.loss) <= (LIMIT if dtype == torch.float32 else 0.02)
+    if dtype == torch.float32:
+        assert_same_gradients(ours, theirs)

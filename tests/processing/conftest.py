@@ -1,0 +1,68 @@
+"""A tokenizer with placeholders and a chat template, and pictures."""
+
+import io
+import json
+
+import pytest
+import torch
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>", "<|im_end|>"]
+
+
+def tokenizer_files() -> dict[str, bytes]:
+    """Bytes as tokens, and the placeholders behind them, from 256 on."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
+    config = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "chat_template": TEMPLATE}
+    return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+
+
+def make_model(arch: str, **assets: dict):
+    """A model of random weights with a tokenizer, and preprocessor settings as keyword arguments."""
+    from liger_models.arch import get_arch  # these not before pytest_configure: they define kernels
+    from liger_models.convert.config_map import read_config
+
+    from ..arch.families import tiny
+
+    sizes = tiny(arch)[next(iter(tiny(arch)))]
+    changes = {"image_token_id": 256, "video_token_id": 257, "text_config": {**sizes["text_config"], "vocab_size": 262}}
+    model_class = get_arch(arch)
+    config = read_config(model_class.config_class, {**sizes, **changes, "model_type": arch}, strict=True)
+    torch.manual_seed(0)
+    model = model_class.from_config(config)
+    model.assets = tokenizer_files() | {f"{name}.json": json.dumps(value).encode() for name, value in assets.items()}
+    return model
+
+
+def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """Noise on a gradient: no resize of it is trivial."""
+    generator = torch.Generator().manual_seed(seed)
+    channels = len(Image.new(mode, (1, 1)).getbands())
+    noise = torch.randint(0, 128, (height, width, channels), generator=generator)
+    pixels = (noise + torch.arange(width)[None, :, None] * 127 // width).to(torch.uint8)
+    return Image.frombytes(mode, (width, height), bytes(pixels.flatten().tolist()))
+
+
+def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
+    content = io.BytesIO()
+    image.save(content, kind)
+    return content.getvalue()
+
+
+@pytest.fixture(params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def arch(request: pytest.FixtureRequest) -> str:
+    return request.param

@@ -1,0 +1,198 @@
+import math
+
+import pytest
+import torch
+
+from liger_models.processing.images import to_tensor
+from liger_models.processing.qwen_vl import CLIP_MEAN, CLIP_STD, QwenVLImages, smart_resize
+
+from .conftest import encoded, make_model, picture
+
+theirs = pytest.importorskip(
+    "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", reason="needs a transformers with a Pillow backend"
+)
+their_smart_resize = theirs.smart_resize
+
+SIZES = [(40, 56), (97, 31), (300, 211), (33, 640), (5, 7), (1, 100)]
+SETTINGS = {
+    "qwen2-vl": {"patch_size": 14, "min_pixels": 3136, "max_pixels": 12845056},
+    "small": {"patch_size": 4, "size": {"shortest_edge": 512, "longest_edge": 4096}},
+    "qwen3-vl": {
+        "patch_size": 16, "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+        "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+    },
+    "merge 3": {"patch_size": 4, "merge_size": 3, "temporal_patch_size": 1, "size": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_patches_are_transformers_bit_for_bit(settings):
+    ours = QwenVLImages(settings)
+    processor = theirs.Qwen2VLImageProcessorPil(**settings)
+    images = [picture(width, height, seed=width) for height, width in SIZES] + [picture(50, 60, "RGBA")]
+    want = processor(images, return_tensors="pt")
+    patches, grids = zip(*(ours([image]) for image in images), strict=True)
+    assert torch.equal(torch.stack(grids), want["image_grid_thw"])
+    assert torch.equal(torch.cat(patches), want["pixel_values"])
+
+
+def test_sizes_are_transformers():
+    for height in range(1, 400, 13):
+        for width in range(2, 400, 17):
+            if max(height, width) <= 200 * min(height, width):
+                for bounds in ((3136, 20000), (100, 1000), (1, 10**7)):
+                    assert smart_resize(height, width, 28, *bounds) == their_smart_resize(height, width, 28, *bounds)
+    with pytest.raises(ValueError, match="at most 200 times as long as wide, got 1 x 201"):
+        smart_resize(1, 201, 28, 1, 1000)
+
+
+def video_size(frames, height, width, factor, min_pixels, max_pixels):
+    """Qwen3-VL's, bounds over all frames, by its description."""
+    if min(height, width) < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    high, wide, deep = (round(side / step) * step for side, step in ((height, factor), (width, factor), (frames, 2)))
+    if deep * high * wide > max_pixels:
+        beta = math.sqrt(frames * height * width / max_pixels)
+        return tuple(max(factor, math.floor(side / beta / factor) * factor) for side in (height, width))
+    if deep * high * wide < min_pixels:
+        beta = math.sqrt(min_pixels / (frames * height * width))
+        return tuple(math.ceil(side * beta / factor) * factor for side in (height, width))
+    return high, wide
+
+
+@pytest.mark.parametrize("of", ["frame", "video"])
+def test_video_patches(of):
+    """The patches of transformers' video processor, which needs torchvision: its resize is torch's, on bytes."""
+    settings = {"patch_size": 4, "size": {"shortest_edge": 600, "longest_edge": 6000}}
+    videos = QwenVLImages(settings, of=of)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (CLIP_MEAN, CLIP_STD))
+    for count, (height, width) in ((4, (30, 40)), (5, (7, 31)), (3, (200, 100))):
+        frames = [picture(width, height, seed=seed) for seed in range(count)]
+        patches, grid = videos(frames)
+        t, h, w = grid.tolist()
+        if of == "frame":
+            size = their_smart_resize(height, width, 8, 600, 6000)
+        else:
+            size = video_size(count, height, width, 8, 600, 6000)
+        assert (t, 4 * h, 4 * w) == ((count + 1) // 2, *size)
+        pixels = torch.stack([to_tensor(frame, (height, width), 3) for frame in frames])
+        pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
+        pixels = (torch.cat([pixels, pixels[-1:]])[: 2 * t] / 255 - mean) / std
+        for number, patch in enumerate(patches):
+            frame, place = divmod(number, h * w)
+            block, inner = divmod(place, 4)
+            row, column = 2 * (block // (w // 2)) + inner // 2, 2 * (block % (w // 2)) + inner % 2
+            want = pixels[2 * frame : 2 * frame + 2, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+            torch.testing.assert_close(patch, want.transpose(0, 1).flatten(), rtol=0, atol=2e-6)
+    with pytest.raises(ValueError, match=r"the frames of a video must have one size, got \[\(3, 4\), \(4, 4\)\]"):
+        videos([picture(4, 4), picture(3, 4)])
+    with pytest.raises(ValueError, match="at least one frame, got none"):
+        videos([])
+
+
+def test_one_frame_is_no_video_for_bounds_of_all_frames():
+    with pytest.raises(ValueError, match=r"at least 2 frames, got 1\. Pass an image as an image"):
+        QwenVLImages({}, of="video")([picture(40, 40)])
+    with pytest.raises(ValueError, match=r"of must be one of .*, got 'frames'"):
+        QwenVLImages({}, of="frames")
+
+
+@pytest.fixture
+def model(arch):
+    small = {"size": {"shortest_edge": 64, "longest_edge": 400}}
+    return make_model(arch, preprocessor_config=small, video_preprocessor_config=small)
+
+
+def test_placeholders_are_written_out(model, arch):
+    processor = model.processor
+    pictures = [picture(20, 12), picture(9, 40), picture(24, 24)]
+    texts = ["A <|image_pad|> and <|image_pad|>.", "None.", "<|image_pad|>"]
+    batch = processor(texts, images=pictures)
+    tokens = (batch["image_grid_thw"].prod(1) // 4).tolist()
+    assert len(set(tokens)) > 1
+    counts = (batch["input_ids"] == 256).sum(1).tolist()
+    assert counts == [tokens[0] + tokens[1], 0, tokens[2]]
+    for row, text in enumerate(texts):
+        kept = batch["input_ids"][row][batch["attention_mask"][row] == 1]
+        words = kept[kept != 256]
+        assert model.tokenizer.decode(words) == text.replace("<|image_pad|>", "")
+    assert batch["attention_mask"][1, 0] == 0
+    right = processor(texts, images=pictures, padding_side="right")
+    assert right["attention_mask"][1, 0] == 1
+    out = model(**batch, labels=batch["input_ids"])
+    assert out.loss.isfinite()
+
+
+def test_a_conversation(model, arch):
+    frames = [picture(20, 20, seed=seed) for seed in range(3)]
+    messages = [
+        {"role": "system", "content": "Look."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": encoded(picture(20, 12))},
+                {"type": "video", "video": frames, "fps": 2.0},
+                {"type": "text", "text": "What is it?"},
+            ],
+        },
+    ]
+    batch = model.processor.apply_chat_template(messages, add_generation_prompt=True)
+    text = model.tokenizer.decode(batch["input_ids"][0], skip_special_tokens=False)
+    image, (t, h, w) = int(batch["image_grid_thw"].prod() // 4), (batch["video_grid_thw"][0]).tolist()
+    assert t == 2
+    frame = "<|video_pad|>" * (h * w // 4)
+    if arch == "qwen3_vl":  # frames 0 and 1, then 2 twice, at two frames a second
+        video = f"<0.2 seconds><|vision_start|>{frame}<|vision_end|><1.0 seconds><|vision_start|>{frame}<|vision_end|>"
+    else:
+        video = f"<|vision_start|>{frame}{frame}<|vision_end|>"
+    assert text == (
+        "<|im_start|>system\nLook.<|im_end|>\n<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * image
+        + f"<|vision_end|>{video}What is it?<|im_end|>\n<|im_start|>assistant\n"
+    )  # fmt: skip
+    assert batch.get("second_per_grid_ts") == ([1.0] if arch == "qwen2_5_vl" else None)
+    continued = model.generate(**batch, max_new_tokens=3, eos_token_id=[])
+    assert continued.shape == (1, batch["input_ids"].shape[1] + 3)
+    both = model.processor.apply_chat_template([messages, messages[:1]])
+    assert both["input_ids"].shape[0] == 2
+    assert len(both["image_grid_thw"]) == 1
+
+
+def test_wrong_numbers_of_images(model):
+    processor = model.processor
+    with pytest.raises(ValueError, match=r"one <\|image_pad\|> for each of the 0 images, got 1"):
+        processor(["<|image_pad|>"])
+    with pytest.raises(ValueError, match=r"one <\|image_pad\|> for each of the 1 images, got 0"):
+        processor(["text"], images=[picture(8, 8)])
+    with pytest.raises(ValueError, match=r"one <\|video_pad\|> for each of the 0 videos, got 2"):
+        processor(["<|video_pad|><|video_pad|>"])
+    with pytest.raises(ValueError, match="fps must be one, or one for each of 0 videos"):
+        processor(["text"], fps=[1.0])
+
+
+def test_videos_whose_time_matters_need_their_rate(model, arch):
+    call = lambda: model.processor(["<|video_pad|>"], videos=[[picture(8, 8)] * 2])
+    if arch == "qwen2_vl":
+        assert "second_per_grid_ts" not in call()
+    else:
+        with pytest.raises(ValueError, match="fps must be given with videos"):
+            call()
+
+
+def test_files_that_do_not_belong_together():
+    model = make_model("qwen2_vl", preprocessor_config={"patch_size": 14})
+    with pytest.raises(ValueError, match=r"preprocessor_config.json: must have the model's .*, got {'patch_size': 14}"):
+        _ = model.processor
+    model = make_model("qwen2_vl")
+    object.__setattr__(model.config, "image_token_id", 9999)
+    with pytest.raises(ValueError, match=r"must have the ids 9999 and 257 of the placeholders, got 262 tokens"):
+        _ = model.processor
+
+
+def test_the_processor_travels_with_the_checkpoint(model, arch, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    again = type(model).from_pretrained(tmp_path / "model", progress=False)
+    image = picture(20, 12)
+    want, got = (m.processor(["<|image_pad|>"], images=[image]) for m in (model, again))
+    assert want.keys() == got.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
