@@ -1,4 +1,4 @@
-"""Run a benchmark (``train``, ``families``, ``profile``, ``curves``, ``ops``), or make the pages (``report``)."""
+"""Run a benchmark (``train``, ``families``, ``profile``, ``longest``, ``curves``, ``ops``), or ``report`` all."""
 
 import argparse
 import datetime
@@ -153,6 +153,10 @@ def main(arguments: list[str] | None = None) -> None:
     where.add_argument("--modes", default="hf+liger,ours", help="comma-separated, as of train")
     where.add_argument("--batch", default="1x8192", help="rows x tokens per row")
     where.add_argument("--steps", type=int, default=8, help="timed steps, of which two are repeated and profiled")
+    most = commands.add_parser("longest", help="sequences of growing length, until one has no room")
+    most.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
+    most.add_argument("--modes", default="hf+liger+ac,ours+adamw+inbackward+full+offload", help="as of train")
+    most.add_argument("--lengths", default="65536,98304,131072,163840,196608,262144,327680,393216", help="tokens")
     long = commands.add_parser("curves", help="the loss of every step, from the same weights and data")
     long.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
     long.add_argument("--modes", default="hf,hf+liger,ours", help="comma-separated, as of train")
@@ -161,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
     each = commands.add_parser("ops", help="each op against its peers: errors, times, memory, fraction of the limits")
     each.add_argument("--ops", default=",".join(ops.OPS), help="comma-separated")
     each.add_argument("--peers", help="comma-separated; without it all that are installed")
-    for command in (one, every, where, long, each):
+    for command in (one, every, where, most, long, each):
         command.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the JSON lines")
     tables = commands.add_parser("report", help="tables and plots of all results into the pages")
     tables.add_argument("--results", type=Path, default=report.RESULTS, help="folder of the JSON lines")
@@ -176,6 +180,15 @@ def main(arguments: list[str] | None = None) -> None:
         peers = options.peers.split(",") if options.peers else None
         planned = plan_ops(options.ops.split(","), peers, options.out / "ops.jsonl")
         print(report.every_op_table(measure_all(planned, with_fractions())))
+    elif options.command == "longest":
+        rows = []
+        for mode in options.modes.split(","):
+            for length in options.lengths.split(","):
+                file = options.out / f"longest-{options.model}.jsonl"
+                rows += measure_all(plan_steps("longest", [options.model], [mode], f"1x{length}", 2, file))
+                if "error" in rows[-1]:
+                    break
+        print(report.longest_table(rows))
     elif options.command in ("train", "curves", "profile"):
         name, modes = options.command, options.modes.split(",")
         file = options.out / f"{name}-{options.model}-{options.batch}.jsonl"

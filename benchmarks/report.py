@@ -160,6 +160,18 @@ def profile_table(rows: Rows) -> str:
     return table("|".join(["model|tokens/step||ms/step", *classes, "matmul and attention"]), lines)
 
 
+def longest_table(rows: Rows) -> str:
+    """One row per mode: the longest sequence that was trained on, and the next, which was not."""
+    lines = []
+    for (model, mode), group in grouped(rows, "model", "mode").items():
+        length = lambda row: int(row["batch"].rpartition("x")[2])
+        fit = max((row for row in group if "error" not in row), key=length, default={})
+        failed = min((row for row in group if "error" in row), key=length, default={})
+        shown = [f"{length(row):,}" if row else "" for row in (fit, failed)]
+        lines.append((model, title(mode), shown[0], fit.get("peak_gib", ""), shown[1]))
+    return table("model||longest sequence|peak GiB|too long", lines)
+
+
 def curve_table(rows: Rows) -> str:
     """One row per mode. Noise is what two ways of rounding make of one run: the distance to transformers' losses."""
     lines = []
@@ -258,6 +270,7 @@ PARTS: dict[str, tuple[str, Callable[[Rows], str], bool]] = {
     "train": ("train", train_table, True),
     "families": ("families", family_table, True),
     "profile": ("profile", profile_table, False),
+    "longest": ("longest", longest_table, False),
     "curves": ("curves", curve_table, True),
     "ops": ("ops", op_table, True),
     "ops-all": ("ops", every_op_table, False),

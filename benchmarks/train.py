@@ -1,5 +1,5 @@
 """One mode of the training benchmark, in this process: ``python -m benchmarks.train KIND MODE MODEL BATCH
-STEPS``, with the kinds train, families, curves, profile.
+STEPS``, with the kinds train, families, curves, profile, longest.
 
 A full fine-tuning step (forward, backward, fused AdamW) in pure bf16, from weights and tokens that are the same in
 every mode: each weight is drawn from a generator seeded by its Hugging Face name. (Where transformers keeps the experts
@@ -61,7 +61,7 @@ FAMILIES = {
 IMAGES = ((12, 20), (24, 36), (48, 32), (16, 92))
 """Rows and columns of image tokens: in a batch for a vision-language model as many in a row as fit into half of it."""
 MODES = (
-    "hf", "hf+ac", "hf+liger", "hf+liger+ac", "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8+blocks",
+    "hf", "hf+ac", "hf+compile", "hf+liger", "hf+liger+ac", "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8+blocks",
 )  # fmt: skip
 """Ours also takes "adamw" (`LigerAdamW`), "inbackward" (its step as soon as a gradient is there), "offloadK" (what K
 blocks keep goes to the host), a number of blocks behind "selective" and "full": first of those that stay; "blocks"
@@ -224,7 +224,7 @@ def make_step(mode: str, config: dict, lr: float) -> Callable[[dict[str, Tensor]
     family, *extras = mode.split("+")
     model = build_hf(config, "liger" in extras, "ac" in extras) if family == "hf" else build_ours(config, extras)
     model.train()
-    forward = torch.compile(model, fullgraph=True) if "compile" in extras else model
+    forward = torch.compile(model, fullgraph=family == "ours") if "compile" in extras else model
     if {"adamw", "inbackward"} & set(extras):
         from liger_models.optim import LigerAdamW, step_in_backward
 
@@ -332,6 +332,22 @@ def profile(mode: str, name: str, batch: str, steps: int) -> dict:
     }
 
 
+def fits(mode: str, name: str, batch: str, steps: int) -> dict:
+    """Whether there is memory for so many tokens: the steps are done, the second with the optimizer's state."""
+    step = make_step(mode, read(name), lr=1e-5)
+    torch.cuda.reset_peak_memory_stats()
+    begun = time.monotonic()
+    losses = [
+        step(torch.randint(0, 1000, tuple(map(int, batch.split("x"))), device="cuda")).item() for _ in range(steps)
+    ]
+    return {
+        "device": torch.cuda.get_device_name(),
+        "seconds": round(time.monotonic() - begun, 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "losses": losses,
+    }
+
+
 def chain(V: int, B: int, T: int, batches: int) -> Tensor:
     """Something to learn, [batches, B, T]: of 512 words of the vocabulary each has four successors."""
     generator = torch.Generator().manual_seed(0)
@@ -415,8 +431,9 @@ def main(kind: str, mode: str, name: str, batch: str, steps: str) -> None:
         import torchao.float8  # noqa: F401
     imported_s = process_age_s()
     sys.stdin.readline()
-    if kind in ("curves", "profile"):
-        found = (curve if kind == "curves" else profile)(mode, name, batch, int(steps))
+    others = {"curves": curve, "profile": profile, "longest": fits}
+    if kind in others:
+        found = others[kind](mode, name, batch, int(steps))
     else:
         found = errors(name) if mode == "error" else run(mode, name, batch, int(steps), imported_s)
     print(json.dumps(found))

@@ -304,6 +304,12 @@ def test_profile_table():
     assert lines[1][3:] == ["out of memory", "", "", ""]
 
 
+def test_longest_table():
+    row = {"model": "m", "mode": "ours", "peak_gib": 100.0}
+    rows = [row | {"batch": "1x8192"}, row | {"batch": "1x16384"}, row | {"batch": "1x32768", "error": "out of memory"}]
+    assert cells(report.longest_table(rows)) == [["m", "liger_models", "16,384", "100.0", "32,768"]]
+
+
 def test_the_chain_can_be_learned():
     data = train.chain(1000, 2, 64, 50)
     assert data.shape == (50, 2, 64)
