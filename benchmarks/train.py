@@ -61,7 +61,8 @@ FAMILIES = {
 IMAGES = ((12, 20), (24, 36), (48, 32), (16, 92))
 """Rows and columns of image tokens: in a batch for a vision-language model as many in a row as fit into half of it."""
 MODES = (
-    "hf", "hf+ac", "hf+compile", "hf+liger", "hf+liger+ac", "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8+blocks",
+    "hf", "hf+ac", "hf+compile", "hf+liger", "hf+liger+ac",
+    "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8+blocks",
 )  # fmt: skip
 """Ours also takes "adamw" (`LigerAdamW`), "inbackward" (its step as soon as a gradient is there), "offloadK" (what K
 blocks keep goes to the host), a number of blocks behind "selective" and "full": first of those that stay; "blocks"
@@ -337,9 +338,8 @@ def fits(mode: str, name: str, batch: str, steps: int) -> dict:
     step = make_step(mode, read(name), lr=1e-5)
     torch.cuda.reset_peak_memory_stats()
     begun = time.monotonic()
-    losses = [
-        step(torch.randint(0, 1000, tuple(map(int, batch.split("x"))), device="cuda")).item() for _ in range(steps)
-    ]
+    data = torch.randint(0, 1000, (steps, *map(int, batch.split("x"))), device="cuda")
+    losses = [step(ids).item() for ids in data]
     return {
         "device": torch.cuda.get_device_name(),
         "seconds": round(time.monotonic() - begun, 1),
