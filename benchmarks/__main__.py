@@ -1,4 +1,4 @@
-"""Run a benchmark (``train``, ``families``, ``profile``, ``longest``, ``curves``, ``ops``), or ``report`` all."""
+"""Run a benchmark (``train``, ``families``, ``profile``, ``longest``, ``fsdp``, ``curves``, ``ops``); ``report``."""
 
 import argparse
 import datetime
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from . import measure, ops, report, train
 
@@ -157,6 +159,12 @@ def main(arguments: list[str] | None = None) -> None:
     most.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
     most.add_argument("--modes", default="hf+liger+ac,ours+adamw+inbackward+full+offload", help="as of train")
     most.add_argument("--lengths", default="65536,98304,131072,163840,196608,262144,327680,393216", help="tokens")
+    many = commands.add_parser("fsdp", help="training on all GPUs of this machine, with weights in fp32")
+    many.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
+    many.add_argument("--modes", default="hf+liger,hf+liger+ac,ours,ours+selective", help="as of train")
+    many.add_argument("--batch", default="1x8192", help="rows x tokens per row, of each GPU")
+    many.add_argument("--steps", type=int, default=10)
+    many.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     long = commands.add_parser("curves", help="the loss of every step, from the same weights and data")
     long.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
     long.add_argument("--modes", default="hf,hf+liger,ours", help="comma-separated, as of train")
@@ -165,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
     each = commands.add_parser("ops", help="each op against its peers: errors, times, memory, fraction of the limits")
     each.add_argument("--ops", default=",".join(ops.OPS), help="comma-separated")
     each.add_argument("--peers", help="comma-separated; without it all that are installed")
-    for command in (one, every, where, most, long, each):
+    for command in (one, every, where, most, many, long, each):
         command.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the JSON lines")
     tables = commands.add_parser("report", help="tables and plots of all results into the pages")
     tables.add_argument("--results", type=Path, default=report.RESULTS, help="folder of the JSON lines")
@@ -180,6 +188,13 @@ def main(arguments: list[str] | None = None) -> None:
         peers = options.peers.split(",") if options.peers else None
         planned = plan_ops(options.ops.split(","), peers, options.out / "ops.jsonl")
         print(report.every_op_table(measure_all(planned, with_fractions())))
+    elif options.command == "fsdp":
+        file = options.out / f"fsdp-{options.model}-{options.batch}.jsonl"
+        start = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus), "-m")
+        rows = []
+        for plan in plan_steps("fsdp", [options.model], options.modes.split(","), options.batch, options.steps, file):
+            rows += measure_all([Plan(plan.row | {"gpus": options.gpus}, start + plan.command, file)])
+        print(report.fsdp_table(rows))
     elif options.command == "longest":
         rows = []
         for mode in options.modes.split(","):

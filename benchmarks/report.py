@@ -41,7 +41,10 @@ def read(folder: Path) -> Rows:
         device = next((row["device"] for row in rows if "device" in row), "unknown device")
         for row in rows:
             device = row.setdefault("device", device)
-            key = (*(row.get(name, "") for name in ("benchmark", "model", "op", "batch", "shape", "mode")), device)
+            key = (
+                *(row.get(name, "") for name in ("benchmark", "model", "op", "gpus", "batch", "shape", "mode")),
+                device,
+            )
             if key not in latest or row["date"] >= latest[key]["date"]:
                 latest[key] = row
     return list(latest.values())
@@ -160,6 +163,23 @@ def profile_table(rows: Rows) -> str:
     return table("|".join(["model|tokens/step||ms/step", *classes, "matmul and attention"]), lines)
 
 
+def fsdp_table(rows: Rows) -> str:
+    """One row per mode, of each GPU; speed and memory against the fastest mode of transformers on as many."""
+    lines = []
+    for (model, gpus, batch), group in sorted(grouped(rows, "model", "gpus", "batch").items()):
+        best = fastest([row for row in group if row["mode"].startswith("hf")], "step_ms")
+        for row in sorted(group, key=lambda row: row["mode"]):
+            names = (model, gpus, tokens(batch), title(row["mode"]))
+            if "error" in row:
+                lines.append((*names, row["error"], "", "", "", ""))
+                continue
+            lines.append((
+                *names, f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.1f}", f"{row['mfu']:.3f}",
+                ratio(best.get("step_ms"), row["step_ms"]), ratio(row["peak_gib"], best.get("peak_gib")),
+            ))  # fmt: skip
+    return table("model|GPUs|tokens/step||tokens/s|peak GiB|MFU|speed ratio|memory ratio", lines)
+
+
 def longest_table(rows: Rows) -> str:
     """One row per mode: the longest sequence that was trained on, and the next, which was not."""
     lines = []
@@ -270,6 +290,7 @@ PARTS: dict[str, tuple[str, Callable[[Rows], str], bool]] = {
     "train": ("train", train_table, True),
     "families": ("families", family_table, True),
     "profile": ("profile", profile_table, False),
+    "fsdp": ("fsdp", fsdp_table, False),
     "longest": ("longest", longest_table, False),
     "curves": ("curves", curve_table, True),
     "ops": ("ops", op_table, True),

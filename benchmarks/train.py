@@ -1,5 +1,5 @@
 """One mode of the training benchmark, in this process: ``python -m benchmarks.train KIND MODE MODEL BATCH
-STEPS``, with the kinds train, families, curves, profile, longest.
+STEPS``, with the kinds train, families, curves, profile, longest, fsdp.
 
 A full fine-tuning step (forward, backward, fused AdamW) in pure bf16, from weights and tokens that are the same in
 every mode: each weight is drawn from a generator seeded by its Hugging Face name. (Where transformers keeps the experts
@@ -25,9 +25,11 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "data"
 MODELS = {
@@ -220,10 +222,25 @@ def flops_per_token(config: dict, T: int) -> float:
     return 6.0 * (products + attention)
 
 
-def make_step(mode: str, config: dict, lr: float) -> Callable[[dict[str, Tensor]], Tensor]:
-    """A batch -> loss of a whole training step, in the mode."""
+def shard(model: nn.Module, ours: bool) -> nn.Module:
+    """FSDP2 with weights in fp32 and computation in bf16; transformers' model as everyone wraps it."""
+    model = model.float()
+    if ours:
+        from liger_models.parallel import apply_fsdp
+
+        return apply_fsdp(model)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def make_step(mode: str, config: dict, lr: float, sharded: bool = False) -> Callable[[dict[str, Tensor]], Tensor]:
+    """A batch -> loss of a whole training step, in the mode; ``sharded`` over the process group."""
     family, *extras = mode.split("+")
     model = build_hf(config, "liger" in extras, "ac" in extras) if family == "hf" else build_ours(config, extras)
+    if sharded:
+        model = shard(model, family == "ours")
     model.train()
     forward = torch.compile(model, fullgraph=family == "ours") if "compile" in extras else model
     if {"adamw", "inbackward"} & set(extras):
@@ -246,12 +263,23 @@ def make_step(mode: str, config: dict, lr: float) -> Callable[[dict[str, Tensor]
     return step
 
 
-def run(mode: str, name: str, batch: str, steps: int, imported_s: float) -> dict:
+def step_times(step: Callable[[], Any], steps: int) -> list[float]:
+    """Milliseconds of each step, one behind the other."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
+
+
+def run(mode: str, name: str, batch: str, steps: int, imported_s: float, sharded: bool = False) -> dict:
     begun = time.monotonic()
     config = read(name)
     B, T = map(int, batch.split("x"))
-    train = make_step(mode, config, lr=1e-5)
-    generator = torch.Generator("cuda").manual_seed(0)
+    train = make_step(mode, config, lr=1e-5, sharded=sharded)
+    generator = torch.Generator("cuda").manual_seed(int(os.environ.get("RANK", 0)))
 
     def step() -> Tensor:
         return train(draw(config, B, T, generator))
@@ -260,13 +288,7 @@ def run(mode: str, name: str, batch: str, steps: int, imported_s: float) -> dict
     first_step_s = imported_s + time.monotonic() - begun
     losses += [step().item() for _ in range(KEPT_LOSSES - 1)]
     torch.cuda.reset_peak_memory_stats()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        step()
-        mark.record()
-    torch.cuda.synchronize()
-    times = [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
+    times = step_times(step, steps)
     milliseconds = statistics.median(times)
     rate = B * T / milliseconds * 1e3
     return {
@@ -301,20 +323,14 @@ def kernel_class(name: str) -> str:
 def profile(mode: str, name: str, batch: str, steps: int) -> dict:
     """Where the GPU's time goes: milliseconds per step of each class of kernel, and of none ("gaps")."""
     config = read(name)
-    train = make_step(mode, config, lr=1e-5)
-    data = torch.randint(0, config["vocab_size"], (steps, *map(int, batch.split("x"))), device="cuda")
-    for ids in data[:5]:
-        train(ids)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    marks[0].record()
-    for ids, mark in zip(data, marks[1:], strict=True):
-        train(ids)
-        mark.record()
-    torch.cuda.synchronize()
-    wall = statistics.median(before.elapsed_time(after) for before, after in itertools.pairwise(marks))
+    train, generator = make_step(mode, config, lr=1e-5), torch.Generator("cuda").manual_seed(0)
+    step = lambda: train(draw(config, *map(int, batch.split("x")), generator))
+    for _ in range(KEPT_LOSSES):
+        step()
+    wall = statistics.median(step_times(step, steps))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for ids in data[:2]:
-            train(ids)
+        for _ in range(2):
+            step()
         torch.cuda.synchronize()
     spent = dict.fromkeys(("matmul", "attention", *KERNEL_CLASSES, "elementwise"), 0.0)
     kernels: dict[str, float] = {}
@@ -335,11 +351,11 @@ def profile(mode: str, name: str, batch: str, steps: int) -> dict:
 
 def fits(mode: str, name: str, batch: str, steps: int) -> dict:
     """Whether there is memory for so many tokens: the steps are done, the second with the optimizer's state."""
-    step = make_step(mode, read(name), lr=1e-5)
+    config = read(name)
+    train, generator = make_step(mode, config, lr=1e-5), torch.Generator("cuda").manual_seed(0)
     torch.cuda.reset_peak_memory_stats()
     begun = time.monotonic()
-    data = torch.randint(0, 1000, (steps, *map(int, batch.split("x"))), device="cuda")
-    losses = [step(ids).item() for ids in data]
+    losses = [train(draw(config, *map(int, batch.split("x")), generator)).item() for _ in range(steps)]
     return {
         "device": torch.cuda.get_device_name(),
         "seconds": round(time.monotonic() - begun, 1),
@@ -430,6 +446,14 @@ def main(kind: str, mode: str, name: str, batch: str, steps: str) -> None:
     if any(extra.startswith("fp8") for extra in extras):
         import torchao.float8  # noqa: F401
     imported_s = process_age_s()
+    if kind == "fsdp":  # one of the processes of torchrun
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("nccl")
+        found = run(mode, name, batch, int(steps), imported_s, sharded=True)
+        if torch.distributed.get_rank() == 0:
+            print(json.dumps(found))
+        torch.distributed.destroy_process_group()
+        return
     sys.stdin.readline()
     others = {"curves": curve, "profile": profile, "longest": fits}
     if kind in others:

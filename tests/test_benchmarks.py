@@ -304,6 +304,13 @@ def test_profile_table():
     assert lines[1][3:] == ["out of memory", "", "", ""]
 
 
+def test_fsdp_table_compares_on_as_many_gpus():
+    rows = [
+        train_row(mode, rate, gpus=gpus) for gpus in (1, 2) for mode, rate in (("hf", 100.0), ("ours", 100.0 * gpus))
+    ]
+    assert [line[-2] for line in cells(report.fsdp_table(rows))] == ["1.000", "1.000", "1.000", "2.000"]
+
+
 def test_longest_table():
     row = {"model": "m", "mode": "ours", "peak_gib": 100.0}
     rows = [row | {"batch": "1x8192"}, row | {"batch": "1x16384"}, row | {"batch": "1x32768", "error": "out of memory"}]
