@@ -327,6 +327,11 @@ def parts_mask(visible: Tensor, part: Tensor, *, dense: bool = False) -> Mask:
     """
     if dense or visible.device.type not in ACCELERATORS:
         return Mask(dense=visible[:, None, :, part])
+    return Mask(block=_parts_block_mask(visible, part))
+
+
+def _parts_block_mask(visible: Tensor, part: Tensor) -> BlockMask:
+    """As `_block_mask`, of parts."""
     T, S = visible.shape[1], len(part)
 
     def seen(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -345,7 +350,7 @@ def parts_mask(visible: Tensor, part: Tensor, *, dense: bool = False) -> Mask:
     every = count(rows.all(2)) == high - low + 1
     every = every & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
     partial, full = _ordered(some & ~every), _ordered(every)
-    return Mask(block=BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(T, S)))
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(T, S))
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
