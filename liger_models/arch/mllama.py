@@ -162,7 +162,7 @@ class MllamaTower(nn.Module):
 
     Attributes:
         intermediate: "outputs" takes what the layers of ``intermediate_layers_indices`` give, as transformers 5 does;
-            "inputs" what they are given, as the authors' code and transformers 4 do.
+            "inputs" what they are given, as the authors' code and early versions of transformers do.
     """
 
     def __init__(self, config: MllamaConfig, kernels: KernelOptions) -> None:

@@ -202,7 +202,7 @@ def test_pieces_with_a_cache_are_the_whole(pair):
 
 @one_case
 def test_states_that_enter_the_layers(pair, monkeypatch):
-    """What the weights of the releases were trained on; transformers 4 took it, as do we if asked."""
+    """What the weights of the releases were trained on; early versions of transformers took it."""
     _, _, theirs, ours = pair
     forward = modeling_mllama.MllamaVisionEncoder.forward
 
