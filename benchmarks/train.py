@@ -55,6 +55,7 @@ FAMILIES = {
     "glm4": ("glm4/GLM-4-9B-0414.json", 4),
     "smollm3": ("smollm3/SmolLM3-3B.json", 4),
     "gemma3": ("gemma3/gemma-3-4b-it.json", 6),
+    "mllama": ("mllama/Llama-3.2-11B-Vision-Instruct.json", 5),
     "qwen2_vl": ("qwen2_vl/olmOCR-7B-0225-preview.json", 4),
     "qwen2_5_vl": ("qwen2_5_vl/Qwen2.5-VL-3B-Instruct.json", 4),
     "qwen3_vl": ("qwen3_vl/Cosmos-Reason2-8B.json", 4),
@@ -86,10 +87,15 @@ def read(name: str) -> dict:
                 text[key] = text[key][:layers]
         if "vision_config" in config:
             tower = config["vision_config"]
-            tower["depth" if "depth" in tower else "num_hidden_layers"] = 2 * layers
+            depth = "depth" if "depth" in tower else "num_hidden_layers"
+            whole, tower[depth] = tower.get(depth), 2 * layers
             for key in ("fullatt_block_indexes", "deepstack_visual_indexes"):
                 if key in tower:  # as evenly spread as in the release
                     tower[key] = [2 * layers // 3, 2 * layers - 1]
+            if "intermediate_layers_indices" in tower:
+                key, tower["num_global_layers"] = "intermediate_layers_indices", 2
+                tower[key] = [index * 2 * layers // whole for index in tower[key]]
+                text["cross_attention_layers"] = [i for i in text["cross_attention_layers"] if i < layers]
     return config
 
 
@@ -107,6 +113,8 @@ def draw(config: dict, B: int, T: int, generator: torch.Generator) -> dict[str, 
         return {"input_ids": ids, "labels": ids}
     if config["model_type"] == "gemma3":
         return draw_squares(config, ids, generator)
+    if config["model_type"] == "mllama":
+        return draw_tiles(config, ids, generator)
     tower, token = config["vision_config"], config["image_token_id"]
     ids = ids % token
     merge, grids, start = tower.get("spatial_merge_size", 2), [], 1
@@ -139,6 +147,27 @@ def draw_squares(config: dict, ids: Tensor, generator: torch.Generator) -> dict[
         "labels": ids.masked_fill(ids == token, -100),
         "pixel_values": torch.randn(images, 3, side, side, device="cuda", generator=generator),
         "token_type_ids": (ids == token).int(),
+    }
+
+
+def draw_tiles(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """`draw` for images in tiles: one in two by two and one in one by two in a row, with text between them."""
+    token, tower, (B, T) = config["image_token_index"], config["vision_config"], ids.shape
+    tiles, side = tower["max_num_tiles"], tower["image_size"]
+    arrangements, starts = ([2, 2], [1, 2]), (1, T // 4)
+    used = torch.arange(tiles) < torch.tensor([rows * columns for rows, columns in arrangements])[:, None]
+    seen = torch.zeros(B, T, 2, tiles, dtype=torch.int64)
+    for image, (start, end) in enumerate(zip(starts, (*starts[1:], T), strict=True)):
+        ids[:, start] = token
+        seen[:, start:end, image] = used[image].long()
+    ratios = [1 + tower["supported_aspect_ratios"].index(each) for each in arrangements]
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == token, -100),
+        "pixel_values": torch.randn(B, 2, tiles, 3, side, side, device="cuda", generator=generator),
+        "aspect_ratio_ids": torch.tensor([ratios] * B).cuda(),
+        "aspect_ratio_mask": used.long().expand(B, -1, -1).cuda(),
+        "cross_attention_mask": seen.cuda(),
     }
 
 

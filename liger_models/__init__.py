@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .arch.ministral3 import LigerMinistral3 as LigerMinistral3
     from .arch.mistral import LigerMistral as LigerMistral
     from .arch.mixtral import LigerMixtral as LigerMixtral
+    from .arch.mllama import LigerMllama as LigerMllama
     from .arch.olmo2 import LigerOlmo2 as LigerOlmo2
     from .arch.olmo3 import LigerOlmo3 as LigerOlmo3
     from .arch.phi3 import LigerPhi3 as LigerPhi3

@@ -42,6 +42,9 @@ class PromptInputs(TypedDict, total=False):
     second_per_grid_ts: Tensor | list[float] | None
     mm_token_type_ids: Tensor | None
     token_type_ids: Tensor | None
+    aspect_ratio_ids: Tensor | None
+    aspect_ratio_mask: Tensor | None
+    cross_attention_mask: Tensor | None
 
 
 class Options(PromptInputs, total=False):
@@ -228,7 +231,7 @@ def _batch(
     model: "CausalLM", prompts: Prompts, attention_mask: Tensor | None, settings: _Settings
 ) -> tuple[Tensor, Tensor | None]:
     """``(ids, mask)``, each [B, T] int64 on the model's device; ``mask`` is None if nothing is padded."""
-    where, vocab = model.device, model.config.vocab_size
+    where, vocab = model.device, model.embed_tokens.num_embeddings  # a placeholder may be no word of the head's
     if isinstance(prompts, Tensor):
         ids = prompts[None] if prompts.dim() == 1 else prompts
         mask = attention_mask
@@ -306,7 +309,9 @@ def _steps(
     seen = None
     if settings.repetition_penalty != 1:
         tokens = prompts if mask is None else torch.where(mask[:, :T] != 0, prompts, prompts[:, -1:])
-        seen = torch.zeros(B, model.config.vocab_size, dtype=torch.bool, device=ids.device).scatter_(1, tokens, True)
+        known = model.embed_tokens.num_embeddings
+        seen = torch.zeros(B, known, dtype=torch.bool, device=ids.device).scatter_(1, tokens, True)
+        seen = seen[:, : model.config.vocab_size]
     stops = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=ids.device)
     ended = torch.zeros(B, dtype=torch.bool, device=ids.device)
     cache = DecodeCache(S - 1) if settings.use_cache else None  # nothing comes after the last token

@@ -13,6 +13,7 @@ from liger_models.kernels.dispatch import check
 from liger_models.kernels.options import KernelOptions
 
 from .attention import LigerAttention
+from .cross_attention import ImageStates, LigerCrossAttention
 from .embedding import LigerEmbedding
 from .head import LigerLMHead
 from .mlp import GatedMLP, LigerMLP
@@ -70,7 +71,7 @@ def set_recompute(block: nn.Module, policy: str) -> None:
     for module in block.modules():
         if isinstance(module, GatedMLP | LigerMLP | LigerMoE):
             module.recompute = policy in ("selective", "full")
-        elif isinstance(module, LigerAttention):
+        elif isinstance(module, LigerAttention | LigerCrossAttention):
             module.recompute = policy == "full"
 
 
@@ -243,6 +244,7 @@ class CausalLM(nn.Module):
         cache: DecodeCache | None = None,
         deepstack: list[Tensor] | None = None,
         visible_until: Tensor | None = None,
+        images: ImageStates | None = None,
     ) -> CausalLMOutput:
         """Logits, or with ``labels`` the loss without building the logits.
 
@@ -260,7 +262,7 @@ class CausalLM(nn.Module):
             logits_to_keep: logits of only the last so many tokens; 0 for all. Not with ``labels``.
             cache: decode cache; the tokens are appended to it.
             deepstack: [B, T, C] each, added to the stream behind the first blocks, one behind each.
-            visible_until: see `Sequence.build`.
+            visible_until, images: see `Sequence.build`.
 
         Returns:
             `CausalLMOutput`.
@@ -300,7 +302,7 @@ class CausalLM(nn.Module):
         sequence = Sequence.build(
             (B, T), inputs_embeds.device, dict(self.rotary.items()), windows=self._windows,
             position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
-            visible_until=visible_until,
+            visible_until=visible_until, images=images,
         )  # fmt: skip
         hidden, router_logits = self._hidden(inputs_embeds, sequence, deepstack or [])
         hidden = enter(hidden, ranks)  # the head is cut by words

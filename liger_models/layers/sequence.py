@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from liger_models.kernels.dispatch import ACCELERATORS, check
+
+if TYPE_CHECKING:
+    from .cross_attention import ImageStates
 
 BLOCK = 128
 """Tokens per block of flex_attention's masks."""
@@ -24,6 +28,10 @@ class DecodeCache:
         self.capacity, self.length = capacity, 0
         self.position_offset: Tensor | None = None
         """[B, 1] int64, how far the next position is from the number of tokens: an image counts less than it has."""
+        self.images: dict[int, tuple[Tensor, Tensor]] = {}
+        """Keys and values of images, [B, S, G, D], by layer, which later tokens attend to (`LigerCrossAttention`)."""
+        self.images_seen: Tensor | None = None
+        """[B, 2, tiles] bool, the tiles that the last token sees, and those of its document."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,6 +58,8 @@ class DecodeCache:
     def select(self, rows: Tensor) -> None:
         """Keep (or repeat, or reorder) sequences: ``rows`` [B'] indexes the batch."""
         self._layers = {layer: (k[rows], v[rows]) for layer, (k, v) in self._layers.items()}
+        self.images = {layer: (k[rows], v[rows]) for layer, (k, v) in self.images.items()}
+        self.images_seen = None if self.images_seen is None else self.images_seen[rows]
         self.position_offset = None if self.position_offset is None else self.position_offset[rows]
 
 
@@ -78,6 +88,7 @@ class Sequence:
         cache: the decode cache, None in training.
         masks: window of a layer (None: no window) -> its mask.
         causal: False lets a token see those after it, too.
+        images: what layers of cross-attention attend to; None for a text alone, which passes them by.
     """
 
     position_ids: Tensor
@@ -87,6 +98,7 @@ class Sequence:
     cache: DecodeCache | None = None
     masks: Mapping[int | None, Mask] = field(default_factory=dict)
     causal: bool = True
+    images: "ImageStates | None" = None
 
     @classmethod
     def bidirectional(
@@ -118,6 +130,7 @@ class Sequence:
         cu_seqlens: Tensor | None = None,
         cache: DecodeCache | None = None,
         visible_until: Tensor | None = None,
+        images: "ImageStates | None" = None,
     ) -> "Sequence":
         """Sequence of a batch of ``shape`` (B, T).
 
@@ -133,6 +146,7 @@ class Sequence:
             cache: tokens before these.
             visible_until: [B, T] int64, the last of these tokens that each sees, itself or a later one, ascending along
                 T: the tokens of an image see each other. Default: itself.
+            images: for layers of cross-attention.
 
         Raises:
             ValueError: shapes that do not fit, or arguments that exclude each other.
@@ -173,7 +187,7 @@ class Sequence:
             for window, needed in (windows or {None: False}).items()
         }
         tables = {name: table(positions) for name, table in rotary.items()}
-        return cls(positions, tables, documents, past, cache, masks)
+        return cls(positions, tables, documents, past, cache, masks, images=images)
 
     def shift(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
         """Targets of the tokens: the label of the next one; none at the end of a row or of a document, or in padding.
@@ -301,6 +315,42 @@ def _block_mask(
         some, every = some[None], every[None]
     partial, full = _ordered(some & ~every), _ordered(some & every)
     return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(T, S))
+
+
+def parts_mask(visible: Tensor, part: Tensor, *, dense: bool = False) -> Mask:
+    """Mask of keys that are seen part by part: tiles of images, whose patches are all seen or none.
+
+    Args:
+        visible: [B, T, N] bool, which of the N parts each query sees.
+        part: [S] int64, ascending, the part of each key.
+        dense: in that form on every device, for single-token decoding.
+    """
+    if dense or visible.device.type not in ACCELERATORS:
+        return Mask(dense=visible[:, None, :, part])
+    return Mask(block=_parts_block_mask(visible, part))
+
+
+def _parts_block_mask(visible: Tensor, part: Tensor) -> BlockMask:
+    """As `_block_mask`, of parts."""
+    T, S = visible.shape[1], len(part)
+
+    def seen(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return visible[b, q, part[k]]
+
+    query, query_end = _block_bounds(0, T, visible.device)
+    key, key_end = _block_bounds(0, S, visible.device)
+    low, high = part[key], part[key_end - 1]
+    rows = torch.cat([visible, visible[:, -1:].expand(-1, -T % BLOCK, -1)], 1).unflatten(1, (-1, BLOCK))
+
+    def count(parts: Tensor) -> Tensor:  # [B, blocks of queries, N] -> [B, blocks of queries, blocks of keys]
+        sums = torch.nn.functional.pad(parts.cumsum(-1), (1, 0))
+        return sums[..., high + 1] - sums[..., low]
+
+    some = count(rows.any(2)) > 0
+    every = count(rows.all(2)) == high - low + 1
+    every = every & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
+    partial, full = _ordered(some & ~every), _ordered(every)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(T, S))
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,11 +17,12 @@ class VisionBlock(nn.Module):
 
     Args:
         hidden_size: C.
-        num_heads: heads of attention, which has as many for keys and values, and biases throughout.
+        num_heads: heads of attention, which has as many for keys and values.
         norm: makes a norm.
         mlp: what stands behind the second norm.
         kernels: which parts run on fused kernels.
         rotary: name of the rotary embedding; None for no rotation.
+        bias: biases in attention.
     """
 
     def __init__(
@@ -33,12 +34,13 @@ class VisionBlock(nn.Module):
         kernels: KernelOptions,
         *,
         rotary: str | None = "default",
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.norm1 = norm()
         self.attn = LigerAttention(
             hidden_size, num_heads, num_heads, hidden_size // num_heads,
-            layer=0, qkv_bias=True, o_bias=True, rotary=rotary, rope_kernel=kernels.rope,
+            layer=0, qkv_bias=bias, o_bias=bias, rotary=rotary, rope_kernel=kernels.rope,
         )  # fmt: skip
         self.norm2 = norm()
         self.mlp = mlp

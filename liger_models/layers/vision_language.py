@@ -8,11 +8,13 @@ from torch import Tensor
 from liger_models.kernels.dispatch import check
 
 from .causal_lm import CausalLM, CausalLMOutput, check_policy, set_recompute
+from .cross_attention import ImageStates, tiles_seen
 from .patches import mrope_positions
 from .sequence import DecodeCache
 
 if TYPE_CHECKING:
     from liger_models.processing.gemma3 import Gemma3Processor
+    from liger_models.processing.mllama import MllamaProcessor
     from liger_models.processing.qwen_vl import QwenVLProcessor
 
 
@@ -407,3 +409,172 @@ def ends_of_runs(inside: Tensor) -> Tensor:
     last = inside & ~torch.nn.functional.pad(inside, (0, 1))[:, 1:]
     ends = torch.where(last, place, T).flip(1).cummin(1).values.flip(1)
     return torch.where(inside, ends, place)
+
+
+class TiledImageModel(VisionLanguageModel):
+    """A vision-language model whose images come in tiles, and whose text attends to them in layers of their own."""
+
+    prompt_inputs: ClassVar[tuple[str, ...]] = (
+        "pixel_values",
+        "aspect_ratio_ids",
+        "aspect_ratio_mask",
+        "cross_attention_mask",
+    )
+
+    @property
+    def processor(self) -> "MllamaProcessor":
+        """Makes the model's inputs of texts and images, by the settings that came with the checkpoint.
+
+        Raises:
+            ValueError: the checkpoint had no tokenizer.
+        """
+        from liger_models.processing.mllama import MllamaProcessor
+
+        if "_processor" not in self.__dict__:
+            self.__dict__["_processor"] = MllamaProcessor.of(self)
+        processor: MllamaProcessor = self.__dict__["_processor"]
+        return processor
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+        aspect_ratio_ids: Tensor | None = None,
+        aspect_ratio_mask: Tensor | None = None,
+        cross_attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: DecodeCache | None = None,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """Logits, or with ``labels`` the loss; without pixels, of a text.
+
+        Args:
+            input_ids: [B, T] int64, with one placeholder per image.
+            pixel_values: [B, M, tiles, channels, height, width], the M images of each row in the order of its text; a
+                row with fewer has anything in the other places.
+            aspect_ratio_ids: [B, M] int64, 1 + the number of each image's aspect ratio, 0 for no image.
+            aspect_ratio_mask: not used, the aspect ratios say it; transformers' processor gives it.
+            cross_attention_mask: [B, T, M, tiles], nonzero where a token sees a tile; what comes later sees what the
+                last token sees. Default: by the placeholders, see `tiles_seen`.
+            cu_seqlens, inputs_embeds, cache, options: as in `CausalLM.forward`; images need ``input_ids``, and come
+                with the first tokens of a cache.
+
+        Returns:
+            `CausalLMOutput`.
+
+        Raises:
+            ValueError: placeholders and images that differ in number, or shapes that do not fit; otherwise as
+                `CausalLM.forward`.
+        """
+        given = pixel_values is not None
+        check(
+            given == (aspect_ratio_ids is not None) and (given or cross_attention_mask is None),
+            "forward: pixel_values and aspect_ratio_ids must be given together, and cross_attention_mask with them.",
+        )
+        past = 0 if cache is None else cache.length
+        if input_ids is None or inputs_embeds is not None:
+            check(not given, "forward: pixels need input_ids, which say where images stand.")
+            images = self._cached(inputs_embeds, cache) if past else None
+            return super().forward(
+                input_ids, inputs_embeds=inputs_embeds, cu_seqlens=cu_seqlens, cache=cache, images=images, **options
+            )
+        check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+        check(
+            not (given and past), "forward: images must come with the first tokens of a cache. Begin with all of them."
+        )
+        here = input_ids == self.config.image_token_index
+        if not past and not torch.compiler.is_compiling():
+            self._check_images(here, pixel_values, aspect_ratio_ids)
+        if pixel_values is not None and aspect_ratio_ids is not None:
+            images = self._look(here, pixel_values, aspect_ratio_ids, cross_attention_mask, cu_seqlens, cache)
+        elif past:
+            images = self._cached(input_ids, cache)
+        else:
+            if cache is not None:
+                cache.images_seen = None
+            images = self._nothing(here) if self.tower_is_sharded else None
+        return super().forward(input_ids, cu_seqlens=cu_seqlens, cache=cache, images=images, **options)
+
+    def _look(
+        self,
+        here: Tensor,
+        pixels: Tensor,
+        ratios: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: DecodeCache | None,
+    ) -> ImageStates:
+        """The images that there are through the tower, and who sees them."""
+        vision = self.config.vision_config
+        ratios = ratios.to(pixels.device)
+        real, number = ratios > 0, torch.arange(vision.max_num_tiles, device=pixels.device)
+        counts = [0, *(rows * columns for rows, columns in vision.supported_aspect_ratios)]
+        used = number < torch.tensor(counts, device=pixels.device)[ratios][..., None]  # [B, M, tiles]
+        features = self.visual(pixels[real], ratios[real], used[real])  # [n, tokens, C]
+        tokens = features.new_zeros(*real.shape, *features.shape[1:])
+        tokens = tokens.masked_scatter(real[..., None, None], features).flatten(1, 2)
+        seen, own = tiles_seen(here, real, used, cu_seqlens)
+        if mask is not None:
+            T, size = here.shape[1], [len(here), min(here.shape[1], mask.shape[1]), *used.shape[1:]]
+            check(
+                list(mask[:, :T].shape) == size,
+                f"forward: cross_attention_mask must be {size}, got {list(mask.shape)}.",
+            )
+            mask = torch.cat([mask[:, :T], mask[:, -1:].expand(-1, max(T - mask.shape[1], 0), -1, -1)], 1)
+            seen = (mask != 0).flatten(2).to(pixels.device)
+        if cache is not None:
+            cache.images_seen = torch.stack([seen[:, -1], own[:, -1]], 1)
+        return ImageStates.build(tokens, seen, own, vision.tokens_per_tile, cache)
+
+    def _cached(self, new: Tensor | None, cache: DecodeCache | None) -> ImageStates | None:
+        """The states that new tokens [B, T, ...] see, whose keys and values are cached; None without images."""
+        if cache is None or cache.images_seen is None or new is None:
+            return None
+        seen, own = (each[:, None].expand(-1, new.shape[1], -1) for each in cache.images_seen.unbind(1))
+        return ImageStates.build(None, seen, own, self.config.vision_config.tokens_per_tile, cache)
+
+    def _nothing(self, here: Tensor) -> ImageStates:
+        """One image of zeros that nobody sees: all ranks must gather weights together, whichever of them has images."""
+        vision, device = self.config.vision_config, here.device
+        size = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
+        used = torch.ones(1, vision.max_num_tiles, dtype=torch.bool, device=device)
+        tokens = self.visual(
+            torch.zeros(1, *size, device=device), torch.ones(1, dtype=torch.int64, device=device), used
+        )
+        nobody = torch.zeros(*here.shape, vision.max_num_tiles, dtype=torch.bool, device=device)
+        return ImageStates.build(
+            tokens.expand(len(here), -1, -1), nobody, nobody[:, :1], vision.tokens_per_tile, cache=None
+        )
+
+    def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> None:
+        """Refuse placeholders and images that do not fit. Asks the device once."""
+        if pixels is None or ratios is None:
+            found = int(here.sum())
+            check(
+                found == 0,
+                f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
+                "processor returns.",
+            )
+            return
+        vision = self.config.vision_config
+        size = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
+        check(
+            pixels.dim() == 6 and len(pixels) == len(here) and tuple(pixels.shape[2:]) == size,
+            f"forward: pixel_values must be [{len(here)}, images, {', '.join(map(str, size))}], "
+            f"got {list(pixels.shape)}.",
+        )
+        check(
+            ratios.shape == pixels.shape[:2],
+            f"forward: aspect_ratio_ids must be {list(pixels.shape[:2])} like pixel_values, got {list(ratios.shape)}.",
+        )
+        ratios, kinds = ratios.to(here.device), len(vision.supported_aspect_ratios)
+        wrong = (ratios < 0) | (ratios > kinds)
+        placeholders, images, unknown = torch.stack([here.sum(1), (ratios > 0).sum(1), wrong.sum(1)]).tolist()
+        check(sum(unknown) == 0, f"forward: aspect_ratio_ids must be 0 (no image) to {kinds}, got {ratios.tolist()}.")
+        check(
+            placeholders == images,
+            f"forward: input_ids must have a placeholder for each image of a row ({images}), got {placeholders}. "
+            "Pass what the processor returns; was the text cut off?",
+        )

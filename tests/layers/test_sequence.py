@@ -2,7 +2,15 @@ import pytest
 import torch
 
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import BLOCK, DecodeCache, Sequence, _block_mask, _document_block_mask
+from liger_models.layers.sequence import (
+    BLOCK,
+    DecodeCache,
+    Sequence,
+    _block_mask,
+    _document_block_mask,
+    _parts_block_mask,
+    parts_mask,
+)
 from liger_models.layers.vision_language import ends_of_runs
 
 CPU = torch.device("cpu")
@@ -123,6 +131,18 @@ def test_block_mask_of_patches(sizes):
     assert torch.equal(Sequence.bidirectional(documents, {}, documents).masks[None].dense[:, 0], dense)
 
 
+@pytest.mark.parametrize("lengths", [[517], [128, 256, 128], [401, 7] * 3, [5, 300, 30, 100, 82]], ids=str)
+@pytest.mark.parametrize("T", [1, 256, 300])
+def test_block_mask_of_parts(lengths, T):
+    """Tiles of images: a query sees all keys of a part or none."""
+    part = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    generator = torch.Generator().manual_seed(T)
+    visible = torch.rand(2, -(-T // 100), len(lengths), generator=generator).repeat_interleave(100, 1)[:, :T] < 0.5
+    dense = visible[:, :, part]
+    assert_block_mask(_parts_block_mask(visible, part), dense, exact=True)
+    assert torch.equal(parts_mask(visible, part).dense[:, 0], dense)
+
+
 def assert_block_mask(mask, dense, exact):
     T, S = dense.shape[-2:]
     q, k = torch.arange(T)[:, None], torch.arange(S)
@@ -141,7 +161,7 @@ def assert_block_mask(mask, dense, exact):
     assert dense.expand(partial.shape)[full].all()
     assert not dense.expand(partial.shape)[~full & ~partial].any()
     if exact:  # nothing is listed in vain
-        blocks = torch.nn.functional.pad(dense.view(-1, T, S), (0, keys * BLOCK - S, 0, queries * BLOCK - T))
+        blocks = torch.nn.functional.pad(dense.reshape(-1, T, S), (0, keys * BLOCK - S, 0, queries * BLOCK - T))
         blocks = blocks.view(-1, queries, BLOCK, keys, BLOCK)
         assert torch.equal(listed.sum(0).bool(), blocks.any(4).any(2))
         assert torch.equal(listed[1].bool(), blocks.all(4).all(2))

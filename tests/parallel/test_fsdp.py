@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from liger_models.arch.mllama import LigerMllama, MllamaConfig, MllamaVisionConfig
 from liger_models.arch.qwen3_vl import LigerQwen3VL, Qwen3VLConfig, Qwen3VLVisionConfig
 from liger_models.layers import offload
 from liger_models.parallel import apply_fsdp, compile_blocks, reshard
@@ -234,43 +235,69 @@ def test_compiled_blocks(two, first):
         assert_close(got, expected)
 
 
-def with_images(rank: int, ranks: int) -> dict[str, Any]:
-    """Two texts, of which only the first has an image: losses and gradients on this rank's share."""
-    config = Qwen3VLConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, mrope_section=[2, 1, 1], image_token_id=90, video_token_id=91,
-        vision_config=Qwen3VLVisionConfig(
+def image_model(arch: str) -> LigerQwen3VL | LigerMllama:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.1,
+    }  # fmt: skip
+    torch.manual_seed(7)
+    if arch == "qwen3_vl":
+        tower = Qwen3VLVisionConfig(
             depth=2, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=2, out_hidden_size=32,
             num_position_embeddings=16, deepstack_visual_indexes=[0],
-        ),
-        initializer_range=0.1,
+        )  # fmt: skip
+        return LigerQwen3VL.from_config(
+            Qwen3VLConfig(
+                vocab_size=97, head_dim=8, mrope_section=[2, 1, 1], image_token_id=90, video_token_id=91,
+                vision_config=tower, **sizes,
+            )
+        )  # fmt: skip
+    tiled = MllamaVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_global_layers=1, attention_heads=2,
+        image_size=8, patch_size=4, intermediate_layers_indices=[0], vision_output_dim=32,
     )  # fmt: skip
-    torch.manual_seed(7)
-    model = LigerQwen3VL.from_config(config)
+    model = LigerMllama.from_config(
+        MllamaConfig(vocab_size=90, cross_attention_layers=[1], image_token_index=90, vision_config=tiled, **sizes)
+    )
+    for name, parameter in model.named_parameters():
+        if "gate" in name and parameter.dim() == 1:
+            torch.nn.init.constant_(parameter, 0.5)  # open, so that the images count
+    return model
+
+
+def with_images(arch: str, rank: int, ranks: int) -> dict[str, Any]:
+    """Two texts, of which only the first has an image: losses and gradients on this rank's share."""
+    model = image_model(arch)
     if dist.is_initialized():
         apply_fsdp(model, param_dtype=None)
         assert isinstance(model.visual.blocks[0], FSDPModule)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(80, (2, T), generator=generator)
-    ids[0, 2:8] = 90
+    ids[0, 2 : 8 if arch == "qwen3_vl" else 3] = 90
     labels = ids.masked_fill(ids == 90, -100)
     mine = slice(rank, rank + 1) if ranks > 1 else slice(0, 2)
     images = {
         "pixel_values": torch.randn(24, 24, generator=generator),
         "image_grid_thw": torch.tensor([[1, 4, 6]]),
     }
+    if arch == "mllama":
+        images = {
+            "pixel_values": torch.randn(2, 1, 4, 3, 8, 8, generator=generator)[mine],
+            "aspect_ratio_ids": torch.tensor([[6], [0]])[mine],
+        }
     out = model(ids[mine], labels=labels[mine], num_items_in_batch=16 / ranks, **(images if rank == 0 else {}))
     out.loss.backward()
     return {"loss": mean(out.loss), "gradients": gradients(model)}
 
 
-def test_images_on_one_rank_alone(two):
+@pytest.mark.parametrize("arch", ["qwen3_vl", "mllama"])
+def test_images_on_one_rank_alone(two, arch):
     """The tower is gathered on all ranks or on none: a rank without images takes part."""
-    expected = with_images(0, 1)
-    assert any(name.startswith("visual") for name in expected["gradients"])
-    for got in two(share_with_images):
+    expected = with_images(arch, 0, 1)
+    assert any(name.startswith("visual") and gradient.any() for name, gradient in expected["gradients"].items())
+    for got in two(share_with_images, arch):
         assert_close(got, expected)
 
 
-def share_with_images() -> dict[str, Any]:
-    return with_images(dist.get_rank(), dist.get_world_size())
+def share_with_images(arch: str) -> dict[str, Any]:
+    return with_images(arch, dist.get_rank(), dist.get_world_size())

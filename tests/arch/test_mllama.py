@@ -1,0 +1,314 @@
+"""Llama 3.2 Vision against transformers: logits, loss, gradients, decoding; which token sees which image.
+
+In transformers a token that sees no image attends to all image places of its row, also to those that are there only
+because another row has more images: rows are compared with what transformers gives each alone.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers.models.mllama import modeling_mllama
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
+
+from liger_models import KernelOptions
+from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
+from liger_models.layers.cross_attention import tiles_seen
+from liger_models.layers.sequence import DecodeCache
+
+from .families import (
+    LIMIT,
+    VISION_CASES,
+    assert_same_gradients,
+    error,
+    gradients_of,
+    is_tower,
+    load,
+    make_folder,
+)
+
+CASES = [case for case in VISION_CASES if case[0] == "mllama"]
+every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
+one_case = pytest.mark.parametrize("pair", CASES[:1], indirect=True, ids="-".join)
+IMAGE = -1
+ROWS = [[3, IMAGE, 9, IMAGE, IMAGE, 4], [IMAGE, 12], [11], [2, IMAGE, 1, IMAGE, 5]]
+
+
+def make(model, row, seed=0):
+    """One row of word counts and images, as transformers' processor would give it."""
+    generator = torch.Generator().manual_seed(seed)
+    vision = model.config.vision_config
+    ids = [
+        token
+        for part in row
+        for token in (
+            [model.config.image_token_index]
+            if part == IMAGE
+            else torch.randint(3, 80, (part,), generator=generator).tolist()
+        )
+    ]
+    count, tiles, size = row.count(IMAGE), vision.max_num_tiles, vision.image_size
+    ratios = torch.randint(1, len(vision.supported_aspect_ratios) + 1, (1, count), generator=generator)
+    lengths = [rows * columns for rows, columns in (vision.supported_aspect_ratios[i - 1] for i in ratios[0])]
+    pixels = torch.randn(1, count, tiles, 3, size, size, generator=generator)
+    used = torch.arange(tiles) < torch.tensor(lengths)[:, None] if count else torch.zeros(0, tiles)
+    pixels = pixels * used[None, :, :, None, None, None]
+    ids = torch.tensor([ids])
+    inputs = {}
+    if count:
+        spans = get_cross_attention_token_mask(ids[0].tolist(), model.config.image_token_index)
+        mask = convert_sparse_cross_attention_mask_to_dense([spans], [lengths], tiles, ids.shape[1])
+        inputs = {
+            "pixel_values": pixels,
+            "aspect_ratio_ids": ratios,
+            "aspect_ratio_mask": used[None].long(),
+            "cross_attention_mask": torch.tensor(mask),
+        }
+    return ids, ids.masked_fill(ids == model.config.image_token_index, -100), inputs
+
+
+def joined(rows):
+    """Rows of `make` padded on the left to a batch, without a mask for images: input_ids, mask, labels, inputs."""
+    T = max(ids.shape[1] for ids, _, _ in rows)
+    M = max(inputs["pixel_values"].shape[1] for _, _, inputs in rows if inputs)
+    first = next(inputs["pixel_values"] for _, _, inputs in rows if inputs)
+    batch = [torch.zeros(len(rows), T, dtype=torch.int64) for _ in range(3)]
+    # What stands in the places without an image must not matter.
+    pixels, ratios = torch.full((len(rows), M, *first.shape[2:]), 9.0), torch.zeros(len(rows), M, dtype=torch.int64)
+    batch[2].fill_(-100)
+    for i, (ids, labels, inputs) in enumerate(rows):
+        for whole, part in zip(batch, (ids, torch.ones_like(ids), labels), strict=True):
+            whole[i, T - ids.shape[1] :] = part[0]
+        batch[2][i, T - ids.shape[1]] = -100  # a padding token has nothing to predict the first one from
+        if inputs:
+            count = inputs["pixel_values"].shape[1]
+            pixels[i, :count], ratios[i, :count] = inputs["pixel_values"][0], inputs["aspect_ratio_ids"][0]
+    return *batch, {"pixel_values": pixels, "aspect_ratio_ids": ratios}
+
+
+def alone(model, rows):
+    """transformers' logits of each row, and the mean loss of all with its gradients."""
+    logits, losses, targets = [], [], 0
+    for ids, labels, inputs in rows:
+        logits.append(model(ids, **inputs).logits)
+        losses.append(torch.nn.functional.cross_entropy(logits[-1][0, :-1], labels[0, 1:], reduction="sum"))
+        targets += int((labels[:, 1:] != -100).sum())
+    loss = sum(losses) / targets
+    loss.backward()
+    return logits, loss
+
+
+@every_case
+def test_logits_loss_and_gradients(pair):
+    """Text before the first image, two images in a row, tiles that are not used; the mask given or not."""
+    _, _, theirs, ours = pair
+    ids, labels, inputs = make(ours, ROWS[0])
+    (want,), loss = alone(theirs, [(ids, labels, inputs)])
+    own = {name: inputs[name] for name in ("pixel_values", "aspect_ratio_ids")}
+    assert error(ours(ids, **inputs).logits, want) <= LIMIT
+    assert error(ours(ids, **own).logits, want) <= LIMIT
+    got = ours(ids, labels=labels, **own)
+    assert error(got.loss, loss) <= LIMIT
+    got.loss.backward()
+    assert_same_gradients(ours, theirs)
+    assert all(gradient.any() for gradient in gradients_of(ours).values())
+
+
+@every_case
+def test_rows_with_different_images_and_with_none(pair):
+    _, _, theirs, ours = pair
+    rows = [make(ours, row, seed) for seed, row in enumerate(ROWS)]
+    want, loss = alone(theirs, rows)
+    ids, mask, labels, inputs = joined(rows)
+    logits = ours(ids, attention_mask=mask, **inputs).logits
+    for i, each in enumerate(want):
+        assert error(logits[i, -each.shape[1] :], each[0]) <= LIMIT
+    got = ours(ids, labels=labels, attention_mask=mask, **inputs)
+    assert error(got.loss, loss) <= LIMIT
+    got.loss.backward()
+    assert_same_gradients(ours, theirs)
+
+
+@every_case
+def test_packed_documents_are_separate_documents(pair):
+    _, _, theirs, ours = pair
+    rows = [make(ours, row, seed) for seed, row in enumerate(([3, IMAGE], *ROWS))]
+    want, _ = alone(theirs, rows)
+    lengths = [0, *(ids.shape[1] for ids, _, _ in rows)]
+    ids, labels = (torch.cat([row[i] for row in rows], 1) for i in (0, 1))
+    inputs = {
+        name: torch.cat([row[2][name] for row in rows if row[2]], 1) for name in ("pixel_values", "aspect_ratio_ids")
+    }
+    got = ours(ids, labels=labels, cu_seqlens=torch.tensor(lengths).cumsum(0), return_logits=True, **inputs)
+    got.loss.backward()
+    assert error(got.logits, torch.cat(want, 1)) <= LIMIT
+    assert_same_gradients(ours, theirs)
+
+
+@every_case
+def test_tokens_see_the_tiles_that_transformers_masks_say(pair):
+    _, _, _, ours = pair
+    tiles = ours.config.vision_config.max_num_tiles
+    for seed, row in enumerate(([IMAGE], [IMAGE, IMAGE, 3, IMAGE], [2, IMAGE, IMAGE, IMAGE, 1, IMAGE], *ROWS)):
+        ids, _, inputs = make(ours, row, seed)
+        if inputs:
+            here = ids == ours.config.image_token_index
+            used = inputs["aspect_ratio_mask"].bool()
+            seen, own = tiles_seen(here, used.any(-1), used, None)
+            assert torch.equal(seen, inputs["cross_attention_mask"].bool().flatten(2))
+            assert own.all()
+            assert own.shape == (1, 1, row.count(IMAGE) * tiles)
+
+
+@every_case
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generate(pair, use_cache):
+    _, _, theirs, ours = pair
+    theirs.generation_config.eos_token_id = None
+    rows = [make(ours, row, seed) for seed, row in enumerate(ROWS)]
+    ids, mask, _, inputs = joined(rows)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    got = ours.generate(ids, attention_mask=mask, use_cache=use_cache, eos_token_id=[], **inputs, **options)
+    for i, (own, _, images) in enumerate(rows):
+        want = theirs.generate(own, attention_mask=torch.ones_like(own), **images, **options)
+        assert got[i, -want.shape[1] :].tolist() == want[0].tolist()
+    ids, _, inputs = rows[0]
+    again = ours.generate(ids, use_cache=use_cache, eos_token_id=[], **inputs, **options)
+    assert torch.equal(again[0], got[0, -again.shape[1] :])
+    penalised = ours.generate(ids, eos_token_id=[], repetition_penalty=1e9, **inputs, **options)[0, ids.shape[1] :]
+    assert not torch.isin(penalised, ids).any()
+    assert len(penalised.unique()) == len(penalised)
+
+
+@one_case
+def test_pieces_with_a_cache_are_the_whole(pair):
+    _, _, _, ours = pair
+    ids, _, inputs = make(ours, [3, IMAGE, 2, IMAGE, 9])
+    cache = DecodeCache(ids.shape[1])
+    with torch.no_grad():
+        want = ours(ids, **inputs).logits
+        got = [ours(ids[:, :9], cache=cache, **inputs).logits, ours(ids[:, 9:12], cache=cache).logits]
+        cache.select(torch.tensor([0, 0]))
+        got = [*(each.expand(2, -1, -1) for each in got), ours(ids[:, 12:13].expand(2, -1), cache=cache).logits]
+        embeds = ours.embed_tokens(ids[:, 13:14]).expand(2, -1, -1)
+        got += [ours(inputs_embeds=embeds, cache=cache).logits, ours(ids[:, 14:].expand(2, -1), cache=cache).logits]
+        assert error(torch.cat(got, 1), want.expand(2, -1, -1)) <= LIMIT
+        with pytest.raises(ValueError, match="images must come with the first tokens"):
+            ours(ids[:, :3], cache=cache, **inputs)
+
+
+@one_case
+def test_states_that_enter_the_layers(pair, monkeypatch):
+    """What the weights of the releases were trained on; early versions of transformers took it."""
+    _, _, theirs, ours = pair
+    forward = modeling_mllama.MllamaVisionEncoder.forward
+
+    def entering(self, hidden_states, attention_mask=None):
+        out = forward(self, hidden_states, attention_mask)
+        out.hidden_states = (hidden_states, *out.hidden_states[:-1])
+        return out
+
+    ids, _, inputs = make(ours, [3, IMAGE, 2])
+    outputs = ours(ids, **inputs).logits
+    ours.visual.intermediate = "inputs"
+    monkeypatch.setattr(modeling_mllama.MllamaVisionEncoder, "forward", entering)
+    assert error(ours(ids, **inputs).logits, theirs(ids, **inputs).logits) <= LIMIT
+    assert error(ours(ids, **inputs).logits, outputs) > 1e-3
+
+
+@one_case
+def test_frozen_parts_and_checkpointing(pair):
+    _, _, _, ours = pair
+    ids, mask, labels, inputs = joined([make(ours, row, seed) for seed, row in enumerate(ROWS)])
+    run = lambda: ours(ids, labels=labels, attention_mask=mask, **inputs).loss.backward()
+    run()
+    every = gradients_of(ours)
+    for policy in CHECKPOINTING_POLICIES[1:]:
+        ours.zero_grad()
+        ours.set_checkpointing(policy)
+        run()
+        assert all(torch.equal(gradient, every[name]) for name, gradient in gradients_of(ours).items())
+    for tower in (True, False):
+        ours.zero_grad()
+        for name, parameter in ours.named_parameters():
+            parameter.requires_grad_(is_tower(name) != tower)
+        run()
+        left = gradients_of(ours)
+        assert {is_tower(name) for name in left} == {not tower}
+        for name, gradient in left.items():
+            torch.testing.assert_close(gradient, every[name])
+
+
+@one_case
+def test_kernels_match_transformers(pair, kernel_device, root):
+    arch, variant, theirs, ours = pair
+    ids, labels, inputs = make(ours, [2, IMAGE, 4])
+    _, loss = alone(theirs, [(ids, labels, inputs)])
+    off = KernelOptions(rms_norm=False, layer_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
+    for kernels in (None, off):
+        ours = load(arch, make_folder(arch, variant, root), kernels=kernels, device=kernel_device)
+        moved = {name: each.to(kernel_device) for name, each in inputs.items()}
+        got = ours(ids.to(kernel_device), labels=labels.to(kernel_device), **moved)
+        assert error(got.loss, loss) <= LIMIT
+        got.loss.backward()
+        assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.gpu
+@every_case
+def test_on_gpu(pair):
+    """flex_attention over more than one block there."""
+    _, _, theirs, ours = pair
+    rows = [make(ours, row, seed) for seed, row in enumerate(([100, IMAGE, 190, IMAGE, IMAGE, 4], [IMAGE, 140], [50]))]
+    _, loss = alone(theirs, rows)
+    ours.cuda()
+    ids, mask, labels, inputs = joined(rows)
+    moved = {name: each.cuda() for name, each in inputs.items()}
+    got = ours(ids.cuda(), labels=labels.cuda(), attention_mask=mask.cuda(), **moved)
+    got.loss.backward()
+    assert error(got.loss, loss) <= LIMIT
+    assert_same_gradients(ours, theirs)
+    theirs.generation_config.eos_token_id = None
+    got = ours.generate(ids.cuda(), attention_mask=mask.cuda(), max_new_tokens=4, eos_token_id=[], **moved)
+    for i, (own, _, images) in enumerate(rows):
+        want = theirs.generate(own, attention_mask=torch.ones_like(own), **images, max_new_tokens=4, do_sample=False)
+        assert got[i, -want.shape[1] :].tolist() == want[0].tolist()
+
+
+@one_case
+def test_what_does_not_fit_is_named(pair):
+    _, _, _, ours = pair
+    ids, _, inputs = make(ours, [3, IMAGE, 2])
+    with pytest.raises(ValueError, match=r"a placeholder for each image of a row \(\[1\]\), got \[0\]"):
+        ours(ids[:, :3], **inputs)
+    with pytest.raises(ValueError, match="1 image placeholders in input_ids must have pixel_values, got none"):
+        ours(ids)
+    with pytest.raises(ValueError, match="must be given together"):
+        ours(ids, pixel_values=inputs["pixel_values"])
+    with pytest.raises(ValueError, match="must be given together"):
+        ours(ids, cross_attention_mask=inputs["cross_attention_mask"])
+    with pytest.raises(ValueError, match=r"must be \[1, images, 4, 3, 16, 16\], got \[1, 1, 4, 3, 8, 16\]"):
+        ours(ids, **inputs | {"pixel_values": inputs["pixel_values"][..., :8, :]})
+    with pytest.raises(ValueError, match=r"aspect_ratio_ids must be \[1, 1\] like pixel_values, got \[1\]"):
+        ours(ids, **inputs | {"aspect_ratio_ids": inputs["aspect_ratio_ids"][0]})
+    with pytest.raises(ValueError, match=r"aspect_ratio_ids must be 0 \(no image\) to 8, got \[\[9\]\]"):
+        ours(ids, **inputs | {"aspect_ratio_ids": torch.tensor([[9]])})
+    with pytest.raises(ValueError, match=r"cross_attention_mask must be \[1, 6, 1, 4\], got \[1, 6, 1, 3\]"):
+        ours(ids, **inputs | {"cross_attention_mask": inputs["cross_attention_mask"][..., :3]})
+    with pytest.raises(ValueError, match="pixels need input_ids"):
+        ours(inputs_embeds=ours.embed_tokens(ids), **inputs)
+    for changes, message in (
+        ({"hidden_act": "relu"}, "hidden_act must be"),
+        ({"image_size": 17}, r"image_size \(17\) must be a multiple"),
+        ({"attention_heads": 5}, "must be a multiple of attention_heads"),
+        ({"vision_output_dim": 64}, r"vision_output_dim \(64\) must be hidden_size \(32\) once"),
+        ({"intermediate_layers_indices": [1, 3]}, r"must ascend and be below num_hidden_layers \(3\), got \[1, 3\]"),
+        ({"max_num_tiles": 3}, "supported_aspect_ratios must be rows and columns"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(ours.config.vision_config, **changes)
+    with pytest.raises(ValueError, match=r"below num_hidden_layers \(4\), got \[4\]"):
+        dataclasses.replace(ours.config, cross_attention_layers=[4])
