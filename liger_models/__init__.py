@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .convert.auto import AutoLigerModel as AutoLigerModel
     from .data import PackedDataset as PackedDataset
     from .data import PackedLoader as PackedLoader
+    from .data import preference_batch as preference_batch
     from .kernels.linear_logprobs import fused_linear_logprobs as fused_linear_logprobs
     from .kernels.options import KernelOptions as KernelOptions
     from .kernels.rope import liger_rotary_pos_emb as liger_rotary_pos_emb
