@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from .losses.preference import LigerFusedLinearKTOLoss as LigerFusedLinearKTOLoss
     from .losses.preference import LigerFusedLinearORPOLoss as LigerFusedLinearORPOLoss
     from .losses.preference import LigerFusedLinearSimPOLoss as LigerFusedLinearSimPOLoss
+    from .medusa import LigerMedusa as LigerMedusa
     from .optim import LigerAdamW as LigerAdamW
     from .optim import step_in_backward as step_in_backward
     from .parallel import apply_fsdp as apply_fsdp
