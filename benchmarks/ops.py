@@ -27,6 +27,7 @@ from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_referen
 from liger_models.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from liger_models.kernels.rope import rope_qkv, rope_qkv_reference, split_heads
 
+from .losses import LOSSES
 from .measure import Function, Op, Peer, ceilings, measure, randn
 
 EPS = 1e-6
@@ -233,6 +234,7 @@ def add(*ops: Op) -> None:
     OPS.update((op.name, op) for op in ops)
 
 
+add(*LOSSES)
 add(
     Op(
         name="rms_norm", shapes=(*({"N": 16384, "C": C} for C in (2048, 4096, 8192)), {"N": 4096, "C": 65536}),

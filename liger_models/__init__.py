@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .convert.auto import AutoLigerModel as AutoLigerModel
     from .data import PackedDataset as PackedDataset
     from .data import PackedLoader as PackedLoader
+    from .data import preference_batch as preference_batch
     from .kernels.linear_logprobs import fused_linear_logprobs as fused_linear_logprobs
     from .kernels.options import KernelOptions as KernelOptions
     from .kernels.rope import liger_rotary_pos_emb as liger_rotary_pos_emb
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from .losses.preference import LigerFusedLinearKTOLoss as LigerFusedLinearKTOLoss
     from .losses.preference import LigerFusedLinearORPOLoss as LigerFusedLinearORPOLoss
     from .losses.preference import LigerFusedLinearSimPOLoss as LigerFusedLinearSimPOLoss
+    from .medusa import LigerMedusa as LigerMedusa
     from .optim import LigerAdamW as LigerAdamW
     from .optim import step_in_backward as step_in_backward
     from .parallel import apply_fsdp as apply_fsdp

@@ -7,7 +7,7 @@ import os
 import shutil
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub.utils.tqdm import tqdm
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from liger_models.convert.ranks import agreeing, several, this_rank, world_size
@@ -24,6 +25,7 @@ from liger_models.tokenizer import Tokenizer, answer_mask
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
 FIELDS = ("messages", "text", "input_ids")
 OVERFLOWS = ("split", "truncate")
+ANSWERS = ("chosen", "rejected")
 WINDOW = 4096
 """Documents among which the packing looks for those that fill a row. Of a stream they are read ahead."""
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
@@ -457,6 +459,104 @@ def collate(rows: Sequence[Batch]) -> Batch:
         tokens += row["input_ids"].numel()
     joined = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "labels")}
     return {**joined, "cu_seqlens": torch.cat(bounds)}
+
+
+def preference_batch(
+    pairs: Mapping[str, Any] | Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None = None
+) -> Batch:
+    """Pairs of a preferred and another answer as one batch: the chosen sequences, then the rejected ones.
+
+    What TRL's DPOTrainer takes is taken here, before and after its collator. A row is the prompt and its answer,
+    without padding between or before them; the labels are those of the answer.
+
+    Args:
+        pairs: a list of examples, or columns by name. Either ``prompt``, ``chosen`` and ``rejected``: texts, which get
+            what the tokenizer puts before a prompt, and the end token; or lists of messages, for the chat template. Or
+            token ids, ``prompt_input_ids``, ``chosen_input_ids`` and ``rejected_input_ids``, each with
+            ``prompt_attention_mask`` and so on if they are padded, on either side.
+        tokenizer: for all but token ids.
+
+    Returns:
+        ``input_ids``, ``labels`` (−100 for prompt and padding) and ``attention_mask``, each [2 · pairs, T] int64, what
+        a model's forward takes with ``return_log_probs``; padded on the right, with the tokenizer's token or 0.
+
+    Raises:
+        ValueError: no pairs, a name that is missing, a tensor of token ids without its mask, an answer without tokens.
+    """
+    if isinstance(pairs, Mapping):
+        columns = {name: column for name, column in pairs.items() if name.startswith((*ANSWERS, "prompt"))}
+        sizes = {name: len(column) for name, column in columns.items()}
+        check(
+            len(set(sizes.values())) == 1 and not any(isinstance(column, str) for column in columns.values()),
+            "preference_batch: columns must be of one length and hold an entry for each pair, got "
+            f"{sizes or sorted(pairs)}. A single pair goes into a list.",
+        )
+        for name, column in columns.items():
+            mask = name.replace("input_ids", "attention_mask")
+            check(
+                mask in columns or not isinstance(column, Tensor),
+                f"preference_batch: {name} is a tensor, which may be padded, and must come with {mask}. Add it.",
+            )
+        columns = {name: each.tolist() if isinstance(each, Tensor) else each for name, each in columns.items()}
+        pairs = [{name: column[i] for name, column in columns.items()} for i in range(next(iter(sizes.values())))]
+    check(len(pairs) > 0, "preference_batch: pairs must hold at least one, got none.")
+    encoded = [_pair(f"preference_batch, pair {number}", pair, tokenizer) for number, pair in enumerate(pairs, 1)]
+    rows = [chosen for chosen, _ in encoded] + [rejected for _, rejected in encoded]
+    filler = 0 if tokenizer is None else Encoder(tokenizer, None).filler
+
+    def padded(value: int, of_row: Callable[[list[int], list[int]], list[int]]) -> Tensor:
+        made = [torch.tensor(of_row(*row)) for row in rows]
+        return pad_sequence(made, batch_first=True, padding_value=value)
+
+    return {
+        "input_ids": padded(filler, lambda prompt, answer: prompt + answer),
+        "labels": padded(-100, lambda prompt, answer: [-100] * len(prompt) + answer),
+        "attention_mask": padded(0, lambda prompt, answer: [1] * len(prompt + answer)),
+    }
+
+
+def _pair(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[tuple[list[int], list[int]]]:
+    """Token ids of prompt and chosen answer, and of prompt and rejected answer."""
+    ids: dict[str, list[int]] = {}
+    parts = (*ANSWERS, "prompt")
+    for part in parts:
+        given = pair.get(f"{part}_input_ids")
+        if given is not None:
+            mask = pair.get(f"{part}_attention_mask")
+            tokens = list(given) if mask is None else [id for id, seen in zip(given, mask, strict=True) if seen]
+            ids[part] = [int(token) for token in tokens]
+    if len(ids) < 3:
+        check(
+            not ids and all(part in pair for part in parts),
+            f"{where}: must have prompt, chosen and rejected, or the same with _input_ids, got {sorted(pair)}. A chat "
+            "that is one list of messages has its prompt in all but the last.",
+        )
+        check(tokenizer is not None, f"{where}: texts and messages need a tokenizer. Pass it.")
+        assert tokenizer is not None
+        texts = [isinstance(pair[part], str) for part in parts]
+        check(all(texts) or not any(texts), f"{where}: must be all texts or all messages, got both. Convert them.")
+        if not any(texts):
+            return [_chat(pair["prompt"], pair[answer], tokenizer) for answer in ANSWERS]
+        eos = tokenizer.eos_token_id
+        end = [] if eos is None else [eos]
+        ids = {part: tokenizer.encode(pair[part], add_special_tokens=False) + end for part in ANSWERS}
+        ids["prompt"] = tokenizer.encode(pair["prompt"])
+        if ids["prompt"][-1:] == end:
+            ids["prompt"].pop()
+    for answer in ANSWERS:
+        check(bool(ids[answer]), f"{where}: {answer} must have tokens, got none. Leave the pair out.")
+    return [(ids["prompt"], ids[answer]) for answer in ANSWERS]
+
+
+def _chat(prompt: Any, answer: Any, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Token ids up to an answer, and of it: from the first to the last token that the assistant writes there."""
+    text, spans = tokenizer.render_answers([*prompt, *answer])
+    earlier = sum(message.get("role") == "assistant" for message in prompt)
+    encoding = tokenizer.backend.encode(text, add_special_tokens=False)
+    mask = answer_mask(encoding.offsets, spans[earlier:])
+    check(any(mask), f"preference_batch: an answer must be a message of the assistant, got {answer}.")
+    first, last = mask.index(True), len(mask) - mask[::-1].index(True)
+    return encoding.ids[:first], encoding.ids[first:last]
 
 
 class Encoder:

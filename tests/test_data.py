@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from liger_models import LigerLlama, LlamaConfig, PackedDataset, PackedLoader, Tokenizer
+from liger_models import LigerLlama, LlamaConfig, PackedDataset, PackedLoader, Tokenizer, preference_batch
 from liger_models.data import WINDOW, collate, cut, pack
 from liger_models.parallel import load_state, save_state, targets_per_rank
 
@@ -543,3 +543,87 @@ dist.destroy_process_group()
     assert lines[0].startswith("batches")
     assert lines[2] == lines[3]
     assert lines[2].startswith("error")
+
+
+def test_preference_batch_of_texts_and_of_token_ids(tokenizer):
+    pairs = [
+        {"prompt": "Hi", "chosen": " you", "rejected": ""},
+        {"prompt": "Hello there", "chosen": "!", "rejected": " friend"},
+    ]
+    batch = preference_batch(pairs, tokenizer)
+    answers = [(pair, name) for name in ("chosen", "rejected") for pair in pairs]
+    for row, (pair, name) in enumerate(answers):
+        prompt = tokenizer.encode(pair["prompt"])
+        answer = [*tokenizer.encode(pair[name], add_special_tokens=False), EOS]
+        assert prompt[0] == BOS
+        rest = batch["input_ids"].shape[1] - len(prompt + answer)
+        assert batch["input_ids"][row].tolist() == prompt + answer + [EOS] * rest
+        assert batch["labels"][row].tolist() == [-100] * len(prompt) + answer + [-100] * rest
+        assert batch["attention_mask"][row].tolist() == [1] * len(prompt + answer) + [0] * rest
+
+    columns = {name: [pair[name] for pair in pairs] for name in ("prompt", "chosen", "rejected")}
+    ids = [  # as TRL's DPOTrainer has them before its collator, and behind it: prompts padded on the left
+        {
+            "prompt_input_ids": tokenizer.encode(pair["prompt"]),
+            **{
+                f"{name}_input_ids": [*tokenizer.encode(pair[name], add_special_tokens=False), EOS]
+                for name in ("chosen", "rejected")
+            },
+        }
+        for pair in pairs
+    ]
+    collated = {}
+    for name in ids[0]:
+        size = max(len(each[name]) for each in ids)
+        for suffix, fill in (("input_ids", lambda row: row), ("attention_mask", lambda row: [1] * len(row))):
+            padded = [[0] * (size - len(each[name])) + fill(each[name]) for each in ids]
+            if "prompt" not in name:
+                padded = [fill(each[name]) + [0] * (size - len(each[name])) for each in ids]
+            collated[name.replace("input_ids", suffix)] = torch.tensor(padded)
+    others = [preference_batch(columns, tokenizer), preference_batch(ids, tokenizer)]
+    for other in (*others, preference_batch({**collated, "ref_chosen_logps": torch.zeros(2)}, tokenizer)):
+        assert other.keys() == batch.keys()
+        for name, tensor in batch.items():
+            assert torch.equal(other[name], tensor)
+    assert preference_batch(ids)["input_ids"][-1, -1] != 0
+    assert preference_batch(ids)["input_ids"][0, -1] == 0
+
+
+def test_preference_batch_of_chats(tokenizer):
+    earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    prompt = [*earlier, {"role": "user", "content": "c"}]
+    pair = {"prompt": prompt, "chosen": [{"role": "assistant", "content": "yes"}]}
+    batch = preference_batch([{**pair, "rejected": [{"role": "assistant", "content": "n"}]}], tokenizer)
+    for ids, labels, answer in zip(batch["input_ids"], batch["labels"], ("yes", "n"), strict=True):
+        learnt = [*tokenizer.encode(answer, add_special_tokens=False), EOS]
+        assert labels[labels != -100].tolist() == learnt
+        before = "<user>a</s>\n<assistant>b</s>\n<user>c</s>\n<assistant>"
+        whole = [*tokenizer.encode(before, add_special_tokens=False), *learnt]
+        assert ids[: len(whole)].tolist() == whole
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([], "must hold at least one"),
+        ({"text": ["a"]}, r"got \['text'\]"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "A single pair goes into a list"),
+        ({"prompt": ["a"], "chosen": ["b", "c"], "rejected": ["c"]}, "'chosen': 2"),
+        (
+            [{"prompt": "a", "chosen": "b"}],
+            r"pair 1: must have prompt, chosen and rejected.*got \['chosen', 'prompt'\]",
+        ),
+        ([{"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}]}], "got both"),
+        ([{f"{name}_input_ids": [1] * (name != "chosen") for name in ("prompt", "chosen", "rejected")}], "chosen must"),
+        ({f"{name}_input_ids": torch.ones(1, 2) for name in ("prompt", "chosen", "rejected")}, "prompt_attention_mask"),
+        ([{name: [{"role": "user", "content": "c"}] for name in ("prompt", "chosen", "rejected")}], "of the assistant"),
+    ],
+)
+def test_preference_batch_says_what_is_wrong(pairs, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        preference_batch(pairs, tokenizer)
+
+
+def test_preference_batch_of_texts_needs_a_tokenizer():
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        preference_batch([{"prompt": "a", "chosen": "b", "rejected": "c"}])

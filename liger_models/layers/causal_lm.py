@@ -15,7 +15,7 @@ from liger_models.kernels.options import KernelOptions
 from .attention import LigerAttention
 from .cross_attention import ImageStates, LigerCrossAttention
 from .embedding import LigerEmbedding
-from .head import LigerLMHead
+from .head import LigerLMHead, LossFunction
 from .mlp import GatedMLP, LigerMLP
 from .moe import LigerMoE
 from .norm import LigerLayerNorm, LigerRMSNorm
@@ -35,7 +35,7 @@ class CausalLMOutput(NamedTuple):
     """Result of `CausalLM.forward`; what was not computed is None.
 
     Attributes:
-        loss: [] fp32.
+        loss: [] fp32; or what ``loss_function`` has returned.
         logits: [B, T, V] in the dtype of the weights.
         aux_loss: [] what mixture-of-experts layers add to ``loss``.
         log_probs: [B, T] fp32, of the token that follows each, 0 where that is not a target.
@@ -240,6 +240,7 @@ class CausalLM(nn.Module):
         num_items_in_batch: Tensor | float | None = None,
         return_logits: bool | None = None,
         return_log_probs: bool = False,
+        loss_function: LossFunction | None = None,
         logits_to_keep: int = 0,
         cache: DecodeCache | None = None,
         deepstack: list[Tensor] | None = None,
@@ -258,6 +259,10 @@ class CausalLM(nn.Module):
                 the number of targets at hand.
             return_log_probs: with ``labels``, log-probabilities of the targets in place of the loss, for losses of
                 one's own; `sequence.shift` has shifted the labels.
+            loss_function: with ``labels``, what takes the loss's place: ``(hidden, weight, target)``, the normed output
+                of the last block [B, T, C], the head's weight [V, C] and the shifted labels [B, T], to anything. It is
+                called inside the head, where FSDP has gathered the weight; ``aux_loss`` is not added to its result.
+                A softcap or a scale of the logits is left to it.
             return_logits: True for logits beside the loss. Default: logits only without ``labels``.
             logits_to_keep: logits of only the last so many tokens; 0 for all. Not with ``labels``.
             cache: decode cache; the tokens are appended to it.
@@ -279,6 +284,10 @@ class CausalLM(nn.Module):
             "forward: labels can't be combined with cache or logits_to_keep. Leave them out for a loss.",
         )
         check(not return_log_probs or labels is not None, "forward: return_log_probs needs labels. Pass them.")
+        check(
+            loss_function is None or (labels is not None and not return_log_probs and num_items_in_batch is None),
+            "forward: loss_function needs labels, and neither return_log_probs nor num_items_in_batch.",
+        )
         if inputs_embeds is None:
             assert input_ids is not None
             check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
@@ -315,11 +324,12 @@ class CausalLM(nn.Module):
             num_items=num_items_in_batch,
             return_logits=bool(return_logits),
             log_probs=return_log_probs,
+            loss_function=loss_function,
         )
         aux_loss = self.auxiliary_loss(router_logits, attention_mask)
         if return_log_probs:
             return CausalLMOutput(None, logits, aux_loss, loss)
-        if loss is not None and aux_loss is not None:
+        if loss is not None and aux_loss is not None and loss_function is None:
             loss = loss + aux_loss
         return CausalLMOutput(loss, logits, aux_loss)
 

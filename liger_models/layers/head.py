@@ -1,15 +1,22 @@
 """Language-model head, with the loss inside its forward."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from liger_models.kernels.collectives import Ranks, all_words
 from liger_models.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from liger_models.kernels.dispatch import check
 from liger_models.kernels.linear_cross_entropy import Words, linear_cross_entropy
 from liger_models.kernels.options import KernelOptions
 
 from .tensor_parallel import own
+
+LossFunction = Callable[[Tensor, Tensor, Tensor], Any]
+"""Hidden states [..., C], the head's weight [V, C] and targets [...], already shifted, to a loss or anything else."""
 
 
 class LigerLMHead(nn.Linear):
@@ -54,7 +61,8 @@ class LigerLMHead(nn.Linear):
         num_items: Tensor | float | None = None,
         return_logits: bool = False,
         log_probs: bool = False,
-    ) -> tuple[Tensor | None, Tensor | None]:
+        loss_function: LossFunction | None = None,
+    ) -> tuple[Any, Tensor | None]:
         """Loss and logits, each None where it is not wanted.
 
         Args:
@@ -64,12 +72,13 @@ class LigerLMHead(nn.Linear):
             num_items: divisor of the loss, None for the number of targets.
             return_logits: build the logits [..., V] even with a target.
             log_probs: return the log-probability of each target [...] in the loss's place, 0 where ignored.
+            loss_function: called with x, the weight and the targets; its result takes the loss's place.
         """
         scale, cap, words, weight = self.logit_scale, self.softcap, self.words, own(self.weight)
         # Over ranks there is no other way: logits would have to be gathered.
         fused = self.kernels.fused_linear_cross_entropy or words is not None
         raw = None
-        if target is None or return_logits or not (fused or log_probs):
+        if target is None or return_logits or not (fused or log_probs or loss_function):
             raw = F.linear(x, weight)
             raw = raw if words is None else all_words(raw, words.ranks, words.vocabulary)
         logits = None
@@ -79,6 +88,9 @@ class LigerLMHead(nn.Linear):
                 logits = cap * torch.tanh(logits / cap)
         if target is None:
             return None, logits
+        if loss_function is not None:
+            check(words is None, "LigerLMHead: loss_function needs the whole weight, got one cut by apply_tp.")
+            return loss_function(x, weight, target), logits
         if log_probs:
             results = linear_cross_entropy(
                 x, weight, target, logit_scale=scale, softcap=cap, reduction="sum", return_log_probs=True, words=words

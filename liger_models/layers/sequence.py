@@ -137,7 +137,7 @@ class Sequence:
         Args:
             rotary: name -> function of the positions that gives (cos, sin).
             windows: the windows that layers have (None: no window) -> whether one of them needs a mask even where
-                causality is all there is. Default: no window, no need.
+                causality is all there is. Default: no window, no need. {} for no masks at all.
             position_ids: [T], [1, T] or [B, T], or [3, 1 or B, T]. Default: counted from 0, or from the cached length,
                 or from the start of each document. Padding is counted like any token, as Hugging Face's forward does.
             attention_mask: [B, S], nonzero for tokens, 0 for padding. Tokens and padding don't see each other.
@@ -184,7 +184,7 @@ class Sequence:
             )
         masks = {
             window: _mask(documents, past, window, B, T, device, needed, visible_until)
-            for window, needed in (windows or {None: False}).items()
+            for window, needed in ({None: False} if windows is None else windows).items()
         }
         tables = {name: table(positions) for name, table in rotary.items()}
         return cls(positions, tables, documents, past, cache, masks, images=images)

@@ -19,12 +19,14 @@ from liger_models.kernels.collectives import ranks_of
 from liger_models.kernels.dispatch import check
 from liger_models.layers.causal_lm import CausalLM
 from liger_models.layers.moe import LigerMoE
+from liger_models.medusa import LigerMedusa
 
 Model = TypeVar("Model", bound=CausalLM)
+Sharded = TypeVar("Sharded", bound=CausalLM | LigerMedusa)
 
 
 def apply_fsdp(
-    model: Model,
+    model: Sharded,
     mesh: DeviceMesh | None = None,
     *,
     param_dtype: torch.dtype | None = torch.bfloat16,
@@ -32,7 +34,7 @@ def apply_fsdp(
     cpu_offload: bool = False,
     reshard_after_forward: bool | int = True,
     prefetch: int = 1,
-) -> Model:
+) -> Sharded:
     """Shard a model's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
     Groups that are gathered together: the embedding; each block, a vision tower's, too; the head, which stays gathered
@@ -45,7 +47,7 @@ def apply_fsdp(
 
     Args:
         model: on the meta device (`from_pretrained` with ``shard`` then reads each rank's part only), or with the same
-            weights on every rank.
+            weights on every rank. A `LigerMedusa` may have a model that is sharded already; each head is a group.
         mesh: of one dimension, or of two with names (HSDP): copies, and the ranks over which each is sharded. After
             `apply_tp` of a mesh's last dimension the others. After `apply_ep` the whole mesh of two dimensions, of
             which `apply_ep` got the second. Default: all ranks.
@@ -73,15 +75,19 @@ def apply_fsdp(
         not isinstance(model, FSDPModule),
         f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is. Call it once for each model.",
     )
+    if isinstance(model, LigerMedusa):
+        _shard_medusa(
+            model, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype, cpu_offload=cpu_offload,
+            reshard_after_forward=reshard_after_forward, prefetch=prefetch,
+        )  # fmt: skip
+        return model
     check(
         model.ranks is None or mesh is not None,
         "apply_fsdp: mesh must be that of the data-parallel ranks for a model that is cut by apply_tp, got none. Pass "
         'mesh["dp"] of the mesh of which apply_tp got mesh["tp"].',
     )
     check(prefetch >= 0, f"apply_fsdp: prefetch must not be negative, got {prefetch}.")
-    if mesh is None:
-        device = torch.accelerator.current_accelerator()
-        mesh = init_device_mesh("cpu" if device is None else device.type, (dist.get_world_size(),))
+    mesh = _all_ranks() if mesh is None else mesh
     check(
         mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None),
         f"apply_fsdp: mesh must have one dimension, or two with names, got {mesh}. Take the mesh of the data-parallel "
@@ -100,13 +106,7 @@ def apply_fsdp(
         experts_mesh = mesh[mesh.mesh_dim_names[0]]
         mesh = DeviceMesh(mesh.device_type, mesh.mesh.flatten(), mesh_dim_names=("data",))
         model.balance_ranks = ranks_of(mesh.get_group())
-    accelerated = mesh.device_type != "cpu"
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        # Inputs are not cast: it would reach into `Sequence` and round the rotary tables.
-        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy(pin_memory=accelerated) if cpu_offload else OffloadPolicy(),
-    }
+    options = _options(mesh, param_dtype, reduce_dtype, cpu_offload)
     tied = model.lm_head.weight is model.embed_tokens.weight
     if tied:
         fully_shard([model.embed_tokens, model.lm_head], reshard_after_forward=False, **options)
@@ -140,6 +140,37 @@ def apply_fsdp(
         if prefetch > 1:
             module.set_modules_to_backward_prefetch(order[max(index - prefetch, 0) : index][::-1])
     return model
+
+
+def _all_ranks() -> DeviceMesh:
+    device = torch.accelerator.current_accelerator()
+    return init_device_mesh("cpu" if device is None else device.type, (dist.get_world_size(),))
+
+
+def _options(
+    mesh: DeviceMesh, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, cpu_offload: bool
+) -> dict[str, Any]:
+    """Of ``fully_shard``."""
+    accelerated = mesh.device_type != "cpu"
+    return {
+        "mesh": mesh,
+        # Inputs are not cast: it would reach into `Sequence` and round the rotary tables.
+        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=accelerated) if cpu_offload else OffloadPolicy(),
+    }
+
+
+def _shard_medusa(
+    medusa: LigerMedusa, mesh: DeviceMesh | None, *, reshard_after_forward: bool | int, prefetch: int, **given: Any
+) -> None:
+    """`apply_fsdp` of the model, unless that is done, and of the heads."""
+    mesh = _all_ranks() if mesh is None else mesh
+    if not isinstance(medusa.model, FSDPModule):
+        apply_fsdp(medusa.model, mesh, reshard_after_forward=reshard_after_forward, prefetch=prefetch, **given)
+    options = _options(mesh, **given)
+    for head in medusa.heads:
+        fully_shard(head, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(medusa, reshard_after_forward=False, **options)
 
 
 class _EmbedsCast:

@@ -189,3 +189,33 @@ def test_log_probs_come_out_of_the_heads_forward():
     torch.testing.assert_close(got, torch.autograd.grad(plain, list(model.parameters())))
     with pytest.raises(ValueError, match="return_log_probs needs labels"):
         model(ids, return_log_probs=True)
+
+
+def test_loss_function_gets_what_the_loss_is_made_of():
+    model = LigerLlama.from_config(CONFIG)
+    labels = torch.tensor([[3, -100, 5, 6]])
+    expected = model(IDS, labels=labels)
+    expected.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    def loss(hidden, weight, target):
+        assert target.tolist() == [[-100, 5, 6, -100]]
+        assert weight is model.lm_head.weight
+        return torch.nn.functional.cross_entropy((hidden @ weight.T)[0], target[0]), "anything"
+
+    out = model(IDS, labels=labels, loss_function=loss)
+    assert out.loss[1] == "anything"
+    assert out.logits is None
+    assert model(IDS, labels=labels, loss_function=loss, return_logits=True).logits.shape == (1, 4, 20)
+    torch.testing.assert_close(out.loss[0], expected.loss)
+    out.loss[0].backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name])
+
+
+@pytest.mark.parametrize("options", [{}, {"return_log_probs": True}, {"num_items_in_batch": 2}])
+def test_loss_function_excludes_what_it_replaces(options):
+    labels = None if not options else IDS
+    with pytest.raises(ValueError, match="loss_function needs labels, and neither"):
+        LigerLlama.from_config(CONFIG)(IDS, labels=labels, loss_function=lambda *given: given, **options)

@@ -1,0 +1,192 @@
+"""Losses of preferences, rewards and teachers over the head, and Medusa's heads: ops of the benchmark, as in ops.py.
+
+P pairs, K Medusa heads, B rows of T tokens, all of them targets. Plain torch builds all logits. The pass of a reference
+model or a teacher is part of the loss, without a gradient, where the loss takes hidden states of it.
+"""
+
+import pkgutil
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+
+from .measure import Function, Op, Peer, Sizes, randn
+
+BETA, DECAY = 0.1, 0.8
+
+
+def log_probs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    logits = F.linear(x, weight)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return wide.gather(-1, target[..., None])[..., 0]
+
+
+def reference_of(ref_x: Tensor, ref_weight: Tensor, target: Tensor) -> Tensor:
+    with torch.no_grad():
+        return log_probs(ref_x, ref_weight, target).sum(-1)
+
+
+def dpo(weight: Tensor, x: Tensor, target: Tensor, ref_x: Tensor, ref_weight: Tensor) -> Tensor:
+    rewards = log_probs(x, weight, target).sum(-1) - reference_of(ref_x, ref_weight, target)
+    chosen, rejected = rewards.chunk(2)
+    return -logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+def orpo(weight: Tensor, x: Tensor, target: Tensor) -> Tensor:
+    mean = log_probs(x, weight, target).mean(-1)
+    chosen, rejected = (mean - torch.log1p(-mean.exp())).chunk(2)
+    return -mean.chunk(2)[0].mean() - BETA * logsigmoid(chosen - rejected).mean()
+
+
+def kto(x: Tensor, weight: Tensor, target: Tensor, labels: Tensor, ref_x: Tensor, ref_weight: Tensor) -> Tensor:
+    rewards = log_probs(x, weight, target).sum(-1) - reference_of(ref_x, ref_weight, target)
+    return (1 - torch.sigmoid(BETA * torch.where(labels, rewards, -rewards))).mean()
+
+
+def grpo(x: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, advantages: Tensor, ref: Tensor) -> Tensor:
+    """Of answers that the policy has just sampled: every ratio is 1."""
+    current = log_probs(x, weight, ids)
+    ratio, behind = (current - current.detach()).exp(), ref - current
+    loss = BETA * (behind.exp() - behind - 1) - ratio * advantages[:, None]
+    return ((loss * mask).sum(-1) / mask.sum(-1)).mean()
+
+
+def jsd(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, target: Tensor) -> Tensor:
+    logits = F.linear(x, weight)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    student = logits.to(wide).log_softmax(-1)
+    with torch.no_grad():
+        teacher = F.linear(teacher_x, teacher_weight).to(wide).log_softmax(-1)
+    mixture = torch.logaddexp(student, teacher) - torch.log(torch.tensor(2.0, dtype=wide, device=x.device))
+    to_mixture = [F.kl_div(mixture, p, reduction="sum", log_target=True) for p in (teacher, student)]
+    return 0.5 * F.nll_loss(student, target) + 0.25 * sum(to_mixture) / len(x)
+
+
+def medusa(loss: Function) -> Function:
+    def of_heads(x: Tensor, weights: Tensor, targets: Tensor) -> Tensor:
+        each = [loss(x, weight, target) for weight, target in zip(weights, targets, strict=True)]
+        return torch.stack([DECAY ** (k + 1) * one for k, one in enumerate(each)]).sum()
+
+    return of_heads
+
+
+def in_torch(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return -log_probs(x, weight, target).mean()
+
+
+def liger_linear_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    run = pkgutil.resolve_name("liger_kernel.transformers.functional:liger_fused_linear_cross_entropy")
+    loss: Tensor = run(x, weight, target)
+    return loss
+
+
+def by_class(home: str, name: str, places: tuple[int | None, ...], **options: Any) -> Function:
+    """The loss of a module of Liger-Kernel's interface: its arguments are the inputs at ``places``, None for None."""
+
+    def run(*inputs: Tensor) -> Tensor:
+        module = pkgutil.resolve_name(f"{home}:{name}")(**options)
+        out = module(*(None if place is None else inputs[place] for place in places))
+        loss: Tensor = out[0] if isinstance(out, tuple) else out
+        return loss
+
+    return run
+
+
+def peers(truth: Function, name: str, *places: int | None, **options: Any) -> dict[str, Peer]:
+    liger = by_class("liger_kernel.chunked_loss", name, places, **options)
+    return {
+        "torch": Peer(truth),
+        "liger": Peer(liger, needs="liger_kernel"),
+        "ours": Peer(by_class("liger_models", name, places, **options)),
+    }
+
+
+def head(C: int, V: int) -> Tensor:
+    return randn(V, C, scale=C**-0.5)
+
+
+def make_rows(B: int, T: int, C: int, V: int) -> dict[str, Tensor]:
+    return {"x": randn(B, T, C), "weight": head(C, V), "target": torch.randint(V, (B, T))}
+
+
+def make_pairs(P: int, T: int, C: int, V: int) -> dict[str, Tensor]:
+    made = make_rows(2 * P, T, C, V)
+    return {name: made[name] for name in ("weight", "x", "target")}
+
+
+def make_reference(B: int, T: int, C: int, V: int) -> dict[str, Tensor]:
+    return {"ref_x": randn(B, T, C), "ref_weight": head(C, V)}
+
+
+def make_answers(B: int, T: int, C: int, V: int) -> dict[str, Tensor]:
+    rewards = {"mask": torch.ones(B, T, dtype=torch.int64), "advantages": torch.randn(B)}
+    expected = -torch.log(torch.tensor(float(V))) - 0.5
+    return make_rows(B, T, C, V) | rewards | {"ref": expected + 0.5 * torch.randn(B, T)}
+
+
+def make_teacher(N: int, C: int, V: int) -> dict[str, Tensor]:
+    made = {"x": randn(N, C), "weight": head(C, V), "teacher_x": randn(N, C), "teacher_weight": head(C, V)}
+    return made | {"target": torch.randint(V, (N,))}
+
+
+def make_medusa(N: int, C: int, V: int, K: int) -> dict[str, Tensor]:
+    return {
+        "x": randn(N, C),
+        "weights": torch.stack([head(C, V) for _ in range(K)]),
+        "targets": torch.randint(V, (K, N)),
+    }
+
+
+def of_pairs(C: int = 4096) -> tuple[Sizes, ...]:
+    shapes = ((1, 4096, 128256), (4, 1024, 128256), (4, 4096, 128256), (4, 1024, 256000))
+    return tuple({"P": P, "T": T, "C": C, "V": V} for P, T, V in shapes)
+
+
+def of_rows(name: str, C: int = 4096) -> tuple[Sizes, ...]:
+    return tuple({name: 8, "T": T, "C": C, "V": V} for T, V in ((1024, 128256), (4096, 128256), (1024, 256000)))
+
+
+LOSSES = (
+    Op(
+        name="dpo", shapes=of_pairs(), check={"T": 128}, fixed=("ref_x", "ref_weight"), truth=dpo, limit="flops",
+        make=lambda P, T, C, V: make_pairs(P, T, C, V) | make_reference(2 * P, T, C, V),
+        work=lambda P, T, C, V: (8 * 2 * P * T * C * V,),
+        peers=peers(dpo, "LigerFusedLinearDPOLoss", 0, 1, 2, None, 3, 4, beta=BETA),
+    ),
+    Op(
+        name="orpo", shapes=of_pairs(), check={"T": 128}, truth=orpo, limit="flops", make=make_pairs,
+        work=lambda P, T, C, V: (6 * 2 * P * T * C * V,),
+        peers=peers(orpo, "LigerFusedLinearORPOLoss", 0, 1, 2, beta=BETA),
+    ),
+    Op(
+        name="kto", shapes=of_rows("B"), check={"T": 128}, fixed=("ref_x", "ref_weight"), truth=kto, limit="flops",
+        make=lambda B, T, C, V: make_rows(B, T, C, V) | {"labels": torch.arange(B) % 2 == 0}
+        | make_reference(B, T, C, V),
+        work=lambda B, T, C, V: (8 * B * T * C * V,),
+        peers=peers(kto, "LigerFusedLinearKTOLoss", 0, 1, 2, None, 3, 4, 5, beta=BETA, use_ref_model=True),
+    ),
+    Op(
+        name="grpo", shapes=of_rows("B"), check={"T": 128}, fixed=("advantages", "ref"), truth=grpo, limit="flops",
+        make=make_answers, work=lambda B, T, C, V: (6 * B * T * C * V,),
+        peers=peers(grpo, "LigerFusedLinearGRPOLoss", 0, 1, 2, 3, 4, None, 5, beta=BETA, loss_type="grpo"),
+    ),
+    Op(
+        name="jsd", check={"N": 512}, fixed=("teacher_x", "teacher_weight"), truth=jsd, limit="flops",
+        shapes=tuple({"N": N, "C": 4096, "V": V} for N, V in ((4096, 128256), (8192, 128256), (4096, 256000))),
+        make=make_teacher, work=lambda N, C, V: (8 * N * C * V,),
+        peers=peers(jsd, "LigerFusedLinearJSDLoss", 0, 1, 2, 3, 4),
+    ),
+    Op(
+        name="medusa", shapes=({"N": 4096, "C": 4096, "V": 128256, "K": 5},), check={"N": 1024, "V": 16032},
+        truth=medusa(in_torch), limit="flops", make=make_medusa, work=lambda N, C, V, K: (6 * K * N * C * V,),
+        peers={
+            "torch": Peer(medusa(in_torch)),
+            "liger": Peer(medusa(liger_linear_loss), needs="liger_kernel"),
+            "ours": Peer(medusa(lambda *given: linear_cross_entropy(*given).loss)),
+        },
+    ),
+)  # fmt: skip

@@ -1,0 +1,111 @@
+"""Group-relative policy optimisation: sample answers, reward them, and make better ones likelier; no value model.
+
+    python examples/grpo.py [--steps N]
+    torchrun --nproc-per-node 8 examples/grpo.py
+
+The reward is the share of an answer's tokens that are one more than the token before. With a model of your own, put
+`AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)` in the place of `from_config`, your prompts and your reward
+in that of `make_prompts` and `reward`.
+"""
+
+import argparse
+import copy
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_models import LigerAdamW, LigerFusedLinearGRPOLoss, LigerLlama, LlamaConfig
+from liger_models.parallel import apply_fsdp, clip_grad_norm_, mean_over_ranks, reshard
+
+VOCAB, PROMPT, ANSWER, LEARNING_RATE = 16, 3, 6, 2e-3
+PROMPTS, GROUP, UPDATES = 8, 16, 2
+"""Prompts of each GPU in a step, answers to each of them, and optimizer steps on the same answers."""
+
+
+def start() -> torch.device:
+    """This process's device; under torchrun the process group is made as well."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if "RANK" in os.environ:
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+    return device
+
+
+def make_prompts(generator: torch.Generator) -> Tensor:
+    """[PROMPTS, PROMPT] token ids."""
+    return torch.randint(VOCAB, (PROMPTS, PROMPT), generator=generator)
+
+
+def reward(ids: Tensor) -> Tensor:
+    """[rows] rewards of prompts and answers [rows, PROMPT + ANSWER]."""
+    return (ids[:, PROMPT:] == (ids[:, PROMPT - 1 : -1] + 1) % VOCAB).float().mean(1)
+
+
+def main(steps: int) -> None:
+    """Train, and print the mean reward as it rises."""
+    device = start()
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
+    )
+    torch.manual_seed(0)  # the same weights on all ranks
+    policy = LigerLlama.from_config(config, device=device)
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    if dist.is_initialized():
+        apply_fsdp(policy)
+        apply_fsdp(reference)
+    optimizer = LigerAdamW(policy.parameters(), lr=LEARNING_RATE)
+    grpo = LigerFusedLinearGRPOLoss(beta=0.01, epsilon_low=0.2, epsilon_high=0.28, loss_type="dapo")
+
+    def improve(ids: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """Make answers of positive advantage likelier, others less; their KL divergence, and how many were clipped."""
+        labels = ids.clone()
+        labels[:, :PROMPT] = -100
+        with torch.no_grad():
+            old = policy(ids, labels=labels, return_log_probs=True).log_probs
+            ref = reference(ids, labels=labels, return_log_probs=True).log_probs
+        reshard(policy)
+        for _ in range(UPDATES):
+            # The loss runs inside the head, where FSDP has gathered its weight.
+            loss, metrics = policy(
+                ids,
+                labels=labels,
+                loss_function=lambda x, weight, target: grpo(
+                    x, weight, target, target != -100, advantages, ref_per_token_logps=ref, old_per_token_logps=old
+                ),
+            ).loss
+            loss.backward()
+            clip_grad_norm_(policy.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return metrics
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(1 + rank)  # each rank has prompts and draws of its own
+    data = torch.Generator().manual_seed(1 + rank)
+    rewards = []
+    for step in range(1, steps + 1):
+        prompts = make_prompts(data).to(device).repeat_interleave(GROUP, 0)
+        # All ranks run as many forwards: FSDP gathers in each. So no answer may end before the others.
+        ids = policy.generate(prompts, max_new_tokens=ANSWER, do_sample=True, eos_token_id=[])
+        scores = reward(ids)
+        groups = scores.view(PROMPTS, GROUP)
+        advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+        kl, clipped = improve(ids, advantages)
+        mean_reward, kl, clipped = (mean_over_ranks(each).item() for each in (scores.mean(), kl, clipped))
+        rewards.append(mean_reward)
+        if rank == 0 and step % 10 == 0:
+            print(f"step {step}: mean reward {mean_reward:.3f}, KL {kl:.3f}, clipped {clipped:.3f}")
+    if rank == 0:
+        few = max(steps // 10, 1)
+        print(f"mean reward: {sum(rewards[:few]) / few:.3f} -> {sum(rewards[-few:]) / few:.3f}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="GRPO with a reward that is computed here.")
+    parser.add_argument("--steps", type=int, default=60, help="times that answers are sampled")
+    main(parser.parse_args().steps)
