@@ -46,6 +46,10 @@ class LigerLMHead(nn.Linear):
         self.words = Words(ranks, self.out_features).check()
         return {"weight": 0}
 
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Input and weight whose product are the logits before scale and cap; adapters add columns to both."""
+        return x, own(self.weight)
+
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
@@ -65,7 +69,8 @@ class LigerLMHead(nn.Linear):
             return_logits: build the logits [..., V] even with a target.
             log_probs: return the log-probability of each target [...] in the loss's place, 0 where ignored.
         """
-        scale, cap, words, weight = self.logit_scale, self.softcap, self.words, own(self.weight)
+        scale, cap, words = self.logit_scale, self.softcap, self.words
+        x, weight = self.operands(x)
         # Over ranks there is no other way: logits would have to be gathered.
         fused = self.kernels.fused_linear_cross_entropy or words is not None
         raw = None
