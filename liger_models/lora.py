@@ -3,8 +3,8 @@
     y = W x + s · B A x          s = alpha / r (LoRA), alpha / sqrt(r) (rsLoRA)
     y = m · (W x + s · B A x) / ‖W + s · B A‖      row by row; the norm has no gradient (DoRA)
 
-Adapters belong to the matrices of a Hugging Face checkpoint (q_proj, gate_proj, ...), of which a packed projection holds
-several; the weight map says which of its rows are whose. Their files are PEFT's, so PEFT and vLLM load them.
+Adapters belong to the matrices of a Hugging Face checkpoint (q_proj, gate_proj, ...), of which a packed projection
+holds several; the weight map says which of its rows are whose. Their files are PEFT's.
 
 Source: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732, https://arxiv.org/abs/2402.09353.
 """
@@ -12,6 +12,7 @@ Source: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732, http
 import dataclasses
 import difflib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,9 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Of the names in PEFT's files."""
+
+NF4_BLOCK = 64
+"""Weights with one scale."""
 
 REFUSED = (
     "alora_invocation_tokens", "alpha_pattern", "arrow_config", "exclude_modules", "fan_in_fan_out", "kasa_config",
@@ -105,6 +109,8 @@ class LoRALinear(nn.Linear):
     """Of the weight, over the checkpoint's names."""
     sizes: dict[str, int]
     """Rows of each of the checkpoint's matrices."""
+    lora: nn.ModuleDict
+    dropout: nn.Dropout
     plain: nn.Linear
     """The layer without adapters and without parameters; `nn.Module` does not see it."""
 
@@ -392,6 +398,11 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
     config = LoRAConfig(**{name: value for name, value in keys.items() if name in known})
     stored = load_file(place / WEIGHTS)
     apply_lora(model, config)
+    head = stored.pop(f"{PREFIX}lm_head.base_layer.weight", None)  # PEFT writes it along with the head's adapter
+    check(
+        head is None or torch.equal(head.to(model.lm_head.weight), model.lm_head.weight),
+        f"{place / WEIGHTS}: the head's weight must be the model's own, got another. Load the model that was adapted.",
+    )
     wanted = {
         theirs: parameter
         for _, layer in _adapted(model)
@@ -424,7 +435,7 @@ def quantize_base(model: Model) -> Model:
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: no adapters, or DoRA's weights, whose rows' norms are wanted in every forward.
+        ValueError: no adapters, or a weight that is not made of whole blocks.
 
     Source: https://arxiv.org/abs/2305.14314.
     """
@@ -437,7 +448,13 @@ def quantize_base(model: Model) -> Model:
     layers = [layer for _, layer in _adapted(model) if not isinstance(layer, LoRALMHead)]
     check(bool(layers), f"quantize_base: {type(model).__name__} must have adapters, got none. Call apply_lora first.")
     for layer in layers:
-        layer.weight = nn.Parameter(to_nf4(layer.weight.detach()), requires_grad=False)
+        size = layer.weight.numel()
+        check(
+            size % NF4_BLOCK == 0,
+            f"quantize_base: weights must have a multiple of {NF4_BLOCK} elements, got {list(layer.weight.shape)}.",
+        )
+        values = to_nf4(layer.weight.detach(), NF4_BLOCK, math.gcd(size // NF4_BLOCK, 256))
+        layer.weight = nn.Parameter(values, requires_grad=False)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Adapters against PEFT on the same model in transformers: outputs, gradients, files; merging, sharding, checkpointing."""
+"""Adapters against PEFT on the same model in transformers: outputs, gradients, files; and what else runs with them."""
 
 import copy
 import json
@@ -13,6 +13,8 @@ from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
 from liger_models.lora import (
     LoRAConfig,
     LoRALinear,
+    _adapted,
+    _files_names,
     adapter_config,
     apply_lora,
     load_adapter,
@@ -27,6 +29,7 @@ from .arch.families import LIMIT, error, hf_model, load, make_folder, tiny, toke
 peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # PEFT and transformers
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
     pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning"),
 ]
 
@@ -37,6 +40,7 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
 )  # fmt: skip
 SOME = ["q_proj", "v_proj", "down_proj"]
+OTHERS = ["k_proj", "o_proj", "up_proj", "lm_head"]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +70,6 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 def under_peft_names(model, values) -> dict[str, torch.Tensor]:
     """The adapters' tensors as they stand in a file: what `values` makes of a parameter."""
-    from liger_models.lora import _adapted, _files_names
-
     return {
         theirs: values(parameter)
         for _, layer in _adapted(model)
@@ -108,7 +110,9 @@ def test_every_architecture_is_peft_on_transformers(arch, root, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("variant", ["gqa", "biases"])
-@pytest.mark.parametrize("targets", [SOME, ["k_proj", "o_proj", "up_proj", "lm_head"], r".*\.1\.mlp\.\w+_proj"], ids=str)
+@pytest.mark.parametrize(
+    "targets", [SOME, ["k_proj", "o_proj", "up_proj", "lm_head"], r".*\.1\.mlp\.\w+_proj"], ids=str
+)
 def test_every_kind_is_peft_on_transformers(kind, variant, targets, root, tmp_path):
     """PEFT writes the adapters, ours reads them."""
     folder = make_folder("llama", variant, root)
