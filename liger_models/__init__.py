@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from .optim import LigerAdamW as LigerAdamW
     from .optim import step_in_backward as step_in_backward
     from .parallel import apply_fsdp as apply_fsdp
+    from .seed import seed_all as seed_all
     from .tokenizer import Tokenizer as Tokenizer
 
 _HOMES = {

@@ -32,6 +32,7 @@ from liger_models.parallel import (
     save_state,
     targets_per_rank,
 )
+from liger_models.seed import seed_all
 
 
 @dataclass(kw_only=True)
@@ -59,6 +60,7 @@ class TrainOptions:
     checkpointing: str = option(default="selective", metadata={"help": "none, selective or full"})
     compile: bool = option(default=False, metadata={"help": "compile each block"})
     seed: int = option(default=0, metadata={"help": "of the order of the data, and of dropout"})
+    deterministic: bool = option(default=False, metadata={"help": "equal bits in every run, where slower, too"})
     log_every: int = option(default=10, metadata={"help": "steps between lines of the log"})
     eval_every: int = option(default=500, metadata={"help": "steps between evaluations"})
     save_every: int = option(default=500, metadata={"help": "steps between checkpoints"})
@@ -90,7 +92,7 @@ def train(options: TrainOptions) -> None:
         dist.init_process_group(**({} if "RANK" in os.environ else alone))
     rank = dist.get_rank()
     output = Path(options.output)
-    torch.manual_seed(options.seed + rank)
+    seed_all(options.seed + rank, deterministic=options.deterministic)
 
     load = AutoLigerModel.from_pretrained if Path(options.model).is_dir() else AutoLigerModel.from_hub
     dtype = getattr(torch, options.dtype)

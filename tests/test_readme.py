@@ -84,9 +84,10 @@ def test_python_blocks_run(page, request, tiny_hub, capsys):
         pytest.importorskip("torchao", reason="float8 training needs torchao: pip install 'liger-models[fp8]'")
     namespace: dict = {"__name__": "readme"}
     with warnings.catch_warnings():
-        if page.name == "engines.md":
-            for engine in ("accelerate", "lightning", "peft"):
-                pytest.importorskip(engine)
+        others = {"engines.md": ("accelerate", "lightning", "peft"), "lora.md": ("peft", "torchao")}
+        if page.name in others:
+            for other in others[page.name]:
+                pytest.importorskip(other)
             warnings.simplefilter("ignore")  # theirs
         for line, code in blocks(page, "python"):
             # The empty lines in front give a traceback the page's line numbers.

@@ -246,10 +246,14 @@ class LigerAttention(nn.Module):
         if self.recompute and torch.is_grad_enabled():
             y, residual = checkpoint(
                 self._add_norm, norm, x, residual, sequence,
-                use_reentrant=False, preserve_rng_state=self.training and self.dropout > 0,
+                use_reentrant=False, preserve_rng_state=self.training and self._draws(),
             )  # fmt: skip
             return y, residual
         return self._add_norm(norm, x, residual, sequence)
+
+    def _draws(self) -> bool:
+        """Whether training takes random numbers: for its own dropout, or that of what wraps a projection."""
+        return self.dropout > 0 or any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.modules())
 
     def _add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, sequence: Sequence

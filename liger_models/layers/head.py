@@ -53,6 +53,10 @@ class LigerLMHead(nn.Linear):
         self.words = Words(ranks, self.out_features).check()
         return {"weight": 0}
 
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Input and weight whose product are the logits before scale and cap; adapters add columns to both."""
+        return x, own(self.weight)
+
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
@@ -74,7 +78,8 @@ class LigerLMHead(nn.Linear):
             log_probs: return the log-probability of each target [...] in the loss's place, 0 where ignored.
             loss_function: called with x, the weight and the targets; its result takes the loss's place.
         """
-        scale, cap, words, weight = self.logit_scale, self.softcap, self.words, own(self.weight)
+        scale, cap, words = self.logit_scale, self.softcap, self.words
+        x, weight = self.operands(x)
         # Over ranks there is no other way: logits would have to be gathered.
         fused = self.kernels.fused_linear_cross_entropy or words is not None
         raw = None

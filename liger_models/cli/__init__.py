@@ -1,0 +1,16 @@
+"""The command ``liger-models``; the commands themselves stand in `commands`, which needs the extra ``cli``."""
+
+import sys
+import warnings
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        from .commands import app
+    except ImportError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit("liger-models: typer and rich must be installed, got none. Run: pip install 'liger-models[cli]'")
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+    app(prog_name="liger-models")

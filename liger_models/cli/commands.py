@@ -1,0 +1,433 @@
+"""The commands of ``liger-models``, one function each; their docstrings are the manual."""
+
+import dataclasses
+import importlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from liger_models.layers.causal_lm import CausalLM
+
+# torch and the package are imported by the commands: --help and completion answer at once.
+
+LIMIT = 1e-4
+"""Largest relative difference of logits in fp32; equal models differ by rounding, about 1e-6."""
+
+FAILED, DIFFERS = 1, 3
+"""Exit codes; 0 is success, and 2 a wrong command line."""
+
+screen, messages = Console(), Console(stderr=True)
+
+
+class _Commands(typer.core.TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Say what is wrong in one line: a traceback is for mistakes of ours."""
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+            if ctx.params.get("debug"):
+                raise
+            messages.print(f"[bold red]error:[/] {type(error).__name__ if not str(error) else ''}", end="")
+            messages.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(FAILED) from error
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the Hugging Face hub.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts, and no progress.")]
+Device = Annotated[str | None, typer.Option(help="Such as cuda:1 or cpu. Default: the accelerator, if there is one.")]
+Dtype = Annotated[str, typer.Option(help="A dtype of torch, such as bfloat16; auto is the checkpoint's own.")]
+Adapter = Annotated[Path | None, typer.Option(help="Folder of LoRA adapters (PEFT's files), merged into the model.")]
+
+
+@app.callback()
+def options(debug: Annotated[bool, typer.Option(help="Show tracebacks.")] = False) -> None:
+    """Open LLMs as native PyTorch models on fused Triton kernels.
+
+    Look at a model ([bold]list[/], [bold]info[/]), fetch and check it ([bold]download[/], [bold]verify[/]), write it
+    anew ([bold]convert[/]), [bold]train[/] it, talk to it ([bold]generate[/]), and measure it ([bold]bench[/]).
+
+    Exit codes: 0 success, 1 failure, 2 wrong command line, 3 [bold]verify[/] found differences.
+    """
+
+
+@app.command("list")
+def list_command(as_json: AsJson = False) -> None:
+    """List the architectures that can be loaded, with the checkpoints that each reads."""
+    from liger_models.arch import get_arch, list_archs
+
+    found = []
+    for name in list_archs():
+        model_class = get_arch(name)
+        reads = (sys.modules[model_class.__module__].__doc__ or "").partition(":")[0]
+        found.append({"model_type": name, "class": model_class.__name__, "reads": reads})
+    if as_json:
+        return _print_json(found)
+    table = Table("model_type", "class", "reads")
+    for row in found:
+        table.add_row(*row.values())
+    screen.print(table)
+
+
+@app.command()
+def info(
+    model: Model,
+    revision: Revision = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a training step, for the memory it needs.")] = 8192,
+    dtype: Annotated[str, typer.Option(help="Of weights, gradients, moments and activations.")] = "bfloat16",
+    as_json: AsJson = False,
+) -> None:
+    """Show a model's architecture, sizes and parameters, and an estimate of the memory that training it needs.
+
+    Reads config.json only. The estimate is for all parameters, AdamW, one GPU, and each checkpointing policy.
+    """
+    from liger_models.memory import training_memory
+
+    made = _empty_model(model, revision)
+    memory = training_memory(made, tokens, _dtype(dtype))
+    sizes = {k: v for k, v in dataclasses.asdict(made.config).items() if v is not None}
+    result: dict[str, Any] = {
+        "class": type(made).__name__,
+        "parameters": made.num_parameters(),
+        "parameters_without_embedding": made.num_parameters(exclude_embeddings=True),
+        "config": sizes,
+        "training": {
+            "tokens": tokens,
+            "dtype": dtype,
+            **memory._asdict(),
+            "peak": {policy: memory.peak(policy) for policy in memory.activations},
+        },
+    }
+    if as_json:
+        return _print_json(result)
+    table = Table(show_header=False)
+    table.add_row("class", result["class"])
+    table.add_row("parameters", f"{made.num_parameters():,}")
+    table.add_row("without the embedding", f"{result['parameters_without_embedding']:,}")
+    for name, value in sizes.items():
+        table.add_row(name, str(value))
+    screen.print(table)
+    table = Table("policy", "activations", "peak", title=f"Training on {tokens:,} tokens in {dtype}, estimate in GiB")
+    for policy, kept in memory.activations.items():
+        table.add_row(policy, f"{kept / 2**30:.2f}", f"{memory.peak(policy) / 2**30:.2f}")
+    screen.print(table)
+    fixed = f"weights {memory.weights / 2**30:.2f}, gradients {memory.gradients / 2**30:.2f}"
+    screen.print(f"{fixed}, AdamW {memory.optimizer / 2**30:.2f} GiB")
+
+
+@app.command()
+def download(
+    model: Annotated[str, typer.Argument(help="Name on the hub, such as meta-llama/Llama-3.2-1B.")],
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Download a checkpoint into the hub client's cache, only what loading needs, and print the folder.
+
+    A model that is not supported costs no download. HF_TOKEN, HF_HOME and HF_ENDPOINT are the client's.
+    """
+    from liger_models.convert import hub
+
+    folder = hub.download(model, revision=revision, progress=not as_json)
+    _print_json({"folder": str(folder)}) if as_json else print(folder)
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the two random rows whose logits are compared.")] = 64,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check a checkpoint: its tensors against its config.json, and its logits against transformers'.
+
+    The logits are computed in float32; without transformers only the tensors are checked. Exit code 3 if anything
+    differs.
+    """
+    import torch
+
+    from liger_models.convert import get_map, get_other_maps
+    from liger_models.convert.auto import AutoLigerModel
+    from liger_models.convert.checkpoint import pick_map, read_headers, read_json_config, read_model_type
+
+    kind = read_model_type(read_json_config(folder))
+    empty, stored = _empty_model(str(folder), None), read_headers(folder)
+    weights = pick_map([get_map(kind)(empty.config), *get_other_maps(kind)(empty.config)], stored)
+    expected = weights.shapes(dict(empty.named_parameters()))
+    result: dict[str, Any] = {
+        "tensors": len(stored),
+        "missing": [name for name in expected if name not in stored],
+        "extra": sorted(stored.keys() - expected.keys() - weights.skip),
+        "shapes": [name for name, want in expected.items() if name in stored and stored[name].shape != want.shape],
+        "logits_error": None,
+    }
+    same = not (result["missing"] or result["extra"] or result["shapes"])
+    try:
+        transformers: Any = importlib.import_module("transformers")  # the oracle; nothing else here reads it
+    except ImportError:
+        transformers = None
+    if same and transformers is not None:
+        place = _device(device)
+        ids = torch.randint(empty.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)).to(place)
+        settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+        with torch.no_grad():
+            ours = AutoLigerModel.from_pretrained(folder, dtype=torch.float32, device=place, progress=not as_json)
+            logits = ours.eval()(ids).logits
+            del ours
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **settings).to(place).eval()
+            want = theirs(ids).logits
+        assert logits is not None
+        result["logits_error"] = ((logits - want).norm() / want.norm()).item()
+        same = result["logits_error"] <= LIMIT
+    result["same"] = same
+    if as_json:
+        _print_json(result)
+    else:
+        screen.print(f"{len(stored)} tensors", highlight=False)
+        for fault in ("missing", "extra", "shapes"):
+            for name in result[fault]:
+                screen.print({"shapes": "wrong shape"}.get(fault, fault), name, highlight=False)
+        error = result["logits_error"]
+        if error is not None:
+            screen.print(f"logits differ from transformers' by {error:.1e} of their norm (limit {LIMIT:.0e})")
+        elif transformers is None:
+            screen.print("logits not compared: transformers is not installed")
+        screen.print("[green]same[/]" if same else "[red]differs[/]")
+    if not same:
+        raise typer.Exit(DIFFERS)
+
+
+@app.command()
+def convert(
+    model: Model,
+    output: Annotated[Path, typer.Argument(help="Folder to write; a checkpoint that stands there is replaced.")],
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    adapter: Adapter = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of one file.")] = "5GB",
+    as_json: AsJson = False,
+) -> None:
+    """Write a model as a Hugging Face checkpoint: in another dtype, with adapters merged, in files of another size."""
+    target = None if dtype == "auto" else _dtype(dtype)
+    loaded = _load(model, revision, "auto" if adapter is None else dtype, "cpu", adapter, progress=not as_json)
+    with messages.status(f"Writing {output}"):
+        loaded.save_pretrained(output, dtype=target, max_shard_size=max_shard_size)
+    written = sorted(path.name for path in output.iterdir())
+    _print_json({"folder": str(output), "files": written}) if as_json else print(output)
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(ctx: typer.Context) -> None:
+    """Train as a YAML or JSON file says: [bold]train config.yaml --lr 1e-5[/]; [bold]train --help[/] lists the options.
+
+    Runs on one device. On several: torchrun --nproc-per-node 8 -m liger_models.train config.yaml
+    """
+    from liger_models.train import main
+
+    main(ctx.args)
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to continue, or to answer. With --chat: none to talk.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option(help="Use the chat template; without a prompt, read messages line by line.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="System message of a chat.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    sample: Annotated[
+        bool | None, typer.Option(help="Draw tokens, or take the likeliest. Default: what the checkpoint says.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Default: what the checkpoint says.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Default: what the checkpoint says.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    adapter: Adapter = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt, or chat; the text appears as it is made. An end of input (Ctrl-D) ends a chat."""
+    if prompt is None and (not chat or as_json):
+        raise typer.BadParameter("give a prompt, or --chat without --json to talk")
+    import torch
+
+    if seed is not None:
+        torch.manual_seed(seed)
+    loaded = _load(model, revision, dtype, _device(device), adapter, progress=not as_json)
+    tokenizer = loaded.tokenizer
+    settings: dict[str, Any] = {"do_sample": sample, "temperature": temperature, "top_p": top_p}
+
+    def answer(ids: list[int]) -> Iterator[str]:
+        """The new text, in pieces of whole characters."""
+        made: list[int] = []
+        shown = ""
+        for step in loaded.stream(ids, max_new_tokens=max_new_tokens, **settings):
+            made.append(int(step))
+            text = tokenizer.decode(made)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield text[len(shown) :]
+                shown = text
+        yield tokenizer.decode(made)[len(shown) :]
+
+    history: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+    asked = prompt
+    while True:
+        if asked is None:
+            try:
+                asked = input("> ")
+            except EOFError:
+                return
+        if chat:
+            history.append({"role": "user", "content": asked})
+            ids: Any = tokenizer.apply_chat_template(history, add_generation_prompt=True)
+        else:
+            ids = tokenizer.encode(asked)
+        pieces = []
+        for piece in answer(ids):
+            pieces.append(piece)
+            if not as_json:
+                print(piece, end="", flush=True)
+        if as_json:
+            return _print_json({"prompt": asked, "text": "".join(pieces)})
+        print()
+        if prompt is not None:
+            return
+        history.append({"role": "assistant", "content": "".join(pieces)})
+        asked = None
+
+
+@app.command()
+def bench(
+    model: Model,
+    revision: Revision = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 1,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 4096,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, after one that is not.")] = 10,
+    checkpointing: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
+    dtype: Annotated[str, typer.Option(help="Of weights and moments.")] = "bfloat16",
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time training steps with LigerAdamW on random tokens and random weights; reads config.json only."""
+    import torch
+
+    from liger_models.metrics import PEAK_FLOPS, flops
+    from liger_models.optim import LigerAdamW
+
+    place = _device(device)
+    config = _empty_model(model, revision)
+    made = type(config).from_config(config.config, dtype=_dtype(dtype), device=place)
+    made.set_checkpointing(checkpointing)
+    optimizer = LigerAdamW(made.parameters(), lr=1e-5)
+    ids = torch.randint(made.config.vocab_size, (rows, length), device=place)
+    bounds = torch.arange(0, rows * length + 1, length)
+    accelerated = place != "cpu"
+
+    def step() -> None:
+        made(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if accelerated:
+            torch.accelerator.synchronize()
+
+    step()
+    start = time.perf_counter()
+    for _ in track(range(steps), "Steps", console=messages, disable=as_json):
+        step()
+    seconds = (time.perf_counter() - start) / steps
+    operations = flops(made, [{"input_ids": ids.cpu(), "cu_seqlens": bounds}])
+    name = torch.get_device_module(place).get_device_name() if accelerated else "cpu"
+    peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
+    result: dict[str, Any] = {
+        "device": name,
+        "tokens_per_second": rows * length / seconds,
+        "seconds_per_step": seconds,
+        "mfu": None if peak is None else operations / seconds / peak,
+        "peak_memory": torch.get_device_module(place).max_memory_allocated() if accelerated else None,
+    }
+    if as_json:
+        return _print_json(result)
+    table = Table(show_header=False)
+    for key, value in result.items():
+        if value is not None:
+            shown = f"{value / 2**30:.2f} GiB" if key == "peak_memory" else value
+            table.add_row(key.replace("_", " "), f"{shown:,.3f}" if isinstance(shown, float) else str(shown))
+    screen.print(table)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    value = getattr(torch, name, None)
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise typer.BadParameter(f"dtype must be a floating-point type of torch, such as bfloat16, got {name!r}")
+    return value
+
+
+def _device(name: str | None) -> str:
+    import torch
+
+    return name or str(torch.accelerator.current_accelerator() or "cpu")
+
+
+def _load(
+    model: str, revision: str | None, dtype: str, device: str, adapter: Path | None, *, progress: bool
+) -> "CausalLM":
+    from liger_models.convert.auto import AutoLigerModel
+    from liger_models.lora import load_adapter, merge_lora
+
+    options: dict[str, Any] = {
+        "dtype": None if dtype == "auto" else _dtype(dtype),
+        "device": device,
+        "progress": progress,
+    }
+    if Path(model).is_dir():
+        loaded = AutoLigerModel.from_pretrained(model, **options)
+    else:
+        _check_name(model)
+        loaded = AutoLigerModel.from_hub(model, revision=revision, **options)
+    return loaded if adapter is None else merge_lora(load_adapter(loaded, adapter))
+
+
+def _empty_model(model: str, revision: str | None) -> "CausalLM":
+    """The model without weights, on the meta device."""
+    import huggingface_hub
+    import torch
+
+    from liger_models.arch import get_arch
+    from liger_models.convert.checkpoint import CONFIG, read_json_config, read_model_type
+    from liger_models.convert.config_map import read_config
+
+    folder = Path(model)
+    if not folder.is_dir():
+        _check_name(model)
+        folder = Path(huggingface_hub.hf_hub_download(model, CONFIG, revision=revision)).parent
+    hf_config = read_json_config(folder)
+    model_class = get_arch(read_model_type(hf_config))
+    with torch.device("meta"):
+        return model_class(read_config(model_class.config_class, hf_config))
+
+
+def _check_name(model: str) -> None:
+    if model.count("/") > 1 or model.startswith((".", "/")) or model.endswith("/"):
+        raise FileNotFoundError(f"{model}: must be a folder, or owner/name on the hub, got nothing there.")

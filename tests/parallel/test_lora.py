@@ -1,0 +1,102 @@
+"""Adapters on a sharded frozen model: the gradients, steps and files of a single process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from liger_models.lora import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
+from liger_models.parallel import apply_fsdp, compile_blocks, load_state, save_state, targets_per_rank
+
+from .models import batch, gradients, share, tiny, whole
+
+CONFIG: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "lm_head"]}
+
+
+def adapted(**config: Any):
+    model = apply_lora(tiny(), LoRAConfig(**CONFIG, **config))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def trained(model) -> list[Tensor]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def run(model, rank: int, ranks: int, steps: int = 2) -> dict[str, Tensor]:
+    optimizer = torch.optim.AdamW(trained(model), lr=1e-2, eps=1e-4)
+    for step in range(steps):
+        optimizer.zero_grad()
+        rows = share(batch(step), rank, ranks)
+        model(**rows, num_items_in_batch=targets_per_rank([rows])).loss.backward()
+        optimizer.step()
+    return gradients(model)
+
+
+def sharded(config: dict[str, Any], policy: str, compiled: bool, folder: str) -> tuple[dict[str, Tensor], bool]:
+    model = apply_fsdp(adapted(**config), param_dtype=None)
+    model.set_checkpointing(policy)
+    if compiled:
+        compile_blocks(model, backend="aot_eager")
+    got = run(model, dist.get_rank(), dist.get_world_size())
+    save_adapter(model, folder)
+    return got, all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "policy", "compiled"),
+    [({}, "none", False), ({"use_dora": True}, "full", False), ({}, "selective", True)],
+)
+def test_two_ranks_are_one(two, config, policy, compiled, tmp_path):
+    one = adapted(**config)
+    want = run(one, 0, 1)
+    for got, all_sharded in two(sharded, config, policy, compiled, str(tmp_path)):
+        assert all_sharded
+        assert got.keys() == want.keys()
+        for name, gradient in want.items():
+            torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6)
+    loaded = load_adapter(tiny(), tmp_path)
+    for name, parameter in one.named_parameters():
+        torch.testing.assert_close(loaded.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
+
+
+def resumed(folder: str) -> bool:
+    rank = dist.get_rank()
+    rows = share(batch(0), rank, 2)
+    results = []
+    for start in (None, 1):
+        model = apply_fsdp(adapted(), param_dtype=None)
+        optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
+        assert load_state(Path(folder), model, optimizer) == start
+        for step in range(start or 0, 2):
+            model(**rows).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if start is None and step == 0:
+                save_state(Path(folder), 1, model, optimizer)
+        results.append(whole(model.named_parameters()))
+    return all(value.equal(results[1][name]) for name, value in results[0].items())
+
+
+def test_a_run_goes_on_from_its_state(two, tmp_path):
+    assert all(two(resumed, str(tmp_path)))
+
+
+def merge_sharded() -> str:
+    try:
+        merge_lora(apply_fsdp(adapted()))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_merging_asks_for_whole_weights(two):
+    assert all("must not be sharded" in message for message in two(merge_sharded))

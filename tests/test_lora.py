@@ -1,0 +1,342 @@
+"""Adapters against PEFT on the same model in transformers: outputs, gradients, files; and what else runs with them."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+
+from liger_models import AutoLigerModel, LigerLlama, LlamaConfig
+from liger_models.arch import list_archs
+from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
+from liger_models.lora import (
+    LoRAConfig,
+    LoRALinear,
+    _adapted,
+    _files_names,
+    adapter_config,
+    apply_lora,
+    load_adapter,
+    merge_lora,
+    quantize_base,
+    save_adapter,
+    unmerge_lora,
+)
+
+from .arch.families import LIMIT, error, hf_model, load, make_folder, tiny, tokens
+
+peft = pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # PEFT and transformers
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning"),
+]
+
+KINDS = [{}, {"use_rslora": True}, {"use_dora": True}]
+IDS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+SOME = ["q_proj", "v_proj", "down_proj"]
+OTHERS = ["k_proj", "o_proj", "up_proj", "lm_head"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def llama(config: LoRAConfig | None = None, **changes) -> LigerLlama:
+    torch.manual_seed(0)
+    model = LigerLlama.from_config(LlamaConfig(**(vars(CONFIG) | changes)))
+    return model if config is None else stir(apply_lora(model, config))
+
+
+def stir(model):
+    """Adapters away from where they start."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def under_peft_names(model, values) -> dict[str, torch.Tensor]:
+    """The adapters' tensors as they stand in a file: what `values` makes of a parameter."""
+    return {
+        theirs: values(parameter)
+        for _, layer in _adapted(model)
+        for name, adapter in layer.adapters()
+        for theirs, parameter in _files_names(name, adapter).items()
+    }
+
+
+def assert_equal_to_peft(ours, theirs, ids) -> None:
+    assert error(ours(ids).logits, theirs(input_ids=ids).logits) <= LIMIT
+    want = theirs(input_ids=ids, labels=ids).loss
+    want.backward()
+    got = ours(ids, labels=ids).loss
+    assert error(got, want) <= LIMIT
+    got.backward()
+    grads = under_peft_names(ours, lambda parameter: parameter.grad)
+    learnt = {
+        name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"): parameter.grad
+        for name, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+    assert grads.keys() == learnt.keys()
+    for name, gradient in learnt.items():
+        assert error(grads[name], gradient) <= LIMIT, name
+    assert all((p.grad is None) == (not p.requires_grad) for p in ours.parameters())
+
+
+@pytest.mark.parametrize("arch", list_archs())
+def test_every_architecture_is_peft_on_transformers(arch, root, tmp_path):
+    """Ours writes the adapters, PEFT reads them into the model of transformers."""
+    variant = next(iter(tiny(arch)))
+    folder = make_folder(arch, variant, root)
+    ours = stir(apply_lora(load(arch, folder), LoRAConfig(r=4, lora_alpha=6)))
+    save_adapter(ours, tmp_path / "adapter", base=str(folder))
+    theirs = peft.PeftModel.from_pretrained(hf_model(folder), tmp_path / "adapter", is_trainable=True)
+    assert_equal_to_peft(ours.train(), theirs.train(), tokens(arch, variant, 2, 12))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("variant", ["gqa", "biases"])
+@pytest.mark.parametrize(
+    "targets", [SOME, ["k_proj", "o_proj", "up_proj", "lm_head"], r".*\.1\.mlp\.\w+_proj"], ids=str
+)
+def test_every_kind_is_peft_on_transformers(kind, variant, targets, root, tmp_path):
+    """PEFT writes the adapters, ours reads them."""
+    folder = make_folder("llama", variant, root)
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, **kind)
+    theirs = stir(peft.get_peft_model(hf_model(folder), config))
+    theirs.save_pretrained(tmp_path)
+    ours = load_adapter(load("llama", folder), tmp_path)
+    assert adapter_config(ours).scaling == (3 if kind.get("use_rslora") else 1.5)
+    assert_equal_to_peft(ours, theirs, tokens("llama", variant, 2, 12))
+
+
+def test_files_go_around(tmp_path):
+    model = llama(LoRAConfig(target_modules=SOME, use_dora=True))
+    save_adapter(model, tmp_path, base="meta-llama/Llama-3.2-1B")
+    keys = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert keys["target_modules"] == SOME
+    assert keys["base_model_name_or_path"] == "meta-llama/Llama-3.2-1B"
+    again = load_adapter(llama(), tmp_path)
+    assert again(IDS).logits.equal(model(IDS).logits)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_new_adapters_change_nothing():
+    for kind in KINDS:
+        model = llama()
+        logits = model(IDS).logits
+        apply_lora(model, LoRAConfig(**kind))
+        torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_merge_unmerge_and_export(kind, tied, tmp_path):
+    config = LoRAConfig(target_modules=[*SOME, "k_proj", "gate_proj", "lm_head"], **kind)
+    model = llama(config, tie_word_embeddings=tied)
+    before, state = model(IDS).logits, copy.deepcopy(model.state_dict())
+    merge_lora(model, reversible=True)
+    assert not any(isinstance(module, LoRALinear) for module in model.modules())
+    torch.testing.assert_close(model(IDS).logits, before, rtol=1e-4, atol=1e-5)
+    model.to(torch.float32)  # ties again what the config says is tied
+    model.save_pretrained(tmp_path)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(exported(IDS).logits, before, rtol=1e-4, atol=1e-5)
+    unmerge_lora(model)
+    assert model.state_dict().keys() == state.keys()
+    assert all(value.equal(state[name]) for name, value in model.state_dict().items())
+    assert model(IDS).logits.equal(before)
+    assert (model.lm_head.weight is model.embed_tokens.weight) == tied
+
+
+def test_an_adapted_model_is_not_saved_as_a_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match="Merge or remove"):
+        llama(LoRAConfig()).save_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_checkpointing_policies(dropout):
+    """The same gradients, also where elements are dropped: the backward draws the same ones."""
+    model = llama(LoRAConfig(lora_dropout=dropout))
+    results = []
+    for policy in CHECKPOINTING_POLICIES:
+        model.set_checkpointing(policy)
+        model.zero_grad()
+        torch.manual_seed(3)
+        model(IDS, labels=IDS).loss.backward()
+        results.append(gradients(model))
+    for other in results[1:]:
+        for name, gradient in results[0].items():
+            torch.testing.assert_close(other[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_dropout():
+    model = llama(LoRAConfig(lora_dropout=0.5, target_modules=["q_proj", "lm_head"]))
+    assert not model(IDS).logits.equal(model(IDS).logits)
+    model.eval()
+    assert model(IDS).logits.equal(model(IDS).logits)
+    x = torch.ones(1, 32)
+    layer = model.layers[0].self_attn.qkv_proj.train()
+    base = torch.nn.functional.linear(x, layer.weight)
+    mean = torch.stack([layer(x) - base for _ in range(4000)]).mean(0)
+    torch.testing.assert_close(mean, layer.eval()(x) - base, rtol=0.1, atol=0.02)
+
+
+def test_fused_ops_run_where_nothing_is_adapted(kernel_device):
+    """In Triton's interpreter, with frozen weights: the kernels' loss and gradients are the references'."""
+    from liger_models.kernels import dispatch
+
+    model = llama(LoRAConfig(target_modules=["q_proj", "v_proj", "lm_head"])).to(kernel_device)
+    ids = IDS.to(kernel_device)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    got = gradients(model)
+    model = llama(LoRAConfig(target_modules=["q_proj", "v_proj", "lm_head"]))
+    with dispatch.reference_backend():
+        want = model(IDS, labels=IDS).loss
+        want.backward()
+    assert error(loss, want) <= LIMIT
+    for name, gradient in gradients(model).items():
+        assert error(got[name], gradient) <= 1e-4, name
+
+
+@pytest.mark.parametrize("kind", [{}, {"use_dora": True}], ids=str)
+def test_blocks_compile(kind):
+    model = llama(LoRAConfig(**kind))
+    model(IDS, labels=IDS).loss.backward()
+    want = gradients(model)
+    model.zero_grad()
+    torch._dynamo.reset()
+    for block in model.layers:
+        block.compile(fullgraph=True, backend="aot_eager")
+    model(IDS, labels=IDS).loss.backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, want[name], rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_learn_and_decode():
+    model = llama(LoRAConfig(r=8, lora_alpha=16))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert sum(parameter.numel() for parameter in trained) < 0.6 * sum(p.numel() for p in llama().parameters())
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = model(IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    assert all(model.get_parameter(name).equal(value) for name, value in frozen.items())
+    ids = model.generate(IDS[:, :8], max_new_tokens=4, eos_token_id=[])
+    assert ids.equal(merge_lora(model).generate(IDS[:, :8], max_new_tokens=4, eos_token_id=[]))
+
+
+def test_half_precision_models_have_fp32_adapters():
+    model = apply_lora(llama().bfloat16(), LoRAConfig(use_dora=True, target_modules=["q_proj", "lm_head"]))
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    assert abs(loss - llama()(IDS, labels=IDS).loss) < 0.02
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(llama(LoRAConfig())(IDS, labels=IDS).loss, loss, atol=0.1, rtol=0)
+
+
+def test_nf4_base():
+    """4 bits in memory; loss and gradients are those of a model that has the rounded weights in fp32."""
+    pytest.importorskip("torchao")
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    model = quantize_base(llama(LoRAConfig(r=4), **sizes))
+    rounded = llama(LoRAConfig(r=4), **sizes)
+    quantised = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, LoRALinear)]
+    assert len(quantised) == 2 * 4
+    for path, layer in quantised:
+        other = rounded.get_submodule(path).weight
+        assert 0 < error(layer.dense_weight(), other) < 0.15
+        other.data.copy_(layer.dense_weight())
+        stored = sum(getattr(layer.weight, name).nbytes for name in ("quantized_data", "quantized_scalers"))
+        assert stored < other.nbytes / 7
+    for policy in ("none", "full"):
+        for each in (model, rounded):
+            each.zero_grad()
+            each.set_checkpointing(policy)
+        loss, want = model(IDS, labels=IDS).loss, rounded(IDS, labels=IDS).loss
+        assert error(loss, want) <= LIMIT
+        loss.backward()
+        want.backward()
+        got = gradients(model)
+        for name, gradient in gradients(rounded).items():
+            assert error(got[name], gradient) <= LIMIT, name
+    logits = model(IDS).logits
+    torch.testing.assert_close(merge_lora(model)(IDS).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+MIXTURE = {
+    "model_type": "mixtral", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["q_prj"], "Did you mean q_proj?"),
+        (["w1"], "Experts, routers, norms and the embedding have no adapters"),
+        (["gate"], "Experts, routers"),
+        (["embed_tokens"], "the embedding have no adapters"),
+        ("q_proj", "must name linear layers"),  # a regular expression of the whole name
+    ],
+)
+def test_names_that_are_nothing(targets, message):
+    with pytest.raises(ValueError, match=message):
+        apply_lora(AutoLigerModel.from_config(MIXTURE), LoRAConfig(target_modules=targets))
+
+
+@pytest.mark.parametrize("change", [{"r": 0}, {"lora_dropout": 1.0}])
+def test_settings_out_of_range(change):
+    with pytest.raises(ValueError, match="LoRAConfig"):
+        LoRAConfig(**change)
+
+
+def test_calls_out_of_order():
+    model = llama(LoRAConfig())
+    with pytest.raises(ValueError, match="must not have adapters yet"):
+        apply_lora(model)
+    with pytest.raises(ValueError, match="reversible=True"):
+        unmerge_lora(merge_lora(model))
+    for function in (merge_lora, quantize_base):
+        with pytest.raises(ValueError, match="must have adapters"):
+            function(llama())
+    with pytest.raises(ValueError, match="must have adapters"):
+        save_adapter(llama(), "nowhere")
+
+
+def test_files_that_do_not_fit(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
+        load_adapter(llama(), tmp_path)
+    save_adapter(llama(LoRAConfig()), tmp_path)
+    with pytest.raises(ValueError, match="too many or too few"):
+        load_adapter(llama(num_hidden_layers=3), tmp_path)
+    with pytest.raises(ValueError, match="must be"):
+        load_adapter(llama(intermediate_size=64), tmp_path)
+    file = tmp_path / "adapter_config.json"
+    keys = json.loads(file.read_text())
+    for change in ({"peft_type": "IA3"}, {"bias": "all"}, {"rank_pattern": {"q_proj": 4}}):
+        file.write_text(json.dumps(keys | change))
+        with pytest.raises(ValueError, match=next(iter(change))):
+            load_adapter(llama(), tmp_path)
