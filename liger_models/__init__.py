@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .arch import list_archs as list_archs
     from .arch.gemma import LigerGemma as LigerGemma
     from .arch.gemma2 import LigerGemma2 as LigerGemma2
-    from .arch.gemma3 import LigerGemma3Vision as LigerGemma3Vision
-    from .arch.gemma3_text import LigerGemma3 as LigerGemma3
+    from .arch.gemma3 import LigerGemma3 as LigerGemma3
+    from .arch.gemma3_text import LigerGemma3Text as LigerGemma3Text
     from .arch.glm import LigerGLM as LigerGLM
     from .arch.glm4 import LigerGLM4 as LigerGLM4
     from .arch.granite import LigerGranite as LigerGranite

@@ -218,7 +218,7 @@ class Gemma3Block(nn.Module):
         return self.post_feedforward_layernorm(x), residual
 
 
-class LigerGemma3Vision(SquareImageModel):
+class LigerGemma3(SquareImageModel):
     """Gemma 3 with images, and its language-model head.
 
     Args:

@@ -108,7 +108,7 @@ class Gemma3Block(nn.Module):
         return self.post_feedforward_layernorm(x), residual
 
 
-class LigerGemma3(CausalLM):
+class LigerGemma3Text(CausalLM):
     """Gemma 3 (text) with its language-model head.
 
     Args:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from liger_models import LigerGemma3Vision
+from liger_models import LigerGemma3
 from liger_models.arch.gemma3 import Gemma3Config, Gemma3VisionConfig
 from liger_models.processing.gemma3 import Gemma3Images
 
@@ -54,7 +54,7 @@ def make(**settings):
             patch_size=4,
         ),
     )  # fmt: skip
-    model = LigerGemma3Vision.from_config(config)
+    model = LigerGemma3.from_config(config)
     model.assets = {
         "tokenizer.json": tokenizer.to_str().encode(),
         "tokenizer_config.json": json.dumps({"bos_token": "<bos>", "chat_template": TEMPLATE}).encode(),
