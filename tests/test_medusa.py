@@ -159,6 +159,17 @@ def test_checkpointing_and_other_kernels_change_nothing(policy):
             torch.testing.assert_close(parameter.grad, expected[name], msg=name)
 
 
+def test_compiled_in_one_graph():
+    medusa = make(freeze=False)
+    batch = make_batch() | INPUTS["packed"]
+    medusa(**batch).loss.backward()
+    expected = {name: parameter.grad for name, parameter in medusa.named_parameters()}
+    medusa.zero_grad()
+    torch.compile(medusa, backend="aot_eager", fullgraph=True)(**batch).loss.backward()
+    for name, parameter in medusa.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+
+
 def test_heads_begin_as_the_models_own():
     model = LigerLlama.from_config(LlamaConfig(**TINY, tie_word_embeddings=True))
     batch = make_batch()
