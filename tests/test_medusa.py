@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from liger_models import AutoLigerModel, KernelOptions, LigerLlama, LigerMedusa, LigerMixtral, LlamaConfig
 from liger_models.arch.mixtral import MixtralConfig
+from liger_models.kernels.collectives import Ranks
 from liger_models.medusa import HEADS
 
 V, B, T, K = 37, 2, 11, 3
@@ -158,6 +159,17 @@ def test_checkpointing_and_other_kernels_change_nothing(policy):
             torch.testing.assert_close(parameter.grad, expected[name], msg=name)
 
 
+def test_compiled_in_one_graph():
+    medusa = make(freeze=False)
+    batch = make_batch() | INPUTS["packed"]
+    medusa(**batch).loss.backward()
+    expected = {name: parameter.grad for name, parameter in medusa.named_parameters()}
+    medusa.zero_grad()
+    torch.compile(medusa, backend="aot_eager", fullgraph=True)(**batch).loss.backward()
+    for name, parameter in medusa.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+
+
 def test_heads_begin_as_the_models_own():
     model = LigerLlama.from_config(LlamaConfig(**TINY, tie_word_embeddings=True))
     batch = make_batch()
@@ -245,6 +257,10 @@ def test_errors(tmp_path):
         LigerMedusa(medusa.model, 0)
     with pytest.raises(ValueError, match="num_layers must be at least 1, got 0"):
         LigerMedusa(medusa.model, 1, 0)
+    medusa.model.ranks = Ranks("", 2, 0)
+    with pytest.raises(ValueError, match="must not be cut by apply_tp"):
+        LigerMedusa(medusa.model)
+    medusa.model.ranks = None
     with torch.device("meta"), pytest.raises(ValueError, match="on meta"):
         LigerMedusa(LigerLlama(LlamaConfig(**TINY)))
     with pytest.raises(ValueError, match="return_log_probs needs labels"):

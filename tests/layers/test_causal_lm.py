@@ -6,6 +6,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from liger_models import KernelOptions, LigerFusedLinearDPOLoss, LigerLlama, LlamaConfig
+from liger_models.kernels.collectives import Ranks
+from liger_models.kernels.linear_cross_entropy import Words
 from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.head import LigerLMHead
@@ -219,3 +221,10 @@ def test_loss_function_excludes_what_it_replaces(options):
     labels = None if not options else IDS
     with pytest.raises(ValueError, match="loss_function needs labels, and neither"):
         LigerLlama.from_config(CONFIG)(IDS, labels=labels, loss_function=lambda *given: given, **options)
+
+
+def test_loss_function_needs_the_whole_head():
+    model = LigerLlama.from_config(CONFIG)
+    model.lm_head.words = Words(Ranks("", 2, 0), 20)
+    with pytest.raises(ValueError, match="loss_function needs the whole weight, got one cut by apply_tp"):
+        model(IDS, labels=IDS, loss_function=lambda *given: given)
