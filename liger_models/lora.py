@@ -96,9 +96,8 @@ class Adapter(nn.Module):
         # Adapters are small and take small steps: bf16 would lose them.
         made: dict[str, Any] = {"device": like.device, "dtype": torch.promote_types(like.dtype, torch.float32)}
         self.lora_A = nn.Parameter(torch.empty(config.r, in_features, **made))
-        self.lora_B = nn.Parameter(torch.zeros(out_features, config.r, **made))
+        self.lora_B = nn.Parameter(torch.empty(out_features, config.r, **made))
         self.lora_magnitude_vector = nn.Parameter(torch.empty(out_features, **made)) if config.use_dora else None
-        nn.init.kaiming_uniform_(self.lora_A, a=5**0.5)
 
 
 class LoRALinear(nn.Linear):
@@ -128,12 +127,26 @@ class LoRALinear(nn.Linear):
         layer.dropout = nn.Dropout(config.lora_dropout)
         made = {_short(name): Adapter(layer.sizes[name], linear.in_features, config, linear.weight) for name in names}
         layer.lora = nn.ModuleDict(made)
-        with torch.no_grad():
-            parts = expression.unpack(_row_norms(layer.dense_weight().float()))
-            for name, adapter in layer.adapters():
-                if adapter.lora_magnitude_vector is not None:
-                    adapter.lora_magnitude_vector.copy_(parts[name])
+        layer.reset_adapters()
         return layer
+
+    @torch.no_grad()
+    def reset_adapters(self) -> None:
+        """Draw A anew, set B to 0 and the magnitudes to the norms of the weight's rows: nothing is adapted yet.
+
+        Of sharded adapters the first rank's draws count.
+        """
+        parts: dict[str, Tensor] = {}
+        if self.config.use_dora:
+            weight = self.dense_weight()
+            norms: Any = _row_norms(weight.to(torch.promote_types(weight.dtype, torch.float32)))
+            parts = self.expression.unpack(norms.full_tensor() if is_cut(norms) else norms)
+        for name, adapter in self.adapters():
+            drawn = torch.empty(adapter.lora_A.shape, dtype=adapter.lora_A.dtype, device=adapter.lora_A.device)
+            _fill(adapter.lora_A, nn.init.kaiming_uniform_(drawn, a=5**0.5))
+            nn.init.zeros_(adapter.lora_B)
+            if adapter.lora_magnitude_vector is not None:
+                _fill(adapter.lora_magnitude_vector, parts[name])
 
     def adapters(self) -> Iterator[tuple[str, Adapter]]:
         """The checkpoint's names of the adapted matrices, in the order in which they stand in `factors`."""
@@ -231,11 +244,13 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
     model is, and are computed with in its dtype. Routers, experts and the embedding have no adapters.
 
     Args:
-        model: on any device but meta; the same ``torch.manual_seed`` gives each rank the same adapters.
+        model: the same ``torch.manual_seed`` gives each rank the same adapters. On the meta device within
+            ``from_pretrained(folder, shard=lambda model: apply_fsdp(apply_lora(model, config)))``, which then reads
+            each rank's part only and draws the adapters itself.
         config: by default rank 8 for all linear layers of the blocks.
 
     Returns:
-        ``model``, with the configuration in ``model.lora``.
+        ``model``, which `adapter_config` tells from others.
 
     Raises:
         ValueError: a name that fits no linear layer, a model with adapters, or one that is sharded or cut already.
@@ -246,9 +261,8 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
         f"apply_lora: {type(model).__name__} must not have adapters yet, got one that has. Merge them first.",
     )
     check(
-        not any(parameter.is_meta or is_cut(parameter) for parameter in model.parameters()),
-        f"apply_lora: {type(model).__name__} must hold whole weights, got meta or sharded ones. Load it, add the "
-        "adapters, then shard.",
+        not any(map(is_cut, model.parameters())),
+        f"apply_lora: {type(model).__name__} must hold whole weights, got sharded ones. Add the adapters, then shard.",
     )
     layers = _linears(model)
     chosen = _choose([name for _, expression in layers.values() for name in expression.names()], model, config)
@@ -456,6 +470,15 @@ def quantize_base(model: Model) -> Model:
         values = to_nf4(layer.weight.detach(), NF4_BLOCK, math.gcd(size // NF4_BLOCK, 256))
         layer.weight = nn.Parameter(values, requires_grad=False)
     return model
+
+
+def _fill(parameter: Tensor, values: Tensor) -> None:
+    if is_cut(parameter):
+        from torch.distributed.tensor import distribute_tensor
+
+        sharded: Any = parameter
+        values = distribute_tensor(values.to(parameter.dtype), sharded.device_mesh, sharded.placements)
+    parameter.copy_(values)
 
 
 def _row_norms(weight: Tensor) -> Tensor:

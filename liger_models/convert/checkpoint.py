@@ -170,6 +170,8 @@ def _load_parts(
         for name, parameter in bar(
             parameters.items(), desc="Loading weights", disable=not (progress and this_rank() == 0)
         ):
+            if name not in weights.entries:  # `shard` has added it
+                continue
             expression = weights.entries[name]
             if not hasattr(parameter, "to_local"):
                 parameter.copy_(_read(expression, stored, dtype, device))
@@ -188,6 +190,10 @@ def _load_parts(
                 shapes = {each: stored[each].shape for each in expression.names()}
                 whole = functools.partial(_read, expression, stored, dtype, device)
                 local.copy_(read_part(expression, Part.of(parameter), shapes, read, whole))
+    for module in model.modules():
+        reset: Any = getattr(module, "reset_adapters", None)
+        if reset is not None:
+            reset()
 
 
 def read_json_config(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from liger_models import LigerLlama
 from liger_models.lora import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
 from liger_models.parallel import apply_fsdp, compile_blocks, load_state, save_state, targets_per_rank
 
@@ -66,6 +67,35 @@ def test_two_ranks_are_one(two, config, policy, compiled, tmp_path):
     loaded = load_adapter(tiny(), tmp_path)
     for name, parameter in one.named_parameters():
         torch.testing.assert_close(loaded.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
+
+
+def loaded_in_parts(folder: str, reads: str, config: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+    """Weights and logits; the ranks' generators differ."""
+    model = LigerLlama.from_pretrained(
+        reads,
+        progress=False,
+        shard=lambda model: apply_fsdp(apply_lora(model, LoRAConfig(**CONFIG, **config)), param_dtype=None),
+    )
+    assert [parameter.requires_grad for parameter in model.parameters()].count(True) == len(trained(model)) > 0
+    save_adapter(model, folder)
+    ids = batch(0)["input_ids"]
+    return whole(model.named_parameters()), model(ids).logits.detach()
+
+
+@pytest.mark.parametrize("config", [{}, {"use_dora": True}], ids=str)
+def test_each_rank_reads_its_part_and_all_have_the_same_adapters(two, config, tmp_path):
+    tiny().save_pretrained(tmp_path / "model")
+    (first, logits), (second, _) = two(loaded_in_parts, str(tmp_path / "adapter"), str(tmp_path / "model"), config)
+    one = load_adapter(tiny(), tmp_path / "adapter")
+    for name, parameter in one.named_parameters():
+        torch.testing.assert_close(first[name], parameter.detach(), rtol=1e-6, atol=1e-7)
+        assert first[name].equal(second[name]), name
+    A = one.layers[0].self_attn.qkv_proj.lora.q_proj.lora_A
+    assert 0 < A.abs().max() <= 32**-0.5
+    assert A.unique(dim=0).shape == A.shape
+    torch.testing.assert_close(
+        tiny()(batch(0)["input_ids"]).logits, logits, rtol=1e-4, atol=1e-5
+    )  # nothing adapted yet
 
 
 def resumed(folder: str) -> bool:
