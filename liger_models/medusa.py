@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.convert.checkpoint import CONFIG, _write_folder, _write_json, read_json_config
+from liger_models.convert.checkpoint import CONFIG, read_json_config, write_folder, write_json
 from liger_models.convert.ranks import agreeing, this_rank
 from liger_models.kernels.dispatch import check
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
@@ -297,13 +297,13 @@ class LigerMedusa(nn.Module):
         }
 
         def write(place: Path) -> None:
-            _write_json(place / CONFIG, config)
+            write_json(place / CONFIG, config)
             save_file(tensors, place / HEADS, metadata={"format": "pt"})
             shutil.copymode(place / CONFIG, place / HEADS)  # safetensors makes files that only their owner can read
 
         with agreeing():
             if this_rank() == 0:
-                _write_folder(folder, write)
+                write_folder(folder, write)
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike[str], model: CausalLM, **options: Any) -> "LigerMedusa":

@@ -388,7 +388,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file as Hugging Face does."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -454,23 +455,23 @@ def save_pretrained(
     files = iter(plan.filename_to_tensors.items())
 
     def write(place: Path) -> None:
-        _write_json(place / CONFIG, hf_config)
+        write_json(place / CONFIG, hf_config)
         for name, content in model.assets.items():
             (place / name).write_bytes(content)
         if plan.is_sharded:
-            _write_json(place / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
+            write_json(place / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
         for file, names in files:
             save_file(_gather(names, weights, parameters, dtype), place / file, metadata={"format": "pt"})
             # safetensors makes files that only their owner can read.
             shutil.copymode(place / CONFIG, place / file)
 
     if not sharded:
-        _write_folder(folder, write)
+        write_folder(folder, write)
         return
     with agreeing():
         try:
             if this_rank() == 0:
-                _write_folder(folder, write)
+                write_folder(folder, write)
         finally:
             # All ranks gather together: those that don't write and, if writing has failed, the one that does.
             for _, names in files:
@@ -513,7 +514,7 @@ def _gather(
     return shard
 
 
-def _write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Fill ``folder`` by ``write``, so that it never holds half of the files.
 
     A new folder appears by one rename. In a folder that exists the files are replaced one by one once all of them are
