@@ -107,11 +107,11 @@ def main(steps: int) -> None:
     if rank == 0:
         print(f"{teacher.num_parameters():,} parameters teach {student.num_parameters():,}")
         print(f"KL divergence of the teacher from the student: {before:.3f} -> {after:.3f}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Distil a model that is trained here into a smaller one.")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of the student")
     main(parser.parse_args().steps)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # now that no model uses it any more

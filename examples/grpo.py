@@ -101,11 +101,11 @@ def main(steps: int) -> None:
     if rank == 0:
         few = max(steps // 10, 1)
         print(f"mean reward: {sum(rewards[:few]) / few:.3f} -> {sum(rewards[-few:]) / few:.3f}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="GRPO with a reward that is computed here.")
     parser.add_argument("--steps", type=int, default=60, help="times that answers are sampled")
     main(parser.parse_args().steps)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # now that no model uses it any more

@@ -108,11 +108,11 @@ def main(steps: int) -> None:
     if rank == 0:
         for name, old, new in zip(("good", "bad"), before, after, strict=True):
             print(f"mean reward of {name} answers: {old:.3f} -> {new:.3f}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="KTO on good and bad answers that are made here.")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
     main(parser.parse_args().steps)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # now that no model uses it any more

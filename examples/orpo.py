@@ -86,11 +86,11 @@ def main(steps: int) -> None:
     answer = model.generate([3, 17, 8], max_new_tokens=5)[0, 3:].tolist()  # all ranks: FSDP gathers for it
     if rank == 0:
         print(f"the answer to [3, 17, 8]: {answer}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="ORPO on pairs of answers that are made here.")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     main(parser.parse_args().steps)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # now that no model uses it any more

@@ -34,6 +34,7 @@ from .layers.causal_lm import CausalLM
 from .layers.head import LigerLMHead
 from .layers.moe import LigerMoE
 from .layers.tensor_parallel import is_cut
+from .layers.vision_language import VisionLanguageModel
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -253,9 +254,15 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
         ``model``, which `adapter_config` tells from others.
 
     Raises:
-        ValueError: a name that fits no linear layer, a model with adapters, or one that is sharded or cut already.
+        ValueError: a name that fits no linear layer, a model with adapters or with images, or one that is sharded or
+            cut already.
     """
     config = config or LoRAConfig()
+    check(
+        not isinstance(model, VisionLanguageModel),
+        f"apply_lora: the model must be one of text alone, got {type(model).__name__}. Freeze parts of it instead, as "
+        "docs/vision.md shows.",
+    )
     check(
         adapter_config(model) is None,
         f"apply_lora: {type(model).__name__} must not have adapters yet, got one that has. Merge them first.",

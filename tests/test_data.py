@@ -505,6 +505,7 @@ def test_rows_for_samplers_of_others(make):
 def test_ranks_of_a_process_group_tokenise_once(tmp_path, tokenizer):
     script = """
 import sys
+from pathlib import Path
 import torch.distributed as dist
 from liger_models import PackedDataset, Tokenizer
 from liger_models.data import TokenFile
@@ -514,11 +515,12 @@ if dist.get_rank():
 tokenizer = Tokenizer.from_pretrained(sys.argv[1])
 options = {"length": 32, "cache_dir": sys.argv[1] + "/cache", "progress": False}
 data = PackedDataset(sys.argv[1] + "/train.jsonl", tokenizer, **options)
-print("batches", len(list(data)), len(data))
+said = f"batches {len(list(data))} {len(data)}\\n"
 try:
     PackedDataset(sys.argv[1] + "/bad.jsonl", tokenizer, **options)
 except ValueError as error:
-    print("error", str(error)[-60:])
+    said += "error " + str(error)[-60:]
+Path(sys.argv[1], f"said-{dist.get_rank()}").write_text(said)
 dist.destroy_process_group()
 """
     write(tmp_path / "train.jsonl", texts(50))
@@ -538,11 +540,10 @@ dist.destroy_process_group()
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=100)
     assert done.returncode == 0, done.stderr
-    lines = sorted(done.stdout.splitlines())
-    assert lines[0] == lines[1]
-    assert lines[0].startswith("batches")
-    assert lines[2] == lines[3]
-    assert lines[2].startswith("error")
+    batches, error = (tmp_path / "said-0").read_text().splitlines()
+    assert (tmp_path / "said-1").read_text().splitlines() == [batches, error]
+    assert batches.startswith("batches")
+    assert error.startswith("error")
 
 
 def test_preference_batch_of_texts_and_of_token_ids(tokenizer):
