@@ -152,6 +152,7 @@ def train(options: TrainOptions) -> None:
         saving.result()
     model.save_pretrained(output / "model", dtype=getattr(torch, options.export_dtype))
     if started:
+        dist.barrier()  # no thread is busy with tensors when Python ends
         dist.destroy_process_group()
 
 
