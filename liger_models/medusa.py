@@ -29,6 +29,7 @@ from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_models.layers.causal_lm import CausalLM
 from liger_models.layers.head import LigerLMHead
 from liger_models.layers.sequence import Sequence
+from liger_models.layers.tensor_parallel import is_cut
 
 HEADS = "medusa_lm_head.safetensors"
 IGNORED = -100
@@ -124,7 +125,7 @@ class LigerMedusa(nn.Module):
         own: Any = model.lm_head
         hidden_size, scaling = model.config.hidden_size, {"logit_scale": own.logit_scale, "softcap": own.softcap}
         weight = own.weight.detach()
-        if hasattr(weight, "full_tensor") and not share_lm_head:
+        if is_cut(weight) and not share_lm_head:
             weight = weight.full_tensor()
         self.heads = nn.ModuleList()
         for _ in range(num_heads):
@@ -283,7 +284,7 @@ class LigerMedusa(nn.Module):
             parameters |= dict.fromkeys(names, self.model.lm_head.weight)
         tensors = {}
         for name, parameter in parameters.items():
-            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            whole = parameter.full_tensor() if is_cut(parameter) else parameter
             if this_rank() == 0:
                 tensors[name] = whole.detach().to("cpu", dtype, copy=True).contiguous()
         config = {

@@ -95,9 +95,10 @@ def num_programs(x: Tensor, per_sm: int) -> int:
     return 3  # the interpreter: few and odd, so that tests see uneven shares
 
 
-def shared_memory(x: Tensor) -> int:
-    """Bytes of shared memory that a program on the device of ``x`` may have."""
-    return 2**17 if INTERPRET else _shared_memory(x.device.index)
+def fitting_stages(x: Tensor, stages: int, stage_bytes: int) -> int:
+    """``stages`` of a pipelined loop, or 1 if shared memory on the device of ``x`` cannot hold that many."""
+    available = 2**17 if INTERPRET else _shared_memory(x.device.index)
+    return stages if stages * stage_bytes <= available else 1
 
 
 @functools.cache

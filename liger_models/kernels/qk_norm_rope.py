@@ -24,7 +24,7 @@ Source: https://arxiv.org/abs/2010.04245, as Qwen3 (https://arxiv.org/abs/2505.0
 import torch
 from torch import Tensor
 
-from .dispatch import LIBRARY, check, check_floating, num_programs, on_device_of, shared_memory, tl, triton, use_triton
+from .dispatch import LIBRARY, check, check_floating, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 from .rms_norm import _scaled, rms_norm_reference
 from .rope import (
     ELEMENTS_PER_WARP,
@@ -267,7 +267,7 @@ def _qk_norm_rope_backward(
     shares = B * T  # programs among which the tokens are divided, for each chunk of heads
     warps, stages = (WHOLE_WARPS_PER_SM, WHOLE_STAGES) if whole else (HEAD_WARPS_PER_SM, HEAD_STAGES)
     in_flight = 2 * constants["ROWS"] * 2 * constants["BLOCK"] * qkv.element_size()
-    stages = stages if stages * in_flight <= shared_memory(qkv) else 1
+    stages = fitting_stages(qkv, stages, in_flight)
     if need_dw:
         shares = min(shares, max(num_programs(qkv, warps // constants["num_warps"]) // chunks, 1))
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)

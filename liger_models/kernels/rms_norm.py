@@ -19,7 +19,7 @@ Source: https://arxiv.org/abs/1910.07467.
 import torch
 from torch import Tensor
 
-from .dispatch import LIBRARY, check, check_floating, num_programs, on_device_of, shared_memory, tl, triton, use_triton
+from .dispatch import LIBRARY, check, check_floating, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 
 MAX_TILE = 16384
 """Widest row that a program holds in registers; wider rows are walked in tiles."""
@@ -251,7 +251,7 @@ def rms_norm_backward(
     with on_device_of(h):
         if block >= C:
             in_flight = block * (h.element_size() + dy.element_size() + (0 if dh is None else dh.element_size()))
-            stages = STAGES if STAGES * in_flight <= shared_memory(h) else 1
+            stages = fitting_stages(h, STAGES, in_flight)
             per_sm = min(max(8192 // block, 1), 3)
             programs = min(N, num_programs(h, per_sm))
             if need_dw:
