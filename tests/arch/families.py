@@ -99,9 +99,7 @@ def hf_gradients(model) -> dict[str, Tensor]:
 
 def our_gradients(model: CausalLM, names: Collection[str] = ()) -> dict[str, Tensor]:
     """Gradients under Hugging Face's names, taken apart by the weight map: that which has ``names``, or the hub's."""
-    crossing = cross_blocks(dict(model.named_parameters()))
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None or is_tower(name) or name.startswith(crossing), name
+    gradients_of(model)
     return taken_apart(model, names, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
 
 
@@ -114,7 +112,10 @@ def taken_apart(model: CausalLM, names: Collection[str], tensor: Callable[[Tenso
 
 
 def gradients_of(model: CausalLM) -> dict[str, Tensor]:
-    """Copies of all gradients that there are: a text without images gives a vision tower none."""
+    """Copies of all gradients; only what a text without images does not reach may have none."""
+    crossing = cross_blocks(dict(model.named_parameters()))
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None or is_tower(name) or name.startswith(crossing), name
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
