@@ -6,6 +6,7 @@ without torchrun in a single process. Started again, it goes on from its last ch
 
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import field as option
@@ -152,8 +153,9 @@ def train(options: TrainOptions) -> None:
         saving.result()
     model.save_pretrained(output / "model", dtype=getattr(torch, options.export_dtype))
     if started:
-        dist.barrier()  # no thread is busy with tensors when Python ends
         dist.destroy_process_group()
+        if device.type == "cpu":  # a thread of gloo that still lets go of a tensor would abort a Python that ends
+            time.sleep(0.2)
 
 
 @torch.no_grad()

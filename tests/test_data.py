@@ -2,8 +2,6 @@
 
 import json
 import multiprocessing
-import os
-import subprocess
 import sys
 import tracemalloc
 from collections import Counter
@@ -21,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from liger_models import LigerLlama, LlamaConfig, PackedDataset, PackedLoader, Tokenizer, preference_batch
 from liger_models.data import WINDOW, collate, cut, pack
 from liger_models.parallel import load_state, save_state, targets_per_rank
+
+from .torchrun import torchrun
 
 BOS, EOS = 0, 1
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"  # noqa: E501
@@ -528,18 +528,7 @@ dist.destroy_process_group()
     (tmp_path / "tokenizer.json").write_text(tokenizer.backend.to_str())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     (tmp_path / "run.py").write_text(script)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "run.py",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=100)
-    assert done.returncode == 0, done.stderr
+    torchrun(2, "run.py", str(tmp_path), cwd=tmp_path)
     batches, error = (tmp_path / "said-0").read_text().splitlines()
     assert (tmp_path / "said-1").read_text().splitlines() == [batches, error]
     assert batches.startswith("batches")

@@ -1,10 +1,7 @@
 """Other engines train these models as they are: the same loss, saved, resumed, on one rank or two."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from liger_models.data import collate
 from liger_models.parallel import targets_per_rank
 
 from .test_data import tokenizer  # noqa: F401
+from .torchrun import torchrun
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.filterwarnings("ignore")  # the engines'
@@ -169,16 +167,6 @@ def test_trainer_sets_use_cache_and_nothing_else():
         config.vocab_size = 3
 
 
-def run_ranks(folder: Path, ranks: int, *command: str, **variables: str) -> list[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run([*start, *command], capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 def test_two_ranks_are_as_one(folder):
     (folder / "run.py").write_text(TWO_RANKS)
     run = trainer(load(), dataset(load()), max_steps=3, save_strategy="no")
@@ -195,7 +183,7 @@ def test_two_ranks_are_as_one(folder):
         expected.append(loss.item())
     assert expected[2] < expected[0] - 0.1
     assert expected[5] < expected[3] - 0.1
-    (line,) = [line for line in run_ranks(folder, 2, "run.py") if line.startswith("losses")]
+    (line,) = [line for line in torchrun(2, "run.py", cwd=folder).stdout.splitlines() if line.startswith("losses")]
     assert json.loads(line.partition(" ")[2]) == pytest.approx(expected, rel=1e-4)
 
 
@@ -266,8 +254,8 @@ def test_deepspeed(folder, stage, device):
     (folder / "train.py").write_text(re.search(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1])
     variables = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
     ranks = 2 if device == "cpu" else torch.cuda.device_count()
-    lines = [line for _ in range(2) for line in run_ranks(folder, ranks, "train.py", stage, **variables)]
-    lines = [line for line in lines if line.startswith("step ")]
+    printed = [torchrun(ranks, "train.py", stage, cwd=folder, **variables).stdout for _ in range(2)]
+    lines = [line for line in "".join(printed).splitlines() if line.startswith("step ")]
     losses = [float(line.split()[-1]) for line in lines]
     assert [line.split(":")[0] for line in lines] == [f"step {step}" for step in range(1, 9)]
     assert losses[-1] < losses[0] - 1
