@@ -1,4 +1,4 @@
-"""Run a benchmark (``train``, ``families``, ``profile``, ``longest``, ``fsdp``, ``curves``, ``ops``); ``report``."""
+"""Run a benchmark (all but ``report``), or put all results into the pages (``report``)."""
 
 import argparse
 import datetime
@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,6 +116,17 @@ def plan_steps(benchmark: str, models: list[str], modes: list[str], batch: str, 
     ]
 
 
+@contextmanager
+def common_start(kind: str, model: str, batch: str) -> Iterator[None]:
+    """A checkpoint in $START that a process of this kind makes."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.train", kind, "ours+adamw", model, batch, "600"]
+        subprocess.run(command, input="go\n", text=True, check=True, env=os.environ | {"SAVE": folder})
+        os.environ["START"] = folder
+        yield
+        del os.environ["START"]
+
+
 def plan_ops(names: list[str], peers: list[str] | None, file: Path) -> list[Plan]:
     """The ceilings, then every op with each of its peers that is installed (and named, if some are)."""
     pairs = [(name, peer) for name in names for peer in ops.OPS[name].available() if peers is None or peer in peers]
@@ -165,15 +177,21 @@ def main(arguments: list[str] | None = None) -> None:
     many.add_argument("--batch", default="1x8192", help="rows x tokens per row, of each GPU")
     many.add_argument("--steps", type=int, default=10)
     many.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    whole = commands.add_parser("load", help="a checkpoint onto all GPUs of this machine: seconds, host memory")
+    whole.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
+    whole.add_argument("--modes", default="hf,ours", help="of these")
+    whole.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     long = commands.add_parser("curves", help="the loss of every step, from the same weights and data")
-    long.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
-    long.add_argument("--modes", default="hf,hf+liger,ours", help="comma-separated, as of train")
-    long.add_argument("--batch", default="1x2048", help="rows x tokens per row")
+    long.add_argument("--model", default="llama-3.2-1b", choices=[*train.MODELS, *train.FAMILIES])
+    long.add_argument(
+        "--modes", default="hf,hf+compile,hf+liger,ours,ours+fp8+blocks", help="comma-separated, of train's"
+    )
+    long.add_argument("--batch", default="8x2048", help="rows x tokens per row")
     long.add_argument("--steps", type=int, default=200)
     each = commands.add_parser("ops", help="each op against its peers: errors, times, memory, fraction of the limits")
     each.add_argument("--ops", default=",".join(ops.OPS), help="comma-separated")
     each.add_argument("--peers", help="comma-separated; without it all that are installed")
-    for command in (one, every, where, most, many, long, each):
+    for command in (one, every, where, most, many, whole, long, each):
         command.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the JSON lines")
     tables = commands.add_parser("report", help="tables and plots of all results into the pages")
     tables.add_argument("--results", type=Path, default=report.RESULTS, help="folder of the JSON lines")
@@ -188,26 +206,31 @@ def main(arguments: list[str] | None = None) -> None:
         peers = options.peers.split(",") if options.peers else None
         planned = plan_ops(options.ops.split(","), peers, options.out / "ops.jsonl")
         print(report.every_op_table(measure_all(planned, with_fractions())))
-    elif options.command == "fsdp":
-        file = options.out / f"fsdp-{options.model}-{options.batch}.jsonl"
+    elif options.command in ("fsdp", "load"):
+        name, modes, loads = options.command, options.modes.split(","), options.command == "load"
+        batch, steps = ("", 0) if loads else (options.batch, options.steps)
+        file = options.out / ("-".join(filter(None, (name, options.model, batch))) + ".jsonl")
         start = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus), "-m")
         rows = []
-        for plan in plan_steps("fsdp", [options.model], options.modes.split(","), options.batch, options.steps, file):
-            rows += measure_all([Plan(plan.row | {"gpus": options.gpus}, start + plan.command, file)])
-        print(report.fsdp_table(rows))
+        with common_start("save", options.model, "") if loads else nullcontext():
+            for plan in plan_steps(name, [options.model], modes, batch, steps, file):
+                rows += measure_all([Plan(plan.row | {"gpus": options.gpus}, start + plan.command, file)])
+        print(report.PARTS[name][1](rows))
     elif options.command == "longest":
         rows = []
         for mode in options.modes.split(","):
             for length in options.lengths.split(","):
                 file = options.out / f"longest-{options.model}.jsonl"
-                rows += measure_all(plan_steps("longest", [options.model], [mode], f"1x{length}", 2, file))
+                rows += measure_all(plan_steps("longest", [options.model], [mode], f"1x{length}", 1, file))
                 if "error" in rows[-1]:
                     break
         print(report.longest_table(rows))
     elif options.command in ("train", "curves", "profile"):
         name, modes = options.command, options.modes.split(",")
         file = options.out / f"{name}-{options.model}-{options.batch}.jsonl"
-        rows = measure_all(plan_steps(name, [options.model], modes, options.batch, options.steps, file))
+        plans = plan_steps(name, [options.model], modes, options.batch, options.steps, file)
+        with common_start("start", options.model, options.batch) if name == "curves" else nullcontext():
+            rows = measure_all(plans)
         print(report.PARTS[name][1](rows))
     else:
         file = options.out / f"families-{options.batch}.jsonl"

@@ -27,6 +27,7 @@ TITLES = {
     "selective": ', policy "selective"', "full": ', policy "full"', "compile": ", torch.compile",
     "adamw": ", LigerAdamW", "inbackward": ", step in the backward", "offload": ", offload",
     "fp8": ", float8", "fp8rowwise": ", float8 by rows", "blocks": ", blocks compiled",
+    "lora": ", LoRA", "nf4": " on 4 bits",
 }  # fmt: skip
 
 Row = dict[str, Any]
@@ -90,12 +91,18 @@ def ratio(over: Any, under: Any) -> str:
     return f"{over / under:.3f}" if over and under else ""
 
 
+def trained(row: Row) -> set[str]:
+    """What tells a mode that trains adapters from others."""
+    return {"lora", "nf4"} & {*row["mode"].split("+")}
+
+
 def train_table(rows: Rows) -> str:
-    """One row per mode; speed and memory against the fastest mode of transformers."""
+    """One row per mode; speed and memory against the fastest mode of transformers that trains as much."""
     lines = []
     for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
-        best = fastest([row for row in group if row["mode"].startswith("hf")], "step_ms")
         for row in sorted(group, key=lambda row: row["mode"]):
+            alike = [other for other in group if trained(other) == trained(row)]
+            best = fastest([other for other in alike if other["mode"].startswith("hf")], "step_ms")
             names = (model, tokens(batch), title(row["mode"]))
             if "error" in row:
                 lines.append((*names, row["error"], "", "", "", "", "", ""))
@@ -163,6 +170,9 @@ def profile_table(rows: Rows) -> str:
     return table("|".join(["model|tokens/step||ms/step", *classes, "matmul and attention"]), lines)
 
 
+LOADED = ("checkpoint_gib", "load_s", "host_gib", "mapped_gib", "peak_gib")
+
+
 def fsdp_table(rows: Rows) -> str:
     """One row per mode, of each GPU; speed and memory against the fastest mode of transformers on as many."""
     lines = []
@@ -178,6 +188,15 @@ def fsdp_table(rows: Rows) -> str:
                 ratio(best.get("step_ms"), row["step_ms"]), ratio(row["peak_gib"], best.get("peak_gib")),
             ))  # fmt: skip
     return table("model|GPUs|tokens/step||tokens/s|peak GiB|MFU|speed ratio|memory ratio", lines)
+
+
+def load_table(rows: Rows) -> str:
+    """One row per mode; host memory is that of one process, GPU memory the most while it loads."""
+    lines = [
+        (row["model"], row["gpus"], title(row["mode"]), *(row.get(key, row.get("error", "")) for key in LOADED))
+        for row in rows
+    ]
+    return table("model|GPUs||checkpoint GiB|seconds|host GiB|mapped files GiB|GPU GiB", lines)
 
 
 def longest_table(rows: Rows) -> str:
@@ -291,6 +310,7 @@ PARTS: dict[str, tuple[str, Callable[[Rows], str], bool]] = {
     "families": ("families", family_table, True),
     "profile": ("profile", profile_table, False),
     "fsdp": ("fsdp", fsdp_table, False),
+    "load": ("load", load_table, False),
     "longest": ("longest", longest_table, False),
     "curves": ("curves", curve_table, True),
     "ops": ("ops", op_table, True),

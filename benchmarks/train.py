@@ -1,5 +1,5 @@
 """One mode of the training benchmark, in this process: ``python -m benchmarks.train KIND MODE MODEL BATCH
-STEPS``, with the kinds train, families, curves, profile, longest, fsdp.
+STEPS``, with the kinds train, families, save, start, curves, profile, longest, fsdp, load.
 
 A full fine-tuning step (forward, backward, fused AdamW) in pure bf16, from weights and tokens that are the same in
 every mode: each weight is drawn from a generator seeded by its Hugging Face name. (Where transformers keeps the experts
@@ -13,6 +13,7 @@ be started while another is measured. ``first_step_s`` is the time from the star
 step, without that wait.
 """
 
+import functools
 import gc
 import itertools
 import json
@@ -21,13 +22,16 @@ import re
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -66,12 +70,19 @@ IMAGES = ((12, 20), (24, 36), (48, 32), (16, 92))
 MODES = (
     "hf", "hf+ac", "hf+compile", "hf+liger", "hf+liger+ac",
     "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8+blocks",
+    "hf+liger+lora", "ours+lora", "hf+liger+lora+nf4", "ours+lora+nf4",
 )  # fmt: skip
 """Ours also takes "adamw" (`LigerAdamW`), "inbackward" (its step as soon as a gradient is there), "offloadK" (what K
 blocks keep goes to the host), a number of blocks behind "selective" and "full": first of those that stay; "blocks"
-(each compiled by itself), and "fp8" or "fp8rowwise" (float8 products by torchao, which are fast with "blocks" only)."""
+(each compiled by itself), and "fp8" or "fp8rowwise" (float8 products by torchao, which are fast with "blocks" only).
+"lora" trains adapters of rank 16 of all linear layers of the blocks, transformers' by PEFT; with "nf4" the frozen
+weights have 4 bits, transformers' by bitsandbytes."""
+LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 KEPT_LOSSES = 5
 ERROR_TOKENS = 1024
+WARMUP = 20
+LEARNING = 4.0
+"""Of the loss curves: steps, and the loss at which the common start is over (6.2 is the plateau, 1.4 the end)."""
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200, by the vendor's datasheet: the divisor of MFU."""
 
@@ -172,11 +183,21 @@ def draw_tiles(config: dict, ids: Tensor, generator: torch.Generator) -> dict[st
 
 
 def weight(name: str, shape: torch.Size, device: torch.device) -> Tensor:
-    """The tensor of this name, the same whoever asks."""
+    """The tensor of this name, the same whoever asks: that of the checkpoint in $START, or a random one."""
+    if "START" in os.environ:
+        return checkpoint(os.environ["START"])[name].to(device)
     if "norm" in name:
         return torch.ones(shape, dtype=torch.bfloat16, device=device)
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator) * 0.02
+
+
+@functools.cache
+def checkpoint(folder: str) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in Path(folder).glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
 
 
 @torch.no_grad()
@@ -200,6 +221,25 @@ def build_hf(config: dict, liger: bool, recompute: bool, attention: str = "sdpa"
     return model
 
 
+def adapt_hf(model: nn.Module, nf4: bool) -> nn.Module:
+    """With PEFT's adapters; in 4 bits after a detour over a checkpoint, for that is how bitsandbytes is asked for."""
+    import peft
+    from transformers import BitsAndBytesConfig
+
+    if nf4:
+        bits = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_use_double_quant=True,
+        )  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            kind = type(model)
+            model = model.to("meta")
+            model = kind.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=bits, device_map={"": 0})
+        model.config.use_cache = False
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA, task_type="CAUSAL_LM"))
+
+
 @torch.no_grad()
 def build_ours(config: dict, extras: list[str]) -> nn.Module:
     from liger_models import AutoLigerModel
@@ -216,6 +256,12 @@ def build_ours(config: dict, extras: list[str]) -> nn.Module:
         expression = weights.entries[name]
         theirs = expression.unpack(torch.empty_like(parameter, device="meta"))
         parameter.copy_(expression.pack({n: weight(n, t.shape, parameter.device) for n, t in theirs.items()}))
+    if "lora" in extras:
+        from liger_models.lora import LoRAConfig, apply_lora, quantize_base
+
+        apply_lora(model, LoRAConfig(**LORA))
+        if "nf4" in extras:
+            quantize_base(model)
     blocks = len(model.layers)
     counts = {word: int(count) if count else blocks for word, count in map(split_number, extras)}
     model.set_checkpointing("none", offload_layers=counts.get("offload", 0))
@@ -264,32 +310,43 @@ def shard(model: nn.Module, ours: bool) -> nn.Module:
     return fully_shard(model, mp_policy=policy)
 
 
-def make_step(mode: str, config: dict, lr: float, sharded: bool = False) -> Callable[[dict[str, Tensor]], Tensor]:
-    """A batch -> loss of a whole training step, in the mode; ``sharded`` over the process group."""
+@dataclass
+class Step:
+    """A batch -> loss of a whole training step."""
+
+    model: nn.Module
+    forward: Callable[..., Any]
+    optimizer: torch.optim.Optimizer
+
+    def __call__(self, batch: dict[str, Tensor]) -> Tensor:
+        out = self.forward(**batch)
+        loss: Tensor = out[0] if isinstance(out, tuple) else out.loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def make_step(mode: str, config: dict, lr: float, sharded: bool = False) -> Step:
+    """The step of a mode; ``sharded`` over the process group."""
     family, *extras = mode.split("+")
     model = build_hf(config, "liger" in extras, "ac" in extras) if family == "hf" else build_ours(config, extras)
+    if family == "hf" and "lora" in extras:
+        model = adapt_hf(model, "nf4" in extras)
     if sharded:
         model = shard(model, family == "ours")
     model.train()
     forward = torch.compile(model, fullgraph=family == "ours") if "compile" in extras else model
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if {"adamw", "inbackward"} & set(extras):
         from liger_models.optim import LigerAdamW, step_in_backward
 
-        optimizer: torch.optim.Optimizer = LigerAdamW(model.parameters(), lr=lr)
+        optimizer: torch.optim.Optimizer = LigerAdamW(trained, lr=lr)
         if "inbackward" in extras:
             step_in_backward(optimizer)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-
-    def step(batch: dict[str, Tensor]) -> Tensor:
-        out = forward(**batch)
-        loss = out[0] if isinstance(out, tuple) else out.loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
+        optimizer = torch.optim.AdamW(trained, lr=lr, fused=True)
+    return Step(model, forward, optimizer)
 
 
 def step_times(step: Callable[[], Any], steps: int) -> list[float]:
@@ -326,7 +383,11 @@ def run(mode: str, name: str, batch: str, steps: int, imported_s: float, sharded
         "step_ms": round(milliseconds, 2),
         "step_ms_range": [round(min(times), 2), round(max(times), 2)],
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        **({} if "vision_config" in config else {"mfu": round(rate * flops_per_token(config, T) / PEAK_FLOPS, 4)}),
+        **(
+            {}
+            if "vision_config" in config or "lora" in mode
+            else {"mfu": round(rate * flops_per_token(config, T) / PEAK_FLOPS, 4)}
+        ),
         "first_step_s": round(first_step_s, 1),
         "losses": losses,
     }
@@ -379,9 +440,10 @@ def profile(mode: str, name: str, batch: str, steps: int) -> dict:
 
 
 def fits(mode: str, name: str, batch: str, steps: int) -> dict:
-    """Whether there is memory for so many tokens: the steps are done, the second with the optimizer's state."""
+    """Whether there is memory for steps of so many tokens, when the optimizer has its state after a short one."""
     config = read(name)
     train, generator = make_step(mode, config, lr=1e-5), torch.Generator("cuda").manual_seed(0)
+    train(draw(config, 1, 128, generator))
     torch.cuda.reset_peak_memory_stats()
     begun = time.monotonic()
     losses = [train(draw(config, *map(int, batch.split("x")), generator)).item() for _ in range(steps)]
@@ -393,23 +455,98 @@ def fits(mode: str, name: str, batch: str, steps: int) -> dict:
     }
 
 
-def chain(V: int, B: int, T: int, batches: int) -> Tensor:
+def chain(V: int, B: int, T: int, batches: int, seed: int) -> Tensor:
     """Something to learn, [batches, B, T]: of 512 words of the vocabulary each has four successors."""
     generator = torch.Generator().manual_seed(0)
     words = torch.randperm(V, generator=generator)[:512]
     successors = torch.randint(512, (512, 4), generator=generator)
+    generator.manual_seed(seed)
     now = torch.randint(512, (batches, B), generator=generator)
     choices = torch.randint(4, (T, batches, B), generator=generator)
     found = [now := successors[now, choice] for choice in choices]
     return words[torch.stack(found, 2)]
 
 
+def learn(step: Step, data: Tensor) -> Iterator[Tensor]:
+    """The loss of every step, with a learning rate that rises at first."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda done: min((done + 1) / WARMUP, 1.0))
+    for ids in data.to("cuda"):
+        yield step({"input_ids": ids, "labels": ids})
+        schedule.step()
+
+
+def start(mode: str, name: str, batch: str, steps: int) -> dict:
+    """Train until the loss falls, and save the weights in $SAVE, for `curve` to begin with.
+
+    A model with random weights learns the frequencies of words, and then nothing for a while. When it leaves this
+    plateau hangs on the last bits of its numbers, so runs that begin before it cannot be compared.
+    """
+    config = read(name)
+    step = make_step(mode, config, lr=3e-4)
+    data = chain(text_part(config)["vocab_size"], *map(int, batch.split("x")), steps, seed=1)
+    losses = []
+    for loss in learn(step, data):
+        losses.append(loss.item())
+        if losses[-1] < LEARNING:
+            break
+    step.model.save_pretrained(os.environ["SAVE"])
+    return {"losses": losses}
+
+
+def save(mode: str, name: str, batch: str, steps: int) -> dict:
+    """Save the model with random weights in $SAVE."""
+    build_ours(read(name), []).save_pretrained(os.environ["SAVE"])
+    return {}
+
+
+def load(mode: str, name: str, batch: str, steps: int) -> dict:
+    """How long all processes take to load $START sharded, and the most host memory of one; of transformers, whole."""
+    grown, done = [0.0, 0.0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            found = dict(re.findall(r"(Rss\w+):\s+(\d+)", Path("/proc/self/status").read_text()))
+            for i, kind in enumerate(("RssAnon", "RssFile")):
+                grown[i] = max(grown[i], int(found[kind]) / 2**20)
+
+    torch.zeros(1, device="cuda")
+    torch.distributed.barrier()
+    watcher, begun = threading.Thread(target=watch), time.monotonic()
+    watcher.start()
+    if mode == "hf":
+        from transformers import AutoModelForCausalLM
+
+        shard(AutoModelForCausalLM.from_pretrained(os.environ["START"], dtype=torch.bfloat16), False)
+    else:
+        from liger_models import AutoLigerModel
+        from liger_models.parallel import apply_fsdp
+
+        AutoLigerModel.from_pretrained(
+            os.environ["START"], dtype=torch.float32, device="cuda", shard=apply_fsdp, progress=False
+        )
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - begun
+    done.set()
+    watcher.join()
+    every: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, (seconds, *grown))
+    longest, anonymous, mapped = (max(values) for values in zip(*every, strict=True))
+    return {
+        "device": torch.cuda.get_device_name(),
+        "checkpoint_gib": round(sum(f.stat().st_size for f in Path(os.environ["START"]).iterdir()) / 2**30, 2),
+        "load_s": round(longest, 1),
+        "host_gib": round(anonymous, 2),
+        "mapped_gib": round(mapped, 2),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+    }
+
+
 def curve(mode: str, name: str, batch: str, steps: int) -> dict:
-    """The loss of every step, from the same weights and tokens in every mode."""
+    """The loss of every step, from the same weights ($START) and tokens in every mode."""
     config = read(name)
     step = make_step(mode, config, lr=1e-4)
-    data = chain(text_part(config)["vocab_size"], *map(int, batch.split("x")), steps).to("cuda")
-    losses = torch.stack([step({"input_ids": ids, "labels": ids}) for ids in data])
+    data = chain(text_part(config)["vocab_size"], *map(int, batch.split("x")), steps, seed=2)
+    losses = torch.stack(list(learn(step, data)))
     return {"device": torch.cuda.get_device_name(), "losses": [round(loss, 5) for loss in losses.float().tolist()]}
 
 
@@ -475,16 +612,17 @@ def main(kind: str, mode: str, name: str, batch: str, steps: str) -> None:
     if any(extra.startswith("fp8") for extra in extras):
         import torchao.float8  # noqa: F401
     imported_s = process_age_s()
-    if kind == "fsdp":  # one of the processes of torchrun
+    if kind in ("fsdp", "load"):  # one of the processes of torchrun
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl")
-        found = run(mode, name, batch, int(steps), imported_s, sharded=True)
+        sharded = functools.partial(run, imported_s=imported_s, sharded=True) if kind == "fsdp" else load
+        found = sharded(mode, name, batch, int(steps))
         if torch.distributed.get_rank() == 0:
             print(json.dumps(found))
         torch.distributed.destroy_process_group()
         return
     sys.stdin.readline()
-    others = {"curves": curve, "profile": profile, "longest": fits}
+    others = {"start": start, "save": save, "curves": curve, "profile": profile, "longest": fits}
     if kind in others:
         found = others[kind](mode, name, batch, int(steps))
     else:

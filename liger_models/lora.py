@@ -30,6 +30,7 @@ from .convert.ranks import agreeing, this_rank
 from .convert.weight_map import Expression, Name
 from .kernels.collectives import Ranks
 from .kernels.dispatch import check
+from .kernels.nf4_linear import nf4_linear
 from .layers.causal_lm import CausalLM
 from .layers.head import LigerLMHead
 from .layers.moe import LigerMoE
@@ -159,7 +160,7 @@ class LoRALinear(nn.Linear):
     def dense_weight(self) -> Tensor:
         """The frozen weight [O, C], of NF4 its values."""
         weight: Any = self.weight
-        dense: Tensor = weight.get_original_weight() if hasattr(weight, "get_original_weight") else weight
+        dense: Tensor = weight.get_original_weight() if _is_nf4(weight) else weight
         return dense
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -201,7 +202,8 @@ class LoRALinear(nn.Linear):
         """x [..., C] -> [..., O]."""
         A, B = self.factors(x.dtype)
         scale = self.scale(A, B)
-        y = F.linear(x, self.weight, self.bias if scale is None else None)
+        product = nf4_linear if _is_nf4(self.weight) else F.linear
+        y = product(x, self.weight, self.bias if scale is None else None)
         low = F.linear(self.dropout(x), A)
         y = torch.addmm(y.flatten(0, -2), low.flatten(0, -2).to(y.dtype), B.T.to(y.dtype)).view_as(y)
         if scale is not None:
@@ -486,6 +488,10 @@ def _fill(parameter: Tensor, values: Tensor) -> None:
         sharded: Any = parameter
         values = distribute_tensor(values.to(parameter.dtype), sharded.device_mesh, sharded.placements)
     parameter.copy_(values)
+
+
+def _is_nf4(weight: Any) -> bool:
+    return hasattr(weight, "get_original_weight")
 
 
 def _row_norms(weight: Tensor) -> Tensor:

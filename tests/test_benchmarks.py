@@ -321,10 +321,25 @@ def test_longest_table():
     assert cells(report.longest_table(rows)) == [["m", "liger_models", "16,384", "100.0", "32,768"]]
 
 
+def test_load_table():
+    row = {"model": "m", "gpus": 4, "checkpoint_gib": 1.5, "load_s": 2.0, "host_gib": 0.5, "mapped_gib": 1.0}
+    rows = [row | {"mode": "ours", "peak_gib": 3.0}, {"model": "m", "gpus": 4, "mode": "hf", "error": "no"}]
+    lines = cells(report.load_table(rows))
+    assert lines[0] == ["m", "4", "liger_models", "1.5", "2.0", "0.5", "1.0", "3.0"]
+    assert lines[1][:4] == ["m", "4", "transformers", "no"]
+
+
+def test_adapters_are_compared_with_adapters():
+    row = {"model": "m", "batch": "1x8", "tokens_per_s": 1.0, "peak_gib": 1.0, "losses": [1.0]}
+    speeds = {"hf": 1.0, "hf+liger+lora": 3.0, "ours+lora": 2.0, "ours": 0.5}
+    lines = cells(report.train_table([row | {"mode": mode, "step_ms": ms} for mode, ms in speeds.items()]))
+    assert [line[7] for line in lines] == ["1.000", "1.000", "2.000", "1.500"]
+
+
 def test_the_chain_can_be_learned():
-    data = train.chain(1000, 2, 64, 50)
+    data = train.chain(1000, 2, 64, 50, seed=1)
     assert data.shape == (50, 2, 64)
     pairs = {(a, b) for row in data.flatten(0, 1).tolist() for a, b in itertools.pairwise(row)}
-    assert len({a for a, _ in pairs}) > 500
+    assert len({a for a, _ in pairs}) > 480
     assert len(pairs) <= 512 * 4
-    assert torch.equal(data, train.chain(1000, 2, 64, 50))
+    assert torch.equal(data, train.chain(1000, 2, 64, 50, seed=1))

@@ -11,6 +11,7 @@ import pkgutil
 from collections import defaultdict
 
 import torch
+from torchao.quantization import to_nf4
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -27,6 +28,7 @@ from liger_models.kernels.layer_norm import add_layer_norm, layer_norm
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_models.kernels.linear_logprobs import fused_linear_logprobs
 from liger_models.kernels.moe import moe_mlp, route
+from liger_models.kernels.nf4_linear import nf4_linear
 from liger_models.kernels.qk_norm_rope import qk_norm_rope
 from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.rms_norm_linear import rms_norm_linear
@@ -78,6 +80,7 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     differentiate(add_layer_norm(x, residual, norm, draw_(C)))
     for act in ACTIVATIONS:
         differentiate(act_linear(x, draw_(64, C), draw_(64), act))
+    differentiate(nf4_linear(draw_(3, 64), to_nf4(draw_(8, 64).detach(), 64, 1)))
     differentiate(rms_norm_linear(x, residual, norm, draw_(64, C)))
     for act in ("silu", "gelu_tanh", "gelu"):
         differentiate(gated_act(draw_(3, 2 * F), act))

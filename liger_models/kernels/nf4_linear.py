@@ -1,0 +1,141 @@
+"""A linear layer whose frozen weight is kept in 4 bits (NF4, as torchao stores it).
+
+    W = table[code] · scale,   scale = cast(code of the scale / factor) + mean        y = x · Wᵀ + b,   dx = dy · W
+
+Each row of codes is made into W in one pass, in the weight's dtype, for the product that needs it: forward and backward
+each make it anew, and it is gone after the product. The numbers are those of torchao's ``get_original_weight``, bit for
+bit: every step is rounded to the weight's dtype.
+
+    codes      two in a byte, the first in its upper half
+    scales     one int8 per block of 64 codes
+    factors    one per block of at most 256 scales; one mean for all
+
+Saved: what is kept anyway. Source: https://arxiv.org/abs/2305.14314.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dispatch import LIBRARY, check, on_device_of, tl, triton, use_triton
+
+BLOCK = 1024
+NUM_WARPS = 4
+"""Bytes of codes per program, and its warps."""
+
+
+@triton.jit
+def _nf4_weight_kernel(
+    code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, w_ptr, count,
+    CODES_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    bytes_ = start + tl.arange(0, BLOCK)
+    inside = bytes_ < count
+    dtype: tl.constexpr = w_ptr.dtype.element_ty
+    pair = tl.load(code_ptr + bytes_, mask=inside, other=0).to(tl.int32)
+    block = bytes_ // (CODES_PER_SCALE // 2)
+    scale = tl.load(scale_ptr + block, mask=inside, other=0).to(tl.float32)
+    factor = tl.load(factor_ptr + block // SCALES_PER_FACTOR, mask=inside, other=1.0).to(tl.float32)
+    mean = tl.load(mean_ptr).to(tl.float32)
+    scale = (tl.div_rn(scale, factor).to(dtype).to(tl.float32) + mean).to(dtype).to(tl.float32)
+    first = tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale
+    second = tl.load(table_ptr + (pair & 15)).to(tl.float32) * scale
+    numbers = 2 * start + tl.arange(0, 2 * BLOCK)
+    tl.store(w_ptr + numbers, tl.interleave(first, second).to(dtype), mask=numbers < 2 * count)
+
+
+Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _weight(packed: Packed, rows: int, columns: int, codes_per_scale: int, scales_per_factor: int) -> Tensor:
+    codes, scales, factors, mean, table = packed
+    weight = torch.empty(rows, columns, dtype=table.dtype, device=codes.device)
+    with on_device_of(codes):
+        _nf4_weight_kernel[(triton.cdiv(codes.numel(), BLOCK),)](
+            codes, scales, factors, mean, table, weight, codes.numel(), CODES_PER_SCALE=codes_per_scale,
+            SCALES_PER_FACTOR=scales_per_factor, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return weight
+
+
+_PACKED = (
+    "Tensor codes, Tensor scales, Tensor factors, Tensor mean, Tensor table, int rows, int columns, "
+    "int codes_per_scale, int scales_per_factor"
+)
+LIBRARY.define(f"nf4_linear(Tensor x, Tensor? bias, {_PACKED}) -> Tensor")
+LIBRARY.define(f"nf4_linear_backward(Tensor dy, {_PACKED}) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "nf4_linear", "CompositeExplicitAutograd")
+def _nf4_linear(x, bias, codes, scales, factors, mean, table, rows, columns, codes_per_scale, scales_per_factor):
+    weight = _weight((codes, scales, factors, mean, table), rows, columns, codes_per_scale, scales_per_factor)
+    return F.linear(x, weight.to(x.dtype), bias)
+
+
+@torch.library.impl(LIBRARY, "nf4_linear_backward", "CompositeExplicitAutograd")
+def _nf4_linear_backward(dy, codes, scales, factors, mean, table, rows, columns, codes_per_scale, scales_per_factor):
+    weight = _weight((codes, scales, factors, mean, table), rows, columns, codes_per_scale, scales_per_factor)
+    return dy @ weight.to(dy.dtype)
+
+
+@torch.library.register_fake("liger_models::nf4_linear", lib=LIBRARY)
+def _nf4_linear_fake(x, bias, codes, scales, factors, mean, table, rows, columns, codes_per_scale, scales_per_factor):
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+@torch.library.register_fake("liger_models::nf4_linear_backward", lib=LIBRARY)
+def _nf4_linear_backward_fake(
+    dy, codes, scales, factors, mean, table, rows, columns, codes_per_scale, scales_per_factor
+):
+    return dy.new_empty(*dy.shape[:-1], columns)
+
+
+def _setup(ctx, inputs, output):
+    _, bias, *packed, ctx.rows, ctx.columns, ctx.codes_per_scale, ctx.scales_per_factor = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(*packed)
+
+
+def _backward(ctx, dy):
+    sizes = ctx.rows, ctx.columns, ctx.codes_per_scale, ctx.scales_per_factor
+    needs_x, needs_bias = ctx.needs_input_grad[:2]
+    dx = torch.ops.liger_models.nf4_linear_backward(dy, *ctx.saved_tensors, *sizes) if needs_x else None
+    d_bias = dy.flatten(0, -2).sum(0) if ctx.has_bias and needs_bias else None
+    return dx, d_bias, *[None] * 9
+
+
+torch.library.register_autograd("liger_models::nf4_linear", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+def nf4_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    """``x @ Wᵀ + bias`` with a frozen weight in NF4.
+
+    Args:
+        x: [..., C]; under autocast it is cast to the dtype that autocast asks for.
+        weight: torchao's ``NF4Tensor`` of shape [O, C]. It gets no gradient.
+        bias: [O] or None.
+
+    Returns:
+        [..., O] in the dtype of x.
+
+    Raises:
+        ValueError: shapes that don't fit together.
+    """
+    rows, columns = weight.shape
+    check(
+        x.shape[-1] == columns,
+        f"nf4_linear: x must be [..., {columns}] for a weight {list(weight.shape)}, got {list(x.shape)}.",
+    )
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    bias = None if bias is None else bias.to(x.dtype)
+    if not use_triton(x):
+        return F.linear(x, weight.get_original_weight().to(x.dtype), bias)
+    y: Tensor = torch.ops.liger_models.nf4_linear(
+        x, bias, weight.quantized_data, weight.quantized_scalers, weight.quantization_factor, weight.scaler_mean,
+        weight.nf4, rows, columns, weight.block_size, weight.scaler_block_size,
+    )  # fmt: skip
+    return y
