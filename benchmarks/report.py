@@ -7,6 +7,7 @@ that a measurement is corrected by measuring again. Of each mode the latest row 
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ TITLES = {
     "fp8": ", float8", "fp8rowwise": ", float8 by rows", "blocks": ", blocks compiled",
     "lora": ", LoRA", "nf4": " on 4 bits",
 }  # fmt: skip
+
+LABEL_WIDTH = 45
+"""Of a plot, in characters."""
 
 Row = dict[str, Any]
 Rows = list[Row]
@@ -387,12 +391,14 @@ def plot(name: str, rows: Rows, folder: Path) -> None:
         for (device,), group in sorted(devices.items())
         for label, length, text in bars(name, group)
     ]
-    figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.22 * len(found)), layout="constrained")
+    found = [(textwrap.fill(label, LABEL_WIDTH), length, text) for label, length, text in found]
+    height = 0.6 + 0.13 * sum(2 + label.count("\n") for label, _, _ in found)
+    figure, axes = pyplot.subplots(figsize=(8, height), layout="constrained")
     colours = ["tab:green" if name != "train" or "liger_models" in label else "tab:gray" for label, _, _ in found]
     drawn = axes.barh([label for label, _, _ in found], [length for _, length, _ in found], color=colours)
     axes.bar_label(drawn, [text for _, _, text in found], padding=3)
     axes.invert_yaxis()
-    axes.margins(x=0.4)
+    axes.margins(x=0.55)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("tokens/s" if name == "train" else "speed against the fastest peer")
     if name != "train":

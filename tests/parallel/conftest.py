@@ -42,7 +42,8 @@ def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool) -> None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                # PyTorch about itself: Dynamo
+                # PyTorch about itself: Dynamo, Inductor
+                warnings.filterwarnings("ignore", ".torch.jit.script", DeprecationWarning)
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
                 warnings.filterwarnings("ignore", ".*autograd.function.Function.*should not be instantiated")
                 result, failed = function(*arguments), False
