@@ -48,7 +48,7 @@ bench: $(BENCH) ## run the benchmarks (ARGS="train --model llama-3-8b")
 	$(PY) -m benchmarks $(or $(ARGS),--help)
 
 docs: $(DOCS) ## build the documentation into build/docs
-	$(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "build/docs/index.html"
 
 clean: ## remove .venv, caches and everything built

@@ -124,4 +124,4 @@ def test_every_op_is_documented():
 
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
-    assert all(f": {page.name}" in navigation for page in (ROOT / "docs").glob("*.md"))
+    assert all(f": {page.name}\n" in navigation for page in (ROOT / "docs").glob("*.md"))
