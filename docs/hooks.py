@@ -5,7 +5,6 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +98,12 @@ def models() -> str:
 
 
 def liger_kernel_models() -> str:
-    """For each of Liger-Kernel's patches the class that stands in its place."""
+    """For Liger-Kernel's patches the classes that stand in their place."""
     known = list_archs()
-    rows = [
-        [f"`apply_liger_kernel_to_{arch}`", f"`{get_arch(arch).__name__}`" if arch in known else "none"]
-        for arch in LIGER_KERNEL["models"]
-    ]
-    return table(["Liger-Kernel", "here"], rows)
+    name = "`apply_liger_kernel_to_{}`".format
+    rows = [[name(arch), f"`{get_arch(arch).__name__}`"] for arch in LIGER_KERNEL["models"] if arch in known]
+    absent = [name(arch) for arch in LIGER_KERNEL["models"] if arch not in known]
+    return f"{table(['Liger-Kernel', 'here'], rows)}\n\nWithout a counterpart here: {', '.join(absent) or 'none'}."
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -130,28 +128,21 @@ def formulas(heading: re.Match[str]) -> str:
 def reference() -> dict[str, str]:
     """Page -> its text, for mkdocstrings: one for each package, and one for the modules beside them."""
     package = ROOT / "liger_models"
-    folders = sorted(path.parent for path in package.glob("*/__init__.py"))
-    pages = {f"reference/{folder.name}.md": list(modules(folder)) for folder in folders}
-    pages["reference/modules.md"] = sorted(
-        f"liger_models.{path.stem}" for path in package.glob("*.py") if not path.name.startswith("_")
-    )
-    text = {uri: "\n\n".join([f"# {title(uri)}", *(f"::: {name}" for name in names)]) for uri, names in pages.items()}
-    return {"reference/index.md": public_names(), **text}
+    pages = {"reference/index.md": public_names(), "reference/modules.md": members(package)}
+    return pages | {f"reference/{init.parent.name}.md": members(init.parent) for init in package.glob("*/__init__.py")}
 
 
-def title(uri: str) -> str:
-    """Of a page of the reference."""
-    name = Path(uri).stem
-    return "liger_models" if name == "modules" else f"liger_models.{name}"
-
-
-def modules(folder: Path) -> Iterator[str]:
-    """The package, its modules, and behind them those that are named after an architecture."""
-    names = {path.stem for path in folder.glob("*.py") if not path.name.startswith("_")}
-    last = set() if folder.name == "arch" else names & set(list_archs())
-    if (folder / "__init__.py").read_text():
-        yield f"liger_models.{folder.name}"
-    yield from (f"liger_models.{folder.name}.{name}" for name in [*sorted(names - last), *sorted(last)])
+def members(folder: Path) -> str:
+    """A package and its modules, those that are named after an architecture behind the others."""
+    package = ".".join(folder.relative_to(ROOT).parts)
+    archs = set() if folder.name == "arch" else set(list_archs())
+    names = sorted((path.stem for path in folder.glob("*.py")), key=lambda name: (name in archs, name))
+    entries = [f"::: {package}.{name}" for name in names if not name.startswith("_")]
+    documented = folder.name != "liger_models" and (folder / "__init__.py").read_text()
+    head = f"::: {package}\n    options: {{heading_level: 1}}" if documented else f"# {package}"
+    if folder.name == "losses":  # they share private bases
+        entries = [f"{entry}\n    options: {{inherited_members: true}}" for entry in entries]
+    return "\n\n".join([head, *entries])
 
 
 def public_names() -> str:

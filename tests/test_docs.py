@@ -73,6 +73,8 @@ def test_the_site(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert all(f"reference/{init.parent.name}.md\n" in navigation for init in PACKAGE.glob("*/__init__.py"))
     inventory = (tmp_path / "objects.inv").read_bytes().split(b"\n", 4)[4]
     entries = {line.split()[0]: line.split()[3] for line in zlib.decompress(inventory).decode().splitlines()}
     assert not PUBLIC.keys() - entries.keys()
