@@ -46,15 +46,22 @@ def public() -> dict[str, Definition]:
 PUBLIC = public()
 
 
+CLASSES = {
+    node.name: node
+    for file in FILES
+    for node in ast.parse(file.read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ClassDef)
+}
+
+
 def arguments(node: Definition) -> set[str]:
     """Names that an ``Args`` section may have: a function's, or a class's by its constructor or its fields."""
-    if isinstance(node, ast.ClassDef):
-        fields = {
-            part.target.id for part in node.body if isinstance(part, ast.AnnAssign) and hasattr(part.target, "id")
-        }
-        made = (part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__")
-        return fields.union(*map(arguments, made))
-    return {part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg)}
+    if isinstance(node, ast.FunctionDef):
+        return {part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg)}
+    fields = {ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)}
+    made = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+    bases = [CLASSES[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in CLASSES]
+    return fields.union(*map(arguments, made or bases))
 
 
 def test_arguments_in_docstrings_exist():
@@ -110,3 +117,5 @@ def test_what_stands_beside_a_name_of_liger_kernel_exists():
     page = (ROOT / "docs" / "from-liger-kernel.md").read_text(encoding="utf-8")
     for home, name in re.findall(r"`from (liger_models[\w.]*) import (\w+)`", page):
         assert hasattr(importlib.import_module(home), name), f"{home}.{name}"
+    for name in re.findall(r"^\| [^|]+ \| `(\w+)[`(]", page.partition("## Modules")[2], re.MULTILINE):
+        assert name == "rope" or name in liger_models.__all__, name
