@@ -48,7 +48,8 @@ bench: $(BENCH) ## run the benchmarks (ARGS="train --model llama-3-8b")
 	$(PY) -m benchmarks $(or $(ARGS),--help)
 
 docs: $(DOCS) ## build the documentation into build/docs
-	$(PY) -m mkdocs build --strict --quiet
+	@# No --quiet: --strict would then not see the warnings.
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "build/docs/index.html"
 
 clean: ## remove .venv, caches and everything built

@@ -4,6 +4,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,7 @@ def test_python_blocks_run(page, request, tiny_hub, capsys):
 
 @every_page
 def test_shell_blocks_name_what_exists(page):
+    extras = metadata("liger_models").get_all("Provides-Extra")
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for _, code in blocks(page, "sh"):
         for line in code.splitlines():
@@ -106,6 +108,8 @@ def test_shell_blocks_name_what_exists(page):
             for word in command:
                 if word.endswith(".py"):
                     assert (ROOT / word).is_file(), line
+            for extra in re.findall(r"pip install '.*\[(\w+)\]'", line):
+                assert extra in extras, line
 
 
 @every_page
@@ -124,4 +128,4 @@ def test_every_op_is_documented():
 
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
-    assert all(f": {page.name}" in navigation for page in (ROOT / "docs").glob("*.md"))
+    assert all(f": {page.name}\n" in navigation for page in (ROOT / "docs").glob("*.md"))

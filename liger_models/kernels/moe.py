@@ -2,8 +2,8 @@
 
 `route`, per token, in fp32, with T the K experts of the largest logits l::
 
-    q = softmax(l) over all X experts, or with ``normalize`` over T alone
-    w_k = q[T_k]                          with ``round_weights`` rounded to the logits' dtype
+    q = softmax(l) over all X experts, or with normalize over T alone
+    w_k = q[T_k]                          with round_weights rounded to the logits' dtype
     dl = q · (d − Σ_x q_x · d_x)          d[T_k] = dw_k, 0 elsewhere; q as in the forward
 
 Saved: the logits and T.

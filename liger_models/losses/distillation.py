@@ -19,15 +19,7 @@ REDUCTIONS = ("none", "sum", "mean", "batchmean")
 class _FusedLinearDistillation(nn.Module):
     """``weight_hard_loss · cross entropy + weight_soft_loss · divergence``, a mean over the tokens not ignored.
 
-    Args:
-        weight_hard_loss, weight_soft_loss: the two weights.
-        beta: see the class.
-        ignore_index: label of tokens that count for nothing.
-        temperature: divisor of both models' logits in the divergence.
-        compiled, chunk_size: how Liger-Kernel splits its work. Nothing here depends on them; see ``workspace_mib``.
-        return_soft_hard_loss: return (loss, soft loss, hard loss), the last two without gradient.
-        softcap, logit_scale, teacher_softcap, teacher_logit_scale: of each model's logits, as in `linear_divergence`.
-        workspace_mib: budget in MiB of the buffers for logits; None as in `linear_divergence`.
+    Args as of `LigerFusedLinearJSDLoss`.
     """
 
     divergence: ClassVar[str]
@@ -106,31 +98,59 @@ class _FusedLinearDistillation(nn.Module):
 
 
 class LigerFusedLinearJSDLoss(_FusedLinearDistillation):
-    """Generalised Jensen-Shannon divergence and cross entropy; ``beta`` 0 is forward, 1 reverse KL divergence."""
+    """``weight_hard_loss · cross entropy + weight_soft_loss · D``, D the generalised Jensen-Shannon divergence.
+
+    A mean over the tokens that are not ignored.
+
+    Args:
+        weight_hard_loss, weight_soft_loss: the two weights.
+        beta: in [0, 1]; 0 is the forward, 1 the reverse KL divergence.
+        ignore_index: label of tokens that count for nothing.
+        temperature: divisor of both models' logits in the divergence.
+        compiled, chunk_size: how Liger-Kernel splits its work. Nothing here depends on them; see ``workspace_mib``.
+        return_soft_hard_loss: return (loss, soft loss, hard loss), the last two without gradient.
+        softcap, logit_scale, teacher_softcap, teacher_logit_scale: of each model's logits, as in `linear_divergence`.
+        workspace_mib: budget in MiB of the buffers for logits; None as in `linear_divergence`.
+
+    Raises:
+        ValueError: a temperature or beta out of its range.
+    """
 
     divergence = "jsd"
 
 
 class LigerFusedLinearForwardKLLoss(_FusedLinearDistillation):
-    """KL divergence of the teacher from the student, and cross entropy; ``beta`` is to be left out."""
+    """KL divergence of the teacher from the student, and cross entropy; ``beta`` is to be left out.
+
+    Args as of `LigerFusedLinearJSDLoss`.
+    """
 
     divergence = "forward_kl"
 
 
 class LigerFusedLinearReverseKLLoss(_FusedLinearDistillation):
-    """KL divergence of the student from the teacher, and cross entropy; ``beta`` is to be left out."""
+    """KL divergence of the student from the teacher, and cross entropy; ``beta`` is to be left out.
+
+    Args as of `LigerFusedLinearJSDLoss`.
+    """
 
     divergence = "reverse_kl"
 
 
 class LigerFusedLinearTVDLoss(_FusedLinearDistillation):
-    """Total variation distance and cross entropy; ``beta`` is to be left out."""
+    """Total variation distance and cross entropy; ``beta`` is to be left out.
+
+    Args as of `LigerFusedLinearJSDLoss`.
+    """
 
     divergence = "tvd"
 
 
 class LigerFusedLinearCosineSimilarityLoss(_FusedLinearDistillation):
-    """``beta · (1 − cosine)`` of the logits, and cross entropy; the temperature makes no difference to it."""
+    """``beta · (1 − cosine)`` of the logits, and cross entropy; the temperature makes no difference to it.
+
+    Args as of `LigerFusedLinearJSDLoss`.
+    """
 
     divergence = "cosine"
 

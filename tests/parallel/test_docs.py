@@ -2,9 +2,13 @@
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import torch
 import transformers
+from torch.distributed.tensor import Replicate, Shard
+
+from liger_models.convert import hub
 
 from ..torchrun import torchrun
 from .models import TINY, mixture, tiny
@@ -32,6 +36,20 @@ def test_the_loop(tmp_path):
     (tmp_path / "run" / "latest").write_text("step-00000004")  # as if it had stopped after step 5
     assert torchrun(2, "train.py", cwd=tmp_path).stdout.splitlines() == whole[4:]
     assert {path.name: path.read_bytes() for path in (tmp_path / "trained").iterdir()} == trained
+
+
+def shard_as_documented(script: str, checkpoint: str) -> list[tuple]:
+    with mock.patch.object(hub, "download", return_value=checkpoint):
+        namespace: dict = {}
+        exec(script, namespace)
+    return [parameter.placements for parameter in namespace["model"].parameters()]
+
+
+def test_sharding(four, tmp_path):
+    tiny().save_pretrained(tmp_path / "checkpoint")
+    script = scripts("training.md")[1].replace('"cuda"', '"cpu"').replace("(2, 8)", "(2, 2)")
+    for placements in four(shard_as_documented, script, str(tmp_path / "checkpoint")):
+        assert set(placements) == {(Replicate(), Shard(0))}
 
 
 def test_tensor_parallel(tmp_path):

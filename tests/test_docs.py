@@ -1,0 +1,122 @@
+"""The site: it builds without a warning, has an entry for every public name, and fetches nothing when it is read."""
+
+import ast
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+
+import pytest
+
+import liger_models
+from liger_models.arch import get_arch, list_archs
+
+from .test_package import FILES, PACKAGE, ROOT
+
+THEIRS = json.loads((ROOT / "tests" / "data" / "liger-kernel-0.8.5.json").read_text())
+"""Public names of Liger-Kernel."""
+
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+def definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Definition]]:
+    """Public classes, functions and methods with their full names."""
+    for node in body:
+        if isinstance(node, Definition) and not node.name.startswith("_"):
+            yield f"{prefix}.{node.name}", node
+            if isinstance(node, ast.ClassDef):
+                yield from definitions(node.body, f"{prefix}.{node.name}")
+
+
+def public() -> dict[str, Definition]:
+    """What has a docstring; test_package.py and the linter see to it that functions and classes have one."""
+    found = {}
+    for file in FILES:
+        parts = [PACKAGE.name, *file.relative_to(PACKAGE).with_suffix("").parts]
+        if file.name == "__init__.py" or not file.name.startswith("_"):
+            module = ".".join(parts).removesuffix(".__init__")
+            found |= dict(definitions(ast.parse(file.read_text(encoding="utf-8")).body, module))
+    return {name: node for name, node in found.items() if ast.get_docstring(node)}
+
+
+PUBLIC = public()
+
+
+CLASSES = {
+    node.name: node
+    for file in FILES
+    for node in ast.parse(file.read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ClassDef)
+}
+
+
+def arguments(node: Definition) -> set[str]:
+    """Names that an ``Args`` section may have: a function's, or a class's by its constructor or its fields."""
+    if isinstance(node, ast.FunctionDef):
+        return {part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg)}
+    fields = {ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)}
+    made = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+    bases = [CLASSES[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in CLASSES]
+    return fields.union(*map(arguments, made or bases))
+
+
+def test_arguments_in_docstrings_exist():
+    for name, node in PUBLIC.items():
+        section = re.search(r"^Args:\n((?: .*\n?|\n)+)", ast.get_docstring(node) or "", re.MULTILINE)
+        for line in re.findall(r"^    (\w[\w*, ]*):", section[1], re.MULTILINE) if section else ():
+            named = set(line.replace("*", "").split(", "))
+            assert named <= arguments(node) | {"Others"}, f"{name}: {named}"
+
+
+def test_the_site(tmp_path):
+    pytest.importorskip("mkdocstrings_handlers", reason="pip install 'liger-models[docs]'")
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert all(f"reference/{init.parent.name}.md\n" in navigation for init in PACKAGE.glob("*/__init__.py"))
+    inventory = (tmp_path / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    entries = {line.split()[0]: line.split()[3] for line in zlib.decompress(inventory).decode().splitlines()}
+    assert not PUBLIC.keys() - entries.keys()
+    reference = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
+    for name in liger_models.__all__:
+        value = getattr(liger_models, name)
+        if not isinstance(value, str):
+            full = f"{value.__module__}.{name}"
+            assert full in entries
+            assert f"#{full}" in reference
+
+    models = (tmp_path / "models.html").read_text(encoding="utf-8")
+    for arch in list_archs():
+        assert f'id="{arch}"' in models
+        assert get_arch(arch).__name__ in models
+
+    moving = (tmp_path / "from-liger-kernel.html").read_text(encoding="utf-8")
+    assert all(f"apply_liger_kernel_to_{name}<" in moving for name in THEIRS["models"])
+
+    for page in tmp_path.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert not re.findall(r"""<(?:script|img|iframe)[^>]+src=["']?(?:https?:)?//""", text), page.name
+        assert not re.findall(r"""<link[^>]+rel=["']?(?:stylesheet|preconnect)[^>]+href=["']?(?:https?:)?//""", text)
+
+
+def test_every_name_of_liger_kernel_is_in_the_table():
+    page = (ROOT / "docs" / "from-liger-kernel.md").read_text(encoding="utf-8")
+    for name in THEIRS["names"]:
+        assert f"`{name}`" in page, name
+
+
+def test_what_stands_beside_a_name_of_liger_kernel_exists():
+    page = (ROOT / "docs" / "from-liger-kernel.md").read_text(encoding="utf-8")
+    for home, name in re.findall(r"`from (liger_models[\w.]*) import (\w+)`", page):
+        assert hasattr(importlib.import_module(home), name), f"{home}.{name}"
+    for name in re.findall(r"^\| [^|]+ \| `(\w+)[`(]", page.partition("## Modules")[2], re.MULTILINE):
+        assert name == "rope" or name in liger_models.__all__, name
