@@ -47,7 +47,7 @@ from .cross_entropy import (
     token_statistics,
 )
 from .dispatch import LIBRARY, check, check_floating
-from .scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, scale_cast, without_exponent
+from .scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, scaled, without_exponent
 
 WORKSPACE_MIB, WORKSPACE_TOKENS = 512, 8192
 """Default budget, for up to so many tokens; more get more in proportion. 4 chunks at V = 128,256 in bf16: large enough
@@ -420,7 +420,7 @@ def _tokens_fake(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, 
 
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy_tokens_backward", "CompositeExplicitAutograd")
-def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, Tensor, Tensor]:
+def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, ...]:
     (*options, rows), need, words = rest[:6], rest[6:9], _words_again(*rest[9:])
     a = lse.new_zeros(len(lse)) if a is None else a
     factors, scale = without_exponent(torch.cat([a, a.new_empty(0) if c is None else c]), x.dtype)
@@ -429,11 +429,7 @@ def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) ->
         x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
         a=a, c=c, lse=lse, need=need, words=words,
     )  # fmt: skip
-    return (
-        scale_cast(dx, scale, x.dtype),
-        scale_cast(dweight, scale, weight.dtype),
-        scale_cast(dbias, scale, weight.dtype),
-    )
+    return scaled((dx, dweight, dbias), scale, (x.dtype, weight.dtype, weight.dtype))
 
 
 @torch.library.register_fake("liger_models::linear_cross_entropy_tokens_backward", lib=LIBRARY)

@@ -35,7 +35,7 @@ from .linear_cross_entropy import (
     matching_dtypes,
     walk_chunks,
 )
-from .scalar_loss import without_exponent
+from .scalar_loss import scaled, without_exponent
 
 MAX_BLOCK = 16384
 
@@ -225,7 +225,7 @@ def _forward_fake(x, *_) -> tuple[Tensor, ...]:
 
 
 @torch.library.impl(LIBRARY, "linear_logprobs_backward", "CompositeExplicitAutograd")
-def _backward(c, h, x, weight, target, bias, lse, entropy, *rest) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(c, h, x, weight, target, bias, lse, entropy, *rest) -> tuple[Tensor, ...]:
     *options, rows, need_dx, need_dw, need_db = rest
     target = target.contiguous()
     both = torch.stack([torch.zeros_like(entropy) if u is None else u for u in (c, h)])
@@ -236,10 +236,7 @@ def _backward(c, h, x, weight, target, bias, lse, entropy, *rest) -> tuple[Tenso
         return None, logits
 
     _, *gradients = walk_chunks(x.contiguous(), weight, bias, rows, (need_dx, need_dw, need_db), gradient)
-    dtypes = (x.dtype, weight.dtype, weight.dtype)
-    return tuple(
-        torch.ops.liger_models.scale_cast(made, scale, dtype) for made, dtype in zip(gradients, dtypes, strict=True)
-    )
+    return scaled(gradients, scale, (x.dtype, weight.dtype, weight.dtype))
 
 
 @torch.library.register_fake("liger_models::linear_logprobs_backward", lib=LIBRARY)

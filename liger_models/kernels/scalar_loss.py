@@ -4,7 +4,7 @@ The forward of such an op takes factors of the tokens' losses, so that what is l
 of all its gradients by one number, mostly 1: then nothing is read or written.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
         with on_device_of(x):
             _scale_kernel[(min(triton.cdiv(x.numel(), BLOCK), num_programs(x, 8)),)](x, factor, x.numel(), BLOCK=BLOCK)
     return x
+
+
+def scaled(gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
+    """What a backward has just made, times a factor and in these dtypes; nothing is copied that has its dtype."""
+    return tuple(scale_(made, factor).to(dtype) for made, dtype in zip(gradients, dtypes, strict=True))
 
 
 LIBRARY.define("scale_cast(Tensor x, Tensor scale, ScalarType dtype) -> Tensor")
