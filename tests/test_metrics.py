@@ -92,6 +92,8 @@ def attends_backward(model, layer: int) -> bool:
 
 
 def test_adapters():
-    model = apply_lora(LigerLlama.from_config(LlamaConfig(**SIZES), kernels=PLAIN), LoRAConfig(r=4, target_modules=["o_proj"]))
+    model = apply_lora(
+        LigerLlama.from_config(LlamaConfig(**SIZES), kernels=PLAIN), LoRAConfig(r=4, target_modules=["o_proj"])
+    )
     attention = (4 + 12 + 12) * 32 * 16 * 16 / 2
     assert flops(model, [batch([0, 16])]) - attention == products_counted(model, torch.randint(100, (1, 16)))
