@@ -59,6 +59,9 @@ def by_first(name: str, work: Callable[[], Result]) -> Result:
     Args:
         name: the same on all ranks.
         work: its result and its errors can be pickled.
+
+    Raises:
+        TimeoutError: the first rank has not called it within the process group's timeout.
     """
     if world_size() == 1:
         return work()
@@ -74,7 +77,12 @@ def by_first(name: str, work: Callable[[], Result]) -> Result:
             error = met
         store.set(key, pickle.dumps((result, _sendable(error))))
     else:
-        result, error = pickle.loads(store.get(key))
+        try:
+            result, error = pickle.loads(store.get(key))
+        except dist.DistStoreError as late:
+            raise TimeoutError(
+                f"{name}: the first rank must do the same, got nothing from it. Call it there."
+            ) from late
     if error is not None:
         raise error
     done: Result = result

@@ -5,6 +5,7 @@ import shutil
 import time
 from collections import Counter
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from liger_models.convert import checkpoint, hub
 from liger_models.parallel import apply_fsdp
 
 from ..convert.conftest import assert_same_bits, read_tensors
+from .conftest import SECONDS
 from .models import batch, gradients, share, tiny, whole
 
 LAYOUTS = ["llama", "phi3", "qwen3_moe", "gemma3_text"]
@@ -232,6 +234,28 @@ def test_a_whole_model_is_written_by_the_first_rank(two, tmp_path):
     got = read_tensors(tmp_path / "alone")
     assert_same_bits(got, read_tensors(tmp_path / "plain"))
     assert_same_bits(read_tensors(tmp_path / "all"), got)
+
+
+def save_without_the_first(folder: Path) -> str:
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(timedelta(seconds=1))
+    try:
+        if dist.get_rank() == 1:
+            tiny().save_pretrained(folder)
+    except TimeoutError as error:
+        return str(error)
+    finally:
+        store.set_timeout(timedelta(seconds=SECONDS))
+    return ""
+
+
+def test_a_whole_model_is_not_written_without_the_first_rank(two, tmp_path):
+    first, second = two(save_without_the_first, tmp_path / "model")
+    assert first == ""
+    assert second == f"save_pretrained {tmp_path / 'model'}: the first rank must do the same, got nothing from it. " + (
+        "Call it there."
+    )
+    assert not (tmp_path / "model").exists()
 
 
 def push_whole() -> tuple[str, int]:
