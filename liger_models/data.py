@@ -474,7 +474,8 @@ def preference_batch(
 
             - ``prompt``, ``chosen`` and ``rejected``: texts, which get what the tokenizer puts before a prompt, and the
               end token, and are tokenised as a whole: a token that spans both is the answer's. Or lists of messages,
-              for the chat template. Without ``prompt``, it is the messages that both answers begin with.
+              for the chat template, with ``tools`` and ``chat_template_kwargs`` if there are any. Without ``prompt`` it
+              is the messages that both answers begin with.
             - token ids ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``.
             - token ids ``chosen_input_ids`` and ``rejected_input_ids``, with ``prompt_input_ids``, or with
               ``chosen_labels`` and ``rejected_labels`` if they hold the prompt already; and with
@@ -500,7 +501,8 @@ def preference_batch(
         ids, mask, answers = (pairs[name] for name in collated)
         return {"input_ids": ids, "labels": ids.masked_fill(answers == 0, -100), "attention_mask": mask}
     if isinstance(pairs, Mapping):
-        columns = {name: column for name, column in pairs.items() if name.startswith((*ANSWERS, "prompt"))}
+        named = (*ANSWERS, "prompt", "tools", "chat_template_kwargs")
+        columns = {name: column for name, column in pairs.items() if name.startswith(named)}
         sizes = {name: len(column) for name, column in columns.items()}
         check(
             len(set(sizes.values())) == 1 and not any(isinstance(column, str) for column in columns.values()),
@@ -573,7 +575,10 @@ def _of_texts(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None) 
     if not any(texts):
         same = 0 if "prompt" in pair else _shared(pair["chosen"], pair["rejected"])
         prompt = pair["prompt"] if "prompt" in pair else pair["chosen"][:same]
-        return [_chat(prompt, pair[answer][same:], tokenizer) for answer in ANSWERS]
+        tools = pair.get("tools")
+        variables = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
+        variables |= pair.get("chat_template_kwargs") or {}
+        return [_chat(prompt, pair[answer][same:], tokenizer, variables) for answer in ANSWERS]
     eos = tokenizer.eos_token_id
     end = [] if eos is None else [eos]
     whole = [tokenizer.encode(pair["prompt"] + pair[answer]) for answer in ANSWERS]
@@ -589,9 +594,9 @@ def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _chat(prompt: Any, answer: Any, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def _chat(prompt: Any, answer: Any, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """Token ids up to an answer, and of it: from the first to the last token that the assistant writes there."""
-    text, spans = tokenizer.render_answers([*prompt, *answer])
+    text, spans = tokenizer.render_answers([*prompt, *answer], **variables)
     earlier = sum(message.get("role") == "assistant" for message in prompt)
     encoding = tokenizer.backend.encode(text, add_special_tokens=False)
     mask = answer_mask(encoding.offsets, spans[earlier:])

@@ -7,6 +7,7 @@ checkpoint.
 
 import math
 import os
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -162,8 +163,9 @@ def train(options: TrainOptions) -> None:
         saving.result()
     if options.lora_r:
         save_adapter(model, output / "adapter", base=options.model)
+        merging = ["convert", options.model, str(output / "model"), "--adapter", str(output / "adapter")]
         if rank == 0:
-            print(f"To merge: liger-models convert {options.model} {output / 'model'} --adapter {output / 'adapter'}")
+            print("To merge:", shlex.join(["liger-models", *merging]))
     else:
         model.save_pretrained(output / "model", dtype=getattr(torch, options.export_dtype))
     if started:

@@ -617,6 +617,18 @@ def test_preference_batch_of_chats(tokenizer):
         assert torch.equal(tensor, preference_batch([apart], tokenizer)[name])
 
 
+def test_preference_batch_of_chats_with_tools(tokenizer):
+    template = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{{ mood }}" + CHAT
+    own = Tokenizer(tokenizer.backend, {"eos_token": "</s>", "chat_template": template})
+    pair = {side: [{"role": "assistant", "content": side}] for side in SIDES}
+    pair |= {"prompt": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"mood": "calm"}}
+    for tools in ([{"name": "f"}], '[{"name": "f"}]'):
+        for pairs in ([{**pair, "tools": tools}], {name: [value] for name, value in (pair | {"tools": tools}).items()}):
+            batch = preference_batch(pairs, own)
+            text = own.decode(batch["input_ids"][0][batch["attention_mask"][0] == 1], skip_special_tokens=False)
+            assert text == "[f]calm<user>a</s>\n<assistant>chosen</s>"
+
+
 def test_preference_batch_of_texts_that_share_a_token_with_their_prompt(tokenizer):
     backend = copy.deepcopy(tokenizer.backend)
     vocab = backend.get_vocab()
