@@ -466,14 +466,23 @@ def preference_batch(
 ) -> Batch:
     """Pairs of a preferred and another answer as one batch: the chosen sequences, then the rejected ones.
 
-    What TRL's DPOTrainer takes is taken here, before and after its collator. A row is the prompt and its answer,
-    without padding between or before them; the labels are those of the answer.
+    What TRL's trainers of pairs take is taken here, before and after their collators. A row is the prompt and its
+    answer, without padding between or before them; the labels are those of the answer.
 
     Args:
-        pairs: a list of examples, or columns by name. Either ``prompt``, ``chosen`` and ``rejected``: texts, which get
-            what the tokenizer puts before a prompt, and the end token; or lists of messages, for the chat template. Or
-            token ids, ``prompt_input_ids``, ``chosen_input_ids`` and ``rejected_input_ids``, each with
-            ``prompt_attention_mask`` and so on if they are padded, on either side.
+        pairs: a list of examples, or columns by name, of one of these kinds:
+
+            - ``prompt``, ``chosen`` and ``rejected``: texts, which get what the tokenizer puts before a prompt, and the
+              end token, and are tokenised as a whole: a token that spans both is the answer's. Or lists of messages,
+              for the chat template, with ``tools`` and ``chat_template_kwargs`` if there are any. Without ``prompt`` it
+              is the messages that both answers begin with.
+            - token ids ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``.
+            - token ids ``chosen_input_ids`` and ``rejected_input_ids``, with ``prompt_input_ids``, or with
+              ``chosen_labels`` and ``rejected_labels`` if they hold the prompt already; and with
+              ``chosen_attention_mask`` and so on if they are padded, on either side.
+
+            Or what a collator has made of all this: tensors ``input_ids``, ``attention_mask`` and ``completion_mask``
+            (of TRL's unpaired data as well).
         tokenizer: for all but token ids.
 
     Returns:
@@ -483,8 +492,17 @@ def preference_batch(
     Raises:
         ValueError: no pairs, a name that is missing, a tensor of token ids without its mask, an answer without tokens.
     """
+    if isinstance(pairs, Mapping) and "completion_mask" in pairs:
+        collated = ("input_ids", "attention_mask", "completion_mask")
+        check(
+            all(isinstance(pairs.get(name), Tensor) for name in collated),
+            f"preference_batch: what is collated must have tensors {', '.join(collated)}, got {sorted(pairs)}.",
+        )
+        ids, mask, answers = (pairs[name] for name in collated)
+        return {"input_ids": ids, "labels": ids.masked_fill(answers == 0, -100), "attention_mask": mask}
     if isinstance(pairs, Mapping):
-        columns = {name: column for name, column in pairs.items() if name.startswith((*ANSWERS, "prompt"))}
+        named = (*ANSWERS, "prompt", "tools", "chat_template_kwargs")
+        columns = {name: column for name, column in pairs.items() if name.startswith(named)}
         sizes = {name: len(column) for name, column in columns.items()}
         check(
             len(set(sizes.values())) == 1 and not any(isinstance(column, str) for column in columns.values()),
@@ -517,40 +535,68 @@ def preference_batch(
 
 def _pair(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[tuple[list[int], list[int]]]:
     """Token ids of prompt and chosen answer, and of prompt and rejected answer."""
-    ids: dict[str, list[int]] = {}
+    rows = _of_ids(pair) or _of_texts(where, pair, tokenizer)
+    for name, (_, answer) in zip(ANSWERS, rows, strict=True):
+        check(bool(answer), f"{where}: {name} must have tokens, got none. Leave the pair out.")
+    return rows
+
+
+def _of_ids(pair: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """The rows of a pair of token ids; none of another."""
+
+    def unpadded(part: str, *names: str) -> list[int] | None:
+        given = next((pair[f"{part}_{name}"] for name in names if f"{part}_{name}" in pair), None)
+        if given is None:
+            return None
+        mask = pair.get(f"{part}_attention_mask", [1] * len(given))
+        return [int(token) for token, seen in zip(given, mask, strict=True) if seen]
+
+    prompt, rows = unpadded("prompt", "ids", "input_ids"), []
+    for part in ANSWERS:
+        ids, labels = unpadded(part, "ids", "input_ids"), unpadded(part, "labels")
+        if ids is not None and labels is not None:  # of prompt and answer
+            first = next((i for i, label in enumerate(labels) if label != -100), len(labels))
+            rows.append((ids[:first], ids[first:]))
+        elif ids is not None and prompt is not None:
+            rows.append((prompt, ids))
+    return rows if len(rows) == len(ANSWERS) else []
+
+
+def _of_texts(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[tuple[list[int], list[int]]]:
     parts = (*ANSWERS, "prompt")
-    for part in parts:
-        given = pair.get(f"{part}_input_ids")
-        if given is not None:
-            mask = pair.get(f"{part}_attention_mask")
-            tokens = list(given) if mask is None else [id for id, seen in zip(given, mask, strict=True) if seen]
-            ids[part] = [int(token) for token in tokens]
-    if len(ids) < 3:
-        check(
-            not ids and all(part in pair for part in parts),
-            f"{where}: must have prompt, chosen and rejected, or the same with _input_ids, got {sorted(pair)}. A chat "
-            "that is one list of messages has its prompt in all but the last.",
-        )
-        check(tokenizer is not None, f"{where}: texts and messages need a tokenizer. Pass it.")
-        assert tokenizer is not None
-        texts = [isinstance(pair[part], str) for part in parts]
-        check(all(texts) or not any(texts), f"{where}: must be all texts or all messages, got both. Convert them.")
-        if not any(texts):
-            return [_chat(pair["prompt"], pair[answer], tokenizer) for answer in ANSWERS]
-        eos = tokenizer.eos_token_id
-        end = [] if eos is None else [eos]
-        ids = {part: tokenizer.encode(pair[part], add_special_tokens=False) + end for part in ANSWERS}
-        ids["prompt"] = tokenizer.encode(pair["prompt"])
-        if ids["prompt"][-1:] == end:
-            ids["prompt"].pop()
-    for answer in ANSWERS:
-        check(bool(ids[answer]), f"{where}: {answer} must have tokens, got none. Leave the pair out.")
-    return [(ids["prompt"], ids[answer]) for answer in ANSWERS]
+    check(
+        all(part in pair for part in ANSWERS) and ("prompt" in pair or not isinstance(pair[ANSWERS[0]], str)),
+        f"{where}: must have prompt, chosen and rejected, or the same with _ids, got {sorted(pair)}.",
+    )
+    check(tokenizer is not None, f"{where}: texts and messages need a tokenizer. Pass it.")
+    assert tokenizer is not None
+    texts = [isinstance(pair[part], str) for part in parts if part in pair]
+    check(all(texts) or not any(texts), f"{where}: must be all texts or all messages, got both. Convert them.")
+    if not any(texts):
+        same = 0 if "prompt" in pair else _shared(pair["chosen"], pair["rejected"])
+        prompt = pair["prompt"] if "prompt" in pair else pair["chosen"][:same]
+        tools = pair.get("tools")
+        variables = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
+        variables |= pair.get("chat_template_kwargs") or {}
+        return [_chat(prompt, pair[answer][same:], tokenizer, variables) for answer in ANSWERS]
+    eos = tokenizer.eos_token_id
+    end = [] if eos is None else [eos]
+    whole = [tokenizer.encode(pair["prompt"] + pair[answer]) for answer in ANSWERS]
+    whole = [ids if ids[-1:] == end else ids + end for ids in whole]
+    prompt = tokenizer.encode(pair["prompt"])
+    prompt = prompt[:-1] if prompt[-1:] == end else prompt
+    first = min(_shared(prompt, ids) for ids in whole)
+    return [(ids[:first], ids[first:]) for ids in whole]
 
 
-def _chat(prompt: Any, answer: Any, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items two sequences have in common from their beginning."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _chat(prompt: Any, answer: Any, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """Token ids up to an answer, and of it: from the first to the last token that the assistant writes there."""
-    text, spans = tokenizer.render_answers([*prompt, *answer])
+    text, spans = tokenizer.render_answers([*prompt, *answer], **variables)
     earlier = sum(message.get("role") == "assistant" for message in prompt)
     encoding = tokenizer.backend.encode(text, add_special_tokens=False)
     mask = answer_mask(encoding.offsets, spans[earlier:])

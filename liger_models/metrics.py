@@ -22,25 +22,32 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "
 def flops(model: CausalLM, batches: Sequence[Batch]) -> float:
     """Floating-point operations of a forward and backward of batches: matrix products, attention within documents.
 
-    What is computed again in the backward is not counted; of experts only those that a token passes through are.
+    Per token and element of a weight 2 in the forward, 2 for the gradient of its input where anything before it is
+    trained, and 2 for its own if it is. What is computed again in the backward is not counted; of experts only those
+    that a token passes through are.
 
     Args:
         model: sharded or not.
         batches: of `PackedDataset`, on the CPU: their bounds are read.
     """
-    weights = float(model.lm_head.weight.numel())
-    for module in model.layers.modules():
-        share = module.top_k / len(module.down_weight) if isinstance(module, LigerMoE) else 1.0
-        weights += sum(share * each.numel() for each in module.parameters(recurse=False) if each.dim() > 1)
-    total = 6.0 * weights * sum(batch["input_ids"].numel() for batch in batches)
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
     lengths = torch.cat([batch["cu_seqlens"].diff() for batch in batches]).double()
-    for layer in model.layers.modules():
-        if isinstance(layer, LigerAttention):
+    counted = {*model.layers.modules(), *model.lm_head.modules()}
+    total, before = 0.0, False
+    for module in model.modules():  # in the order in which they compute
+        if isinstance(module, LigerAttention):
             seen = (
-                lengths if layer.window is None else lengths.clamp(max=layer.window)
+                lengths if module.window is None else lengths.clamp(max=module.window)
             )  # from there on each token sees as many
             pairs = (seen * seen / 2 + (lengths - seen) * seen).sum().item()
-            total += 12.0 * layer.num_heads * layer.head_dim * pairs
+            inside = (each for name, each in module.named_parameters() if not name.startswith("o_proj"))
+            backward = before or any(each.requires_grad for each in inside)
+            total += (12.0 if backward else 4.0) * module.num_heads * module.head_dim * pairs
+        share = module.top_k / len(module.down_weight) if isinstance(module, LigerMoE) else 1.0
+        for each in module.parameters(recurse=False):
+            if module in counted and each.dim() > 1:
+                total += (2.0 + 2.0 * before + 2.0 * each.requires_grad) * share * each.numel() * tokens
+            before = before or each.requires_grad
     return total
 
 

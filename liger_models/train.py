@@ -1,11 +1,13 @@
 """Train or fine-tune a model on packed data with FSDP2: ``torchrun -m liger_models.train config.yaml``.
 
-From options to export in one file, to be copied and changed. It runs on any number of GPUs, on CPUs with gloo, and
-without torchrun in a single process. Started again, it goes on from its last checkpoint.
+From options to export in one file, to be copied and changed; all weights are trained, or adapters (LoRA). It runs on
+any number of GPUs, on CPUs with gloo, and without torchrun in a single process. Started again, it goes on from its last
+checkpoint.
 """
 
 import math
 import os
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from liger_models.convert.auto import AutoLigerModel
 from liger_models.data import Batch, PackedDataset, PackedLoader
 from liger_models.kernels.dispatch import check
 from liger_models.layers.causal_lm import CausalLM
+from liger_models.lora import LoRAConfig, apply_lora, quantize_base, save_adapter
 from liger_models.metrics import Log, flops
 from liger_models.optim import LigerAdamW
 from liger_models.options import read_options
@@ -57,7 +60,12 @@ class TrainOptions:
     min_lr: float = option(default=0.1, metadata={"help": "share of lr that the cosine ends with"})
     weight_decay: float = option(default=0.1, metadata={"help": "of matrices; vectors have none"})
     max_norm: float = option(default=1.0, metadata={"help": "of the gradients, which are clipped to it"})
-    dtype: str = option(default="float32", metadata={"help": "of the weights that the optimizer updates"})
+    dtype: str = option(default="float32", metadata={"help": "of the weights; adapters are trained in float32"})
+    lora_r: int = option(default=0, metadata={"help": "rank of adapters, which then are all that is trained; 0: none"})
+    lora_alpha: float | None = option(default=None, metadata={"help": "their scale times the rank; default: 2 lora_r"})
+    lora_dropout: float = option(default=0.0, metadata={"help": "probability of dropping an element of their input"})
+    lora_targets: list[str] = option(default_factory=list, metadata={"help": "q_proj and so on; default: all linear"})
+    lora_4bit: bool = option(default=False, metadata={"help": "keep the weights beside them in 4 bits; on one device"})
     checkpointing: str = option(default="selective", metadata={"help": "none, selective or full"})
     compile: bool = option(default=False, metadata={"help": "compile each block"})
     seed: int = option(default=0, metadata={"help": "of the order of the data, and of dropout"})
@@ -77,6 +85,9 @@ class TrainOptions:
             value = getattr(self, name)
             known = isinstance(getattr(torch, value, None), torch.dtype)
             check(known, f"TrainOptions: {name} must be a dtype of torch, such as bfloat16, got {value!r}.")
+        for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_4bit"):
+            value = getattr(self, name)
+            check(self.lora_r > 0 or not value, f"TrainOptions: {name} needs lora_r, got {value} and {self.lora_r}.")
 
 
 def train(options: TrainOptions) -> None:
@@ -95,9 +106,7 @@ def train(options: TrainOptions) -> None:
     output = Path(options.output)
     seed_all(options.seed + rank, deterministic=options.deterministic)
 
-    load = AutoLigerModel.from_pretrained if Path(options.model).is_dir() else AutoLigerModel.from_hub
-    dtype = getattr(torch, options.dtype)
-    model = load(options.model, dtype=dtype, device=device, shard=apply_fsdp, progress=rank == 0)
+    model = load_model(options, device)
     model.set_checkpointing(options.checkpointing)
     if options.compile:
         compile_blocks(model)
@@ -109,8 +118,9 @@ def train(options: TrainOptions) -> None:
     tests = PackedDataset(options.eval_data, model.tokenizer, shuffle=False, **packing) if options.eval_data else None
     steps = options.steps or math.ceil(options.epochs * len(data) / options.accumulate)
 
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = LigerAdamW(groups, lr=options.lr, betas=(0.9, 0.95), stochastic_rounding=options.dtype == "bfloat16")
     warmup = max(1, round(options.warmup * steps))
@@ -129,7 +139,7 @@ def train(options: TrainOptions) -> None:
             part = model(**batch, num_items_in_batch=num_items).loss
             part.backward()
             loss += part.detach()
-        norm = clip_grad_norm_(model.parameters(), options.max_norm)
+        norm = clip_grad_norm_(trained, options.max_norm)
         lr = float(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
@@ -151,11 +161,33 @@ def train(options: TrainOptions) -> None:
     log.close()
     if saving is not None:
         saving.result()
-    model.save_pretrained(output / "model", dtype=getattr(torch, options.export_dtype))
+    if options.lora_r:
+        save_adapter(model, output / "adapter", base=options.model)
+        merging = ["convert", options.model, str(output / "model"), "--adapter", str(output / "adapter")]
+        if rank == 0:
+            print("To merge:", shlex.join(["liger-models", *merging]))
+    else:
+        model.save_pretrained(output / "model", dtype=getattr(torch, options.export_dtype))
     if started:
         dist.destroy_process_group()
         if device.type == "cpu":  # a thread of gloo that still lets go of a tensor would abort a Python that ends
             time.sleep(0.2)
+
+
+def load_model(options: TrainOptions, device: torch.device) -> CausalLM:
+    """The model, sharded over the ranks; with adapters if they are asked for."""
+    load = AutoLigerModel.from_pretrained if Path(options.model).is_dir() else AutoLigerModel.from_hub
+    given: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": device, "progress": dist.get_rank() == 0}
+    if options.lora_r == 0:
+        return load(options.model, shard=apply_fsdp, **given)
+    alpha = 2 * options.lora_r if options.lora_alpha is None else options.lora_alpha
+    targets = options.lora_targets or "all-linear"
+    adapters = LoRAConfig(r=options.lora_r, lora_alpha=alpha, lora_dropout=options.lora_dropout, target_modules=targets)
+    if not options.lora_4bit:
+        return load(options.model, shard=lambda model: apply_fsdp(apply_lora(model, adapters)), **given)
+    ranks = dist.get_world_size()
+    check(ranks == 1, f"train: with lora_4bit there must be one rank, got {ranks}. Leave it out, or use one.")
+    return quantize_base(apply_lora(load(options.model, **given), adapters))
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Each token once, on one rank, in the order that seed and epoch give, whatever stops and goes on in between."""
 
+import copy
 import json
 import multiprocessing
 import sys
@@ -23,6 +24,7 @@ from liger_models.parallel import load_state, save_state, targets_per_rank
 from .torchrun import torchrun
 
 BOS, EOS = 0, 1
+SIDES = ("chosen", "rejected")
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"  # noqa: E501
 
 
@@ -575,6 +577,25 @@ def test_preference_batch_of_texts_and_of_token_ids(tokenizer):
         assert other.keys() == batch.keys()
         for name, tensor in batch.items():
             assert torch.equal(other[name], tensor)
+    short = [{name.replace("input_ids", "ids"): tokens for name, tokens in pair.items()} for pair in ids]
+    whole = [
+        {
+            key: value
+            for side in ("chosen", "rejected")
+            for key, value in (
+                (f"{side}_input_ids", pair["prompt_ids"] + pair[f"{side}_ids"]),
+                (f"{side}_labels", [-100] * len(pair["prompt_ids"]) + pair[f"{side}_ids"]),
+            )
+        }
+        for pair in short
+    ]
+    mask = (batch["labels"] != -100).long()
+    made = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "completion_mask": mask}
+    for other in (preference_batch(short, tokenizer), preference_batch(whole, tokenizer), preference_batch(made)):
+        assert other.keys() == batch.keys()
+        assert all(torch.equal(other[name], tensor) for name, tensor in batch.items())
+    alone = preference_batch([{**pair, "prompt_ids": []} for pair in short])["input_ids"]
+    assert alone[0].tolist() == short[0]["chosen_ids"] + [0] * (alone.shape[1] - len(short[0]["chosen_ids"]))
     assert preference_batch(ids)["input_ids"][-1, -1] != 0
     assert preference_batch(ids)["input_ids"][0, -1] == 0
 
@@ -590,6 +611,35 @@ def test_preference_batch_of_chats(tokenizer):
         before = "<user>a</s>\n<assistant>b</s>\n<user>c</s>\n<assistant>"
         whole = [*tokenizer.encode(before, add_special_tokens=False), *learnt]
         assert ids[: len(whole)].tolist() == whole
+    together = {side: [*prompt, {"role": "assistant", "content": side}] for side in SIDES}
+    apart = {side: each[3:] for side, each in together.items()} | {"prompt": prompt}
+    for name, tensor in preference_batch([together], tokenizer).items():
+        assert torch.equal(tensor, preference_batch([apart], tokenizer)[name])
+
+
+def test_preference_batch_of_chats_with_tools(tokenizer):
+    template = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{{ mood }}" + CHAT
+    own = Tokenizer(tokenizer.backend, {"eos_token": "</s>", "chat_template": template})
+    pair = {side: [{"role": "assistant", "content": side}] for side in SIDES}
+    pair |= {"prompt": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"mood": "calm"}}
+    for tools in ([{"name": "f"}], '[{"name": "f"}]'):
+        for pairs in ([{**pair, "tools": tools}], {name: [value] for name, value in (pair | {"tools": tools}).items()}):
+            batch = preference_batch(pairs, own)
+            text = own.decode(batch["input_ids"][0][batch["attention_mask"][0] == 1], skip_special_tokens=False)
+            assert text == "[f]calm<user>a</s>\n<assistant>chosen</s>"
+
+
+def test_preference_batch_of_texts_that_share_a_token_with_their_prompt(tokenizer):
+    backend = copy.deepcopy(tokenizer.backend)
+    vocab = backend.get_vocab()
+    backend.model = models.BPE(vocab | {"ab": len(vocab)}, [("a", "b")])
+    batch = preference_batch(
+        [{"prompt": "xa", "chosen": "b", "rejected": "c"}], Tokenizer(backend, {"eos_token": "</s>"})
+    )
+    a, b, c, x = (vocab[letter] for letter in "abcx")
+    assert batch["input_ids"].tolist() == [[BOS, x, len(vocab), EOS, EOS], [BOS, x, a, c, EOS]]
+    assert batch["labels"].tolist() == [[-100, -100, len(vocab), EOS, -100], [-100, -100, a, c, EOS]]
+    assert b not in batch["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -605,6 +655,7 @@ def test_preference_batch_of_chats(tokenizer):
         ),
         ([{"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}]}], "got both"),
         ([{f"{name}_input_ids": [1] * (name != "chosen") for name in ("prompt", "chosen", "rejected")}], "chosen must"),
+        ({"input_ids": torch.ones(2, 2), "completion_mask": torch.ones(2, 2)}, "attention_mask"),
         ({f"{name}_input_ids": torch.ones(1, 2) for name in ("prompt", "chosen", "rejected")}, "prompt_attention_mask"),
         ([{name: [{"role": "user", "content": "c"}] for name in ("prompt", "chosen", "rejected")}], "of the assistant"),
     ],

@@ -1,11 +1,17 @@
 """Operations are counted as by the usual formulas."""
 
+import re
+
+import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.train import flops_per_token
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.arch.mistral import LigerMistral
 from liger_models.arch.mixtral import LigerMixtral
+from liger_models.kernels.options import KernelOptions
+from liger_models.lora import LoRAConfig, apply_lora
 from liger_models.metrics import flops
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -43,3 +49,51 @@ def test_a_window_and_experts():
     config = LlamaConfig(**SIZES)
     assert config.head_size == 8
     assert flops(routed, [batch([0, 64])]) == dense + mlps + router
+
+
+PLAIN = KernelOptions(rms_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
+
+
+def products_counted(model, ids) -> float:
+    """Those that PyTorch runs, but for attention's."""
+    with FlopCounterMode(display=False) as counter:
+        model(ids, labels=ids).loss.backward()
+    counts = counter.get_flop_counts()["Global"]
+    return float(sum(count for op, count in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm)))
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        "",  # all
+        "lm_head",
+        "norm|lm_head",
+        r"layers\.(?!0)|norm|lm_head",
+        r"layers\.1\.self_attn\.o_proj",
+        r"layers\.0\.post_attention_layernorm",
+        r"layers\.1\.mlp",
+        "embed_tokens",
+    ],
+)
+def test_frozen_weights(trained):
+    model = LigerLlama.from_config(LlamaConfig(**SIZES), kernels=PLAIN)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.match(trained, name) is not None)
+    ids = torch.randint(100, (1, 16))
+    attention = sum(4 + 8 * attends_backward(model, layer) for layer in range(3)) * 32 * 16 * 16 / 2
+    assert flops(model, [batch([0, 16])]) - attention == products_counted(model, ids)
+
+
+def attends_backward(model, layer: int) -> bool:
+    """Whether gradients reach the queries, keys or values of a layer."""
+    before = [model.embed_tokens, *model.layers[:layer], model.layers[layer].input_layernorm]
+    before.append(model.layers[layer].self_attn.qkv_proj)
+    return any(parameter.requires_grad for module in before for parameter in module.parameters())
+
+
+def test_adapters():
+    model = apply_lora(
+        LigerLlama.from_config(LlamaConfig(**SIZES), kernels=PLAIN), LoRAConfig(r=4, target_modules=["o_proj"])
+    )
+    attention = (4 + 12 + 12) * 32 * 16 * 16 / 2
+    assert flops(model, [batch([0, 16])]) - attention == products_counted(model, torch.randint(100, (1, 16)))

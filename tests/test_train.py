@@ -1,22 +1,29 @@
 """The training command: from a checkpoint and files to a model, whether it dies in between or not."""
 
 import json
+import os
+import shlex
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from torch.distributed.checkpoint import FileSystemReader
 
 from liger_models import LigerLlama, LlamaConfig
+from liger_models.lora import load_adapter
 from liger_models.metrics import Log
 from liger_models.options import read_options
 from liger_models.train import TrainOptions, cosine, main, train
 
+from .parallel.conftest import two  # noqa: F401
 from .torchrun import torchrun
 
 ROOT = Path(__file__).parents[1]
@@ -142,14 +149,103 @@ def test_steps_of_the_epochs(folder, tmp_path, monkeypatch):
     assert max(epochs) == 1
 
 
-def test_the_example_of_a_file():
+def train_adapters(folder: Path, output: str, **options: Any) -> None:
+    """As the command, on a rank of a process group or alone."""
+    given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "workers": 0}
+    given |= {"steps": 6, "lr": 3e-2, "save_every": 3, "log_every": 1, "lora_r": 4, "batch_size": 2}
+    place = {"XDG_CACHE_HOME": str(folder / "cache")}
+    with mock.patch.dict(os.environ, place), mock.patch("torch.accelerator.current_accelerator", return_value=None):
+        train(TrainOptions(**{**given, "output": str(folder / output), **options}))
+
+
+def stopped_in_the_middle(folder: Path, whole: str, output: str) -> None:
+    """What a run leaves that dies after its checkpoint of step 3."""
+    shutil.copytree(folder / whole, folder / output, ignore=shutil.ignore_patterns("adapter", "step-00000006"))
+    (folder / output / "latest").write_text("step-00000003\n")
+
+
+def adapter_files(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run / "adapter").iterdir()}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_train_adapters_and_go_on(folder, two, dtype):  # noqa: F811
+    name = f"adapters-{dtype}"
+    options = {"lora_targets": ["q_proj", "v_proj", "down_proj"], "lora_alpha": 4.0, "dtype": dtype}
+    two(partial(train_adapters, **options), folder, name)
+    losses = [line["loss"] for line in log(folder / name)]
+    assert losses[-1] < losses[0] - 0.1
+    assert not (folder / name / "model").exists()
+
+    stored = FileSystemReader(folder / name / "step-00000006").read_metadata().state_dict_metadata
+    adapters = {key for key in stored if ".lora." in key}
+    states = [key for key in stored if key.startswith("optimizer.state.")]
+    assert {key for key in stored if key.startswith("model.")} <= adapters
+    assert len(states) == 3 * len([key for key in adapters if key.startswith("model.")]) == 3 * 2 * 2 * 3
+    assert adapters >= set(states)
+
+    stopped_in_the_middle(folder, name, f"{name}-again")
+    two(partial(train_adapters, **options), folder, f"{name}-again")
+    assert log(folder / f"{name}-again") == log(folder / name)
+    assert adapter_files(folder / f"{name}-again") == adapter_files(folder / name)
+
+    train_adapters(folder, f"{name}-alone", **{**options, "batch_size": 4})
+    alone = [line["loss"] for line in log(folder / f"{name}-alone")]
+    torch.testing.assert_close(alone, losses, rtol=1e-4, atol=0)  # the same rows, added in another order
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
+    theirs = pytest.importorskip("peft").PeftModel.from_pretrained(base, folder / name / "adapter")
+    ours = load_adapter(LigerLlama.from_pretrained(folder / "checkpoint", progress=False), folder / name / "adapter")
+    ids = torch.randint(258, (1, 9))
+    torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=1e-4, rtol=1e-4)
+    assert theirs.peft_config["default"].base_model_name_or_path == str(folder / "checkpoint")
+    assert theirs.peft_config["default"].lora_alpha == 4
+
+
+@pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning")
+def test_adapters_beside_4_bits_and_dropout_go_on(folder, two, capfd):  # noqa: F811
+    pytest.importorskip("torchao")
+    options = {"lora_4bit": True, "lora_dropout": 0.1, "eval_data": [str(folder / "eval.jsonl")], "eval_every": 3}
+    train_adapters(folder, "4bit", **options)
+    said = capfd.readouterr().out.partition("To merge: liger-models ")[2]
+    cli = pytest.importorskip("liger_models.cli.commands")
+    with pytest.raises(SystemExit, match="0"):
+        cli.app(shlex.split(said))
+    merged = LigerLlama.from_pretrained(folder / "4bit" / "model", progress=False)
+    base = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    ids = torch.randint(258, (1, 9))
+    want = load_adapter(base, folder / "4bit" / "adapter").eval()(ids).logits  # without dropout
+    torch.testing.assert_close(merged(ids).logits, want, atol=1e-4, rtol=1e-4)
+    losses = [line["loss"] for line in log(folder / "4bit") if "loss" in line]
+    assert losses[-1] < losses[0] - 0.1
+    stopped_in_the_middle(folder, "4bit", "4bit-again")
+    train_adapters(folder, "4bit-again", **options)
+    assert log(folder / "4bit-again") == log(folder / "4bit")
+    assert adapter_files(folder / "4bit-again") == adapter_files(folder / "4bit")
+    keys = json.loads((folder / "4bit" / "adapter" / "adapter_config.json").read_text())
+    assert (keys["r"], keys["lora_alpha"], keys["lora_dropout"]) == (4, 8, 0.1)
+    with pytest.raises(pytest.fail.Exception, match="there must be one rank, got 2"):
+        two(partial(train_adapters, **options), folder, "nothing")
+
+
+def test_the_example_of_a_file(tmp_path):
     options = read_options(TrainOptions, [str(ROOT / "examples" / "train.yaml"), "--output", "another"])
     assert (options.model, options.data, options.output) == ("meta-llama/Llama-3.1-8B", ["train.jsonl"], "another")
     assert (options.lr, options.epochs, options.checkpointing) == (2e-5, 2.0, "selective")
+    text = (ROOT / "examples" / "train.yaml").read_text().replace("# lora", "lora").replace("# dtype", "dtype")
+    (tmp_path / "lora.yaml").write_text(text)
+    options = read_options(TrainOptions, [str(tmp_path / "lora.yaml")])
+    assert (options.lora_r, options.lora_4bit, options.dtype) == (16, True, "bfloat16")
 
 
 def test_options_that_cannot_be(capsys):
-    for given, message in (("--accumulate=0", "accumulate must be at least 1, got 0"), ("--dtype=int99", "'int99'")):
+    for given, message in (
+        ("--accumulate=0", "accumulate must be at least 1, got 0"),
+        ("--dtype=int99", "'int99'"),
+        ("--lora-4bit", "lora_4bit needs lora_r, got True and 0"),
+        ("--lora-targets=q_proj", "lora_targets needs lora_r"),
+    ):
         with pytest.raises(SystemExit):
             read_options(TrainOptions, ["--model", "m", "--data", "d", "--output", "o", given])
         assert message in capsys.readouterr().err

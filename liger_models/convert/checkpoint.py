@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from liger_models.convert import get_map, get_other_maps, model_type_of
 from liger_models.convert.config_map import read_config, write_config
-from liger_models.convert.ranks import agreeing, this_rank
+from liger_models.convert.ranks import agreeing, by_first, this_rank
 from liger_models.convert.weight_map import Expression, WeightMap
 
 if TYPE_CHECKING:
@@ -413,8 +413,10 @@ def save_pretrained(
     """Write a model as a Hugging Face checkpoint, which transformers and this package load.
 
     Everything is first written to a temporary folder and then renamed: the folder holds the old checkpoint until the
-    new one is whole. Files of the folder that are no part of a checkpoint stay. Of a sharded model every rank must call
-    it: parameters are gathered one by one, and the first rank writes; it holds the tensors of one file at a time.
+    new one is whole. Files of the folder that are no part of a checkpoint stay.
+
+    In a process group the first rank alone writes, and the others that call wait for it. Of a sharded model every rank
+    must call it: parameters are gathered one by one, and the first rank holds the tensors of one file at a time.
 
     Args:
         model: its ``hf_config`` and ``assets``, where there are any, are written along.
@@ -466,7 +468,7 @@ def save_pretrained(
             shutil.copymode(place / CONFIG, place / file)
 
     if not sharded:
-        write_folder(folder, write)
+        by_first(f"save_pretrained {folder}", lambda: write_folder(folder, write))
         return
     with agreeing():
         try:

@@ -29,6 +29,7 @@ from liger_models.convert.checkpoint import (
     save_pretrained,
 )
 from liger_models.convert.config_map import read_config
+from liger_models.convert.ranks import by_first
 
 if TYPE_CHECKING:
     from liger_models.layers.causal_lm import CausalLM
@@ -118,6 +119,8 @@ def push(
 ) -> str:
     """Upload a model as a Hugging Face checkpoint; weight files that it does not have are removed from the repository.
 
+    In a process group the first rank uploads, and the others that call wait for it.
+
     Args:
         model: what ``save_pretrained`` takes.
         repo_id: "owner/name"; made if it does not exist.
@@ -132,19 +135,23 @@ def push(
         The commit's address.
     """
     api = HfApi(token=token)
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    if revision is not None and not revision.startswith("refs/"):
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        save_pretrained(model, folder, dtype=dtype, max_shard_size=max_shard_size)
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            revision=revision,
-            commit_message=commit_message or f"Upload {type(model).__name__}",
-            delete_patterns=[WEIGHTS, SHARDS, INDEX],
-        )
-    return commit.commit_url
+
+    def upload() -> str:
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not revision.startswith("refs/"):
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            save_pretrained(model, folder, dtype=dtype, max_shard_size=max_shard_size)
+            commit = api.upload_folder(
+                repo_id=repo,
+                folder_path=folder,
+                revision=revision,
+                commit_message=commit_message or f"Upload {type(model).__name__}",
+                delete_patterns=[WEIGHTS, SHARDS, INDEX],
+            )
+        return commit.commit_url
+
+    return by_first(f"push_to_hub {repo_id}", upload)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,16 @@
 
 import contextlib
 import pickle
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+_calls: Counter[str] = Counter()
+"""Of `by_first`, by their names."""
 
 
 def several() -> bool:
@@ -25,10 +32,7 @@ def world_size() -> int:
 def agree(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
     """Raise on all ranks what one of them has met: the first rank's error that there is."""
     if world_size() > 1:
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            error = RuntimeError(f"{type(error).__name__}: {error}")
+        error = _sendable(error)
         errors: list[Exception | None] = [None] * world_size()
         dist.all_gather_object(errors, error, group)
         error = next((each for each in errors if each is not None), None)
@@ -45,3 +49,50 @@ def agreeing(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     except Exception as own:
         error = own
     agree(error, group)
+
+
+def by_first(name: str, work: Callable[[], Result]) -> Result:
+    """What ``work`` returns or raises on the first rank, which alone does it; other ranks that call wait for that.
+
+    Unlike in `agreeing`, the first rank may be the only one that calls: it does not wait for others.
+
+    Args:
+        name: the same on all ranks.
+        work: its result and its errors can be pickled.
+
+    Raises:
+        TimeoutError: the first rank has not called it within the process group's timeout.
+    """
+    if world_size() == 1:
+        return work()
+    store: Any = dist.distributed_c10d._get_default_store()
+    _calls[name] += 1
+    key = f"liger_models {name} {_calls[name]}"
+    result: Any = None
+    error: Exception | None = None
+    if this_rank() == 0:
+        try:
+            result = work()
+        except Exception as met:
+            error = met
+        store.set(key, pickle.dumps((result, _sendable(error))))
+    else:
+        try:
+            result, error = pickle.loads(store.get(key))
+        except dist.DistStoreError as late:
+            raise TimeoutError(
+                f"{name}: the first rank must do the same, got nothing from it. Call it there."
+            ) from late
+    if error is not None:
+        raise error
+    done: Result = result
+    return done
+
+
+def _sendable(error: Exception | None) -> Exception | None:
+    """An error that other processes can read."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from liger_models.convert.ranks import agreeing, several, this_rank, world_size
+from liger_models.lora import adapter_config
 
 from .fsdp import reshard
 
@@ -60,7 +61,8 @@ def save_state(
     Args:
         folder: of the run, on storage that all ranks share.
         step: its number; a checkpoint of the same step is replaced.
-        model: sharded or not; its parameters and buffers are saved, each once.
+        model: sharded or not; its parameters and buffers are saved, each once. Of a model with adapters only what is
+            trained: the rest is in the checkpoint that it was loaded from.
         optimizer: its state is saved by the names of the parameters.
         scheduler: saved once.
         data: saved for each rank. Its state, as the scheduler's, holds plain values and tensors.
@@ -197,8 +199,9 @@ def load_state(
 
 def _tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     tensors: dict[int, tuple[str, Tensor]] = {}  # tied ones once
+    adapted = adapter_config(model) is not None
     for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and (value.requires_grad or not adapted):
             tensors.setdefault(id(value), (name, value.detach()))
     state: dict[str, Any] = {"model": dict(tensors.values())}
     if optimizer is not None:

@@ -1,8 +1,11 @@
 """A sharded model in and out of a Hugging Face checkpoint."""
 
+import os
 import shutil
+import time
 from collections import Counter
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from liger_models import AutoLigerModel
 from liger_models.arch import get_arch
 from liger_models.arch.llama import LigerLlama
-from liger_models.convert import checkpoint
+from liger_models.convert import checkpoint, hub
 from liger_models.parallel import apply_fsdp
 
 from ..convert.conftest import assert_same_bits, read_tensors
+from .conftest import SECONDS
 from .models import batch, gradients, share, tiny, whole
 
 LAYOUTS = ["llama", "phi3", "qwen3_moe", "gemma3_text"]
@@ -189,3 +194,77 @@ def test_saved_as_by_one_process(two, tmp_path, tied):
     ids = batch(0)["input_ids"]
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def save_whole(folder: Path) -> list[str]:
+    """Every rank saves the same unsharded model, then the first alone; what each has met."""
+    rank, met = dist.get_rank(), []
+    writing: Any = mock.patch.object(checkpoint, "write_folder", wraps=checkpoint.write_folder)
+    slow: Any = mock.patch.object(checkpoint, "save_file", side_effect=later) if rank == 0 else nullcontext()
+    with writing as write, slow:
+        for options in ({"max_shard_size": "20KB"}, {}):  # a new folder, then one with files to remove
+            tiny().save_pretrained(folder / "all", **options)
+            met.append(f"{len(list((folder / 'all').glob('*.safetensors')))} {write.call_count}")
+    if rank == 0:
+        tiny().save_pretrained(folder / "alone")
+    full: Any = mock.patch.object(checkpoint, "save_file", side_effect=OSError(28, "full")) if rank == 0 else slow
+    try:
+        with full:
+            tiny().save_pretrained(folder / "all")
+    except OSError as error:
+        met.append(f"{error.errno} {error}")
+    return met
+
+
+def later(*arguments: Any, **options: Any) -> None:
+    """As on a slow disk: who does not wait finds too few files."""
+    time.sleep(0.05)
+    save_file(*arguments, **options)
+
+
+def test_a_whole_model_is_written_by_the_first_rank(two, tmp_path):
+    tiny().save_pretrained(tmp_path / "plain", max_shard_size="20KB")
+    files = len(list((tmp_path / "plain").glob("*.safetensors")))
+    first, second = two(save_whole, tmp_path)
+    assert files > 1
+    assert first[:2] == [f"{files} 1", "1 2"]
+    assert second[:2] == [f"{files} 0", "1 0"]
+    assert "full" in first[2]
+    assert first[2] == second[2]
+    got = read_tensors(tmp_path / "alone")
+    assert_same_bits(got, read_tensors(tmp_path / "plain"))
+    assert_same_bits(read_tensors(tmp_path / "all"), got)
+
+
+def save_without_the_first(folder: Path) -> str:
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(timedelta(seconds=1))
+    try:
+        if dist.get_rank() == 1:
+            tiny().save_pretrained(folder)
+    except TimeoutError as error:
+        return str(error)
+    finally:
+        store.set_timeout(timedelta(seconds=SECONDS))
+    return ""
+
+
+def test_a_whole_model_is_not_written_without_the_first_rank(two, tmp_path):
+    first, second = two(save_without_the_first, tmp_path / "model")
+    assert first == ""
+    assert second == f"save_pretrained {tmp_path / 'model'}: the first rank must do the same, got nothing from it. " + (
+        "Call it there."
+    )
+    assert not (tmp_path / "model").exists()
+
+
+def push_whole() -> tuple[str, int]:
+    api = mock.Mock()
+    api.create_repo.return_value.repo_id = "any/name"
+    api.upload_folder.side_effect = lambda folder_path, **_: mock.Mock(commit_url=str(len(os.listdir(folder_path))))
+    with mock.patch.object(hub, "HfApi", return_value=api):
+        return tiny().push_to_hub("any/name"), api.upload_folder.call_count
+
+
+def test_a_whole_model_is_uploaded_by_the_first_rank(two):
+    assert two(push_whole) == [("2", 1), ("2", 0)]
