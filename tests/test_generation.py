@@ -117,6 +117,13 @@ def test_greedy_tokens_are_those_of_transformers(pair, variant, use_cache):
     assert torch.equal(generate(ours, **padded(), **options), theirs.generate(**padded(), **options))
 
 
+def test_experts_that_are_balanced_in_training_decode_padded_rows():
+    sizes = SIZES | {"model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True}
+    model = AutoLigerModel.from_config(sizes)
+    cached, whole = (generate(model, **padded(), max_new_tokens=NEW, use_cache=use) for use in (True, False))
+    assert torch.equal(cached, whole)
+
+
 @pytest.mark.parametrize("pad", [None, 0, 30])
 def test_stop_tokens_and_padding(pair, pad):
     """Rows end one after the other; the batch ends with the last one."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import is_dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -37,7 +38,7 @@ class CausalLMOutput(NamedTuple):
     Attributes:
         loss: [] fp32; or what ``loss_function`` has returned.
         logits: [B, T, V] in the dtype of the weights.
-        aux_loss: [] what mixture-of-experts layers add to ``loss``.
+        aux_loss: [] what mixture-of-experts layers add to ``loss``; None with a decode cache.
         log_probs: [B, T] fp32, of the token that follows each, 0 where that is not a target.
     """
 
@@ -104,8 +105,8 @@ class CausalLM(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "config_class" in cls.__dict__:
-            config_class: Any = cls.config_class
+        config_class: Any = cls.__dict__.get("config_class")
+        if is_dataclass(config_class):
             frozen = config_class.__setattr__
 
             def set_attribute(config: Any, name: str, value: Any) -> None:
@@ -376,7 +377,7 @@ class CausalLM(nn.Module):
             log_probs=return_log_probs,
             loss_function=loss_function,
         )
-        aux_loss = self.auxiliary_loss(router_logits, attention_mask)
+        aux_loss = self.auxiliary_loss(router_logits, attention_mask) if cache is None else None
         if return_log_probs:
             return CausalLMOutput(None, logits, aux_loss, loss)
         if loss is not None and aux_loss is not None and loss_function is None:
