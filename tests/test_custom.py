@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,11 @@ from liger_models.lora import LoRAConfig, apply_lora, load_adapter, merge_lora, 
 from liger_models.parallel import compile_blocks
 
 from .convert.conftest import assert_same_bits, edit_json, read_tensors
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 SIZES: dict[str, Any] = {
@@ -307,43 +313,45 @@ def test_a_cell_of_a_notebook_may_run_again(own_registry, tmp_path):
 
 PACKAGE = """
 import sys
+
 from liger_models import AutoLigerModel, list_archs
+from liger_models.cli import main
 
 assert "side_by_side" in list_archs()
 assert "my_package" not in sys.modules
-model = AutoLigerModel.from_pretrained(sys.argv[1], progress=False)
-print(type(model).__module__, type(model).__name__)
+model = AutoLigerModel.from_pretrained(sys.argv[2], progress=False)
+assert type(model).__module__ == "my_package.side_by_side"
+main()
 """
 
 
 @pytest.fixture
 def my_package(tmp_path):
-    """A place where the example is installed as a package whose entry point names its module."""
+    """A place where the example is installed as a package, with the entry point of docs/custom.md."""
     place = tmp_path / "site"
     (place / "my_package").mkdir(parents=True)
-    shutil.copy(ROOT / "examples" / "custom.py", place / "my_package" / "__init__.py")
+    shutil.copy(ROOT / "examples" / "custom.py", place / "my_package" / "side_by_side.py")
     info = place / "my_package-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[liger_models.architectures]\nside_by_side = my_package\n")
+    page = (ROOT / "docs" / "custom.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    ((group, names),) = tomllib.loads(block)["project"]["entry-points"].items()
+    lines = [f"{name} = {module}\n" for name, module in names.items()]
+    (info / "entry_points.txt").write_text(f"[{group}]\n{''.join(lines)}")
     return place
 
 
-def run_python(*arguments: str, place: Path) -> str:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(place), str(ROOT)])
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=place)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_an_installed_package_is_found_without_an_import(my_package, tmp_path):
+    pytest.importorskip("typer", reason="the command line needs typer and rich: pip install 'liger-models[cli]'")
     model = make()
     model.save_pretrained(tmp_path / "model")
-    assert run_python("-c", PACKAGE, str(tmp_path / "model"), place=my_package).split() == ["my_package", "SideBySide"]
-    pytest.importorskip("typer", reason="the command line needs typer and rich: pip install 'liger-models[cli]'")
-    printed = run_python("-m", "liger_models.cli", "info", str(tmp_path / "model"), "--json", place=my_package)
-    found = json.loads(printed)
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(my_package), str(ROOT)])
+    command = [sys.executable, "-c", PACKAGE, "info", str(tmp_path / "model"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=my_package)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     assert (found["class"], found["parameters"]) == ("SideBySide", model.num_parameters())
     assert found["config"]["num_experts"] == 4
     assert 0 < found["training"]["activations"]["full"] < found["training"]["activations"]["none"]

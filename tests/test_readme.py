@@ -77,7 +77,7 @@ def vision_hub(tmp_path, tiny_hub, monkeypatch):
 
 
 @every_page
-def test_python_blocks_run(page, request, tiny_hub, capsys):
+def test_python_blocks_run(page, request, tiny_hub, own_registry, capsys):
     if page.name == "vision.md":
         request.getfixturevalue("vision_hub")
     if page.name == "fp8.md":
