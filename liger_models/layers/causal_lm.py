@@ -105,8 +105,8 @@ class CausalLM(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        config_class: Any = cls.__dict__.get("config_class")
-        if is_dataclass(config_class):
+        if is_dataclass(cls.__dict__.get("config_class")):
+            config_class: Any = cls.config_class
             frozen = config_class.__setattr__
 
             def set_attribute(config: Any, name: str, value: Any) -> None:
