@@ -343,7 +343,7 @@ def my_package(tmp_path):
 
 
 def test_an_installed_package_is_found_without_an_import(my_package, tmp_path):
-    pytest.importorskip("typer", reason="the command line needs typer and rich: pip install 'liger-models[cli]'")
+    pytest.importorskip("typer", reason="the command line needs typer and rich: pip install 'liger_models[cli]'")
     model = make()
     model.save_pretrained(tmp_path / "model")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -74,8 +74,11 @@ sys.meta_path[:] = map(Hiding, sys.meta_path)
 import warnings
 warnings.simplefilter("ignore")  # torch says that NumPy is missing
 import torch
+import liger_models
 from liger_models import LigerLlama, LlamaConfig
 
+for name in liger_models.__all__:
+    getattr(liger_models, name)
 config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
 torch.manual_seed(0)
 model = LigerLlama.from_config(config)
@@ -91,7 +94,10 @@ assert not [name for name in sys.modules if name.partition(".")[0] in {absent!r}
 """
 
 
-@pytest.mark.parametrize("absent", [("triton",), ("numpy",), ("triton", "numpy", "transformers", "liger_kernel")])
+EXTRAS = ("typer", "rich", "pyarrow", "torchao", "tensorboard", "PIL", "transformers", "liger_kernel", "peft", "pandas")
+
+
+@pytest.mark.parametrize("absent", [("triton",), ("numpy",), ("triton", "numpy", *EXTRAS)], ids=lambda names: names[-1])
 def test_a_model_trains_and_generates_on_the_cpu_without(absent, tmp_path):
     run(TRAIN_WITHOUT.format(absent=absent, folder=str(tmp_path / "model")))
 
