@@ -357,6 +357,18 @@ def test_an_installed_package_is_found_without_an_import(my_package, tmp_path):
     assert 0 < found["training"]["activations"]["full"] < found["training"]["activations"]["none"]
 
 
+def test_an_entry_point_that_keeps_no_promise(tmp_path, monkeypatch):
+    (tmp_path / "promising").mkdir()
+    (tmp_path / "promising" / "__init__.py").write_text("")
+    (tmp_path / "promising-1.0.dist-info").mkdir()
+    entry = "[liger_models.architectures]\npromised = promising\n"
+    (tmp_path / "promising-1.0.dist-info" / "entry_points.txt").write_text(entry)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "promised" in list_archs()
+    with pytest.raises(ValueError, match=r"promising: must call liger_models\.register\('promised', \.\.\.\)"):
+        AutoLigerModel.from_config({"model_type": "promised"})
+
+
 def test_a_name_that_is_not_registered_says_how(own_registry, tmp_path):
     model = make()
     register("side_by_side", type(model))

@@ -34,10 +34,16 @@ def get_arch(model_type: str) -> "type[CausalLM]":
 
     Raises:
         ValueError: no such architecture; the message lists the known ones and the nearest name, and says how to add it.
+            An entry point whose module does not register it.
     """
     if model_type not in CUSTOM and model_type not in built_in():
         for plugin in _plugins().select(name=model_type):
             plugin.load()
+            if model_type not in CUSTOM:
+                raise ValueError(
+                    f"{plugin.value}: must call liger_models.register({model_type!r}, ...), as its entry point says, got "
+                    "no such call. Correct the name in one of the two."
+                )
     if model_type in CUSTOM:
         return CUSTOM[model_type]
     known = built_in()
@@ -47,7 +53,8 @@ def get_arch(model_type: str) -> "type[CausalLM]":
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"model_type {model_type!r} is not supported.{hint} Known: {', '.join(known)}. If it is an architecture of "
-            f"your own, import the module that calls liger_models.register({model_type!r}, ...) before."
+            f"your own, import the module that calls liger_models.register({model_type!r}, ...) before, or install it "
+            f"with an entry point of the group {ENTRY_POINTS!r}."
         )
     from liger_models.layers.causal_lm import CausalLM
 
