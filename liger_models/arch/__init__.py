@@ -41,8 +41,8 @@ def get_arch(model_type: str) -> "type[CausalLM]":
             plugin.load()
             if model_type not in CUSTOM:
                 raise ValueError(
-                    f"{plugin.value}: must call liger_models.register({model_type!r}, ...), as its entry point says, got "
-                    "no such call. Correct the name in one of the two."
+                    f"{plugin.value}: must call liger_models.register({model_type!r}, ...), as its entry point says, "
+                    "got no such call. Correct the name in one of the two."
                 )
     if model_type in CUSTOM:
         return CUSTOM[model_type]
