@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from liger_models import AutoLigerModel
+from liger_models.lora import LoRAConfig, apply_lora
 from liger_models.parallel import apply_ep, apply_fsdp, apply_tp
 
 from .models import TINY, batch, gradients, make_optimizer, mean, share, whole
@@ -68,6 +69,23 @@ def test_it_trains_as_in_one_process(two, name, policy, tmp_path):
     again = AutoLigerModel.from_pretrained(tmp_path / "model", progress=False, strict=True)
     saved = {name: parameter.detach() for name, parameter in again.named_parameters()}
     torch.testing.assert_close(saved, got["weights"], rtol=0, atol=0)
+
+
+def adapted() -> nn.Module:
+    model = make()
+    torch.manual_seed(8)
+    return apply_lora(model, LoRAConfig(r=4))
+
+
+def train_adapters_over_ranks() -> dict[str, Any]:
+    return train(apply_fsdp(adapted(), param_dtype=None), dist.get_rank(), dist.get_world_size())
+
+
+def test_adapters_train_as_in_one_process(two):
+    expected = train(adapted())
+    assert all("lora_" in name for name in expected["gradients"])
+    for got in two(train_adapters_over_ranks):
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
 
 
 def load_parts(folder: Path, again: Path) -> dict[str, Any]:
