@@ -16,8 +16,8 @@ def seed_all(seed: int, *, deterministic: bool = False) -> None:
             ``seed + rank``; to make the same weights or adapters they take the same.
         deterministic: from now on two runs on the same machine, with the same versions and number of threads, give the
             same bits. PyTorch takes algorithms that add in a fixed order, some of them slower, and raises RuntimeError
-            where it has none, as for ``top_p`` on a GPU; this package's kernels always add in a fixed order. Call it
-            before the first product on a GPU.
+            where it has none; this package's kernels always add in a fixed order. Call it before the first product on
+            a GPU.
     """
     random.seed(seed)
     torch.manual_seed(seed)

@@ -296,6 +296,19 @@ def test_top_p_is_that_of_transformers(p):
     assert keep_top_p(logits, p).isfinite().any(1).all()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("p", [0.0001, 0.1, 0.5, 0.9, 0.999])
+def test_top_p_is_the_same_where_sums_have_a_fixed_order(p, device):
+    logits = random_logits().to(device)
+    want = keep_top_p(logits, p)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(keep_top_p(logits, p), want)
+        assert torch.equal(keep_top_p(logits[:1], p), want[:1])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3])
 def test_repetition_penalty_is_that_of_transformers(penalty):
     logits = random_logits()

@@ -52,7 +52,7 @@ for config in configs:
             model(ids, labels=ids, **batches[step % len(batches)]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    ids = model.generate(ids[:, :4], max_new_tokens=8, do_sample=True, eos_token_id=[])
+    ids = model.generate(ids[:, :4], max_new_tokens=8, do_sample=True, top_p=0.9, eos_token_id=[])
     digest = hashlib.sha256()
     for tensor in (*model.parameters(), ids):
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
