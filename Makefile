@@ -53,7 +53,7 @@ docs: $(DOCS) ## build the documentation into build/docs
 	@echo "build/docs/index.html"
 
 clean: ## remove .venv, caches and everything built
-	rm -rf .venv build dist *.egg-info demo_output vision_output .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info custom_output demo_output vision_output .pytest_cache .mypy_cache .ruff_cache
 
 # One stamp per set of extras: pip runs again only when the project's dependencies change.
 $(VENV)/.installed-%: pyproject.toml constraints.txt

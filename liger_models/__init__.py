@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .arch.qwen3_moe import LigerQwen3MoE as LigerQwen3MoE
     from .arch.qwen3_vl import LigerQwen3VL as LigerQwen3VL
     from .arch.smollm3 import LigerSmolLM3 as LigerSmolLM3
+    from .convert import register as register
     from .convert.auto import AutoLigerModel as AutoLigerModel
     from .data import PackedDataset as PackedDataset
     from .data import PackedLoader as PackedLoader

@@ -57,7 +57,7 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
         from torchao.float8 import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
     except ImportError as error:
         raise ImportError(
-            "convert_to_float8: torchao must be installed, got none. Run: pip install 'liger-models[fp8]'"
+            "convert_to_float8: torchao must be installed, got none. Run: pip install 'liger_models[fp8]'"
         ) from error
     if isinstance(recipe, str):
         names = [name.value for name in Float8LinearRecipeName]

@@ -398,6 +398,9 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     Source: https://arxiv.org/abs/1904.09751.
     """
     ascending, order = logits.sort(1)
-    drop = ascending.softmax(1).cumsum(1) <= 1 - p
+    share, rest = ascending.softmax(1), 1 - p
+    if torch.are_deterministic_algorithms_enabled():  # on a GPU cumsum then takes integers only
+        share, rest = (share.double() * 2**53).long(), int(rest * 2**53)
+    drop = share.cumsum(1) <= rest
     drop[:, -1] = False
     return logits.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)

@@ -466,7 +466,7 @@ def quantize_base(model: Model) -> Model:
         from torchao.quantization import to_nf4
     except ImportError as error:
         raise ImportError(
-            "quantize_base: torchao must be installed, got none. Run: pip install 'liger-models[lora]'"
+            "quantize_base: torchao must be installed, got none. Run: pip install 'liger_models[lora]'"
         ) from error
     layers = [layer for _, layer in _adapted(model) if not isinstance(layer, LoRALMHead)]
     check(bool(layers), f"quantize_base: {type(model).__name__} must have adapters, got none. Call apply_lora first.")

@@ -1,6 +1,8 @@
 """Backends that the op tests run on, and a net for outputs that no kernel wrote."""
 
 import os
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
@@ -43,6 +45,17 @@ def _leave_the_gpu_to_the_other_workers(request: pytest.FixtureRequest):
 @pytest.fixture(autouse=True)
 def _same_random_numbers_in_every_run():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def own_registry():
+    """What the test registers is forgotten behind it, and what other tests have registered is not there."""
+    from liger_models import arch, convert
+
+    with ExitStack() as stack:
+        for entries in (arch.CUSTOM, convert._FAMILIES, convert._TYPES):
+            stack.enter_context(mock.patch.dict(entries, clear=True))
+        yield
 
 
 @pytest.fixture(params=BACKENDS)

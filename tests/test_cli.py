@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-pytest.importorskip("typer", reason="the command line needs typer and rich: pip install 'liger-models[cli]'")
+pytest.importorskip("typer", reason="the command line needs typer and rich: pip install 'liger_models[cli]'")
 
 from typer.testing import CliRunner
 
@@ -234,7 +234,7 @@ def test_without_the_extra():
     code = "import sys; sys.modules['typer'] = None; from liger_models.cli import main; main()"
     done = shell("-c", code)
     assert done.returncode == 1
-    assert done.stderr.strip().endswith("Run: pip install 'liger-models[cli]'")
+    assert done.stderr.strip().endswith("Run: pip install 'liger_models[cli]'")
 
 
 def test_the_page_describes_every_command():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("torchao", reason="float8 training needs torchao: pip install 'liger-models[fp8]'")
+pytest.importorskip("torchao", reason="float8 training needs torchao: pip install 'liger_models[fp8]'")
 
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchao.float8 import Float8LinearConfig
@@ -203,7 +203,7 @@ def test_errors(monkeypatch):
     with pytest.raises(RuntimeError, match=r"the GPU must have float8 .*, got sm_80"):
         convert_to_float8(llama())
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(ImportError, match=r"pip install 'liger-models\[fp8\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'liger_models\[fp8\]'"):
         convert_to_float8(llama())
 
 

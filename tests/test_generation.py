@@ -117,6 +117,13 @@ def test_greedy_tokens_are_those_of_transformers(pair, variant, use_cache):
     assert torch.equal(generate(ours, **padded(), **options), theirs.generate(**padded(), **options))
 
 
+def test_experts_that_are_balanced_in_training_decode_padded_rows():
+    sizes = SIZES | {"model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True}
+    model = AutoLigerModel.from_config(sizes)
+    cached, whole = (generate(model, **padded(), max_new_tokens=NEW, use_cache=use) for use in (True, False))
+    assert torch.equal(cached, whole)
+
+
 @pytest.mark.parametrize("pad", [None, 0, 30])
 def test_stop_tokens_and_padding(pair, pad):
     """Rows end one after the other; the batch ends with the last one."""
@@ -287,6 +294,19 @@ def test_top_p_is_that_of_transformers(p):
     assert torch.equal(keep_top_p(logits, p), TopPLogitsWarper(p)(None, logits))
     assert torch.equal(logits, before)
     assert keep_top_p(logits, p).isfinite().any(1).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("p", [0.0001, 0.1, 0.5, 0.9, 0.999])
+def test_top_p_is_the_same_where_sums_have_a_fixed_order(p, device):
+    logits = random_logits().to(device)
+    want = keep_top_p(logits, p)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(keep_top_p(logits, p), want)
+        assert torch.equal(keep_top_p(logits[:1], p), want[:1])
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3])

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 
 import pytest
 import torch
@@ -284,6 +285,12 @@ def test_nf4_base():
             assert error(got[name], gradient) <= LIMIT, name
     logits = model(IDS).logits
     torch.testing.assert_close(merge_lora(model)(IDS).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_4_bits_without_torchao(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(ImportError, match=r"quantize_base: .*pip install 'liger_models\[lora\]'"):
+        quantize_base(llama(LoRAConfig()))
 
 
 MIXTURE = {

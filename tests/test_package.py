@@ -1,14 +1,19 @@
-"""The package as a whole: what importing it costs, what it runs without, what its files may import."""
+"""The package as a whole: what importing it costs, what it runs without, what its files may import, what is shipped."""
 
 import ast
+import email
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import liger_models
 
@@ -69,8 +74,11 @@ sys.meta_path[:] = map(Hiding, sys.meta_path)
 import warnings
 warnings.simplefilter("ignore")  # torch says that NumPy is missing
 import torch
+import liger_models
 from liger_models import LigerLlama, LlamaConfig
 
+for name in liger_models.__all__:
+    getattr(liger_models, name)
 config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
 torch.manual_seed(0)
 model = LigerLlama.from_config(config)
@@ -86,7 +94,10 @@ assert not [name for name in sys.modules if name.partition(".")[0] in {absent!r}
 """
 
 
-@pytest.mark.parametrize("absent", [("triton",), ("numpy",), ("triton", "numpy", "transformers", "liger_kernel")])
+EXTRAS = ("typer", "rich", "pyarrow", "torchao", "tensorboard", "PIL", "transformers", "liger_kernel", "peft", "pandas")
+
+
+@pytest.mark.parametrize("absent", [("triton",), ("numpy",), ("triton", "numpy", *EXTRAS)], ids=lambda names: names[-1])
 def test_a_model_trains_and_generates_on_the_cpu_without(absent, tmp_path):
     run(TRAIN_WITHOUT.format(absent=absent, folder=str(tmp_path / "model")))
 
@@ -143,3 +154,46 @@ def test_imports(file):
 
 def test_files_of_the_package_are_found():
     assert {"__init__.py", "kernels/rms_norm.py", "layers/causal_lm.py"} <= {name_of(file) for file in FILES}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the sdist, and of the wheel that is made of it, as `python -m build` makes them."""
+    source, out = tmp_path_factory.mktemp("source") / "repository", tmp_path_factory.mktemp("dist")
+    hidden = shutil.ignore_patterns(".*", "data", "__pycache__", "build", "dist", "*.egg-info", "*_output", "results")
+    shutil.copytree(ROOT, source, ignore=hidden)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built):
+    (path,) = built.glob("*.whl")
+    info = f"liger_models-{liger_models.__version__}.dist-info"
+    about = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt")
+    with zipfile.ZipFile(path) as wheel:
+        package = {str(file.relative_to(ROOT)) for file in FILES} | {"liger_models/py.typed"}
+        assert set(wheel.namelist()) == package | {f"{info}/{name}" for name in about}
+        assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+        assert b"liger-models = liger_models.cli:main" in wheel.read(f"{info}/entry_points.txt")
+        metadata = email.message_from_bytes(wheel.read(f"{info}/METADATA"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert metadata["License-Expression"] == project["license"]
+    assert metadata["Requires-Python"] == project["requires-python"]
+    assert set(metadata.get_all("Provides-Extra")) == extras.keys()
+    shipped = [Requirement(each) for each in metadata.get_all("Requires-Dist")]
+    for extra, requirements in {"": [], **extras}.items():
+        wanted = [Requirement(each) for each in [*project["dependencies"], *requirements]]
+        got = [each for each in shipped if each.marker is None or each.marker.evaluate({"extra": extra})]
+        assert {(r.name, str(r.specifier)) for r in got} == {(r.name, str(r.specifier)) for r in wanted}, extra
+
+
+def test_the_sdist_holds_what_the_wheel_is_made_of(built):
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as sdist:
+        names = {Path(*Path(file.name).parts[1:]) for file in sdist.getmembers() if file.isfile()}
+    package = {file.relative_to(ROOT) for file in FILES} | {Path("liger_models/py.typed")}
+    about = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
+    assert {name for name in names if ".egg-info" not in str(name)} == package | {Path(name) for name in about}

@@ -78,11 +78,11 @@ def vision_hub(tmp_path, tiny_hub, monkeypatch):
 
 
 @every_page
-def test_python_blocks_run(page, request, tiny_hub, capsys):
+def test_python_blocks_run(page, request, tiny_hub, own_registry, capsys):
     if page.name == "vision.md":
         request.getfixturevalue("vision_hub")
     if page.name == "fp8.md":
-        pytest.importorskip("torchao", reason="float8 training needs torchao: pip install 'liger-models[fp8]'")
+        pytest.importorskip("torchao", reason="float8 training needs torchao: pip install 'liger_models[fp8]'")
     namespace: dict = {"__name__": "readme"}
     with warnings.catch_warnings():
         others = {"engines.md": ("accelerate", "lightning", "peft"), "lora.md": ("peft", "torchao")}

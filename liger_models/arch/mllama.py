@@ -139,7 +139,13 @@ class MllamaGlobalBlock(VisionBlock):
     def __init__(self, config: MllamaVisionConfig, norm: partial[LigerLayerNorm], kernels: KernelOptions) -> None:
         super().__init__(config.hidden_size, config.attention_heads, norm, _mlp(config, kernels), kernels,
                          rotary=None, bias=False)  # fmt: skip
+        self.std = config.initializer_range
         self.gate_attn, self.gate_ffn = (nn.Parameter(torch.empty(1)) for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        """Gates nearly closed."""
+        nn.init.normal_(self.gate_attn, std=self.std)
+        nn.init.normal_(self.gate_ffn, std=self.std)
 
     def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
         """x [n, N, C] is still to be added to residual [n, N, C]; returns the same pair."""
@@ -188,14 +194,10 @@ class MllamaTower(nn.Module):
         self.projection = nn.Linear(vision.vision_output_dim, config.hidden_size)
 
     def reset_parameters(self) -> None:
-        """Gates closed, or nearly so, and the class token drawn; `CausalLM.reset_parameters` does the rest."""
+        """Gates closed and the class token drawn; `CausalLM.reset_parameters` does the rest."""
         nn.init.normal_(self.class_embed, std=self.config.initializer_range)
         for gate in (self.pos_gate, self.pre_tile_gate, self.post_tile_gate):
             nn.init.zeros_(gate)
-        for block in self.blocks:
-            if isinstance(block, MllamaGlobalBlock):
-                nn.init.normal_(block.gate_attn, std=self.config.initializer_range)
-                nn.init.normal_(block.gate_ffn, std=self.config.initializer_range)
 
     def forward(self, pixels: Tensor, ratio: Tensor, used: Tensor) -> Tensor:
         """Tokens of images.
@@ -336,10 +338,3 @@ class LigerMllama(TiledImageModel):
         )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
-
-    def reset_parameters(self) -> None:
-        """As `CausalLM.reset_parameters`; gates as the authors start them."""
-        super().reset_parameters()
-        for module in (self.visual, *self.layers):
-            if isinstance(module, MllamaTower | MllamaCrossBlock):
-                module.reset_parameters()

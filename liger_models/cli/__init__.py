@@ -11,6 +11,6 @@ def main() -> None:
     except ImportError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.exit("liger-models: typer and rich must be installed, got none. Run: pip install 'liger-models[cli]'")
+        sys.exit("liger-models: typer and rich must be installed, got none. Run: pip install 'liger_models[cli]'")
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     app(prog_name="liger-models")

@@ -72,7 +72,7 @@ def list_command(as_json: AsJson = False) -> None:
     found = []
     for name in list_archs():
         model_class = get_arch(name)
-        reads = (sys.modules[model_class.__module__].__doc__ or "").partition(":")[0]
+        reads = (getattr(sys.modules.get(model_class.__module__), "__doc__", None) or "").partition(":")[0]
         found.append({"model_type": name, "class": model_class.__name__, "reads": reads})
     if as_json:
         return _print_json(found)

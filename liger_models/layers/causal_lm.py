@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import is_dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -37,7 +38,7 @@ class CausalLMOutput(NamedTuple):
     Attributes:
         loss: [] fp32; or what ``loss_function`` has returned.
         logits: [B, T, V] in the dtype of the weights.
-        aux_loss: [] what mixture-of-experts layers add to ``loss``.
+        aux_loss: [] what mixture-of-experts layers add to ``loss``; None with a decode cache.
         log_probs: [B, T] fp32, of the token that follows each, 0 where that is not a target.
     """
 
@@ -104,7 +105,7 @@ class CausalLM(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "config_class" in cls.__dict__:
+        if is_dataclass(cls.__dict__.get("config_class")):
             config_class: Any = cls.config_class
             frozen = config_class.__setattr__
 
@@ -125,16 +126,43 @@ class CausalLM(nn.Module):
         """Those over which the layers are cut, see `liger_models.parallel.apply_tp`."""
         self.balance_ranks: Ranks | None = None
         """Those over whose tokens together experts are balanced, see `liger_models.parallel.apply_ep`."""
+        self._windows: dict[int | None, bool] | None = None
+        """Windows of the attention layers -> whether one of them has a softcap, by `post_init`."""
         self.hf_config: dict[str, Any] = {}
         """The config.json that the model was loaded with; keys that the model does not read are saved again."""
         self.assets: dict[str, bytes] = {}
         """Files that travel with the checkpoint untouched: generation_config.json, the tokenizer's."""
 
     def post_init(self) -> None:
-        """Tie and initialise the weights; the last line of a subclass's constructor."""
-        self._windows: dict[int | None, bool] = {}
-        for module in self.layers.modules():
+        """Check the parts, tie and initialise the weights; the last line of a subclass's constructor.
+
+        Raises:
+            ValueError: a part is missing, or attention layers that share a place in the decode cache.
+        """
+        name = type(self).__name__
+        absent = [part for part in ("embed_tokens", "layers", "norm", "lm_head", "rotary") if not hasattr(self, part)]
+        check(not absent, f"{name}: must have {', '.join(absent)} when it calls post_init, got none. Set them before.")
+        buffers = [buffer for buffer, _ in self.named_buffers()]
+        check(
+            not buffers,
+            f"{name}: must have no buffers, which checkpoints and meta devices lose, got {', '.join(buffers[:5])}. "
+            "Make them parameters, or compute them from the config as layers.rope.RotaryEmbedding does.",
+        )
+        self._windows = {}
+        places: dict[int, str] = {}
+        for path, module in self.layers.named_modules():
             if isinstance(module, LigerAttention):
+                other = places.setdefault(module.layer, path)
+                check(
+                    other == path,
+                    f"{name}: each attention layer must have a place of its own in the decode cache, got "
+                    f"layer={module.layer} for layers.{other} and layers.{path}. Number them.",
+                )
+                check(
+                    module.rotary is None or module.rotary in self.rotary,
+                    f"{name}: rotary must have the embedding {module.rotary!r} that layers.{path} takes, got "
+                    f"{', '.join(self.rotary)}.",
+                )
                 needed = self._windows.get(module.window, False)
                 self._windows[module.window] = needed or module.softcap is not None
         self.tie_weights()
@@ -147,7 +175,14 @@ class CausalLM(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def reset_parameters(self) -> None:
-        """Draw all weights anew: normal with ``initializer_range``, biases 0, norms as `LigerRMSNorm` says."""
+        """Draw all weights anew: normal with ``initializer_range``, biases 0, norms as `LigerRMSNorm` says.
+
+        Modules of other kinds then draw their own, inner ones first, by a method of this name.
+
+        Raises:
+            ValueError: parameters of a module that has none.
+        """
+        known = nn.Linear, nn.Embedding, LigerRMSNorm, LigerLayerNorm, LigerMoE
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
@@ -157,6 +192,18 @@ class CausalLM(nn.Module):
                 module.reset_parameters()
             elif isinstance(module, LigerMoE):
                 module.reset_parameters(self.config.initializer_range)
+        for name, module in reversed([*self.named_modules()]):
+            if isinstance(module, known):
+                continue
+            own = [parameter for parameter, _ in module.named_parameters(name, recurse=False)]
+            reset = getattr(type(module), "reset_parameters", None)
+            check(
+                not own or reset not in (None, CausalLM.reset_parameters),
+                f"{type(self).__name__}: {type(module).__name__} must have a method reset_parameters that draws "
+                f"{', '.join(own)}, got none. Fresh weights are made without memory first, and then drawn.",
+            )
+            if reset is not None and module is not self:
+                reset(module)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Self":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -308,6 +355,10 @@ class CausalLM(nn.Module):
             labels is None or tuple(labels.shape) == (B, T),
             f"forward: labels must be [{B}, {T}] like input_ids, got {None if labels is None else list(labels.shape)}.",
         )
+        check(
+            self._windows is not None,
+            f"{type(self).__name__}: the constructor must end with self.post_init(), got no call of it. Add the line.",
+        )
         sequence = Sequence.build(
             (B, T), inputs_embeds.device, dict(self.rotary.items()), windows=self._windows,
             position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
@@ -326,7 +377,7 @@ class CausalLM(nn.Module):
             log_probs=return_log_probs,
             loss_function=loss_function,
         )
-        aux_loss = self.auxiliary_loss(router_logits, attention_mask)
+        aux_loss = self.auxiliary_loss(router_logits, attention_mask) if cache is None else None
         if return_log_probs:
             return CausalLMOutput(None, logits, aux_loss, loss)
         if loss is not None and aux_loss is not None and loss_function is None:

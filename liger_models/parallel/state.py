@@ -292,5 +292,5 @@ def _checkpoint_errors(place: Path) -> Iterator[None]:
         rank, (reason, _) = next(iter(error.failures.items()))
         raise OSError(
             f"{place}: must be written and read whole by all ranks, got on rank {rank}: {reason!r}. What was saved "
-            "before is as it was."
+            "before is as it was; a run of another model or optimizer takes another folder."
         ) from error

@@ -112,10 +112,11 @@ def taken_apart(model: CausalLM, names: Collection[str], tensor: Callable[[Tenso
 
 
 def gradients_of(model: CausalLM) -> dict[str, Tensor]:
-    """Copies of all gradients; only what a text without images does not reach may have none."""
+    """Copies of all gradients; only what is frozen, or a text without images does not reach, may have none."""
     crossing = cross_blocks(dict(model.named_parameters()))
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None or is_tower(name) or name.startswith(crossing), name
+        reached = parameter.requires_grad and not (is_tower(name) or name.startswith(crossing))
+        assert parameter.grad is not None or not reached, name
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

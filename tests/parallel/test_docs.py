@@ -1,6 +1,7 @@
-"""The training loops of docs/training.md and docs/parallel.md run by torchrun; the first stops, and goes on."""
+"""The scripts of docs/training.md, parallel.md and custom.md run by torchrun; the first stops, and goes on."""
 
 import re
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +13,7 @@ from liger_models.convert import hub
 
 from ..torchrun import torchrun
 from .models import TINY, mixture, tiny
+from .test_custom import make
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,3 +79,14 @@ def test_expert_parallel(tmp_path):
     ids = tokens[: 2 * 2 * 32].view(4, 32)
     loss = model(ids, labels=ids).loss.item()
     assert abs(float(re.search(r"loss ([\d.]+)", lines[0])[1]) - loss) < 0.01 * loss
+
+
+def test_an_architecture_of_ones_own(tmp_path):
+    make().save_pretrained(tmp_path / "my-model")
+    shutil.copy(ROOT / "examples" / "custom.py", tmp_path / "side_by_side.py")
+    (tmp_path / "train.py").write_text(scripts("custom.md")[0])
+    torchrun(2, "train.py", cwd=tmp_path)
+    files, again = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("my-model", "again")
+    )
+    assert again == files

@@ -1,0 +1,145 @@
+"""An architecture that no checkpoint has, on the fused layers: learns to sort, is saved, and found again by its name.
+
+    python examples/custom.py [--steps N] [--output FOLDER]
+
+Attention and MLP stand side by side behind one norm, queries and keys are normed, three layers of four see a window
+only, and every second MLP is a mixture of experts. A row of the data, which are made here, is a list of numbers and the
+same numbers in order; it learns the second half. Needs no GPU.
+"""
+
+import argparse
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from liger_models import AutoLigerModel, KernelOptions, LigerAdamW, LigerRMSNorm, LigerSwiGLUMLP, register
+from liger_models.kernels.moe import load_balancing_loss
+from liger_models.layers.attention import LigerQKNormAttention
+from liger_models.layers.causal_lm import CausalLM
+from liger_models.layers.config import DecoderConfig
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.head import LigerLMHead
+from liger_models.layers.moe import LigerMoE
+from liger_models.layers.rope import RotaryEmbedding
+from liger_models.layers.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideBySideConfig(DecoderConfig):
+    """What every decoder has, and what this one adds."""
+
+    sliding_window: int = 4096
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 1408
+    router_aux_loss_coef: float = 0.01
+
+
+class SideBySideBlock(nn.Module):
+    """``h += attention(norm(h)) + mlp(norm(h))``."""
+
+    def __init__(self, config: SideBySideConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        C = config.hidden_size
+        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
+        window = None if layer % 4 == 3 else config.sliding_window
+        self.input_layernorm = norm(C)
+        self.self_attn = LigerQKNormAttention(
+            C, config.num_attention_heads, config.kv_heads, config.head_size,
+            norm=norm, layer=layer, window=window, rope_kernel=kernels.rope,
+        )  # fmt: skip
+        if layer % 2 == 0:
+            self.mlp: nn.Module = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        else:
+            sizes = config.moe_intermediate_size, config.num_experts, config.num_experts_per_tok
+            self.mlp = LigerMoE(C, *sizes, normalize=True, kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, ...]:
+        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair, and a router's logits."""
+        attended, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+        if isinstance(self.mlp, LigerMoE):
+            y, router_logits = self.mlp(self.input_layernorm(residual))
+            return attended + y, residual, router_logits
+        y, residual = self.mlp.add_norm(self.input_layernorm, None, residual)
+        return attended + y, residual
+
+
+class SideBySide(CausalLM):
+    """The blocks between an embedding and a language-model head."""
+
+    config_class = SideBySideConfig
+
+    def __init__(self, config: SideBySideConfig, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(SideBySideBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
+        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
+        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+        self.rotary = nn.ModuleDict({"default": RotaryEmbedding(config.head_size, config.rope_theta)})
+        self.post_init()
+
+    def auxiliary_loss(self, router_logits: list[Tensor], attention_mask: Tensor | None) -> Tensor:
+        """What keeps the experts equally busy."""
+        top_k, coefficient = self.config.num_experts_per_tok, self.config.router_aux_loss_coef
+        return coefficient * load_balancing_loss(router_logits, top_k, attention_mask, self.balance_ranks)
+
+
+register("side_by_side", SideBySide)
+
+NUMBERS, LENGTH = 16, 6
+END = NUMBERS
+
+
+def make_rows(rows: int) -> tuple[Tensor, Tensor]:
+    """Token ids [rows, 2 · LENGTH + 1] and labels: numbers, the end of the list, the same numbers in order."""
+    numbers = torch.randint(NUMBERS, (rows, LENGTH))
+    ids = torch.cat([numbers, torch.full((rows, 1), END), numbers.sort().values], 1)
+    labels = ids.clone()
+    labels[:, : LENGTH + 1] = -100
+    return ids, labels
+
+
+def sorted_right(model: CausalLM) -> float:
+    """The share of new lists that the model sorts without a mistake."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        ids, _ = make_rows(128)
+    made = model.generate(ids[:, : LENGTH + 1], max_new_tokens=LENGTH, eos_token_id=[])
+    return (made == ids).all(1).double().mean().item()
+
+
+def main(steps: int, output: Path) -> None:
+    """Train, save, load by name, and compare."""
+    torch.manual_seed(0)
+    config = SideBySideConfig(
+        vocab_size=NUMBERS + 1, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=LENGTH + 1, num_experts=4, moe_intermediate_size=64,
+    )  # fmt: skip
+    model = SideBySide.from_config(config)
+    print(f"{model.num_parameters():,} parameters; sorted right before training: {sorted_right(model):.0%}")
+    optimizer = LigerAdamW(model.parameters(), lr=3e-3)
+    for step in range(1, steps + 1):
+        ids, labels = make_rows(64)
+        loss = model(ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 0:
+            print(f"step {step}: loss {loss.item():.3f}")
+    print(f"sorted right: {sorted_right(model):.0%}")
+
+    model.save_pretrained(output)
+    again = AutoLigerModel.from_pretrained(output, progress=False)  # "side_by_side" stands in config.json
+    same = all(map(torch.equal, model.parameters(), again.parameters()))
+    print(f"{output}: saved and loaded as {type(again).__name__}, {'the same' if same else 'NOT THE SAME'} weights")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train an architecture of one's own on lists to sort.")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    parser.add_argument("--output", type=Path, default=Path("custom_output"), help="folder of the checkpoint")
+    main(**vars(parser.parse_args()))
