@@ -32,12 +32,12 @@ from torch.nn import functional as F
 from .cross_entropy import LOWEST, _transformed, check_arguments, exp, token_scale
 from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
 from .linear_cross_entropy import (
-    _linear,
     chunk_rows,
     logits_buffer,
     matching_dtypes,
     walk_chunks,
     wide_gradients_fake,
+    write_logits,
 )
 from .scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, without_exponent
 
@@ -337,7 +337,7 @@ def _forward(x, weight, target, bias, teacher_x, teacher_weight, teacher_bias, f
 
     def divergence(student: Tensor, part: slice) -> tuple[tuple[Tensor, Tensor], Tensor]:
         logits = teacher[: len(student)]
-        _linear(teacher_x[part], teacher_weight, teacher_bias, logits)
+        write_logits(teacher_x[part], teacher_weight, teacher_bias, logits)
         gradient = student if apart is None else apart[: len(student)]
         results = _rows(student, logits, gradient if any(need) else None, target[part], shares[part], options)
         return results, gradient

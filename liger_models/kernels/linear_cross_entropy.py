@@ -178,7 +178,7 @@ def _word_parts(V: int, size: int) -> list[int]:
     return sizes + [V - aligned] * (aligned < V)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """``x @ weightᵀ + bias`` into ``out``, in its dtype."""
     sizes = _word_parts(len(weight), len(weight))
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)
@@ -240,6 +240,43 @@ def logits_buffer(x: Tensor, V: int, rows: int, dtype: torch.dtype | None = None
     return x.new_empty(min(rows, len(x)), -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, dtype=dtype)[:, :V]
 
 
+class Gradients:
+    """dx, dweight and dbias of ``x @ weightᵀ + bias``, from the gradients of the logits of its rows, some at a time.
+
+    Args:
+        x: [N, C].
+        weight: [V, C].
+        need: whether dx, dweight and dbias are needed; those that are not are empty.
+        chunks: how many times there will be some.
+    """
+
+    def __init__(self, x: Tensor, weight: Tensor, need: tuple[bool, bool, bool], chunks: int) -> None:
+        self._weight, self._need, self._begun = weight, need, False
+        self.dx = torch.empty_like(x) if need[0] else x.new_empty(0)
+        self._dweight, self._sums = _new_sums(weight, chunks) if need[1] else (x.new_empty(0), [])
+        wide = torch.promote_types(x.dtype, torch.float32)
+        self._dbias = torch.zeros(len(weight), dtype=wide, device=x.device) if need[2] else x.new_empty(0)
+
+    def add(self, gradient: Tensor, x: Tensor, dx: Tensor | None) -> None:
+        """Of some rows: the logits' gradient [n, V] and x [n, C]; their dx is written."""
+        if self._need[0]:
+            assert dx is not None
+            _linear_backward(gradient, self._weight, dx)
+        if self._need[1]:
+            accumulate(self._sums, gradient, x, beta=int(self._begun))
+        if self._need[2]:
+            self._dbias += gradient.sum(0, dtype=self._dbias.dtype)
+        self._begun = True
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """dx, dweight as its sum is kept, dbias in fp32."""
+        if self._dweight is None:
+            self._dweight = _gathered(self._sums)
+        elif not self._begun:
+            self._dweight.zero_()
+        return self.dx, self._dweight, self._dbias
+
+
 def walk_chunks(
     x: Tensor,
     weight: Tensor,
@@ -265,31 +302,20 @@ def walk_chunks(
         Each result of all rows ([] without rows), dx, dweight as its sum is kept, dbias in fp32.
     """
     N, V = x.shape[0], weight.shape[0]
-    wide = torch.promote_types(x.dtype, torch.float32)
     logits = gradient = buffer = logits_buffer(x, V, rows, logits_dtype)
-    dx = torch.empty_like(x) if need[0] else x.new_empty(0)
-    dweight, sums = _new_sums(weight, -(-N // rows)) if need[1] else (x.new_empty(0), [])
-    if N == 0 and dweight is not None:
-        dweight.zero_()
-    dbias = torch.zeros(V, dtype=wide, device=x.device) if need[2] else x.new_empty(0)
+    gradients = Gradients(x, weight, need, -(-N // rows))
     pieces = []
     for start in range(0, N, rows):
         part = slice(start, min(start + rows, N))
         logits = buffer[: part.stop - part.start]
-        _linear(x[part], weight, bias, logits)
+        write_logits(x[part], weight, bias, logits)
         results, gradient = of_logits(logits, part)
         if results is not None:
             pieces.append(results)
-        if need[0]:
-            _linear_backward(gradient, weight, dx[part])
-        if need[1]:
-            accumulate(sums, gradient, x[part], beta=int(start > 0))
-        if need[2]:
-            dbias += gradient.sum(0, dtype=wide)
+        if any(need):
+            gradients.add(gradient, x[part], gradients.dx[part] if need[0] else None)
     del logits, gradient, buffer
-    if dweight is None:
-        dweight = _gathered(sums)
-    return [torch.cat(column) for column in zip(*pieces, strict=True)], dx, dweight, dbias
+    return [torch.cat(column) for column in zip(*pieces, strict=True)], *gradients.finish()
 
 
 def _walk_chunks(

@@ -16,28 +16,40 @@ The rows go through in the chunks of `linear_cross_entropy`: two products forwar
 made again in the backward since each token has an upstream gradient of its own (four in all). Saved: x, weight, max z
 and log Σ exp(z − max z), and H. Without the entropy it is `linear_cross_entropy`'s own per-token op that runs.
 
+A loss that is a sum over sequences, or pairs of them, needs no second product for the logits (`loss_of_log_probs`): its
+gradient for a sequence is known once that sequence's log-probabilities are, while its logits are still there.
+
 Source: https://arxiv.org/abs/2410.10989 (Liger Kernel, chunked losses).
 """
 
-from collections.abc import Sequence
-from typing import Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .cross_entropy import LOWEST, _transformed, check_arguments, exp
+from .cross_entropy import LOWEST, _transformed, check_arguments, exp, token_statistics
 from .dispatch import LIBRARY, check, on_device_of, tl, triton, use_triton
 from .linear_cross_entropy import (
+    Gradients,
     check_head,
     chunk_rows,
     linear_cross_entropy,
+    logits_buffer,
     matching_dtypes,
     walk_chunks,
+    write_logits,
 )
-from .scalar_loss import scaled, without_exponent
+from .scalar_loss import HandOver, scaled, without_exponent
+
+More = TypeVar("More")
 
 MAX_BLOCK = 16384
+
+KEPT = 5 / 8
+"""Share of all rows whose logits `loss_of_log_probs` keeps at most, if a single sequence or pair has more than a chunk.
+The peak is then a fifth of what plain PyTorch takes for a preference loss without a reference model."""
 
 
 def fused_linear_logprobs_reference(
@@ -358,3 +370,130 @@ def fused_linear_logprobs(
         flat, weight, y, bias, ignore_index, softcap, logit_scale, rows
     )
     return log_probs.view(target.shape), entropy.view(target.shape)
+
+
+def loss_of_log_probs(
+    loss_of: Callable[[Tensor], tuple[Tensor, More]],
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    together: int = 1,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    workspace_mib: int | None = None,
+) -> tuple[Tensor, More]:
+    """``loss_of(fused_linear_logprobs(...))`` for a loss that is a sum over sequences; its gradients are made with it.
+
+    Args:
+        loss_of: log-probabilities [B, T] fp32 -> loss [], and what else is wanted of it, without gradients. The
+            gradient for a sequence may depend on no other one, but for those ``together`` with it; numbers that are the
+            same for all, such as counts of targets, must come from elsewhere than the log-probabilities. It is called
+            several times, with log-probabilities of −1 where they are not known yet, and the last time with all.
+        x: [B, T, C].
+        together: so many sequences belong together: b, b + B / together, ... (2: chosen, then rejected ones).
+        target: [B, T].
+        Others: as in `fused_linear_logprobs`. Without ``workspace_mib`` the logits of a chunk are those of whole
+            sequences, of up to five eighths of all rows if one needs so many; what is more is computed twice.
+
+    Returns:
+        Loss [], differentiable in x, weight and bias, and what else ``loss_of`` returned.
+
+    Raises:
+        ValueError, TypeError: as `fused_linear_logprobs`.
+    """
+    options = {"bias": bias, "ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
+    need = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
+    half = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    # In fp16 the gradients of all tokens are scaled by one power of two, which must be known before the first.
+    if not any(need) or half == torch.float16 or torch.compiler.is_compiling():
+        return loss_of(
+            fused_linear_logprobs(x, weight, target, temperature=temperature, workspace_mib=workspace_mib, **options)  # type: ignore[call-overload]
+        )
+    op = "loss_of_log_probs"
+    check(temperature > 0, f"{op}: temperature must be positive, got {temperature}.")
+    check(
+        x.dim() == 3 and len(x) % together == 0,
+        f"{op}: x must be [B, T, C] with B a multiple of {together}, got {list(x.shape)}.",
+    )
+    check_head(op, x, weight, bias, workspace_mib)
+    check_arguments(op, tuple(x.shape[:-1]), len(weight), target, None, None, ignore_index, 0.0, softcap, "none", None)
+    x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
+    scaled_cap = None if softcap is None else softcap / temperature
+    last: list[More] = []
+
+    def run(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        loss, more, gradients = _loss_and_gradients(
+            loss_of, x, weight, target, bias, together, need,
+            (ignore_index, 0.0, 0.0, scaled_cap, logit_scale / temperature), workspace_mib,
+        )  # fmt: skip
+        last[:] = [more]
+        return loss, *gradients, loss.new_ones(())
+
+    (loss,) = HandOver.apply(run, 4, (0, 1, 3), x, weight, target, bias)
+    return loss, last[0]
+
+
+def _loss_and_gradients(
+    loss_of: Callable[[Tensor], tuple[Tensor, More]],
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    together: int,
+    need: tuple[bool, ...],
+    options: tuple[int, float, float, float | None, float],
+    workspace_mib: int | None,
+) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
+    B, T, C = x.shape
+    V, N, unit = len(weight), B * T, max(together * T, 1)
+    rows = chunk_rows(N, V, x.element_size(), workspace_mib)
+    each = -(-rows // unit) if workspace_mib is None else max(rows // unit, 1)  # sequences, or pairs, at a time
+    room = rows if workspace_mib is not None else max(rows, int(KEPT * N))
+    size = min(each * unit, N)
+    step = size if size <= room else rows
+    x, target = x.contiguous().view(together, -1, T, C), target.view(together, -1, T)
+    groups = [slice(start, start + each) for start in range(0, B // together, each)]
+    gradients = Gradients(x.view(N, C), weight, need, len(groups) * -(-size // step))  # type: ignore[arg-type]
+    dx = gradients.dx.view(x.shape) if need[0] else None
+    buffer = logits_buffer(x.view(N, C), V, size if size <= room else room // step * step)
+    log_probs = torch.full_like(target, -1.0, dtype=torch.promote_types(x.dtype, torch.float32))
+
+    def gradient_of_log_probs() -> Tensor:
+        with torch.enable_grad():
+            leaf = log_probs.view(B, T).detach().clone().requires_grad_()
+            (found,) = torch.autograd.grad(loss_of(leaf)[0], leaf)
+        return found.view(log_probs.shape)
+
+    for group in groups:
+        rows_x, y = x[:, group].reshape(-1, C), target[:, group].reshape(-1)
+        parts = [slice(start, min(start + step, len(y))) for start in range(0, len(y), step)]
+        kept = max(len(parts) - len(buffer) // step, 0) if len(parts) > 1 else 0  # the first whose logits stay
+        found, lse = log_probs.new_empty(len(y)), log_probs.new_empty(len(y), 2)
+        logits = []
+        for number, part in enumerate(parts):
+            place = max(number - kept, 0) * step
+            logits.append(buffer[place : place + part.stop - part.start])
+            write_logits(rows_x[part], weight, bias, logits[-1])
+            statistics = token_statistics(logits[-1], y[part], None, *options)
+            assert statistics is not None
+            found[part], lse[part] = statistics.log_probs, statistics.lse
+        log_probs[:, group] = found.view(log_probs[:, group].shape)
+        a = -gradient_of_log_probs()[:, group].reshape(-1)  # of −log p
+        d_rows = gradients.dx.new_empty(rows_x.shape) if need[0] else gradients.dx
+        for number, part in sorted(enumerate(parts), key=lambda each: each[0] < kept):
+            if number < kept:
+                write_logits(rows_x[part], weight, bias, logits[number])
+            token_statistics(
+                logits[number], y[part], None, *options, lse=lse[part], a=a[part].contiguous(), gradient=logits[number]
+            )
+            gradients.add(logits[number], rows_x[part], d_rows[part] if need[0] else None)
+        if dx is not None:
+            dx[:, group] = d_rows.view(dx[:, group].shape)
+    loss, more = loss_of(log_probs.view(B, T))
+    del logits, buffer
+    _, dweight, dbias = gradients.finish()
+    return loss, more, (gradients.dx if dx is None else dx.view(B, T, C), dweight, dbias)

@@ -1,7 +1,7 @@
 """GRPO and its relatives over the language-model head, without building its logits; called as Liger-Kernel's is.
 
-One pass of `fused_linear_logprobs` over the completions, one without gradient for a reference model, and then a few
-operations on log-probabilities [B, T], whose gradient is autograd's.
+One pass of `fused_linear_logprobs` without gradient for a reference model, and one of `loss_of_log_probs` over the
+completions, with a few operations on log-probabilities [B, T], whose gradient is autograd's.
 
 Per token, with l its log-probability, l_old that under the policy which sampled it, A the advantage of its sequence,
 m the mask and w = exp(l − l_old) (or, per sequence, exp of the mean of l − l_old over its tokens: GSPO)::
@@ -17,15 +17,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_models.kernels.dispatch import check
-from liger_models.kernels.linear_logprobs import fused_linear_logprobs
+from liger_models.kernels.linear_logprobs import fused_linear_logprobs, loss_of_log_probs
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+TOKEN_MEANS = ("dapo", "cispo", "vespo")
 ONLY_PER_TOKEN = ("cispo", "sapo", "vespo")
 UNCLIPPED = ("sapo", "vespo")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 IGNORED = -100
 LOG_MAX, LOG_MIN = 20.0, -18.420680743952367
 """Bounds of VESPO's log weights: e^20 and 1e-8."""
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _tokens_of_all_ranks(mask: Tensor) -> Tensor:
+    tokens = mask.sum(dtype=torch.float32)
+    if _distributed():
+        dist.all_reduce(tokens)
+    return tokens
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
@@ -199,10 +211,19 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         if self.beta != 0.0 and ref_input is not None and ref_weight is not None:
             with torch.no_grad():
                 reference = self._log_probs(ref_input, ref_weight, target, ref_bias)
-        return self.from_log_probs(
-            self._log_probs(_input, lin_weight, target, bias), attention_mask, advantages,
-            ref_per_token_logps=reference, old_per_token_logps=old_per_token_logps, vllm_is_ratio=vllm_is_ratio,
-            num_items_in_batch=num_items_in_batch,
+        if num_items_in_batch is None and self.loss_type in TOKEN_MEANS:
+            num_items_in_batch = _tokens_of_all_ranks(attention_mask)
+
+        def loss_of(log_probs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            return self.from_log_probs(
+                log_probs, attention_mask, advantages, ref_per_token_logps=reference,
+                old_per_token_logps=old_per_token_logps, vllm_is_ratio=vllm_is_ratio,
+                num_items_in_batch=num_items_in_batch,
+            )  # fmt: skip
+
+        return loss_of_log_probs(
+            loss_of, _input, lin_weight, target, bias=bias, ignore_index=IGNORED, softcap=self.softcap,
+            logit_scale=self.logit_scale, temperature=self.temperature, workspace_mib=self.workspace_mib,
         )  # fmt: skip
 
     def from_log_probs(
@@ -219,7 +240,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         """As `forward`, from the policy's log-probabilities [B, T], which know the temperature already."""
         self._check_rows(log_probs, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio)
         check(
-            num_items_in_batch is None or self.loss_type in ("dapo", "cispo", "vespo"),
+            num_items_in_batch is None or self.loss_type in TOKEN_MEANS,
             f"{type(self).__name__}: num_items_in_batch is for dapo, cispo and vespo, got it with {self.loss_type!r}.",
         )
         mask = attention_mask.to(log_probs.dtype)
@@ -304,14 +325,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             return loss.sum() / (sequences * self.max_completion_length)
         if self.loss_type == "luspo":
             return loss.sum() / sequences
-        distributed = dist.is_available() and dist.is_initialized()
-        if num_items is None:
-            tokens = mask.sum()
-            if distributed:
-                dist.all_reduce(tokens)
-        else:
-            tokens = torch.as_tensor(num_items, dtype=mask.dtype, device=mask.device)
-        return loss.sum() / (tokens / (dist.get_world_size() if distributed else 1)).clamp_min(1)
+        found = _tokens_of_all_ranks(mask) if num_items is None else num_items
+        tokens = torch.as_tensor(found, dtype=mask.dtype, device=mask.device)
+        return loss.sum() / (tokens / (dist.get_world_size() if _distributed() else 1)).clamp_min(1)
 
     def _log_probs(self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
         log_probs = fused_linear_logprobs(

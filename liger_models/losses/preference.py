@@ -1,8 +1,8 @@
 """Preference losses over the language-model head, without building its logits; called as Liger-Kernel's are.
 
-Each is one pass of `fused_linear_logprobs` over all rows of the policy, one without gradient for a reference model, and
-then a few operations on log-probabilities [B, T], whose gradient is autograd's. ``from_log_probs`` is that second half
-alone, for log-probabilities that were computed elsewhere, such as inside a head whose weight is sharded.
+Each is one pass of `fused_linear_logprobs` without gradient for a reference model, and one of `loss_of_log_probs` over
+all rows of the policy, with a few operations on log-probabilities [B, T], whose gradient is autograd's.
+``from_log_probs`` is these operations alone, for log-probabilities that were computed elsewhere.
 
 With l(y) the log-probability of a sequence, the sum of its tokens' or their mean (``average_log_prob``; 0 if it has
 none), r(y) = l(y) − l_ref(y), or l(y) without reference, y_w the chosen and y_l the rejected sequence of a pair, the
@@ -10,7 +10,8 @@ loss is a mean over pairs, plus ``alpha`` times the mean negative log-probabilit
 """
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,9 @@ from torch.nn.functional import logsigmoid
 
 from liger_models.kernels.dispatch import check
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_models.kernels.linear_logprobs import fused_linear_logprobs
+from liger_models.kernels.linear_logprobs import fused_linear_logprobs, loss_of_log_probs
+
+Metrics = TypeVar("Metrics", bound=tuple[object, ...])
 
 MARGIN_LOSSES = ("sigmoid", "hinge", "ipo")
 DPO_LOSSES = (
@@ -146,6 +149,21 @@ class _OverLogProbs(nn.Module):
             logit_scale=self.logit_scale, workspace_mib=self.workspace_mib,
         )  # fmt: skip
 
+    def _over_head(
+        self,
+        loss_of: Callable[[Tensor], tuple[Tensor, Metrics]],
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        together: int,
+    ) -> tuple[Tensor, Metrics]:
+        """Loss of the log-probabilities, and metrics."""
+        return loss_of_log_probs(
+            loss_of, x, weight, target, together=together, bias=bias, ignore_index=self.ignore_index,
+            softcap=self.softcap, logit_scale=self.logit_scale, workspace_mib=self.workspace_mib,
+        )  # fmt: skip
+
     def _check_rows(self, rows: Tensor, target: Tensor, paired: bool) -> None:
         check(
             target.dim() == 2 and rows.shape[:2] == target.shape,
@@ -251,7 +269,13 @@ class _OverPairs(_OverLogProbs, ABC):
         nll_loss: Tensor | None = None,
     ) -> tuple[Tensor, PreferenceMetrics]:
         self._check_rows(x, target, paired=True)
-        loss, metrics = self._from_log_probs(self._log_probs(x, lin_weight, target, bias), target, reference, nll_loss)
+        nll_value = None if nll_loss is None else nll_loss.detach()
+        loss, metrics = self._over_head(
+            lambda log_probs: self._from_log_probs(log_probs, target, reference, nll_value),
+            x, lin_weight, target, bias, together=2,
+        )  # fmt: skip
+        if nll_loss is not None:  # its gradient is no matter of these log-probabilities
+            loss = loss + self.alpha * (nll_loss - nll_loss.detach())
         means = self._mean_logits(x, lin_weight, bias)
         pairs = len(target) // 2
         return loss, metrics._replace(
@@ -636,8 +660,10 @@ class LigerFusedLinearKTOLoss(_OverLogProbs):
         reference = self._reference(
             self.use_ref_model, target, self.average_log_prob, ref_log_probs, ref_input, ref_weight, ref_bias
         )
-        log_probs = self._log_probs(_input, lin_weight, target, bias)
-        loss, metrics = self._from_log_probs(log_probs, target, labels, reference, kl)
+        loss, metrics = self._over_head(
+            lambda log_probs: self._from_log_probs(log_probs, target, labels, reference, kl),
+            _input, lin_weight, target, bias, together=1,
+        )  # fmt: skip
         sums = self._mean_logits(_input, lin_weight, bias) * (target.shape[1] * lin_weight.shape[0])
         return loss, metrics._replace(
             chosen_logits_sum=sums.where(labels, 0).sum(), rejected_logits_sum=sums.where(~labels, 0).sum()

@@ -1,8 +1,14 @@
 import pytest
 import torch
+from torch.nn.functional import logsigmoid
 
+from liger_models.kernels import linear_logprobs
 from liger_models.kernels.dispatch import reference_backend
-from liger_models.kernels.linear_logprobs import fused_linear_logprobs, fused_linear_logprobs_reference
+from liger_models.kernels.linear_logprobs import (
+    fused_linear_logprobs,
+    fused_linear_logprobs_reference,
+    loss_of_log_probs,
+)
 
 from .oracle import assert_close_to_truth, opcheck, run
 
@@ -173,3 +179,95 @@ def test_memory_stays_within_the_workspace(return_entropy):
     torch.autograd.grad(total, (x, w))
     gradients = 2 * x.numel() * 2 + 2 * w.numel() * 2  # summed, and cast
     assert torch.cuda.max_memory_allocated() - before <= gradients + (budget + 40) * 2**20
+
+
+SEQUENCES = {"several a chunk": (8, 3, 1), "a pair a chunk": (4, 5, 2), "more than is kept": (2, 9, 2)}
+"""B, T, together: with four rows a chunk, groups of 6, of 10, and of 18 rows, of which the logits of 8 are kept."""
+
+
+def sequences(B, T, device, dtype=torch.float32, ignore_index=-100):
+    x, w, b = inputs(device, dtype, rows=B * T)
+    return [x.view(B, T, C), w, b], targets(ignore_index, rows=B * T).view(B, T).to(device)
+
+
+def loss_of(target, together, ignore_index=-100):
+    """A loss that is not linear in the log-probabilities, and their mean over targets."""
+
+    def of_log_probs(log_probs):
+        lengths = (target.to(log_probs.device) != ignore_index).sum(-1).clamp_min(1)
+        means = log_probs.sum(-1) / lengths
+        if together == 2:
+            chosen, rejected = means.chunk(2)
+            loss = -logsigmoid(2.0 * (chosen - rejected)).sum() - 0.1 * chosen.sum()
+        else:
+            loss = means.square().sum()
+        return loss, means.detach()
+
+    return of_log_probs
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("B", "T", "together"), SEQUENCES.values(), ids=SEQUENCES)
+def test_a_loss_of_them_matches_fp64(backend, B, T, together, options, poisoned_empty, four_rows_a_chunk):
+    _, target = sequences(B, T, backend, ignore_index=options.get("ignore_index", -100))
+    of_log_probs = loss_of(target, together, options.get("ignore_index", -100))
+
+    def ours(x, w, b):
+        return loss_of_log_probs(of_log_probs, x, w, target, together=together, bias=b, **options)[0]
+
+    def theirs(x, w, b):
+        return of_log_probs(fused_linear_logprobs_reference(x, w, target.to(x.device), bias=b, **options)[0])[0]
+
+    for dtype in DTYPES:
+        assert_close_to_truth(ours, theirs, sequences(B, T, backend, dtype)[0], [torch.tensor(0.37, device=backend)])
+
+
+@pytest.mark.parametrize(("B", "T", "together"), SEQUENCES.values(), ids=SEQUENCES)
+def test_logits_of_a_loss_are_computed_once_if_there_is_room(backend, B, T, together, four_rows_a_chunk, monkeypatch):
+    (x, w, b), target = sequences(B, T, backend)
+    seen, write = [], linear_logprobs.write_logits
+    monkeypatch.setattr(linear_logprobs, "write_logits", lambda x, *rest: seen.append(len(x)) or write(x, *rest))
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    loss, means = loss_of_log_probs(loss_of(target, together), x, w, target, together=together, bias=b)
+    assert sum(seen) == (B * T if T < 9 else 18 + 12)
+    assert not means.requires_grad
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    first = [gradient.clone() for gradient in first]
+    second = torch.autograd.grad(3 * loss, leaves)
+    for one, three in zip(first, second, strict=True):
+        torch.testing.assert_close(three, 3 * one)
+
+
+def test_frozen_parts_of_a_loss(backend, four_rows_a_chunk):
+    tensors, target = sequences(4, 5, backend)
+    function = lambda x, w, b: loss_of_log_probs(loss_of(target, 2), x, w, target, together=2, bias=b)[0]
+    every = torch.autograd.grad(function(*[t.requires_grad_() for t in tensors]), tensors)
+    for index, want in enumerate(every):
+        leaves = [t.detach().requires_grad_(i == index) for i, t in enumerate(tensors)]
+        (got,) = torch.autograd.grad(function(*leaves), [leaves[index]])
+        torch.testing.assert_close(got, want)
+    with torch.no_grad():
+        loss = function(*tensors)
+    torch.testing.assert_close(loss, function(*tensors))
+    assert not loss.requires_grad
+
+
+def test_a_loss_under_autocast(backend, four_rows_a_chunk):
+    tensors, target = sequences(4, 5, backend)
+    leaves = [t.requires_grad_() for t in tensors]
+    with torch.autocast(backend, torch.bfloat16):
+        loss, _ = loss_of_log_probs(loss_of(target, 2), leaves[0], leaves[1], target, together=2, bias=leaves[2])
+    exact, _ = loss_of_log_probs(loss_of(target, 2), leaves[0], leaves[1], target, together=2, bias=leaves[2])
+    got, want = (torch.autograd.grad(each, leaves) for each in (loss, exact))
+    for gradient, exact_gradient in zip(got, want, strict=True):
+        assert gradient.dtype == torch.float32
+        assert (gradient - exact_gradient).norm() <= 0.05 * exact_gradient.norm()
+
+
+def test_bad_inputs_of_a_loss(backend):
+    (x, w, _), target = sequences(3, 4, backend)
+    x.requires_grad_()
+    with pytest.raises(ValueError, match="B a multiple of 2"):
+        loss_of_log_probs(loss_of(target, 2), x, w, target, together=2)
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        loss_of_log_probs(loss_of(target, 1), x, w, target, temperature=0.0)
