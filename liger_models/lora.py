@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from einops import EinopsError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .convert import get_map, model_type_of
+from .convert import get_map, get_other_maps, model_type_of
 from .convert.ranks import agreeing, this_rank
 from .convert.weight_map import Expression, Name
 from .kernels.collectives import Ranks
@@ -256,15 +257,9 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
         ``model``, which `adapter_config` tells from others.
 
     Raises:
-        ValueError: a name that fits no linear layer, a model with adapters or with images, or one that is sharded or
-            cut already.
+        ValueError: a name that fits no linear layer, a model with adapters, or one that is sharded or cut already.
     """
     config = config or LoRAConfig()
-    check(
-        not isinstance(model, VisionLanguageModel),
-        f"apply_lora: the model must be one of text alone, got {type(model).__name__}. Freeze parts of it instead, as "
-        "docs/vision.md shows.",
-    )
     check(
         adapter_config(model) is None,
         f"apply_lora: {type(model).__name__} must not have adapters yet, got one that has. Merge them first.",
@@ -362,7 +357,8 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
     tensors, names = {}, set()
     for _, layer in _adapted(model):
         for name, adapter in layer.adapters():
-            names.add(_short(name))
+            # In a vision tower names end alike in layers that are adapted and in others ("proj", "0").
+            names.add(name.removesuffix(".weight") if isinstance(model, VisionLanguageModel) else _short(name))
             for theirs, parameter in _files_names(name, adapter).items():
                 whole: Any = parameter.detach()
                 whole = whole.full_tensor() if is_cut(whole) else whole
@@ -521,15 +517,34 @@ def _put(model: nn.Module, path: str, layer: nn.Module) -> None:
     setattr(model.get_submodule(owner), name, layer)
 
 
+def _entries(model: CausalLM) -> dict[str, Expression]:
+    """Of the weight map with the names that transformers' modules have, which PEFT's files take."""
+    model_type = model_type_of(type(model))
+    first, *others = [get_map(model_type)(model.config), *get_other_maps(model_type)(model.config)]
+    if not isinstance(model, VisionLanguageModel):
+        return first.entries
+    inside = "model.language_model.norm.weight"  # not so in checkpoints that are older than this module
+    return next(each.entries for each in (first, *others) if inside in each.entries["norm.weight"].names())
+
+
 def _linears(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]:
     """The linear layers that can be adapted, by their path, with the weight map's entry."""
-    entries = get_map(model_type_of(type(model)))(model.config).entries
+    entries = _entries(model)
     routers = {id(module.gate) for module in model.modules() if isinstance(module, LigerMoE)}
-    return {
+    found = {
         path: (layer, entries.get(f"{path}.weight", Name(f"{path}.weight")))  # a tied head has no entry
         for path, layer in model.named_modules()
         if type(layer) in (nn.Linear, LigerLMHead) and id(layer) not in routers
     }
+    return {path: pair for path, pair in found.items() if _of_rows(*pair)}
+
+
+def _of_rows(linear: nn.Linear, expression: Expression) -> bool:
+    """Whether a weight is made of whole rows of the checkpoint's; that of a patch embedding is a convolution there."""
+    try:
+        return all(part.dim() == 1 for part in expression.unpack(linear.weight.new_empty(len(linear.weight))).values())
+    except (EinopsError, IndexError):
+        return False
 
 
 def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
@@ -538,7 +553,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
     if targets == "all-linear":
         return {name for module, name in modules.items() if module != "lm_head"}
     short = sorted(set(map(_short, names)))
-    entries = get_map(model_type_of(type(model)))(model.config).entries
+    entries = _entries(model)
     others = {_short(name) for expression in entries.values() for name in expression.names()} - set(short)
     chosen: set[str] = set()
     for target in [targets] if isinstance(targets, str) else targets:

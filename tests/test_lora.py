@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ from liger_models.lora import (
     unmerge_lora,
 )
 
-from .arch.families import LIMIT, VISION_CASES, error, hf_model, load, make_folder, tiny, tokens
+from .arch import test_gemma3, test_mllama, test_vision
+from .arch.families import LIMIT, VISION_CASES, error, hf_model, is_tower, load, make_folder, tiny, tokens
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -79,11 +81,27 @@ def under_peft_names(model, values) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_equal_to_peft(ours, theirs, ids) -> None:
-    assert error(ours(ids).logits, theirs(input_ids=ids).logits) <= LIMIT
-    want = theirs(input_ids=ids, labels=ids).loss
-    want.backward()
-    got = ours(ids, labels=ids).loss
+def with_image(arch: str, model) -> tuple[torch.Tensor, dict[str, Any], dict[str, Any]]:
+    """Tokens, and what ours and transformers' model get beside them; of a vision-language model an image."""
+    if arch == "gemma3":
+        ids, types, _, _, pixels = test_gemma3.make(model, [[3, test_gemma3.IMAGE, 9]])
+        return ids, {"pixel_values": pixels}, {"pixel_values": pixels, "token_type_ids": types}
+    if arch == "mllama":
+        ids, labels, inputs = test_mllama.make(model, [3, test_mllama.IMAGE, 9])
+        return ids, inputs | {"labels": labels}, inputs | {"labels": labels}
+    if arch in dict(VISION_CASES):
+        batch = test_vision.Batch(model, test_vision.ONE)
+        return batch.ids, batch.inputs, batch.inputs | {"mm_token_type_ids": batch.kinds}
+    return tokens(arch, next(iter(tiny(arch))), 2, 12), {}, {}
+
+
+def assert_equal_to_peft(ours, theirs, ids, our_inputs=None, their_inputs=None) -> None:
+    our_inputs, their_inputs = {"labels": ids, **(our_inputs or {})}, {"labels": ids, **(their_inputs or {})}
+    want = theirs(input_ids=ids, **their_inputs)
+    want.loss.backward()
+    want, logits = want.loss, want.logits
+    assert error(ours(ids, return_logits=True, **our_inputs).logits, logits) <= LIMIT
+    got = ours(ids, **our_inputs).loss
     assert error(got, want) <= LIMIT
     got.backward()
     grads = under_peft_names(ours, lambda parameter: parameter.grad)
@@ -98,15 +116,35 @@ def assert_equal_to_peft(ours, theirs, ids) -> None:
     assert all((p.grad is None) == (not p.requires_grad) for p in ours.parameters())
 
 
-@pytest.mark.parametrize("arch", [arch for arch in list_archs() if arch not in dict(VISION_CASES)])
-def test_every_architecture_is_peft_on_transformers(arch, root, tmp_path):
-    """Ours writes the adapters, PEFT reads them into the model of transformers."""
+@pytest.mark.parametrize(
+    ("arch", "use_dora"),
+    [(arch, False) for arch in list_archs()] + [(arch, True) for arch in sorted(dict(VISION_CASES))],
+)
+def test_every_architecture_is_peft_on_transformers(arch, use_dora, root, tmp_path):
+    """Ours writes the adapters, PEFT reads them into the model of transformers; those of vision towers as well."""
     variant = next(iter(tiny(arch)))
     folder = make_folder(arch, variant, root)
-    ours = stir(apply_lora(load(arch, folder), LoRAConfig(r=4, lora_alpha=6)))
+    ours = stir(apply_lora(load(arch, folder), LoRAConfig(r=4, lora_alpha=6, use_dora=use_dora)))
     save_adapter(ours, tmp_path / "adapter", base=str(folder))
     theirs = peft.PeftModel.from_pretrained(hf_model(folder), tmp_path / "adapter", is_trainable=True)
-    assert_equal_to_peft(ours.train(), theirs.train(), tokens(arch, variant, 2, 12))
+    assert_equal_to_peft(ours.train(), theirs.train(), *with_image(arch, ours))
+
+
+@pytest.mark.parametrize("arch", sorted(dict(VISION_CASES)))
+def test_a_language_model_beside_a_tower(arch, root, tmp_path):
+    """Adapters of it alone and of the head, merged and saved."""
+    folder = make_folder(arch, next(iter(tiny(arch))), root)
+    targets = r"model\.language_model\..*\.[qv]_proj|lm_head"
+    model = stir(apply_lora(load(arch, folder), LoRAConfig(r=4, target_modules=targets)))
+    assert not any(p.requires_grad for name, p in model.named_parameters() if is_tower(name))
+    ids, inputs, _ = with_image(arch, model)
+    inputs = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+    logits = model(ids, **inputs).logits
+    assert error(load(arch, folder)(ids, **inputs).logits, logits) > 1e-3
+    merged = merge_lora(model)
+    assert error(merged(ids, **inputs).logits, logits) <= LIMIT
+    merged.save_pretrained(tmp_path / "merged")
+    assert error(load(arch, tmp_path / "merged")(ids, **inputs).logits, logits) <= LIMIT
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -320,10 +358,8 @@ def test_settings_out_of_range(change):
         LoRAConfig(**change)
 
 
-def test_calls_out_of_order(root):
+def test_calls_out_of_order():
     model = llama(LoRAConfig())
-    with pytest.raises(ValueError, match="must be one of text alone, got LigerQwen2VL"):
-        apply_lora(load("qwen2_vl", make_folder("qwen2_vl", next(iter(tiny("qwen2_vl"))), root)))
     with pytest.raises(ValueError, match="must not have adapters yet"):
         apply_lora(model)
     with pytest.raises(ValueError, match="reversible=True"):
