@@ -15,7 +15,6 @@ from liger_models.convert.auto import AutoLigerModel
 from liger_models.layers.causal_lm import CausalLM
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.vision_language import VisionLanguageModel
-from liger_models.lora import LoRAConfig, apply_lora
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/liger-models/liger_models/blob/main/"
@@ -61,15 +60,6 @@ def tested(arch: str) -> tuple[list[Path], list[str]]:
     return releases, list(json.loads((folder / "tiny.json").read_text())["variants"])
 
 
-def takes_adapters(model: CausalLM) -> bool:
-    """Whether `apply_lora` takes a model."""
-    try:
-        apply_lora(model, LoRAConfig())
-    except ValueError:
-        return False
-    return True
-
-
 def models() -> str:
     """A table of all architectures, and a section for each."""
     rows, sections = [], []
@@ -81,8 +71,7 @@ def models() -> str:
         sees = isinstance(model, VisionLanguageModel)
         inputs = "text" + ", images" * sees + ", videos" * hasattr(model.config, "video_token_id")
         routes = any(isinstance(module, LigerMoE) for module in model.modules())
-        features = {"FSDP": True, "TP": not sees, "EP": routes, "LoRA": takes_adapters(model)}
-        features |= {} if routes else {"EP": None}
+        features = {"TP": not sees, "EP": routes or None}
         reads, differs = doc(cls)
         rows.append([f"[`{arch}`](#{arch})", f"`{cls.__name__}`", reads, inputs, *map(SAYS.get, features.values())])
         names = [path.stem.replace(".text", " (its text model)") for path in releases]
