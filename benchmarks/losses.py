@@ -16,7 +16,7 @@ from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 
 from .measure import Function, Op, Peer, Sizes, randn
 
-BETA, DECAY = 0.1, 0.8
+BETA, GAMMA, DECAY = 0.1, 0.5, 0.8
 
 
 def log_probs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -42,6 +42,17 @@ def orpo(weight: Tensor, x: Tensor, target: Tensor) -> Tensor:
     return -mean.chunk(2)[0].mean() - BETA * logsigmoid(chosen - rejected).mean()
 
 
+def cpo(weight: Tensor, x: Tensor, target: Tensor) -> Tensor:
+    each = log_probs(x, weight, target)
+    chosen, rejected = each.sum(-1).chunk(2)
+    return -each.chunk(2)[0].mean() - logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+def simpo(weight: Tensor, x: Tensor, target: Tensor) -> Tensor:
+    chosen, rejected = log_probs(x, weight, target).mean(-1).chunk(2)
+    return -chosen.mean() - logsigmoid(BETA * (chosen - rejected) - GAMMA).mean()
+
+
 def kto(x: Tensor, weight: Tensor, target: Tensor, labels: Tensor, ref_x: Tensor, ref_weight: Tensor) -> Tensor:
     rewards = log_probs(x, weight, target).sum(-1) - reference_of(ref_x, ref_weight, target)
     return (1 - torch.sigmoid(BETA * torch.where(labels, rewards, -rewards))).mean()
@@ -55,19 +66,39 @@ def grpo(x: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, advantages: Tenso
     return ((loss * mask).sum(-1) / mask.sum(-1)).mean()
 
 
-def jsd(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, target: Tensor) -> Tensor:
-    logits = F.linear(x, weight)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    student = logits.to(wide).log_softmax(-1)
-    with torch.no_grad():
-        teacher = F.linear(teacher_x, teacher_weight).to(wide).log_softmax(-1)
-    mixture = torch.logaddexp(student, teacher) - torch.log(torch.tensor(2.0, dtype=wide, device=x.device))
-    to_mixture = [F.kl_div(mixture, p, reduction="sum", log_target=True) for p in (teacher, student)]
-    return 0.5 * F.nll_loss(student, target) + 0.25 * sum(to_mixture) / len(x)
+def distil(divergence: Function) -> Function:
+    """Half the cross entropy, half the divergence of the student's logits from the teacher's, a mean over tokens."""
+
+    def run(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, target: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        student = F.linear(x, weight).to(wide)
+        with torch.no_grad():
+            teacher = F.linear(teacher_x, teacher_weight).to(wide)
+        return 0.5 * F.cross_entropy(student, target) + 0.5 * divergence(student, teacher) / len(x)
+
+    return run
+
+
+def jsd(student: Tensor, teacher: Tensor) -> Tensor:
+    each = student.log_softmax(-1), teacher.log_softmax(-1)
+    mixture = torch.logaddexp(*each) - torch.log(torch.tensor(2.0, dtype=student.dtype, device=student.device))
+    return 0.5 * sum(F.kl_div(mixture, p, reduction="sum", log_target=True) for p in each)
+
+
+def kl(student: Tensor, teacher: Tensor) -> Tensor:
+    return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="sum", log_target=True)
+
+
+def tvd(student: Tensor, teacher: Tensor) -> Tensor:
+    return 0.5 * (student.softmax(-1) - teacher.softmax(-1)).abs().sum()
+
+
+def cosine(student: Tensor, teacher: Tensor) -> Tensor:
+    return 0.5 * (1 - F.cosine_similarity(student, teacher)).sum()
 
 
 def medusa(loss: Function) -> Function:
-    def of_heads(x: Tensor, weights: Tensor, targets: Tensor) -> Tensor:
+    def of_heads(x: Tensor, targets: Tensor, *weights: Tensor) -> Tensor:
         each = [loss(x, weight, target) for weight, target in zip(weights, targets, strict=True)]
         return torch.stack([DECAY ** (k + 1) * one for k, one in enumerate(each)]).sum()
 
@@ -134,11 +165,8 @@ def make_teacher(N: int, C: int, V: int) -> dict[str, Tensor]:
 
 
 def make_medusa(N: int, C: int, V: int, K: int) -> dict[str, Tensor]:
-    return {
-        "x": randn(N, C),
-        "weights": torch.stack([head(C, V) for _ in range(K)]),
-        "targets": torch.randint(V, (K, N)),
-    }
+    heads = {f"weight {k}": head(C, V) for k in range(K)}
+    return {"x": randn(N, C), "targets": torch.randint(V, (K, N)), **heads}
 
 
 def of_pairs(C: int = 4096) -> tuple[Sizes, ...]:
@@ -146,9 +174,20 @@ def of_pairs(C: int = 4096) -> tuple[Sizes, ...]:
     return tuple({"P": P, "T": T, "C": C, "V": V} for P, T, V in shapes)
 
 
+def distilled(name: str, divergence: Function, module: str, shapes: tuple[Sizes, ...], liger: bool) -> Op:
+    made = peers(distil(divergence), module, 0, 1, 2, 3, 4)
+    return Op(
+        name=name, check={"N": 512}, fixed=("teacher_x", "teacher_weight"), truth=distil(divergence), limit="flops",
+        shapes=shapes, make=make_teacher, work=lambda N, C, V: (8 * N * C * V,),
+        peers=made if liger else {peer: each for peer, each in made.items() if peer != "liger"},
+    )  # fmt: skip
+
+
 def of_rows(name: str, C: int = 4096) -> tuple[Sizes, ...]:
     return tuple({name: 8, "T": T, "C": C, "V": V} for T, V in ((1024, 128256), (4096, 128256), (1024, 256000)))
 
+
+TOKENS = tuple({"N": N, "C": 4096, "V": V} for N, V in ((4096, 128256), (8192, 128256), (4096, 256000)))
 
 LOSSES = (
     Op(
@@ -163,6 +202,16 @@ LOSSES = (
         peers=peers(orpo, "LigerFusedLinearORPOLoss", 0, 1, 2, beta=BETA),
     ),
     Op(
+        name="cpo", shapes=of_pairs()[1:2], check={"T": 128}, truth=cpo, limit="flops", make=make_pairs,
+        work=lambda P, T, C, V: (6 * 2 * P * T * C * V,),
+        peers=peers(cpo, "LigerFusedLinearCPOLoss", 0, 1, 2, beta=BETA),
+    ),
+    Op(
+        name="simpo", shapes=of_pairs()[1:2], check={"T": 128}, truth=simpo, limit="flops", make=make_pairs,
+        work=lambda P, T, C, V: (6 * 2 * P * T * C * V,),
+        peers=peers(simpo, "LigerFusedLinearSimPOLoss", 0, 1, 2, beta=BETA, gamma=GAMMA),
+    ),
+    Op(
         name="kto", shapes=of_rows("B"), check={"T": 128}, fixed=("ref_x", "ref_weight"), truth=kto, limit="flops",
         make=lambda B, T, C, V: make_rows(B, T, C, V) | {"labels": torch.arange(B) % 2 == 0}
         | make_reference(B, T, C, V),
@@ -174,12 +223,10 @@ LOSSES = (
         make=make_answers, work=lambda B, T, C, V: (6 * B * T * C * V,),
         peers=peers(grpo, "LigerFusedLinearGRPOLoss", 0, 1, 2, 3, 4, None, 5, beta=BETA, loss_type="grpo"),
     ),
-    Op(
-        name="jsd", check={"N": 512}, fixed=("teacher_x", "teacher_weight"), truth=jsd, limit="flops",
-        shapes=tuple({"N": N, "C": 4096, "V": V} for N, V in ((4096, 128256), (8192, 128256), (4096, 256000))),
-        make=make_teacher, work=lambda N, C, V: (8 * N * C * V,),
-        peers=peers(jsd, "LigerFusedLinearJSDLoss", 0, 1, 2, 3, 4),
-    ),
+    distilled("jsd", jsd, "LigerFusedLinearJSDLoss", TOKENS, liger=True),
+    distilled("forward_kl", kl, "LigerFusedLinearForwardKLLoss", TOKENS[:1], liger=False),
+    distilled("tvd", tvd, "LigerFusedLinearTVDLoss", TOKENS[:1], liger=False),
+    distilled("cosine", cosine, "LigerFusedLinearCosineSimilarityLoss", TOKENS[:1], liger=True),
     Op(
         name="medusa", shapes=({"N": 4096, "C": 4096, "V": 128256, "K": 5},), check={"N": 1024, "V": 16032},
         truth=medusa(in_torch), limit="flops", make=make_medusa, work=lambda N, C, V, K: (6 * K * N * C * V,),

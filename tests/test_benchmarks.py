@@ -31,9 +31,9 @@ TINY = {
     "cross_entropy": {"N": 16, "V": 300},
     "linear_cross_entropy": {"N": 48, "C": 32, "V": 320},
     "moe_mlp": {"N": 32, "C": 32, "F": 48, "X": 4, "K": 2},
-    **{name: {"P": 2, "T": 16, "C": 32, "V": 300} for name in ("dpo", "orpo")},
+    **{name: {"P": 2, "T": 16, "C": 32, "V": 300} for name in ("dpo", "orpo", "cpo", "simpo")},
     **{name: {"B": 4, "T": 16, "C": 32, "V": 300} for name in ("kto", "grpo")},
-    "jsd": {"N": 48, "C": 32, "V": 300},
+    **{name: {"N": 48, "C": 32, "V": 300} for name in ("jsd", "forward_kl", "tvd", "cosine")},
     "medusa": {"N": 48, "C": 32, "V": 300, "K": 5},
     "adamw": {"L": 1, "C": 48, "F": 64, "V": 100},
 }

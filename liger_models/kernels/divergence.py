@@ -15,7 +15,7 @@ and of jsd / (1 − β); jsd itself would be 0. The loss of a token may add the 
 against a target.
 
 The rows go through in the chunks of `linear_cross_entropy`, the teacher's beside the student's, and the gradients are
-made in the forward, since the loss is a scalar: five products in all. The logits of half-precision inputs are kept in
+made in the forward, since the loss is a scalar: four products in all. The logits of half-precision inputs are kept in
 fp32: divergences are small differences of them. Only the student gets gradients. Kept: as for `linear_cross_entropy`.
 
 Source: https://arxiv.org/abs/1503.02531, generalised JSD https://arxiv.org/abs/2306.13649, tvd
