@@ -409,7 +409,7 @@ def loss_of_log_probs(
     need = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
     half = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     # In fp16 the gradients of all tokens are scaled by one power of two, which must be known before the first.
-    if not any(need) or half == torch.float16 or torch.compiler.is_compiling():
+    if not any(need) or half == torch.float16 or target.numel() == 0 or torch.compiler.is_compiling():
         return loss_of(
             fused_linear_logprobs(x, weight, target, temperature=temperature, workspace_mib=workspace_mib, **options)  # type: ignore[call-overload]
         )
@@ -449,18 +449,19 @@ def _loss_and_gradients(
     workspace_mib: int | None,
 ) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
     B, T, C = x.shape
-    V, N, unit = len(weight), B * T, max(together * T, 1)
+    V, N, unit = len(weight), B * T, together * T
     rows = chunk_rows(N, V, x.element_size(), workspace_mib)
     each = -(-rows // unit) if workspace_mib is None else max(rows // unit, 1)  # sequences, or pairs, at a time
     room = rows if workspace_mib is not None else max(rows, int(KEPT * N))
     size = min(each * unit, N)
     step = size if size <= room else rows
-    x, target = x.contiguous().view(together, -1, T, C), target.view(together, -1, T)
-    groups = [slice(start, start + each) for start in range(0, B // together, each)]
+    units = B // together
+    x, target = x.contiguous().view(together, units, T, C), target.reshape(together, units, T)
+    groups = [slice(start, start + each) for start in range(0, units, each)]
     gradients = Gradients(x.view(N, C), weight, need, len(groups) * -(-size // step))  # type: ignore[arg-type]
     dx = gradients.dx.view(x.shape) if need[0] else None
     buffer = logits_buffer(x.view(N, C), V, size if size <= room else room // step * step)
-    log_probs = torch.full_like(target, -1.0, dtype=torch.promote_types(x.dtype, torch.float32))
+    log_probs = x.new_full(target.shape, -1.0, dtype=torch.promote_types(x.dtype, torch.float32))
 
     def gradient_of_log_probs() -> Tensor:
         with torch.enable_grad():
@@ -471,11 +472,11 @@ def _loss_and_gradients(
     for group in groups:
         rows_x, y = x[:, group].reshape(-1, C), target[:, group].reshape(-1)
         parts = [slice(start, min(start + step, len(y))) for start in range(0, len(y), step)]
-        kept = max(len(parts) - len(buffer) // step, 0) if len(parts) > 1 else 0  # the first whose logits stay
+        dropped = max(len(parts) - len(buffer) // step, 0) if len(parts) > 1 else 0  # so many logits do not stay
         found, lse = log_probs.new_empty(len(y)), log_probs.new_empty(len(y), 2)
         logits = []
         for number, part in enumerate(parts):
-            place = max(number - kept, 0) * step
+            place = max(number - dropped, 0) * step
             logits.append(buffer[place : place + part.stop - part.start])
             write_logits(rows_x[part], weight, bias, logits[-1])
             statistics = token_statistics(logits[-1], y[part], None, *options)
@@ -484,8 +485,8 @@ def _loss_and_gradients(
         log_probs[:, group] = found.view(log_probs[:, group].shape)
         a = -gradient_of_log_probs()[:, group].reshape(-1)  # of −log p
         d_rows = gradients.dx.new_empty(rows_x.shape) if need[0] else gradients.dx
-        for number, part in sorted(enumerate(parts), key=lambda each: each[0] < kept):
-            if number < kept:
+        for number, part in sorted(enumerate(parts), key=lambda each: each[0] < dropped):
+            if number < dropped:
                 write_logits(rows_x[part], weight, bias, logits[number])
             token_statistics(
                 logits[number], y[part], None, *options, lse=lse[part], a=a[part].contiguous(), gradient=logits[number]

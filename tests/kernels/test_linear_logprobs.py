@@ -238,6 +238,21 @@ def test_logits_of_a_loss_are_computed_once_if_there_is_room(backend, B, T, toge
         torch.testing.assert_close(three, 3 * one)
 
 
+def test_a_loss_of_strided_inputs_and_of_none(backend, four_rows_a_chunk):
+    (x, w, b), target = sequences(4, 6, backend)
+    every = []
+    for rows, y in ((x[:, 1:], target[:, 1:]), (x[:, 1:].contiguous(), target[:, 1:].contiguous())):
+        leaf = x.detach().requires_grad_()
+        rows = leaf[:, 1:] if not rows.is_contiguous() else leaf[:, 1:].contiguous()
+        loss, _ = loss_of_log_probs(loss_of(y, 2), rows, w, y, together=2, bias=b)
+        every.append((loss, *torch.autograd.grad(loss, leaf)))
+    torch.testing.assert_close(*every, rtol=0, atol=0)
+    nothing = x[:0].requires_grad_()
+    loss, _ = loss_of_log_probs(loss_of(target[:0], 2), nothing, w.requires_grad_(), target[:0], together=2, bias=b)
+    assert loss == 0
+    assert not torch.autograd.grad(loss, w)[0].any()
+
+
 def test_frozen_parts_of_a_loss(backend, four_rows_a_chunk):
     tensors, target = sequences(4, 5, backend)
     function = lambda x, w, b: loss_of_log_probs(loss_of(target, 2), x, w, target, together=2, bias=b)[0]
