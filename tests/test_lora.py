@@ -331,6 +331,39 @@ def test_4_bits_without_torchao(monkeypatch):
         quantize_base(llama(LoRAConfig()))
 
 
+def on(device: str, model, ids, inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients."""
+    model.to(device).zero_grad()
+    inputs = {"labels": ids} | inputs
+    loss = model(ids.to(device), **{name: tensor.to(device) for name, tensor in inputs.items()}).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen2_vl", "gemma3"])
+def test_a_gpu_is_as_the_cpu(arch, use_dora, root):
+    folder = make_folder(arch, next(iter(tiny(arch))), root)
+    model = stir(apply_lora(load(arch, folder), LoRAConfig(r=4, use_dora=use_dora)))
+    ids, inputs, _ = with_image(arch, model)
+    (want, wanted), (got, found) = (on(device, model, ids, inputs) for device in ("cpu", "cuda"))
+    assert error(got, want) <= LIMIT
+    for name, gradient in wanted.items():
+        assert error(found[name], gradient) <= LIMIT, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_nf4_on_a_gpu_is_as_on_the_cpu(policy):
+    model = quantize_base(llama(LoRAConfig(r=4), hidden_size=128, intermediate_size=256))
+    model.set_checkpointing(policy)
+    (want, wanted), (got, found) = (on(device, model, IDS, {}) for device in ("cpu", "cuda"))
+    assert error(got, want) <= LIMIT
+    for name, gradient in wanted.items():
+        assert error(found[name], gradient) <= LIMIT, name
+
+
 MIXTURE = {
     "model_type": "mixtral", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
