@@ -243,15 +243,10 @@ def adapt_hf(model: nn.Module, nf4: bool) -> nn.Module:
 @torch.no_grad()
 def build_ours(config: dict, extras: list[str]) -> nn.Module:
     from liger_models import AutoLigerModel
-    from liger_models.convert import get_map, get_other_maps
+    from liger_models.convert import get_module_map
 
     model = AutoLigerModel.from_config(config, dtype=torch.bfloat16, device="cuda")
-    weights = get_map(config["model_type"])(model.config)
-    if "vision_config" in config:  # the map with the names that transformers has in memory
-        maps = [weights, *get_other_maps(config["model_type"])(model.config)]
-        weights = next(
-            each for each in maps if "model.language_model.norm.weight" in each.entries["norm.weight"].names()
-        )
+    weights = get_module_map(config["model_type"])(model.config)
     for name, parameter in model.named_parameters():
         expression = weights.entries[name]
         theirs = expression.unpack(torch.empty_like(parameter, device="meta"))

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .convert import get_map, get_other_maps, model_type_of
+from .convert import get_module_map, model_type_of
 from .convert.ranks import agreeing, this_rank
 from .convert.weight_map import Expression, Name
 from .kernels.collectives import Ranks
@@ -363,20 +363,20 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
                 whole: Any = parameter.detach()
                 whole = whole.full_tensor() if is_cut(whole) else whole
                 tensors[theirs] = whole.cpu().contiguous()
-    targets = config.target_modules
+    targets: Sequence[str] | str = config.target_modules
+    if targets == "all-linear":
+        targets = sorted(names)
     keys: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
-        "target_modules": targets if isinstance(targets, str) and targets != "all-linear" else sorted(names),
+        "target_modules": targets if isinstance(targets, str) else list(targets),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
     }
-    if not isinstance(targets, str):
-        keys["target_modules"] = list(targets)
     place = Path(folder)
     with agreeing():
         if this_rank() == 0:
@@ -518,13 +518,8 @@ def _put(model: nn.Module, path: str, layer: nn.Module) -> None:
 
 
 def _entries(model: CausalLM) -> dict[str, Expression]:
-    """Of the weight map with the names that transformers' modules have, which PEFT's files take."""
-    model_type = model_type_of(type(model))
-    first, *others = [get_map(model_type)(model.config), *get_other_maps(model_type)(model.config)]
-    if not isinstance(model, VisionLanguageModel):
-        return first.entries
-    inside = "model.language_model.norm.weight"  # not so in checkpoints that are older than this module
-    return next(each.entries for each in (first, *others) if inside in each.entries["norm.weight"].names())
+    """Of the weight map whose names PEFT's files have."""
+    return get_module_map(model_type_of(type(model)))(model.config).entries
 
 
 def _linears(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]:

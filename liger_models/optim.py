@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.utils.hooks import RemovableHandle
 
+from .convert.ranks import world_size
 from .kernels.adamw import Hyper, Update, adamw_
 from .kernels.dispatch import check
 
@@ -176,12 +176,11 @@ def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
     Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html.
     """
     backwards: Counter[Tensor] = Counter()
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     trained = [entry for entry in optimizer._parameters() if entry[1].requires_grad]
     for _, param, _ in trained:
         if param.grad is not None:
             raise RuntimeError("step_in_backward: a parameter has a gradient already. Call zero_grad() first.")
-        if several and not hasattr(param, "to_local"):
+        if world_size() > 1 and not hasattr(param, "to_local"):
             raise RuntimeError(
                 "step_in_backward: among several processes the parameters must be DTensors, as FSDP2 makes them: "
                 "DistributedDataParallel averages gradients after the step. Use fully_shard, or optimizer.step()."

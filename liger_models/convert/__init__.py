@@ -186,6 +186,21 @@ def get_other_maps(model_type: str) -> "Callable[[Any], list[WeightMap]]":
     return cast("Callable[[Any], list[WeightMap]]", getattr(_family(model_type), "other_maps", lambda config: []))
 
 
+def get_module_map(model_type: str) -> "Callable[[Any], WeightMap]":
+    """The function config -> the ``WeightMap`` with the names that the modules of transformers have in memory.
+
+    Those of vision-language models are not the names of their older checkpoints; of others it is `get_map`'s.
+    """
+    inside = "model.language_model.norm.weight"
+
+    def module_map(config: Any) -> "WeightMap":
+        maps = [get_map(model_type)(config), *get_other_maps(model_type)(config)]
+        named = (each for each in maps if any(inside in entry.names() for entry in each.entries.values()))
+        return next(named, maps[0])
+
+    return module_map
+
+
 def get_hf_class(model_type: str) -> str:
     """The name of an architecture's class in transformers, for ``architectures`` in config.json."""
     return cast(str, _family(model_type).HF_CLASS)

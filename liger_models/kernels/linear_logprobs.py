@@ -472,7 +472,7 @@ def _loss_and_gradients(
     for group in groups:
         rows_x, y = x[:, group].reshape(-1, C), target[:, group].reshape(-1)
         parts = [slice(start, min(start + step, len(y))) for start in range(0, len(y), step)]
-        dropped = max(len(parts) - len(buffer) // step, 0) if len(parts) > 1 else 0  # so many logits do not stay
+        dropped = max(len(parts) - len(buffer) // step, 0)  # so many logits do not stay
         found, lse = log_probs.new_empty(len(y)), log_probs.new_empty(len(y), 2)
         logits = []
         for number, part in enumerate(parts):

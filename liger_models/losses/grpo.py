@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from liger_models.convert.ranks import several, world_size
 from liger_models.kernels.dispatch import check
 from liger_models.kernels.linear_logprobs import fused_linear_logprobs, loss_of_log_probs
 
@@ -29,13 +30,9 @@ LOG_MAX, LOG_MIN = 20.0, -18.420680743952367
 """Bounds of VESPO's log weights: e^20 and 1e-8."""
 
 
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _tokens_of_all_ranks(mask: Tensor) -> Tensor:
     tokens = mask.sum(dtype=torch.float32)
-    if _distributed():
+    if several():
         dist.all_reduce(tokens)
     return tokens
 
@@ -327,7 +324,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             return loss.sum() / sequences
         found = _tokens_of_all_ranks(mask) if num_items is None else num_items
         tokens = torch.as_tensor(found, dtype=mask.dtype, device=mask.device)
-        return loss.sum() / (tokens / (dist.get_world_size() if _distributed() else 1)).clamp_min(1)
+        return loss.sum() / (tokens / world_size()).clamp_min(1)
 
     def _log_probs(self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
         log_probs = fused_linear_logprobs(
