@@ -50,6 +50,7 @@ def _same_random_numbers_in_every_run():
 @pytest.fixture
 def own_registry():
     """What the test registers is forgotten behind it, and what other tests have registered is not there."""
+    import examples.custom  # noqa: F401  registers once, when it is first imported: not inside of what is forgotten
     from liger_models import arch, convert
 
     with ExitStack() as stack:
