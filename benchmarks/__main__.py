@@ -123,8 +123,10 @@ def common_start(kind: str, model: str, batch: str) -> Iterator[None]:
         command = [sys.executable, "-m", "benchmarks.train", kind, "ours+adamw", model, batch, "600"]
         subprocess.run(command, input="go\n", text=True, check=True, env=os.environ | {"SAVE": folder})
         os.environ["START"] = folder
-        yield
-        del os.environ["START"]
+        try:
+            yield
+        finally:
+            del os.environ["START"]
 
 
 def plan_ops(names: list[str], peers: list[str] | None, file: Path) -> list[Plan]:
