@@ -117,7 +117,10 @@ class LigerMedusa(nn.Module):
         super().__init__()
         check(num_heads >= 1, f"LigerMedusa: num_heads must be at least 1, got {num_heads}.")
         check(num_layers >= 1, f"LigerMedusa: num_layers must be at least 1, got {num_layers}.")
-        check(model.ranks is None, "LigerMedusa: the model must not be cut by apply_tp. Use FSDP alone.")
+        check(
+            model.ranks is None and model.context_ranks is None,
+            "LigerMedusa: the model must not be cut by apply_tp or apply_cp. Use FSDP alone.",
+        )
         check(model.device.type != "meta", "LigerMedusa: the model must have weights, got it on meta. Load it first.")
         self.model, self.num_layers, self.share_lm_head = model, num_layers, share_lm_head
         self.freeze, self.decay, self.heads_weight = freeze, decay, heads_weight

@@ -9,7 +9,11 @@ of the sum over all of them::
 
 Ranks have their tokens in order: of [..., T, C] the first rank has the first T / R.
 
-Source: https://arxiv.org/abs/1909.08053 (tensor parallel), https://arxiv.org/abs/2205.05198 (sequence parallel).
+Ranks that have whole weights and their own tokens exchange tokens for heads where tokens see each other: `to_heads`
+before attention, `to_tokens` behind it.
+
+Source: https://arxiv.org/abs/1909.08053 (tensor parallel), https://arxiv.org/abs/2205.05198 (sequence parallel),
+https://arxiv.org/abs/2309.14509 (tokens for heads).
 """
 
 from dataclasses import dataclass
@@ -44,6 +48,11 @@ class Ranks:
     size: int
     rank: int
     sequence: bool = False
+
+    def own(self, tokens: int) -> slice:
+        """The calling rank's part of so many tokens."""
+        each = tokens // self.size
+        return slice(each * self.rank, each * (self.rank + 1))
 
 
 def ranks_of(group: Any, *, sequence: bool = False) -> Ranks:
@@ -314,6 +323,18 @@ def all_to_all(x: Tensor, sent: list[int], received: list[int], ranks: Ranks) ->
     return _AllToAll.apply(x, sent, received, ranks)  # type: ignore[no-any-return]
 
 
-def divide_gradient(x: Tensor, divisor: int) -> Tensor:
+def to_heads(x: Tensor, ranks: Ranks) -> Tensor:
+    """[B, T / R, C] of the own tokens -> [B, T, C / R] of all: each rank gets the columns that are its own."""
+    each = [1] * ranks.size
+    return in_order(all_to_all(x.unflatten(-1, (ranks.size, -1)).movedim(-2, 0), each, each, ranks))
+
+
+def to_tokens(x: Tensor, ranks: Ranks) -> Tensor:
+    """The reverse: [B, T, C / R] -> [B, T / R, C]."""
+    each = [1] * ranks.size
+    return all_to_all(by_rank(x, ranks.size), each, each, ranks).movedim(0, -2).flatten(-2)
+
+
+def divide_gradient(x: Tensor, divisor: float) -> Tensor:
     """The tensor itself, its gradient divided."""
     return _DivideGradient.apply(x, divisor)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from liger_models.kernels.collectives import Ranks, sum_over
+from liger_models.kernels.collectives import Ranks, sum_over, to_heads, to_tokens
 from liger_models.kernels.dispatch import ACCELERATORS, check
 from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from liger_models.kernels.rms_norm import scale_normed
@@ -209,6 +209,8 @@ class LigerAttention(nn.Module):
         self.rotary, self.interleaved, self.rope_kernel = rotary, interleaved, rope_kernel
         self.recompute = False
         """True keeps only the inputs and makes everything again in the backward (checkpointing policy "full")."""
+        self.context_ranks: Ranks | None = None
+        """Those that have a part of the tokens each, and here, of all tokens, a part of the heads."""
         self.qkv_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
 
@@ -218,6 +220,12 @@ class LigerAttention(nn.Module):
         Raises:
             ValueError: there is no equal part of them.
         """
+        self._share_heads(ranks)
+        self.qkv_proj = ColumnParallelLinear.of(self.qkv_proj, ranks)
+        self.o_proj = RowParallelLinear.of(self.o_proj, ranks)
+        return {"qkv_proj.weight": 0, "qkv_proj.bias": 0, "o_proj.weight": 1}
+
+    def _share_heads(self, ranks: Ranks) -> None:
         check(
             self.num_kv_heads % ranks.size == 0,
             f"LigerAttention: num_key_value_heads ({self.num_kv_heads}) must be a multiple of {ranks.size} ranks: "
@@ -225,9 +233,15 @@ class LigerAttention(nn.Module):
         )
         self.num_heads //= ranks.size
         self.num_kv_heads //= ranks.size
-        self.qkv_proj = ColumnParallelLinear.of(self.qkv_proj, ranks)
-        self.o_proj = RowParallelLinear.of(self.o_proj, ranks)
-        return {"qkv_proj.weight": 0, "qkv_proj.bias": 0, "o_proj.weight": 1}
+
+    def spread(self, ranks: Ranks) -> None:
+        """Take T / R tokens of a rank, and attend from all T with 1 / R of the heads.
+
+        Raises:
+            ValueError: there is no equal part of them.
+        """
+        self._share_heads(ranks)
+        self.context_ranks = ranks
 
     def forward(self, x: Tensor, sequence: Sequence) -> Tensor:
         """x [B, T, C] -> [B, T, C]."""
@@ -271,6 +285,7 @@ class LigerAttention(nn.Module):
         return (None, None) if self.rotary is None else sequence.tables[self.rotary]
 
     def _attend(self, qkv: Tensor, sequence: Sequence) -> Tensor:
+        qkv = qkv if self.context_ranks is None else to_heads(qkv, self.context_ranks)
         q, k, v = self._split(qkv, sequence)
         if sequence.cache is not None:
             k, v = sequence.cache.extend(self.layer, k, v)
@@ -278,7 +293,8 @@ class LigerAttention(nn.Module):
             q, k, v, sequence, scale=self.scale, window=self.window, softcap=self.softcap,
             dropout=self.dropout if self.training else 0.0,
         )  # fmt: skip
-        y: Tensor = self.o_proj(out.flatten(2))  # [B, T, H · D]
+        out = out.flatten(2)  # [B, T, H · D]
+        y: Tensor = self.o_proj(out if self.context_ranks is None else to_tokens(out, self.context_ranks))
         return y
 
 
@@ -319,6 +335,11 @@ class LigerQKNormAttention(LigerAttention):
         self.q_norm.ranks = self.k_norm.ranks = None  # their weights are cut, too
         return {**dims, "q_norm.weight": 0, "k_norm.weight": 0}
 
+    def spread(self, ranks: Ranks) -> None:
+        """As `LigerAttention.spread`; norms over all heads together take the mean over the ranks."""
+        super().spread(ranks)
+        self.ranks = ranks if self.whole_projection else None
+
     def _split_over(self, qkv: Tensor, sequence: Sequence, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
         """`_split` with norms over the heads of all ranks: not fused, for their means are exchanged."""
         *heads, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
@@ -329,8 +350,11 @@ class LigerQKNormAttention(LigerAttention):
         rotate = rope if self.rope_kernel else rope_reference
         results = []
         for norm, x, mean, like in zip((self.q_norm, self.k_norm), wide, means.split(1, -1), heads, strict=True):
+            weight = norm.own_weight()
+            if self.context_ranks is not None:  # whole on every rank
+                weight = weight.chunk(ranks.size)[ranks.rank]
             normed = scale_normed(
-                x * torch.rsqrt(mean + norm.eps), norm.own_weight(), like.dtype, norm.offset, norm.scale_in_fp32
+                x * torch.rsqrt(mean + norm.eps), weight, like.dtype, norm.offset, norm.scale_in_fp32
             ).view_as(like)
             if cos is not None and sin is not None:
                 normed = rotate(normed, cos, sin, interleaved=self.interleaved)

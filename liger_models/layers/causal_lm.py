@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.collectives import Ranks, enter, own_tokens
+from liger_models.kernels.collectives import Ranks, all_tokens, divide_gradient, enter, own_tokens, sum_over
 from liger_models.kernels.dispatch import check
 from liger_models.kernels.options import KernelOptions
 
@@ -59,6 +59,11 @@ class CausalLMConfig(Protocol):
     def initializer_range(self) -> float: ...
     @property
     def tie_word_embeddings(self) -> bool: ...
+
+
+def _gather(x: Tensor, ranks: Ranks) -> Tensor:
+    """[B, T / R, C] of each rank's tokens -> [B, T, C], so that the average of the ranks' gradients is that of it."""
+    return all_tokens(divide_gradient(x, 1 / ranks.size), ranks)
 
 
 def check_policy(name: str, policy: str) -> None:
@@ -124,6 +129,8 @@ class CausalLM(nn.Module):
         """Blocks whose activations go to host memory."""
         self.ranks: Ranks | None = None
         """Those over which the layers are cut, see `liger_models.parallel.apply_tp`."""
+        self.context_ranks: Ranks | None = None
+        """Those that have a part of the tokens each, see `liger_models.parallel.apply_cp`."""
         self.balance_ranks: Ranks | None = None
         """Those over whose tokens together experts are balanced, see `liger_models.parallel.apply_ep`."""
         self._windows: dict[int | None, bool] | None = None
@@ -341,16 +348,23 @@ class CausalLM(nn.Module):
             B, T = input_ids.shape
         else:
             B, T, _ = inputs_embeds.shape
-        ranks = self.ranks
+        ranks, context = self.ranks, self.context_ranks
+        sharing = context or (ranks if ranks is not None and ranks.sequence else None)
         check(
-            ranks is None or not ranks.sequence or T % ranks.size == 0,
-            f"forward: with sequence_parallel T must be a multiple of {ranks and ranks.size} ranks, got {T}. Pad the "
-            "batch; to generate, leave sequence_parallel out.",
+            sharing is None or T % sharing.size == 0,
+            f"forward: T must be a multiple of the {sharing and sharing.size} ranks that share the tokens, got {T}. "
+            "Pad the batch; to generate, leave apply_cp and sequence_parallel out.",
         )
+        check(
+            context is None or (cache is None and logits_to_keep == 0 and loss_function is None),
+            "forward: cache, logits_to_keep and loss_function need all tokens on one rank. Leave apply_cp out.",
+        )
+        own = slice(None) if context is None else context.own(T)
         if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        elif ranks is not None and ranks.sequence:
-            inputs_embeds = own_tokens(inputs_embeds, ranks)
+            assert input_ids is not None
+            inputs_embeds = self.embed_tokens(input_ids[:, own])
+        elif sharing is not None:
+            inputs_embeds = inputs_embeds[:, own] if context is not None else own_tokens(inputs_embeds, sharing)
         check(
             labels is None or tuple(labels.shape) == (B, T),
             f"forward: labels must be [{B}, {T}] like input_ids, got {None if labels is None else list(labels.shape)}.",
@@ -364,11 +378,14 @@ class CausalLM(nn.Module):
             position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
             visible_until=visible_until, images=images,
         )  # fmt: skip
-        hidden, router_logits = self._hidden(inputs_embeds, sequence, deepstack or [])
+        hidden, router_logits = self._hidden(inputs_embeds, sequence, [level[:, own] for level in deepstack or []])
         hidden = enter(hidden, ranks)  # the head is cut by words
         if cache is not None:
             cache.length += T
         target = None if labels is None else sequence.shift(labels)
+        if target is not None and context is not None:
+            num_items_in_batch = (target != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            target = target[:, own]
         loss, logits = self.lm_head(
             hidden[:, -logits_to_keep:] if logits_to_keep else hidden,
             target,
@@ -377,6 +394,13 @@ class CausalLM(nn.Module):
             log_probs=return_log_probs,
             loss_function=loss_function,
         )
+        if context is not None:
+            attention_mask = None if attention_mask is None else attention_mask[:, own]
+            logits = None if logits is None else _gather(logits, context)
+            if return_log_probs:
+                loss = _gather(loss[..., None], context)[..., 0]
+            elif loss is not None:
+                loss = sum_over(loss, context)
         aux_loss = self.auxiliary_loss(router_logits, attention_mask) if cache is None else None
         if return_log_probs:
             return CausalLMOutput(None, logits, aux_loss, loss)

@@ -1,5 +1,6 @@
 """Training on several devices, in a loop of one's own: thin functions over PyTorch's FSDP2 and its checkpoints."""
 
+from .context import apply_cp as apply_cp
 from .fsdp import apply_fsdp as apply_fsdp
 from .fsdp import compile_blocks as compile_blocks
 from .fsdp import reshard as reshard

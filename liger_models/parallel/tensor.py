@@ -43,7 +43,7 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
 
     Source: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2205.05198.
     """
-    _check("apply_tp", model, mesh)
+    check_unsharded("apply_tp", model, mesh)
     check(
         not isinstance(model, VisionLanguageModel),
         f"apply_tp: {type(model).__name__} has a vision tower, whose layers are not to be cut. Use apply_fsdp.",
@@ -84,7 +84,7 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
 
     Source: https://arxiv.org/abs/2006.16668.
     """
-    _check("apply_ep", model, mesh)
+    check_unsharded("apply_ep", model, mesh)
     ranks = ranks_of(mesh.get_group())
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LigerMoE)}
     check(len(layers) > 0, f"apply_ep: the model must have mixtures of experts, got {type(model).__name__}.")
@@ -100,7 +100,13 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
     return model
 
 
-def _check(where: str, model: CausalLM, mesh: DeviceMesh) -> None:
+def check_unsharded(where: str, model: CausalLM, mesh: DeviceMesh) -> None:
+    """Raise ValueError for a model that `apply_fsdp` or one of these has had, or a mesh of several dimensions."""
+    check(
+        model.context_ranks is None,
+        f"{where}: {type(model).__name__} must have all tokens on each rank, got one that apply_cp has "
+        "spread. Call that once, and neither apply_tp nor apply_ep.",
+    )
     check(
         not isinstance(model, FSDPModule) and not any(isinstance(p, DTensor) for p in model.parameters()),
         f"{where}: {type(model).__name__} must not be sharded yet, got one that is. Call it once, before apply_fsdp.",

@@ -81,6 +81,19 @@ def test_expert_parallel(tmp_path):
     assert abs(float(re.search(r"loss ([\d.]+)", lines[0])[1]) - loss) < 0.01 * loss
 
 
+def test_context_parallel(tmp_path):
+    model = tiny(initializer_range=0.02)
+    model.save_pretrained(tmp_path / "checkpoint")
+    tokens = torch.randint(TINY["vocab_size"], (2 * 1 * 64,))
+    torch.save(tokens, tmp_path / "tokens.pt")
+    (tmp_path / "train.py").write_text(scripts("parallel.md")[2])
+    lines = torchrun(2, "train.py", cwd=tmp_path).stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["step 0", "step 1"]
+    ids = tokens[None, :64]
+    loss = model(ids, labels=ids).loss.item()
+    assert abs(float(re.search(r"loss ([\d.]+)", lines[0])[1]) - loss) < 0.01 * loss
+
+
 def test_an_architecture_of_ones_own(tmp_path):
     make().save_pretrained(tmp_path / "my-model")
     shutil.copy(ROOT / "examples" / "custom.py", tmp_path / "side_by_side.py")
