@@ -116,6 +116,12 @@ def plan_steps(benchmark: str, models: list[str], modes: list[str], batch: str, 
     ]
 
 
+def on_gpus(plan: Plan, gpus: int) -> Plan:
+    """The plan by as many processes, each with a GPU."""
+    start = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m")
+    return Plan(plan.row | {"gpus": gpus}, start + plan.command, plan.file)
+
+
 @contextmanager
 def common_start(kind: str, model: str, batch: str) -> Iterator[None]:
     """A checkpoint in $START that a process of this kind makes."""
@@ -173,6 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
     most.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
     most.add_argument("--modes", default="hf+liger+ac,ours+adamw+inbackward+full+offload", help="as of train")
     most.add_argument("--lengths", default="65536,98304,131072,163840,196608,262144,327680,393216", help="tokens")
+    most.add_argument("--gpus", type=int, default=1, help="on several as fsdp; with +cp they share a sequence")
     many = commands.add_parser("fsdp", help="training on all GPUs of this machine, with weights in fp32")
     many.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
     many.add_argument("--modes", default="hf+liger,hf+liger+ac,ours,ours+selective", help="as of train")
@@ -212,18 +219,18 @@ def main(arguments: list[str] | None = None) -> None:
         name, modes, loads = options.command, options.modes.split(","), options.command == "load"
         batch, steps = ("", 0) if loads else (options.batch, options.steps)
         file = options.out / ("-".join(filter(None, (name, options.model, batch))) + ".jsonl")
-        start = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus), "-m")
         rows = []
         with common_start("save", options.model, "") if loads else nullcontext():
             for plan in plan_steps(name, [options.model], modes, batch, steps, file):
-                rows += measure_all([Plan(plan.row | {"gpus": options.gpus}, start + plan.command, file)])
+                rows += measure_all([on_gpus(plan, options.gpus)])
         print(report.PARTS[name][1](rows))
     elif options.command == "longest":
         rows = []
         for mode in options.modes.split(","):
             for length in options.lengths.split(","):
                 file = options.out / f"longest-{options.model}.jsonl"
-                rows += measure_all(plan_steps("longest", [options.model], [mode], f"1x{length}", 1, file))
+                (plan,) = plan_steps("longest", [options.model], [mode], f"1x{length}", 1, file)
+                rows += measure_all([on_gpus(plan, options.gpus) if options.gpus > 1 else plan])
                 if "error" in rows[-1]:
                     break
         print(report.longest_table(rows))

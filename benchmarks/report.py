@@ -28,7 +28,7 @@ TITLES = {
     "selective": ', policy "selective"', "full": ', policy "full"', "compile": ", torch.compile",
     "adamw": ", LigerAdamW", "inbackward": ", step in the backward", "offload": ", offload",
     "fp8": ", float8", "fp8rowwise": ", float8 by rows", "blocks": ", blocks compiled",
-    "lora": ", LoRA", "nf4": " on 4 bits",
+    "cp": ", context parallel", "lora": ", LoRA", "nf4": " on 4 bits",
 }  # fmt: skip
 
 LABEL_WIDTH = 45
@@ -206,13 +206,13 @@ def load_table(rows: Rows) -> str:
 def longest_table(rows: Rows) -> str:
     """One row per mode: the longest sequence that was trained on, and the next, which was not."""
     lines = []
-    for (model, mode), group in grouped(rows, "model", "mode").items():
+    for (model, mode, gpus), group in grouped([{"gpus": 1} | row for row in rows], "model", "mode", "gpus").items():
         length = lambda row: int(row["batch"].rpartition("x")[2])
         fit = max((row for row in group if "error" not in row), key=length, default={})
         failed = min((row for row in group if "error" in row), key=length, default={})
         shown = [f"{length(row):,}" if row else "" for row in (fit, failed)]
-        lines.append((model, title(mode), shown[0], fit.get("peak_gib", ""), shown[1]))
-    return table("model||longest sequence|peak GiB|too long", lines)
+        lines.append((model, gpus, title(mode), shown[0], fit.get("peak_gib", ""), shown[1]))
+    return table("model|GPUs||longest sequence|peak GiB|too long", lines)
 
 
 def curve_table(rows: Rows) -> str:

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "data"
@@ -292,12 +293,14 @@ def flops_per_token(config: dict, T: int) -> float:
     return 6.0 * (products + attention)
 
 
-def shard(model: nn.Module, ours: bool) -> nn.Module:
+def shard(model: nn.Module, ours: bool, context: bool = False) -> nn.Module:
     """FSDP2 with weights in fp32 and computation in bf16; transformers' model as everyone wraps it."""
     model = model.float()
     if ours:
-        from liger_models.parallel import apply_fsdp
+        from liger_models.parallel import apply_cp, apply_fsdp
 
+        if context:
+            apply_cp(model, init_device_mesh("cuda", (torch.distributed.get_world_size(),)))
         return apply_fsdp(model)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model.model.layers:
@@ -329,7 +332,7 @@ def make_step(mode: str, config: dict, lr: float, sharded: bool = False) -> Step
     if family == "hf" and "lora" in extras:
         model = adapt_hf(model, "nf4" in extras)
     if sharded:
-        model = shard(model, family == "ours")
+        model = shard(model, family == "ours", "cp" in extras)
     model.train()
     forward = torch.compile(model, fullgraph=family == "ours") if "compile" in extras else model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -434,10 +437,10 @@ def profile(mode: str, name: str, batch: str, steps: int) -> dict:
     }
 
 
-def fits(mode: str, name: str, batch: str, steps: int) -> dict:
+def fits(mode: str, name: str, batch: str, steps: int, sharded: bool = False) -> dict:
     """Whether there is memory for steps of so many tokens, when the optimizer has its state after a short one."""
     config = read(name)
-    train, generator = make_step(mode, config, lr=1e-5), torch.Generator("cuda").manual_seed(0)
+    train, generator = make_step(mode, config, lr=1e-5, sharded=sharded), torch.Generator("cuda").manual_seed(0)
     train(draw(config, 1, 128, generator))
     torch.cuda.reset_peak_memory_stats()
     begun = time.monotonic()
@@ -607,11 +610,14 @@ def main(kind: str, mode: str, name: str, batch: str, steps: str) -> None:
     if any(extra.startswith("fp8") for extra in extras):
         import torchao.float8  # noqa: F401
     imported_s = process_age_s()
-    if kind in ("fsdp", "load"):  # one of the processes of torchrun
+    if "LOCAL_RANK" in os.environ:  # one of the processes of torchrun
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl")
-        sharded = functools.partial(run, imported_s=imported_s, sharded=True) if kind == "fsdp" else load
-        found = sharded(mode, name, batch, int(steps))
+        found = {
+            "fsdp": functools.partial(run, imported_s=imported_s, sharded=True),
+            "longest": functools.partial(fits, sharded=True),
+            "load": load,
+        }[kind](mode, name, batch, int(steps))
         if torch.distributed.get_rank() == 0:
             print(json.dumps(found))
         torch.distributed.destroy_process_group()

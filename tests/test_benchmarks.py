@@ -318,7 +318,11 @@ def test_fsdp_table_compares_on_as_many_gpus():
 def test_longest_table():
     row = {"model": "m", "mode": "ours", "peak_gib": 100.0}
     rows = [row | {"batch": "1x8192"}, row | {"batch": "1x16384"}, row | {"batch": "1x32768", "error": "out of memory"}]
-    assert cells(report.longest_table(rows)) == [["m", "liger_models", "16,384", "100.0", "32,768"]]
+    rows.append(row | {"batch": "1x65536", "mode": "ours+cp", "gpus": 4})
+    assert cells(report.longest_table(rows)) == [
+        ["m", "1", "liger_models", "16,384", "100.0", "32,768"],
+        ["m", "4", "liger_models, context parallel", "65,536", "100.0", ""],
+    ]
 
 
 def test_load_table():
