@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from liger_models.arch import list_archs
 from liger_models.kernels.collectives import Ranks
+from liger_models.lora import LoRAConfig, apply_lora
 from liger_models.medusa import LigerMedusa
 from liger_models.parallel import apply_cp, apply_ep, apply_fsdp, apply_tp, compile_blocks
 
@@ -101,6 +102,31 @@ def test_log_probs_of_compiled_blocks(two):
     expected = log_probs(tiny(), compiled=False)
     for got in two(log_probs_spread):
         assert_close(got["log_probs"], expected["log_probs"])
+        assert_same(got["gradients"], expected["gradients"])
+
+
+def adapted() -> Any:
+    model = apply_lora(tiny(), LoRAConfig(r=4, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def adapted_once(model: Any) -> dict[str, Any]:
+    results = once(model)
+    return results | {"logits": None}
+
+
+def adapted_spread() -> dict[str, Any]:
+    return averaged(adapted_once(spread(adapted())))
+
+
+def test_adapters(two):
+    expected = adapted_once(adapted())
+    assert all("lora" in name for name in expected["gradients"])
+    for got in two(adapted_spread):
+        assert_close(got["loss"], expected["loss"])
         assert_same(got["gradients"], expected["gradients"])
 
 
