@@ -212,6 +212,11 @@ class LigerAttention(nn.Module):
         self.qkv_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
 
+    @property
+    def parts(self) -> int:
+        """The number of KV heads, which R ranks must divide."""
+        return self.num_kv_heads
+
     def cut(self, ranks: Ranks) -> dict[str, int]:
         """Keep 1 / R of the KV heads, and the query heads that share them: see `layers.tensor_parallel`.
 

@@ -349,8 +349,11 @@ class CausalLM(nn.Module):
         )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        elif ranks is not None and ranks.sequence:
-            inputs_embeds = own_tokens(inputs_embeds, ranks)
+        deepstack = deepstack or []
+        if ranks is not None and ranks.sequence:
+            deepstack = [own_tokens(level, ranks) for level in deepstack]
+            if inputs_embeds.shape[1] == T:  # given, or of an embedding that is not cut by tokens
+                inputs_embeds = own_tokens(inputs_embeds, ranks)
         check(
             labels is None or tuple(labels.shape) == (B, T),
             f"forward: labels must be [{B}, {T}] like input_ids, got {None if labels is None else list(labels.shape)}.",
@@ -364,7 +367,7 @@ class CausalLM(nn.Module):
             position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
             visible_until=visible_until, images=images,
         )  # fmt: skip
-        hidden, router_logits = self._hidden(inputs_embeds, sequence, deepstack or [])
+        hidden, router_logits = self._hidden(inputs_embeds, sequence, deepstack)
         hidden = enter(hidden, ranks)  # the head is cut by words
         if cache is not None:
             cache.length += T

@@ -1,17 +1,19 @@
 """Attention of a text's tokens to images that are no part of the text."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from liger_models.kernels.collectives import Ranks, enter, own_tokens
 from liger_models.kernels.dispatch import check
 
 from .attention import attention
 from .norm import LigerRMSNorm, add_norm_linear
 from .sequence import DecodeCache, Sequence, number_documents, parts_mask
+from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,8 +23,9 @@ class ImageStates:
     Attributes:
         tokens: [B, S, C], the tokens of each row's images, end to end; None once their keys and values are cached.
         sequence: has the mask.
-        reached: [B, T, 1] bool, whether a token's document has images at all.
-        sees: [B, T, 1] bool, whether an image stands at a token's place or before it.
+        reached: [B, T, 1] bool, whether a token's document has images at all; of the rank's own tokens where each rank
+            has its own between the layers.
+        sees: [B, T, 1] bool, whether an image stands at a token's place or before it; of the same tokens.
     """
 
     tokens: Tensor | None
@@ -32,7 +35,13 @@ class ImageStates:
 
     @classmethod
     def build(
-        cls, tokens: Tensor | None, seen: Tensor, own: Tensor, per_tile: int, cache: DecodeCache | None
+        cls,
+        tokens: Tensor | None,
+        seen: Tensor,
+        own: Tensor,
+        per_tile: int,
+        cache: DecodeCache | None,
+        ranks: Ranks | None = None,
     ) -> "ImageStates":
         """States of tokens that see tiles.
 
@@ -44,6 +53,7 @@ class ImageStates:
             own: [B, 1 or T, tiles] bool, which are of its document's images.
             per_tile: number of tokens of a tile.
             cache: keeps what the last token sees for those that follow.
+            ranks: over which the layers are cut, None for none.
         """
         sees, reached = seen.any(-1, keepdim=True), own.any(-1, keepdim=True).expand(-1, seen.shape[1], -1)
         # Where nothing is to be seen the result is dropped; softmax needs something all the same.
@@ -51,6 +61,10 @@ class ImageStates:
         part = torch.arange(seen.shape[2], device=seen.device).repeat_interleave(per_tile)
         mask = parts_mask(visible, part, dense=cache is not None and seen.shape[1] == 1)
         places = torch.arange(seen.shape[1], device=seen.device)[None]
+        if ranks is not None and tokens is not None:
+            tokens = enter(tokens, replace(ranks, sequence=False))  # here, so that all layers' gradients are one sum
+        if ranks is not None and ranks.sequence:
+            reached, sees = own_tokens(reached, ranks), own_tokens(sees, ranks)
         return cls(tokens, Sequence(places, {}, cache=cache, masks={None: mask}, causal=False), reached, sees)
 
 
@@ -123,6 +137,24 @@ class LigerCrossAttention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
         self.q_norm, self.k_norm = norm(head_dim), norm(head_dim)
+
+    def cut(self, ranks: Ranks) -> dict[str, int]:
+        """Keep 1 / R of the KV heads, and the query heads that share them: see `layers.tensor_parallel`.
+
+        Raises:
+            ValueError: there is no equal part of them.
+        """
+        heads = self.k_proj.out_features // self.head_dim
+        check(
+            heads % ranks.size == 0,
+            f"LigerCrossAttention: num_key_value_heads ({heads}) must be a multiple of {ranks.size} ranks: heads are "
+            "not copied. Use fewer ranks, and FSDP over the others.",
+        )
+        self.q_norm.ranks = self.k_norm.ranks = ranks
+        self.q_proj = ColumnParallelLinear.of(self.q_proj, ranks)
+        self.k_proj, self.v_proj = (ColumnParallelLinear.of(each, None) for each in (self.k_proj, self.v_proj))
+        self.o_proj = RowParallelLinear.of(self.o_proj, ranks)
+        return {"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1}
 
     def add_norm(
         self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
