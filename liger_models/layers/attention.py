@@ -214,7 +214,7 @@ class LigerAttention(nn.Module):
 
     @property
     def parts(self) -> int:
-        """The number of KV heads, which R ranks must divide."""
+        """What R ranks must divide to have equal parts: the number of KV heads."""
         return self.num_kv_heads
 
     def cut(self, ranks: Ranks) -> dict[str, int]:

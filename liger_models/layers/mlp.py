@@ -53,13 +53,10 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.act, self.kernel = act, kernel
+        self.parts = intermediate_size
+        """What R ranks must divide to have equal parts."""
         self.recompute = False
         """True makes gate and up again in the backward (checkpointing policies "selective" and "full")."""
-
-    @property
-    def parts(self) -> int:
-        """F, which R ranks must divide."""
-        return self.down_proj.in_features
 
     def cut(self, ranks: Ranks) -> dict[str, int]:
         """Keep 1 / R of the gates and ups: see `layers.tensor_parallel`.
@@ -134,13 +131,10 @@ class LigerMLP(nn.Module):
         self.fc1 = nn.Linear(hidden_size, intermediate_size)
         self.fc2 = nn.Linear(intermediate_size, hidden_size if out_size is None else out_size)
         self.act, self.kernel = act, kernel
+        self.parts = intermediate_size
+        """What R ranks must divide to have equal parts."""
         self.recompute = False
         """True makes all of it again in the backward (checkpointing policies "selective" and "full")."""
-
-    @property
-    def parts(self) -> int:
-        """F, which R ranks must divide."""
-        return self.fc2.in_features
 
     def cut(self, ranks: Ranks) -> dict[str, int]:
         """Keep 1 / R of the width between the two layers: see `layers.tensor_parallel`.
