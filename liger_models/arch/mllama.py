@@ -318,9 +318,7 @@ class MllamaCrossBlock(nn.Module):
             return x, residual
         y, residual = self.cross_attn.add_norm(self.input_layernorm, x, residual, images)
         attn_gate, mlp_gate = (whole(gate, self.ranks).tanh() for gate in (self.attn_gate, self.mlp_gate))
-        y, residual = self.mlp.add_norm(
-            self.post_attention_layernorm, y * (attn_gate * images.reached), residual
-        )
+        y, residual = self.mlp.add_norm(self.post_attention_layernorm, y * (attn_gate * images.reached), residual)
         return y * (mlp_gate * images.sees), residual
 
 

@@ -2,8 +2,8 @@
 
 A layer that can be cut over ranks has a method ``cut(ranks)``: it becomes a rank's part of itself, and says along which
 dimension its own parameters and those of its linear layers are to be cut. `liger_models.parallel.apply_tp` cuts them.
-All other parameters are whole on every rank, as DTensors too: who uses one itself takes it by `own`, or, if its gradient
-is of the rank's own tokens only, by `whole`.
+All other parameters are whole on every rank, as DTensors too: code that uses one itself takes it by `own`, or, where
+its gradient is of the rank's own tokens only, by `whole`.
 
 Source: https://arxiv.org/abs/1909.08053.
 """

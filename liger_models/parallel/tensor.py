@@ -26,8 +26,8 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     Each rank has 1 / R of the attention heads, of the MLP's (and each expert's) width and of the vocabulary; norms and
     routers are whole. The fused ops run as before, on the rank's part. Logits are not gathered for the loss.
 
-    So in a vision tower, too, but that attention whose heads, or an MLP whose width, R does not divide is whole on every
-    rank, as is all that a tower has around its blocks. Its patches are on every rank in any case.
+    A vision tower is cut alike, but every rank has all patches. Where R does not divide the heads of its attention, or
+    the width of an MLP, that layer is whole on every rank, as is what the tower has around them.
 
     The ranks must be given the same batch, and get the same loss. Call it before `apply_fsdp`, and make the optimizer
     afterwards.

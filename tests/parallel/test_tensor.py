@@ -126,14 +126,18 @@ def run_config(name: str) -> tuple[str, Any]:
     return arch, get_arch(arch).config_class(**{**TINY, "initializer_range": 0.1, **config})
 
 
+def batch_for(model: Any, step: int, *, packed: bool = False, dp: tuple[int, int] = (0, 1)) -> dict[str, torch.Tensor]:
+    sees = isinstance(model, VisionLanguageModel)
+    inputs = image_batch(model.config, step, dp) if sees else share(batch(step, packed=packed), *dp)
+    return {key: value.to(model.device) for key, value in inputs.items()}
+
+
 def train(model: Any, optimizer_name: str = "liger", *, packed: bool = False, dp: tuple[int, int] = (0, 1)) -> dict:
     """Losses, norms, the first step's gradients and the last one's weights; ``dp``: place and number of the rank."""
     optimizer = make_optimizer(optimizer_name, model)
     result: dict[str, Any] = {"losses": [], "norms": []}
-    sees = isinstance(model, VisionLanguageModel)
-    for step in range(len(IMAGE_BATCHES) if sees else STEPS):
-        inputs = image_batch(model.config, step, dp) if sees else share(batch(step, packed=packed), *dp)
-        inputs = {key: value.to(model.device) for key, value in inputs.items()}
+    for step in range(len(IMAGE_BATCHES) if isinstance(model, VisionLanguageModel) else STEPS):
+        inputs = batch_for(model, step, packed=packed, dp=dp)
         loss = model(**inputs, num_items_in_batch=targets_per_rank(inputs)).loss
         loss.backward()
         result["losses"].append(mean_over_ranks(loss))
@@ -376,7 +380,9 @@ def refuse() -> None:
         apply_tp(wrapped, mesh)
     with pytest.raises(ValueError, match="T must be a multiple of 2 ranks, got 5"):
         apply_tp(tiny(), mesh, sequence_parallel=True)(torch.ones(1, 5, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"LigerCrossAttention: num_key_value_heads \(1\) must be a multiple of 2 ranks"):
+    with pytest.raises(
+        ValueError, match=r"LigerCrossAttention: num_key_value_heads \(1\) must be a multiple of 2 ranks"
+    ):
         apply_tp(build(*image_config("mllama", num_key_value_heads=1, cross_attention_layers=[0])), mesh)
     sees = build(*image_config("qwen3_vl"))
     sees.visual.blocks[1].mlp.fc2 = torch.nn.Sequential(sees.visual.blocks[1].mlp.fc2)
@@ -464,7 +470,7 @@ def shard_2d(model: Any, shape: tuple[int, ...]) -> Any:
 
 def checkpoint_loss(model: Any) -> torch.Tensor:
     if isinstance(model, VisionLanguageModel):
-        return model(**image_batch(model.config, 0)).loss
+        return model(**batch_for(model, 0)).loss
     ids = torch.arange(3, 19).view(2, 8)
     return model(ids, labels=ids).loss
 
@@ -508,7 +514,7 @@ def stop_and_go_on(arch: str, folder: Path, shape: tuple[int, ...], resumed: boo
     start = load_state(folder, model, optimizer) if resumed else 0
     rank, ranks = (dist.get_rank() // 2, 2) if len(shape) == 2 else (0, 1)
     for step in range(start, 3):
-        inputs = share(batch(step), rank, ranks) if arch == "llama" else image_batch(model.config, step, (rank, ranks))
+        inputs = batch_for(model, step, dp=(rank, ranks))
         model(**inputs, num_items_in_batch=targets_per_rank(inputs)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -702,7 +708,8 @@ def test_kernels_of_the_head(two, two_with_kernels):
 def on_devices(name: str, device: str, sequence_parallel: bool) -> None:
     """As one process on the same device: in fp32 to its rounding, in bf16 to about its error."""
     arch, config = run_config(name)
-    config = dataclasses.replace(config, hidden_size=64, head_dim=16)
+    if name not in IMAGE_MODELS:
+        config = dataclasses.replace(config, hidden_size=64, head_dim=16)
     mesh = init_device_mesh(device, (1, 2), mesh_dim_names=("dp", "tp"))
 
     def model(dtype: torch.dtype, *, cut: bool, fsdp: bool = False) -> Any:
@@ -716,10 +723,12 @@ def on_devices(name: str, device: str, sequence_parallel: bool) -> None:
         assert_close(got["losses"], expected["losses"], rtol=1e-4)
         for part in ("gradients", "weights"):
             assert_same(got[part], expected[part], limit=1e-4)
+    if name in ("gemma3", "mllama"):  # some gradients of their towers are sums that cancel: in bf16 little but rounding
+        return
     errors: list[dict[str, Any]] = []
     for cut in (False, True):
         made = model(torch.bfloat16, cut=cut)
-        inputs = {key: value.to(device) for key, value in batch(0).items()}
+        inputs = batch_for(made, 0)
         made(**inputs, num_items_in_batch=targets_per_rank(inputs)).loss.backward()
         found = gradients(made)
         exact = expected["gradients"]
@@ -740,6 +749,7 @@ def experts_on_devices(device: str) -> None:
 
 
 ON_DEVICES = [("llama, tied, biases", False), ("qwen3", True), ("gemma2", True), ("olmo2", False), ("mixtral", True)]
+ON_DEVICES += [(name, index % 2 == 0) for index, name in enumerate(IMAGE_MODELS)]
 
 
 @pytest.mark.gpu
