@@ -199,6 +199,30 @@ def test_trains_as_one_process(two, name, sequence_parallel, policy, packed):
     assert_same_runs(two(train_cut, case, sequence_parallel, policy, packed), expected)
 
 
+def packed_and_frozen(name: str, frozen: tuple[str, ...]) -> dict[str, Any]:
+    """Gradients where text and padding of each row are documents, and not all is trained."""
+    model = build(*image_config(name))
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(not path.startswith(frozen))
+    if dist.is_initialized():
+        apply_tp(model, mesh_of(2), sequence_parallel=True)
+    inputs = image_batch(model.config, 0)
+    lengths = inputs.pop("attention_mask").sum(1).tolist()
+    bounds = [bound for row, length in enumerate(lengths) for bound in (row * LENGTH, row * LENGTH + length)]
+    model(**inputs, cu_seqlens=torch.tensor([*bounds, len(lengths) * LENGTH])).loss.backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [("qwen3_vl", ("embed_tokens", "layers", "visual.blocks")), ("gemma3", ("layers.1", "norm")), ("mllama", "visual")],
+)
+def test_packed_and_frozen_parts(two, name, frozen):
+    expected = packed_and_frozen(name, frozen)
+    for got in two(packed_and_frozen, name, frozen):
+        assert_same(got, expected)
+
+
 def train_copies() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("copies", "parts", "tp"))
     model = apply_tp(build(*run_config("llama")), mesh["tp"])
