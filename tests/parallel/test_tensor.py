@@ -19,6 +19,8 @@ from liger_models.kernels.collectives import enter, ranks_of
 from liger_models.kernels.linear_cross_entropy import Words, linear_cross_entropy
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers import moe
+from liger_models.layers.mlp import LigerMLP
+from liger_models.layers.norm import LigerLayerNorm
 from liger_models.layers.vision_language import VisionLanguageModel
 from liger_models.parallel import (
     apply_ep,
@@ -223,6 +225,25 @@ def test_packed_and_frozen_parts(two, name, frozen):
         assert_same(got, expected)
 
 
+def layer_norms() -> dict[str, Any]:
+    """Gradients where a text model has LayerNorms."""
+    model = tiny()
+    norm = partial(LigerLayerNorm, TINY["hidden_size"], bias=True)
+    for block in model.layers:
+        block.input_layernorm, block.post_attention_layernorm = norm(), norm()
+    model.norm = norm()
+    if dist.is_initialized():
+        apply_tp(model, mesh_of(2), sequence_parallel=True)
+    model(**batch(0)).loss.backward()
+    return gradients(model)
+
+
+def test_layer_norms(two):
+    expected = layer_norms()
+    for got in two(layer_norms):
+        assert_same(got, expected)
+
+
 def train_copies() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("copies", "parts", "tp"))
     model = apply_tp(build(*run_config("llama")), mesh["tp"])
@@ -408,6 +429,8 @@ def refuse() -> None:
         ValueError, match=r"LigerCrossAttention: num_key_value_heads \(1\) must be a multiple of 2 ranks"
     ):
         apply_tp(build(*image_config("mllama", num_key_value_heads=1, cross_attention_layers=[0])), mesh)
+    with pytest.raises(ValueError, match=r"LigerMLP: intermediate_size \(9\) must be a multiple of 2 ranks"):
+        LigerMLP(8, 9, act="gelu").cut(ranks_of(mesh.get_group()))
     sees = build(*image_config("qwen3_vl"))
     sees.visual.blocks[1].mlp.fc2 = torch.nn.Sequential(sees.visual.blocks[1].mlp.fc2)
     with pytest.raises(ValueError, match=r"RowParallelLinear: the layer must be an nn.Linear without hooks, got Seq"):
