@@ -25,6 +25,7 @@ from liger_models.layers.mlp import ACTIVATIONS, GatedMLP, LigerMLP
 from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
 from liger_models.layers.sequence import Sequence
+from liger_models.layers.tensor_parallel import own
 from liger_models.layers.vision import VisionBlock
 from liger_models.layers.vision_language import SquareImageModel
 
@@ -170,7 +171,7 @@ class Gemma3Tower(nn.Module):
         """pixels [n, channels, image_size, image_size] -> [n · tokens, C]."""
         patches = rearrange(pixels, "n c (h y) (w x) -> n (h w) (c y x)", y=self.patch, x=self.patch)
         embedded = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
-        x, residual = None, embedded + self.pos_embed.weight
+        x, residual = None, embedded + own(self.pos_embed.weight)
         sequence = Sequence.bidirectional(torch.arange(residual.shape[1], device=residual.device)[None], {}, None)
         for block in self.blocks:
             x, residual = block(x, residual, sequence)

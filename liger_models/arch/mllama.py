@@ -19,6 +19,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from liger_models.kernels.collectives import Ranks
 from liger_models.kernels.dispatch import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -30,6 +31,7 @@ from liger_models.layers.mlp import ACTIVATIONS, LigerMLP, LigerSwiGLUMLP
 from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
 from liger_models.layers.sequence import Sequence, parts_mask
+from liger_models.layers.tensor_parallel import own, whole
 from liger_models.layers.vision import VisionBlock
 from liger_models.layers.vision_language import TiledImageModel
 
@@ -150,8 +152,8 @@ class MllamaGlobalBlock(VisionBlock):
     def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
         """x [n, N, C] is still to be added to residual [n, N, C]; returns the same pair."""
         y, residual = self.attn.add_norm(self.norm1, x, residual, sequence)
-        y, residual = self.mlp.add_norm(self.norm2, y * self.gate_attn.tanh(), residual)
-        return y * self.gate_ffn.tanh(), residual
+        y, residual = self.mlp.add_norm(self.norm2, y * own(self.gate_attn).tanh(), residual)
+        return y * own(self.gate_ffn).tanh(), residual
 
 
 def _mlp(config: MllamaVisionConfig, kernels: KernelOptions) -> LigerMLP:
@@ -215,10 +217,10 @@ class MllamaTower(nn.Module):
         patches = rearrange(pixels, "n t c (h y) (w x) -> n t (h w) (c y x)", y=side, x=side)
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
         x = self._add_tile(x, ratio, self.pre_tile_embed, self.pre_tile_gate)
-        x = torch.cat([self.class_embed.expand(n, tiles, 1, -1), x], 2)
-        gate = self.pos_gate.tanh()
-        x = x + (1 - gate) * self.pos_embed.weight
-        x = x + gate * self.tile_pos_embed(ratio).view(n, tiles, P, -1)
+        x = torch.cat([own(self.class_embed).expand(n, tiles, 1, -1), x], 2)
+        gate = own(self.pos_gate).tanh()
+        x = x + (1 - gate) * own(self.pos_embed.weight)
+        x = x + gate * nn.functional.embedding(ratio, own(self.tile_pos_embed.weight)).view(n, tiles, P, -1)
         residual = nn.functional.pad(self.layernorm_pre(x), (0, 0, 0, -P % PATCHES_MULTIPLE)).flatten(1, 2)
         sequence = self._sequence(used)
         taken = []
@@ -241,7 +243,8 @@ class MllamaTower(nn.Module):
 
     def _add_tile(self, x: Tensor, ratio: Tensor, table: nn.Embedding, gate: Tensor) -> Tensor:
         """x [n, tiles, N, C] plus the embedding of each tile in an image of its aspect ratio."""
-        y: Tensor = x + table(ratio).view(len(x), x.shape[1], 1, -1) * gate.tanh()
+        added = nn.functional.embedding(ratio, own(table.weight)).view(len(x), x.shape[1], 1, -1)
+        y: Tensor = x + added * own(gate).tanh()
         return y
 
     def _sequence(self, used: Tensor) -> Sequence:
@@ -295,6 +298,13 @@ class MllamaCrossBlock(nn.Module):
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         self.mlp_gate = nn.Parameter(torch.empty(1))
+        self.ranks: Ranks | None = None
+        """Those over which it is cut."""
+
+    def cut(self, ranks: Ranks) -> dict[str, int]:
+        """The gates stay whole; their gradients are of all tokens."""
+        self.ranks = ranks
+        return {}
 
     def reset_parameters(self) -> None:
         """Gates closed."""
@@ -307,10 +317,9 @@ class MllamaCrossBlock(nn.Module):
         if images is None:
             return x, residual
         y, residual = self.cross_attn.add_norm(self.input_layernorm, x, residual, images)
-        y, residual = self.mlp.add_norm(
-            self.post_attention_layernorm, y * (self.attn_gate.tanh() * images.reached), residual
-        )
-        return y * (self.mlp_gate.tanh() * images.sees), residual
+        attn_gate, mlp_gate = (whole(gate, self.ranks).tanh() for gate in (self.attn_gate, self.mlp_gate))
+        y, residual = self.mlp.add_norm(self.post_attention_layernorm, y * (attn_gate * images.reached), residual)
+        return y * (mlp_gate * images.sees), residual
 
 
 class LigerMllama(TiledImageModel):

@@ -25,6 +25,7 @@ from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
 from liger_models.layers.patches import interpolate_positions, locate_patches
 from liger_models.layers.rope import AxialRotaryEmbedding, MultimodalRotaryEmbedding
 from liger_models.layers.sequence import Sequence
+from liger_models.layers.tensor_parallel import own
 from liger_models.layers.vision import PatchMerger, VisionBlock
 from liger_models.layers.vision_language import ImageFeatures, MRopeModel
 
@@ -137,7 +138,7 @@ class Qwen3VLTower(nn.Module):
         patches = locate_patches(grid_thw, len(pixels), self.merge)
         sequence = Sequence.bidirectional(patches.position_ids, {"default": self.rotary}, patches.frame[None])
         embedded = self.patch_embed(pixels.to(self.patch_embed.weight.dtype))
-        placed = embedded + interpolate_positions(self.pos_embed.weight, patches).to(embedded.dtype)
+        placed = embedded + interpolate_positions(own(self.pos_embed.weight), patches).to(embedded.dtype)
         x, residual = None, placed[None]
         levels = []
         for index, block in enumerate(self.blocks):

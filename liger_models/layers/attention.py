@@ -157,6 +157,15 @@ def _backends(order: list[SDPBackend], x: Tensor) -> AbstractContextManager[Any]
     return sdpa_kernel(order, set_priority=True) if x.device.type in ACCELERATORS else nullcontext()
 
 
+def check_heads(where: str, kv_heads: int, ranks: Ranks) -> None:
+    """Raise ValueError unless ranks can have equal parts of the heads."""
+    check(
+        kv_heads % ranks.size == 0,
+        f"{where}: num_key_value_heads ({kv_heads}) must be a multiple of {ranks.size} ranks: heads are not copied. "
+        "Use fewer ranks, and FSDP over the others.",
+    )
+
+
 class LigerAttention(nn.Module):
     """Causal grouped-query attention with rotary embedding, on one projection for q, k and v.
 
@@ -214,6 +223,11 @@ class LigerAttention(nn.Module):
         self.qkv_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
 
+    @property
+    def parts(self) -> int:
+        """What R ranks must divide to have equal parts: the number of KV heads."""
+        return self.num_kv_heads
+
     def cut(self, ranks: Ranks) -> dict[str, int]:
         """Keep 1 / R of the KV heads, and the query heads that share them: see `layers.tensor_parallel`.
 
@@ -226,11 +240,7 @@ class LigerAttention(nn.Module):
         return {"qkv_proj.weight": 0, "qkv_proj.bias": 0, "o_proj.weight": 1}
 
     def _share_heads(self, ranks: Ranks) -> None:
-        check(
-            self.num_kv_heads % ranks.size == 0,
-            f"LigerAttention: num_key_value_heads ({self.num_kv_heads}) must be a multiple of {ranks.size} ranks: "
-            "heads are not copied. Use fewer ranks, and FSDP over the others.",
-        )
+        check_heads("LigerAttention", self.num_kv_heads, ranks)
         self.num_heads //= ranks.size
         self.num_kv_heads //= ranks.size
 

@@ -363,8 +363,13 @@ class CausalLM(nn.Module):
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.embed_tokens(input_ids[:, own])
-        elif sharing is not None:
-            inputs_embeds = inputs_embeds[:, own] if context is not None else own_tokens(inputs_embeds, sharing)
+        elif context is not None:
+            inputs_embeds = inputs_embeds[:, own]
+        deepstack = [level[:, own] for level in deepstack or []]
+        if ranks is not None and ranks.sequence:
+            deepstack = [own_tokens(level, ranks) for level in deepstack]
+            if inputs_embeds.shape[1] == T:  # given, or of an embedding that is not cut by tokens
+                inputs_embeds = own_tokens(inputs_embeds, ranks)
         check(
             labels is None or tuple(labels.shape) == (B, T),
             f"forward: labels must be [{B}, {T}] like input_ids, got {None if labels is None else list(labels.shape)}.",
@@ -378,7 +383,7 @@ class CausalLM(nn.Module):
             position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
             visible_until=visible_until, images=images,
         )  # fmt: skip
-        hidden, router_logits = self._hidden(inputs_embeds, sequence, [level[:, own] for level in deepstack or []])
+        hidden, router_logits = self._hidden(inputs_embeds, sequence, deepstack)
         hidden = enter(hidden, ranks)  # the head is cut by words
         if cache is not None:
             cache.length += T

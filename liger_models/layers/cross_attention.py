@@ -1,17 +1,19 @@
 """Attention of a text's tokens to images that are no part of the text."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from liger_models.kernels.collectives import Ranks, enter, own_tokens, to_heads, to_tokens
 from liger_models.kernels.dispatch import check
 
-from .attention import attention
+from .attention import attention, check_heads
 from .norm import LigerRMSNorm, add_norm_linear
 from .sequence import DecodeCache, Sequence, number_documents, parts_mask
+from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,8 +23,9 @@ class ImageStates:
     Attributes:
         tokens: [B, S, C], the tokens of each row's images, end to end; None once their keys and values are cached.
         sequence: has the mask.
-        reached: [B, T, 1] bool, whether a token's document has images at all.
-        sees: [B, T, 1] bool, whether an image stands at a token's place or before it.
+        reached: [B, T, 1] bool, whether a token's document has images at all; of the rank's own tokens where each rank
+            has its own between the layers.
+        sees: [B, T, 1] bool, whether an image stands at a token's place or before it; of the same tokens.
     """
 
     tokens: Tensor | None
@@ -32,7 +35,14 @@ class ImageStates:
 
     @classmethod
     def build(
-        cls, tokens: Tensor | None, seen: Tensor, own: Tensor, per_tile: int, cache: DecodeCache | None
+        cls,
+        tokens: Tensor | None,
+        seen: Tensor,
+        own: Tensor,
+        per_tile: int,
+        cache: DecodeCache | None,
+        ranks: Ranks | None = None,
+        context: Ranks | None = None,
     ) -> "ImageStates":
         """States of tokens that see tiles.
 
@@ -44,6 +54,8 @@ class ImageStates:
             own: [B, 1 or T, tiles] bool, which are of its document's images.
             per_tile: number of tokens of a tile.
             cache: keeps what the last token sees for those that follow.
+            ranks: over which the layers are cut, None for none.
+            context: those that have a part of the tokens each, None for none.
         """
         sees, reached = seen.any(-1, keepdim=True), own.any(-1, keepdim=True).expand(-1, seen.shape[1], -1)
         # Where nothing is to be seen the result is dropped; softmax needs something all the same.
@@ -51,6 +63,12 @@ class ImageStates:
         part = torch.arange(seen.shape[2], device=seen.device).repeat_interleave(per_tile)
         mask = parts_mask(visible, part, dense=cache is not None and seen.shape[1] == 1)
         places = torch.arange(seen.shape[1], device=seen.device)[None]
+        if ranks is not None and tokens is not None:
+            tokens = enter(tokens, replace(ranks, sequence=False))  # here, so that all layers' gradients are one sum
+        if ranks is not None and ranks.sequence:
+            reached, sees = own_tokens(reached, ranks), own_tokens(sees, ranks)
+        if context is not None:
+            reached, sees = (each[:, context.own(each.shape[1])] for each in (reached, sees))
         return cls(tokens, Sequence(places, {}, cache=cache, masks={None: mask}, causal=False), reached, sees)
 
 
@@ -118,11 +136,35 @@ class LigerCrossAttention(nn.Module):
         self.head_dim, self.layer, self.dropout = head_dim, layer, dropout
         self.recompute = False
         """True keeps only the inputs and makes everything again in the backward (checkpointing policy "full")."""
+        self.context_ranks: Ranks | None = None
+        """As `LigerAttention.context_ranks`."""
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
         self.q_norm, self.k_norm = norm(head_dim), norm(head_dim)
+
+    def cut(self, ranks: Ranks) -> dict[str, int]:
+        """Keep 1 / R of the KV heads, and the query heads that share them: see `layers.tensor_parallel`.
+
+        Raises:
+            ValueError: there is no equal part of them.
+        """
+        check_heads("LigerCrossAttention", self.k_proj.out_features // self.head_dim, ranks)
+        self.q_norm.ranks = self.k_norm.ranks = ranks
+        self.q_proj = ColumnParallelLinear.of(self.q_proj, ranks)
+        self.k_proj, self.v_proj = (ColumnParallelLinear.of(each, None) for each in (self.k_proj, self.v_proj))
+        self.o_proj = RowParallelLinear.of(self.o_proj, ranks)
+        return {"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1}
+
+    def spread(self, ranks: Ranks) -> None:
+        """Take T / R tokens of a rank, and attend from all T with 1 / R of the heads.
+
+        Raises:
+            ValueError: there is no equal part of them.
+        """
+        check_heads("LigerCrossAttention", self.k_proj.out_features // self.head_dim, ranks)
+        self.context_ranks = ranks
 
     def add_norm(
         self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
@@ -141,11 +183,15 @@ class LigerCrossAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         q, residual = add_norm_linear(norm, self.q_proj, x, residual)
         k, v = self._keys_values(images)
+        ranks = self.context_ranks
+        if ranks is not None:
+            q, k, v = to_heads(q, ranks), *(heads[:, :, ranks.own(heads.shape[2])] for heads in (k, v))
         out = attention(
             self.q_norm(self._heads(q)), k, v, images.sequence, scale=self.head_dim**-0.5,
             dropout=self.dropout if self.training else 0.0,
         )  # fmt: skip
-        y: Tensor = self.o_proj(out.flatten(2))  # [B, T, H · D]
+        out = out.flatten(2)  # [B, T, H · D]
+        y: Tensor = self.o_proj(out if ranks is None else to_tokens(out, ranks))
         return y, residual
 
     def _keys_values(self, images: ImageStates) -> tuple[Tensor, Tensor]:

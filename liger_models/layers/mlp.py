@@ -53,6 +53,8 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.act, self.kernel = act, kernel
+        self.parts = intermediate_size
+        """What R ranks must divide to have equal parts."""
         self.recompute = False
         """True makes gate and up again in the backward (checkpointing policies "selective" and "full")."""
 
@@ -62,7 +64,7 @@ class GatedMLP(nn.Module):
         Raises:
             ValueError: there is no equal part of them.
         """
-        F = self.down_proj.in_features
+        F = self.parts
         check(F % ranks.size == 0, f"GatedMLP: intermediate_size ({F}) must be a multiple of {ranks.size} ranks.")
         self.gate_up_proj = ColumnParallelLinear.of(self.gate_up_proj, ranks)
         self.down_proj = RowParallelLinear.of(self.down_proj, ranks)
@@ -91,7 +93,7 @@ class GatedMLP(nn.Module):
             return self(normed), residual
         gate_up, down, gate_up_bias, down_bias = autocast_weights(
             residual, own(self.gate_up_proj.weight), own(self.down_proj.weight), own_or_none(self.gate_up_proj.bias),
-            None if isinstance(self.down_proj, RowParallelLinear) else self.down_proj.bias,
+            None if isinstance(self.down_proj, RowParallelLinear) else own_or_none(self.down_proj.bias),
         )  # fmt: skip
         assert gate_up is not None
         assert down is not None
@@ -129,8 +131,22 @@ class LigerMLP(nn.Module):
         self.fc1 = nn.Linear(hidden_size, intermediate_size)
         self.fc2 = nn.Linear(intermediate_size, hidden_size if out_size is None else out_size)
         self.act, self.kernel = act, kernel
+        self.parts = intermediate_size
+        """What R ranks must divide to have equal parts."""
         self.recompute = False
         """True makes all of it again in the backward (checkpointing policies "selective" and "full")."""
+
+    def cut(self, ranks: Ranks) -> dict[str, int]:
+        """Keep 1 / R of the width between the two layers: see `layers.tensor_parallel`.
+
+        Raises:
+            ValueError: there is no equal part of it.
+        """
+        F = self.parts
+        check(F % ranks.size == 0, f"LigerMLP: intermediate_size ({F}) must be a multiple of {ranks.size} ranks.")
+        self.fc1 = ColumnParallelLinear.of(self.fc1, ranks)
+        self.fc2 = RowParallelLinear.of(self.fc2, ranks)
+        return {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., out]."""
@@ -138,9 +154,12 @@ class LigerMLP(nn.Module):
         if not (self.kernel and is_plain(self.fc2)):
             y: Tensor = self.fc2(act_reference(hidden, self.act))
             return y
-        weight, bias = autocast_weights(hidden, self.fc2.weight, self.fc2.bias)
+        partial = self.fc2 if isinstance(self.fc2, RowParallelLinear) else None
+        bias = None if partial else own_or_none(self.fc2.bias)
+        weight, bias = autocast_weights(hidden, own(self.fc2.weight), bias)
         assert weight is not None
-        return act_linear(hidden, weight, bias, self.act)
+        y = act_linear(hidden, weight, bias, self.act)
+        return partial.sum(y) if partial else y
 
     def add_norm(self, norm: Norm | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual = residual + x; mlp(norm(residual))``: ``(y, residual)``, each [..., C]."""

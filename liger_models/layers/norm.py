@@ -13,7 +13,7 @@ from liger_models.kernels.layer_norm import (
 from liger_models.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from liger_models.kernels.rms_norm_linear import rms_norm_linear
 
-from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, is_cut, own, own_or_none
+from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, WholeLinear, is_cut, own, own_or_none, whole
 
 CASTING_MODES = ("llama", "gemma")
 
@@ -108,6 +108,8 @@ class LigerLayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.bias = nn.Parameter(torch.empty(hidden_size))
         self.eps, self.random_bias, self.init_fn, self.kernel = eps, bias, init_fn, kernel
+        self.ranks: Ranks | None = None
+        """Those whose gradients of weight and bias are to be summed: each norms tokens of its own."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -122,14 +124,17 @@ class LigerLayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., C] in the dtype of x."""
         function = layer_norm if self.kernel else layer_norm_reference
-        return function(x, self.weight, self.bias, self.eps)
+        return function(x, *self._own(), self.eps)
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
         if x is None:
             return self(residual), residual
         function = add_layer_norm if self.kernel else add_layer_norm_reference
-        return function(x, residual, self.weight, self.bias, self.eps)
+        return function(x, residual, *self._own(), self.eps)
+
+    def _own(self) -> tuple[Tensor, Tensor]:
+        return whole(self.weight, self.ranks), whole(self.bias, self.ranks)
 
 
 Norm = LigerRMSNorm | LigerLayerNorm
@@ -149,9 +154,10 @@ def is_plain(*modules: nn.Module) -> bool:
     Not so for anything that replaces or wraps a linear layer (adapters, quantised or float8 linears, weights that are
     cut by others than `apply_tp`) and for modules with hooks: those are called.
     """
-    ours = (LigerRMSNorm, ColumnParallelLinear, RowParallelLinear)
+    ours = (LigerRMSNorm, ColumnParallelLinear, RowParallelLinear, WholeLinear)
     return all(
         type(module) in (nn.Linear, *ours)
+        and not (isinstance(module, WholeLinear) and module.ranks is not None)
         and (type(module.weight) in (nn.Parameter, Tensor) or (type(module) in ours and is_cut(module.weight)))
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
         for module in modules

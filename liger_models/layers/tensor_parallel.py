@@ -2,6 +2,8 @@
 
 A layer that can be cut over ranks has a method ``cut(ranks)``: it becomes a rank's part of itself, and says along which
 dimension its own parameters and those of its linear layers are to be cut. `liger_models.parallel.apply_tp` cuts them.
+All other parameters are whole on every rank, as DTensors too: code that uses one itself takes it by `own`, or, where
+its gradient is of the rank's own tokens only, by `whole`.
 
 Source: https://arxiv.org/abs/1909.08053.
 """
@@ -38,11 +40,17 @@ def own_or_none(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else own(weight)
 
 
+def whole(weight: Tensor, ranks: Ranks | None) -> Tensor:
+    """A weight that every rank has whole; its gradient is of all tokens, also where each rank has its own."""
+    return sum_gradient(own(weight), ranks) if ranks is not None and ranks.sequence else own(weight)
+
+
 class _PartialLinear(nn.Linear):
-    ranks: Ranks
+    ranks: Ranks | None
+    """Those with which something is exchanged; None for nothing."""
 
     @classmethod
-    def of(cls, linear: nn.Linear, ranks: Ranks) -> "Self":
+    def of(cls, linear: nn.Linear, ranks: Ranks | None) -> "Self":
         """The layer with the parameters of another.
 
         Raises:
@@ -77,7 +85,7 @@ class RowParallelLinear(_PartialLinear):
     def sum(self, parts: Tensor) -> Tensor:
         """The result, from the rank's part of the sum over all inputs."""
         y = leave(parts, self.ranks)
-        return y if self.bias is None else y + _whole(self.bias, self.ranks).to(y.dtype)
+        return y if self.bias is None else y + whole(self.bias, self.ranks).to(y.dtype)
 
 
 class WholeLinear(_PartialLinear):
@@ -85,10 +93,5 @@ class WholeLinear(_PartialLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C], of the rank's own tokens where it has its own."""
-        bias = None if self.bias is None else _whole(self.bias, self.ranks)
-        return F.linear(x, _whole(self.weight, self.ranks), bias)
-
-
-def _whole(weight: Tensor, ranks: Ranks) -> Tensor:
-    """A weight that every rank has whole; its gradient is of all tokens."""
-    return sum_gradient(own(weight), ranks) if ranks.sequence else own(weight)
+        bias = None if self.bias is None else whole(self.bias, self.ranks)
+        return F.linear(x, whole(self.weight, self.ranks), bias)

@@ -526,7 +526,7 @@ class TiledImageModel(VisionLanguageModel):
             seen = (mask != 0).flatten(2).to(pixels.device)
         if cache is not None:
             cache.images_seen = torch.stack([seen[:, -1], own[:, -1]], 1)
-        return ImageStates.build(tokens, seen, own, vision.tokens_per_tile, cache)
+        return ImageStates.build(tokens, seen, own, vision.tokens_per_tile, cache, self.ranks, self.context_ranks)
 
     def _cached(self, new: Tensor | None, cache: DecodeCache | None) -> ImageStates | None:
         """The states that new tokens [B, T, ...] see, whose keys and values are cached; None without images."""
@@ -545,8 +545,9 @@ class TiledImageModel(VisionLanguageModel):
         )
         nobody = torch.zeros(*here.shape, vision.max_num_tiles, dtype=torch.bool, device=device)
         return ImageStates.build(
-            tokens.expand(len(here), -1, -1), nobody, nobody[:, :1], vision.tokens_per_tile, cache=None
-        )
+            tokens.expand(len(here), -1, -1), nobody, nobody[:, :1], vision.tokens_per_tile, None, self.ranks,
+            self.context_ranks,
+        )  # fmt: skip
 
     def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> None:
         """Refuse placeholders and images that do not fit. Asks the device once."""

@@ -5,7 +5,6 @@ from typing import TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from liger_models.kernels.collectives import ranks_of
-from liger_models.kernels.dispatch import check
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.causal_lm import CausalLM
 from liger_models.layers.cross_attention import LigerCrossAttention
@@ -21,7 +20,7 @@ def apply_cp(model: Model, mesh: DeviceMesh) -> Model:
     The ranks must be given the same batch, whole, and get the same loss. Only in attention a token meets those of other
     ranks: there each rank has all tokens of 1 / R of the heads, so that packed documents, padding, windows and softcaps
     are what they are on one rank. Weights are whole: `apply_fsdp` afterwards, over a mesh that includes these ranks,
-    shards them and averages their gradients (or DistributedDataParallel averages them).
+    shards them and averages their gradients (or DistributedDataParallel averages them). Towers run whole on each rank.
 
     Args:
         model: on the meta device, or with the same weights on every rank.
@@ -31,8 +30,8 @@ def apply_cp(model: Model, mesh: DeviceMesh) -> Model:
         ``model``.
 
     Raises:
-        ValueError: a model that is sharded already, or has layers of cross-attention, a mesh that does not fit, KV
-            heads that R does not divide. Make the model anew after that.
+        ValueError: a model that is sharded already, a mesh that does not fit, KV heads that R does not divide. Make the
+            model anew after that.
 
     Source: https://arxiv.org/abs/2309.14509.
     """
@@ -41,12 +40,7 @@ def apply_cp(model: Model, mesh: DeviceMesh) -> Model:
     if ranks.size == 1:
         return model
     for module in model.layers.modules():
-        check(
-            not isinstance(module, LigerCrossAttention),
-            f"apply_cp: the model's tokens must attend to each other only, got {type(model).__name__}, where they "
-            "attend to images. Use apply_fsdp.",
-        )
-        if isinstance(module, LigerAttention):
+        if isinstance(module, LigerAttention | LigerCrossAttention):
             module.spread(ranks)
     model.context_ranks = model.balance_ranks = ranks
     return model

@@ -1,5 +1,6 @@
 """Tensor and expert parallel: layers of which each rank has a part."""
 
+import dataclasses
 from typing import TypeVar
 
 import torch
@@ -12,7 +13,8 @@ from liger_models.kernels.collectives import ranks_of
 from liger_models.kernels.dispatch import check
 from liger_models.layers.causal_lm import CausalLM
 from liger_models.layers.moe import LigerMoE
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
+from liger_models.layers.tensor_parallel import WholeLinear
 from liger_models.layers.vision_language import VisionLanguageModel
 
 Model = TypeVar("Model", bound=CausalLM)
@@ -23,6 +25,9 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
 
     Each rank has 1 / R of the attention heads, of the MLP's (and each expert's) width and of the vocabulary; norms and
     routers are whole. The fused ops run as before, on the rank's part. Logits are not gathered for the loss.
+
+    A vision tower is cut alike, but every rank has all patches. Where R does not divide the heads of its attention, or
+    the width of an MLP, that layer is whole on every rank, as is what the tower has around them.
 
     The ranks must be given the same batch, and get the same loss. Call it before `apply_fsdp`, and make the optimizer
     afterwards.
@@ -38,27 +43,30 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
         ``model``.
 
     Raises:
-        ValueError: a model that is sharded already, has replaced linear layers or a vision tower, a mesh that does not
-            fit, heads or widths that R does not divide. Make the model anew after that.
+        ValueError: a model that is sharded already or has replaced linear layers, a mesh that does not fit, heads or
+            widths of the language model that R does not divide. Make the model anew after that.
 
     Source: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2205.05198.
     """
     check_unsharded("apply_tp", model, mesh)
-    check(
-        not isinstance(model, VisionLanguageModel),
-        f"apply_tp: {type(model).__name__} has a vision tower, whose layers are not to be cut. Use apply_fsdp.",
-    )
     ranks = ranks_of(mesh.get_group(), sequence=sequence_parallel)
     if ranks.size == 1:
         return model
-    dims: dict[str, int] = {}
+    tower = set(model.visual.modules()) if isinstance(model, VisionLanguageModel) else set()
     if sequence_parallel:
         for module in model.modules():
-            if isinstance(module, LigerRMSNorm):
+            if isinstance(module, LigerRMSNorm | LigerLayerNorm) and module not in tower:
                 module.ranks = ranks
+    # Patches are no tokens of the text; and image tokens are put among all tokens, before those are cut.
+    of_all_tokens = {*tower, model.embed_tokens} if tower else tower
+    dims: dict[str, int] = {}
     for name, module in list(model.named_modules()):
-        if hasattr(module, "cut"):
-            dims |= {f"{name}.{parameter}": dim for parameter, dim in module.cut(ranks).items()}
+        if hasattr(module, "cut") and not (module in tower and module.parts % ranks.size):
+            cut = module.cut(dataclasses.replace(ranks, sequence=False) if module in of_all_tokens else ranks)
+            dims |= {f"{name}.{parameter}": dim for parameter, dim in cut.items()}
+    for name, module in list(model.named_modules()):
+        if module in tower and isinstance(module, nn.Linear) and f"{name}.weight" not in dims:
+            model.set_submodule(name, WholeLinear.of(module, None))
     model.ranks = ranks
     _distribute(model, mesh, dims, rest=True)
     model.tie_weights()

@@ -15,8 +15,8 @@ from liger_models.lora import LoRAConfig, apply_lora
 from liger_models.medusa import LigerMedusa
 from liger_models.parallel import apply_cp, apply_ep, apply_fsdp, apply_tp, compile_blocks
 
+from .images import FAMILIES, image_batch, image_config
 from .models import batch, gradients, mean, tiny
-from .test_fsdp import image_model
 from .test_tensor import (
     RUNS,
     assert_close,
@@ -27,7 +27,6 @@ from .test_tensor import (
     mesh_of,
     once,
     run_config,
-    sees,
     train,
 )
 
@@ -44,7 +43,7 @@ def spread_once(cases: list[tuple[str, Any]]) -> list[dict[str, Any]]:
     return [averaged(once(spread(build(*case)))) for case in cases]
 
 
-@pytest.mark.parametrize("arch", [arch for arch in list_archs() if not sees(arch)])
+@pytest.mark.parametrize("arch", list_archs())
 def test_every_architecture(two, arch):
     cases = [(arch, config) for config in configs_of(arch)[:2]]
     expected = [once(build(*case)) for case in cases]
@@ -130,25 +129,25 @@ def test_adapters(two):
         assert_same(got["gradients"], expected["gradients"])
 
 
-def with_images(model: Any) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(80, (2, 12), generator=generator)
-    ids[0, 2:8] = 90
-    pixels, grid = torch.randn(24, 24, generator=generator), torch.tensor([[1, 4, 6]])
-    loss = model(ids, labels=ids.masked_fill(ids == 90, -100), pixel_values=pixels, image_grid_thw=grid).loss
+def with_images(name: str, *, shared: bool) -> dict[str, Any]:
+    arch, config = image_config(name)
+    model = build(arch, config)
+    model.set_checkpointing("full" if name == "mllama" else "none")
+    loss = (spread(model) if shared else model)(**image_batch(config, 0)).loss
     loss.backward()
     return {"loss": loss.detach(), "gradients": gradients(model)}
 
 
-def with_images_spread() -> dict[str, Any]:
-    return averaged(with_images(spread(image_model("qwen3_vl"))))
+def with_images_spread(name: str) -> dict[str, Any]:
+    return averaged(with_images(name, shared=True))
 
 
-def test_images(two):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_images(two, name):
     """Their tokens stand on both ranks, of which each computes the whole tower."""
-    expected = with_images(image_model("qwen3_vl"))
+    expected = with_images(name, shared=False)
     assert expected["gradients"]["visual.patch_embed.weight"].any()
-    for got in two(with_images_spread):
+    for got in two(with_images_spread, name):
         assert_close(got["loss"], expected["loss"])
         assert_same(got["gradients"], expected["gradients"])
 
@@ -165,8 +164,8 @@ def test_a_batch_without_targets(two):
 
 def refused() -> None:
     mesh = mesh_of(2)
-    with pytest.raises(ValueError, match=r"apply_cp: .* LigerMllama, where they attend to images"):
-        apply_cp(image_model("mllama"), mesh)
+    with pytest.raises(ValueError, match=r"LigerCrossAttention: num_key_value_heads \(1\) must be a multiple of 2"):
+        apply_cp(build(*image_config("mllama", num_key_value_heads=1, cross_attention_layers=[0])), mesh)
     with pytest.raises(ValueError, match=r"num_key_value_heads \(1\) must be a multiple of 2 ranks"):
         apply_cp(tiny(num_key_value_heads=1), mesh)
     with pytest.raises(ValueError, match="apply_cp: LigerLlama must not be sharded yet"):

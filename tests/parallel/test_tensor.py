@@ -14,11 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from liger_models.arch import get_arch, list_archs
 from liger_models.convert.config_map import read_config
-from liger_models.kernels import dispatch, gated_mlp
+from liger_models.kernels import act_linear, dispatch, gated_mlp
 from liger_models.kernels.collectives import enter, ranks_of
 from liger_models.kernels.linear_cross_entropy import Words, linear_cross_entropy
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers import moe
+from liger_models.layers.mlp import LigerMLP
+from liger_models.layers.norm import LigerLayerNorm
 from liger_models.layers.vision_language import VisionLanguageModel
 from liger_models.parallel import (
     apply_ep,
@@ -32,6 +34,7 @@ from liger_models.parallel import (
     targets_per_rank,
 )
 
+from .images import FAMILIES, IMAGE_BATCHES, IMAGE_MODELS, LENGTH, image_batch, image_config
 from .models import TINY, batch, gradients, make_optimizer, share, tiny, whole
 
 STEPS = 5
@@ -77,7 +80,7 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any], limit: float = 1e
 def once(model: Any, **options: Any) -> dict[str, Any]:
     """Loss, logits and gradients of a padded batch."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 97, (2, 12), generator=generator)
+    ids = torch.randint(3, 90, (2, 12), generator=generator)  # those from there on may stand for images
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0
     labels = ids.masked_fill(mask == 0, -100)
@@ -92,11 +95,7 @@ def cut_once(cases: list[tuple[str, Any]]) -> list[dict[str, Any]]:
     return [once(apply_tp(build(*case), mesh, sequence_parallel=i % 2 == 1)) for i, case in enumerate(cases)]
 
 
-def sees(arch: str) -> bool:
-    return issubclass(get_arch(arch), VisionLanguageModel)
-
-
-@pytest.mark.parametrize("arch", [arch for arch in list_archs() if not sees(arch)])
+@pytest.mark.parametrize("arch", list_archs())
 def test_every_architecture(two, arch):
     configs = configs_of(arch)
     cases = [(arch, config) for config in (configs[0], *configs[:5])]
@@ -123,16 +122,24 @@ RUNS = {
 
 
 def run_config(name: str) -> tuple[str, Any]:
+    if name in IMAGE_MODELS:
+        return image_config(name)
     arch, config = RUNS[name]
     return arch, get_arch(arch).config_class(**{**TINY, "initializer_range": 0.1, **config})
+
+
+def batch_for(model: Any, step: int, *, packed: bool = False, dp: tuple[int, int] = (0, 1)) -> dict[str, torch.Tensor]:
+    images = isinstance(model, VisionLanguageModel)
+    inputs = image_batch(model.config, step, dp) if images else share(batch(step, packed=packed), *dp)
+    return {key: value.to(model.device) for key, value in inputs.items()}
 
 
 def train(model: Any, optimizer_name: str = "liger", *, packed: bool = False, dp: tuple[int, int] = (0, 1)) -> dict:
     """Losses, norms, the first step's gradients and the last one's weights; ``dp``: place and number of the rank."""
     optimizer = make_optimizer(optimizer_name, model)
     result: dict[str, Any] = {"losses": [], "norms": []}
-    for step in range(STEPS):
-        inputs = {key: value.to(model.device) for key, value in share(batch(step, packed=packed), *dp).items()}
+    for step in range(len(IMAGE_BATCHES) if isinstance(model, VisionLanguageModel) else STEPS):
+        inputs = batch_for(model, step, packed=packed, dp=dp)
         loss = model(**inputs, num_items_in_batch=targets_per_rank(inputs)).loss
         loss.backward()
         result["losses"].append(mean_over_ranks(loss))
@@ -151,6 +158,19 @@ def assert_same_run(got: dict[str, Any], expected: dict[str, Any]) -> None:
     assert_same(got["weights"], expected["weights"])
 
 
+def assert_same_runs(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """On all ranks, whose weights are the same bit for bit."""
+    for got in results:
+        assert_same_run(got, expected)
+        assert_close(got["weights"], results[0]["weights"], rtol=0, atol=0)
+
+
+def share_of_weights(model: Any) -> float:
+    """What this rank has of them; of a tower much is whole on every rank."""
+    parameters = [parameter for name, parameter in model.named_parameters() if not name.startswith("visual.")]
+    return sum(each.to_local().numel() for each in parameters) / sum(each.numel() for each in parameters)
+
+
 def train_cut(case: tuple[str, Any], sequence_parallel: bool, policy: str, packed: bool) -> dict[str, Any]:
     model = build(*case)
     model.set_checkpointing(policy)
@@ -159,8 +179,7 @@ def train_cut(case: tuple[str, Any], sequence_parallel: bool, policy: str, packe
     assert [name for name, _ in model.named_parameters()] == names
     assert (model.lm_head.weight is model.embed_tokens.weight) == model.config.tie_word_embeddings
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    local = sum(parameter.to_local().numel() for parameter in model.parameters())
-    assert local < 0.55 * model.num_parameters()
+    assert share_of_weights(model) < 0.55
     return train(model, packed=packed)
 
 
@@ -169,13 +188,60 @@ def train_cut(case: tuple[str, Any], sequence_parallel: bool, policy: str, packe
     [
         *((name, index % 2 == 0, ("none", "selective", "full")[index % 3], False) for index, name in enumerate(RUNS)),
         ("llama, tied, biases", True, "full", True),
+        *(
+            (name, parallel, ("none", "selective", "full")[(index + parallel) % 3], False)
+            for index, name in enumerate(IMAGE_MODELS)
+            for parallel in (False, True)
+        ),
     ],
 )
 def test_trains_as_one_process(two, name, sequence_parallel, policy, packed):
     case = run_config(name)
     expected = train(build(*case), packed=packed)
-    for got in two(train_cut, case, sequence_parallel, policy, packed):
-        assert_same_run(got, expected)
+    assert_same_runs(two(train_cut, case, sequence_parallel, policy, packed), expected)
+
+
+def packed_and_frozen(name: str, frozen: tuple[str, ...]) -> dict[str, Any]:
+    """Gradients where text and padding of each row are documents, and not all is trained."""
+    model = build(*image_config(name))
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(not path.startswith(frozen))
+    if dist.is_initialized():
+        apply_tp(model, mesh_of(2), sequence_parallel=True)
+    inputs = image_batch(model.config, 0)
+    lengths = inputs.pop("attention_mask").sum(1).tolist()
+    bounds = [bound for row, length in enumerate(lengths) for bound in (row * LENGTH, row * LENGTH + length)]
+    model(**inputs, cu_seqlens=torch.tensor([*bounds, len(lengths) * LENGTH])).loss.backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [("qwen3_vl", ("embed_tokens", "layers", "visual.blocks")), ("gemma3", ("layers.1", "norm")), ("mllama", "visual")],
+)
+def test_packed_and_frozen_parts(two, name, frozen):
+    expected = packed_and_frozen(name, frozen)
+    for got in two(packed_and_frozen, name, frozen):
+        assert_same(got, expected)
+
+
+def layer_norms() -> dict[str, Any]:
+    """Gradients where a text model has LayerNorms."""
+    model = tiny()
+    norm = partial(LigerLayerNorm, TINY["hidden_size"], bias=True)
+    for block in model.layers:
+        block.input_layernorm, block.post_attention_layernorm = norm(), norm()
+    model.norm = norm()
+    if dist.is_initialized():
+        apply_tp(model, mesh_of(2), sequence_parallel=True)
+    model(**batch(0)).loss.backward()
+    return gradients(model)
+
+
+def test_layer_norms(two):
+    expected = layer_norms()
+    for got in two(layer_norms):
+        assert_same(got, expected)
 
 
 def train_copies() -> dict[str, Any]:
@@ -197,8 +263,7 @@ def train_2d(case: tuple[str, Any], optimizer: str, sequence_parallel: bool) -> 
     apply_fsdp(model, mesh["dp"], param_dtype=None)
     assert (model.lm_head.weight is model.embed_tokens.weight) == model.config.tie_word_embeddings
     assert {parameter.device_mesh for parameter in model.parameters()} == {mesh}
-    local = sum(parameter.to_local().numel() for parameter in model.parameters())
-    assert local < 0.3 * model.num_parameters()
+    assert share_of_weights(model) < 0.3
     return train(model, optimizer, dp=(mesh["dp"].get_local_rank(), 2))
 
 
@@ -208,6 +273,7 @@ def train_2d(case: tuple[str, Any], optimizer: str, sequence_parallel: bool) -> 
         ("llama, tied, biases", "liger", True),
         ("olmo2", "torch", True),
         ("mixtral", "liger", False),
+        *((name, ("liger", "torch")[index % 2], index % 3 == 0) for index, name in enumerate(FAMILIES)),
     ],
 )
 def test_fsdp_around_it(four, name, optimizer, sequence_parallel):
@@ -215,8 +281,7 @@ def test_fsdp_around_it(four, name, optimizer, sequence_parallel):
     if arch == "mixtral":  # its balance is that of a rank's own tokens
         config = dataclasses.replace(config, output_router_logits=False)
     expected = train(build(arch, config), optimizer)
-    for got in four(train_2d, (arch, config), optimizer, sequence_parallel):
-        assert_same_run(got, expected)
+    assert_same_runs(four(train_2d, (arch, config), optimizer, sequence_parallel), expected)
 
 
 def gather_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -312,6 +377,30 @@ def test_everything_else_a_model_does(two, sequence_parallel):
         assert_close(got, expected, atol=1e-5)
 
 
+def ask_about_images(name: str) -> dict[str, torch.Tensor]:
+    """Logits, and what follows prompts that are padded on the left."""
+    arch, config = image_config(name)
+    model = build(arch, config)
+    if dist.is_initialized():
+        apply_tp(model, mesh_of(2))
+    inputs = image_batch(config, 0)
+    padding = LENGTH - inputs["attention_mask"].sum(1)
+    prompts = {key: value for key, value in inputs.items() if key != "labels"} | {
+        "input_ids": torch.stack([row.roll(n) for row, n in zip(inputs["input_ids"], padding.tolist(), strict=True)]),
+        "attention_mask": inputs["attention_mask"].flip(1),
+    }
+    with torch.no_grad():
+        logits = model(**inputs, return_logits=True).logits
+    return {"logits": logits, "greedy": model.generate(**prompts, max_new_tokens=6, eos_token_id=[])}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generation_with_images(two, name):
+    expected = ask_about_images(name)
+    for got in two(ask_about_images, name):
+        assert_close(got, expected, atol=1e-5)
+
+
 def refuse() -> None:
     mesh = mesh_of(2)
     with pytest.raises(ValueError, match=r"num_key_value_heads \(1\) must be a multiple of 2 ranks"):
@@ -320,8 +409,6 @@ def refuse() -> None:
         apply_tp(tiny(intermediate_size=41), mesh)
     with pytest.raises(ValueError, match=r"vocab_size \(1\) must be enough for 2 ranks"):
         apply_tp(tiny(vocab_size=1), mesh)
-    with pytest.raises(ValueError, match="apply_tp: LigerQwen3VL has a vision tower"):
-        apply_tp(build("qwen3_vl", configs_of("qwen3_vl")[0]), mesh)
     with pytest.raises(ValueError, match=r"apply_tp: mesh must have one dimension, got .* Take one of its"):
         apply_tp(tiny(), mesh_of(1, 2))
     model = apply_tp(tiny(), mesh)
@@ -338,6 +425,19 @@ def refuse() -> None:
         apply_tp(wrapped, mesh)
     with pytest.raises(ValueError, match="T must be a multiple of 2 ranks, got 5"):
         apply_tp(tiny(), mesh, sequence_parallel=True)(torch.ones(1, 5, dtype=torch.int64))
+    with pytest.raises(
+        ValueError, match=r"LigerCrossAttention: num_key_value_heads \(1\) must be a multiple of 2 ranks"
+    ):
+        apply_tp(build(*image_config("mllama", num_key_value_heads=1, cross_attention_layers=[0])), mesh)
+    with pytest.raises(ValueError, match=r"LigerMLP: intermediate_size \(9\) must be a multiple of 2 ranks"):
+        LigerMLP(8, 9, act="gelu").cut(ranks_of(mesh.get_group()))
+    model = build(*image_config("qwen3_vl"))
+    model.visual.blocks[1].mlp.fc2 = torch.nn.Sequential(model.visual.blocks[1].mlp.fc2)
+    with pytest.raises(ValueError, match=r"RowParallelLinear: the layer must be an nn.Linear without hooks, got Seq"):
+        apply_tp(model, mesh)
+    model = apply_tp(build(*image_config("qwen3_vl")), mesh, sequence_parallel=True)
+    with pytest.raises(ValueError, match=f"T must be a multiple of 2 ranks, got {LENGTH + 1}"):
+        model(**image_batch(model.config, 0, length=LENGTH + 1))
     with pytest.raises(ValueError, match="must have mixtures of experts, got LigerLlama"):
         apply_ep(tiny(), mesh)
     arch, config = run_config("mixtral")
@@ -365,6 +465,19 @@ def test_compiled_blocks(two, sequence_parallel):
         assert_same_run(got, expected)
 
 
+def compile_images(cut: bool) -> dict[str, Any]:
+    model = build(*image_config("mllama", num_hidden_layers=1, cross_attention_layers=[0]))
+    if cut:
+        compile_blocks(apply_tp(model, mesh_of(2), sequence_parallel=True), backend="aot_eager")
+    model(**image_batch(model.config, 0)).loss.backward()
+    return gradients(model)
+
+
+def test_compiled_blocks_with_images(two):
+    for got in two(compile_images, True):
+        assert_same(got, compile_images(False))
+
+
 PLAIN = KernelOptions(rms_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
 
 
@@ -390,6 +503,8 @@ CHECKPOINTS = {
 
 
 def checkpoint_model(arch: str) -> Any:
+    if arch in FAMILIES:
+        return build(*image_config(arch))
     config = get_arch(arch).config_class(**{**TINY, "initializer_range": 0.1, **CHECKPOINTS[arch]})
     return build(arch, config)
 
@@ -400,57 +515,67 @@ def shard_2d(model: Any, shape: tuple[int, ...]) -> Any:
     return apply_fsdp(model, mesh["dp"], param_dtype=None) if len(shape) == 2 else model
 
 
+def checkpoint_loss(model: Any) -> torch.Tensor:
+    if isinstance(model, VisionLanguageModel):
+        return model(**batch_for(model, 0)).loss
+    ids = torch.arange(3, 19).view(2, 8)
+    return model(ids, labels=ids).loss
+
+
 def load_and_save(arch: str, source: Path, target: Path, shape: tuple[int, ...]) -> dict[str, Any]:
     shard = partial(shard_2d, shape=shape)
     model = get_arch(arch).from_pretrained(source, progress=False, shard=shard)
     assert (model.lm_head.weight is model.embed_tokens.weight) == model.config.tie_word_embeddings
     model.save_pretrained(target)
-    ids = torch.arange(3, 19).view(2, 8)
-    model(ids, labels=ids).loss.backward()
+    checkpoint_loss(model).backward()
     return {"weights": whole(model.named_parameters()), "gradients": gradients(model)}
 
 
 @pytest.mark.parametrize(
-    ("arch", "shape"), [("gemma2", (2,)), ("qwen3_moe", (2,)), *((arch, (2, 2)) for arch in CHECKPOINTS)]
+    ("arch", "shape"),
+    [
+        *((arch, (2,)) for arch in ("gemma2", "qwen3_moe", "mllama")),
+        *((arch, (2, 2)) for arch in (*CHECKPOINTS, *FAMILIES)),
+    ],
 )
 def test_in_and_out_of_a_checkpoint(two, four, tmp_path, arch, shape):
     model = checkpoint_model(arch)
     model.save_pretrained(tmp_path / "plain")
-    ids = torch.arange(3, 19).view(2, 8)
-    model(ids, labels=ids).loss.backward()
+    checkpoint_loss(model).backward()
     group = two if shape == (2,) else four
     for got in group(load_and_save, arch, tmp_path / "plain", tmp_path / "saved", shape):
         assert_close(got["weights"], whole(model.named_parameters()), rtol=0, atol=0)
         assert_same(got["gradients"], gradients(model))
     for path in (tmp_path / "plain").iterdir():
         assert (tmp_path / "saved" / path.name).read_bytes() == path.read_bytes()
-    if arch != "qwen3_moe":  # whose experts transformers keeps in another layout
+    if arch in CHECKPOINTS and arch != "qwen3_moe":  # whose experts transformers keeps in another layout
         import transformers
 
         _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
         assert not any(info.values())
 
 
-def stop_and_go_on(folder: Path, shape: tuple[int, ...], resumed: bool) -> dict[str, Any]:
-    model = shard_2d(checkpoint_model("llama"), shape)
+def stop_and_go_on(arch: str, folder: Path, shape: tuple[int, ...], resumed: bool) -> dict[str, Any]:
+    model = shard_2d(checkpoint_model(arch), shape)
     optimizer = make_optimizer("liger", model)
     start = load_state(folder, model, optimizer) if resumed else 0
     rank, ranks = (dist.get_rank() // 2, 2) if len(shape) == 2 else (0, 1)
-    for step in range(start, 4):
-        inputs = share(batch(step), rank, ranks)
+    for step in range(start, 3):
+        inputs = batch_for(model, step, dp=(rank, ranks))
         model(**inputs, num_items_in_batch=targets_per_rank(inputs)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step == 1 and not resumed:
-            save_state(folder, 2, model, optimizer)
+        if step == 0 and not resumed:
+            save_state(folder, 1, model, optimizer)
     return whole(model.named_parameters())
 
 
-def test_stopping_and_going_on(two, four, tmp_path):
-    expected = four(stop_and_go_on, tmp_path, (2, 2), False)[0]
-    for got in four(stop_and_go_on, tmp_path, (2, 2), True):
+@pytest.mark.parametrize("arch", ["llama", "mllama"])
+def test_stopping_and_going_on(two, four, tmp_path, arch):
+    expected = four(stop_and_go_on, arch, tmp_path, (2, 2), False)[0]
+    for got in four(stop_and_go_on, arch, tmp_path, (2, 2), True):
         assert_close(got, expected, rtol=0, atol=0)
-    for got in two(stop_and_go_on, tmp_path, (2,), True):  # on another number of ranks
+    for got in two(stop_and_go_on, arch, tmp_path, (2,), True):  # on another number of ranks
         assert_same(got, expected)
 
 
@@ -551,6 +676,27 @@ def test_kernels(two_with_kernels, name, sequence_parallel, policy):
     two_with_kernels(run_kernels, name, sequence_parallel, policy)
 
 
+def run_image_kernels(name: str, sequence_parallel: bool) -> None:
+    arch, config = image_config(name, num_hidden_layers=2)
+    results = []
+    for cut in (False, True):
+        model = build(arch, config)
+        model.set_checkpointing("selective")
+        if cut:
+            apply_tp(model, mesh_of(2), sequence_parallel=sequence_parallel)
+        with mock.patch.object(act_linear, "_activate", wraps=act_linear._activate) as activated:
+            model(**image_batch(config, 0, (1, 4), length=12)).loss.backward()
+        assert activated.called
+        results.append(gradients(model))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize(("name", "sequence_parallel"), [("qwen3_vl", True), ("qwen2_5_vl", False)])
+def test_kernels_with_images(two_with_kernels, name, sequence_parallel):
+    """MLPs with and without a gate, of a width that the ranks divide, and not."""
+    two_with_kernels(run_image_kernels, name, sequence_parallel)
+
+
 def to_the_first(logits: torch.Tensor, top_k: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """A router that sends all tokens to the experts of one rank."""
     return logits[:, :top_k].float().softmax(-1), torch.arange(top_k).expand(len(logits), top_k)
@@ -609,7 +755,8 @@ def test_kernels_of_the_head(two, two_with_kernels):
 def on_devices(name: str, device: str, sequence_parallel: bool) -> None:
     """As one process on the same device: in fp32 to its rounding, in bf16 to about its error."""
     arch, config = run_config(name)
-    config = dataclasses.replace(config, hidden_size=64, head_dim=16)
+    if name not in IMAGE_MODELS:
+        config = dataclasses.replace(config, hidden_size=64, head_dim=16)
     mesh = init_device_mesh(device, (1, 2), mesh_dim_names=("dp", "tp"))
 
     def model(dtype: torch.dtype, *, cut: bool, fsdp: bool = False) -> Any:
@@ -623,10 +770,12 @@ def on_devices(name: str, device: str, sequence_parallel: bool) -> None:
         assert_close(got["losses"], expected["losses"], rtol=1e-4)
         for part in ("gradients", "weights"):
             assert_same(got[part], expected[part], limit=1e-4)
+    if name in ("gemma3", "mllama"):  # some gradients of their towers are sums that cancel: in bf16 little but rounding
+        return
     errors: list[dict[str, Any]] = []
     for cut in (False, True):
         made = model(torch.bfloat16, cut=cut)
-        inputs = {key: value.to(device) for key, value in batch(0).items()}
+        inputs = batch_for(made, 0)
         made(**inputs, num_items_in_batch=targets_per_rank(inputs)).loss.backward()
         found = gradients(made)
         exact = expected["gradients"]
@@ -647,6 +796,7 @@ def experts_on_devices(device: str) -> None:
 
 
 ON_DEVICES = [("llama, tied, biases", False), ("qwen3", True), ("gemma2", True), ("olmo2", False), ("mixtral", True)]
+ON_DEVICES += [(name, index % 2 == 0) for index, name in enumerate(IMAGE_MODELS)]
 
 
 @pytest.mark.gpu

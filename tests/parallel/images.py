@@ -1,0 +1,120 @@
+"""Tiny models with images, and batches of images of different sizes and of texts without any, for the ranks."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.arch import get_arch
+
+from .models import TINY
+
+PATCHES = {"num_heads": 2, "patch_size": 2, "in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}
+MROPE = {"head_dim": 8, "image_token_id": 90, "video_token_id": 91, "mrope_section": [2, 1, 1]}
+GEMMA3 = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8,
+    "patch_size": 2,
+}  # fmt: skip
+MLLAMA = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2,
+    "image_size": 8, "patch_size": 4, "intermediate_layers_indices": [0], "vision_output_dim": 32,
+}  # fmt: skip
+# Name -> architecture, sizes of the language model, sizes of the tower.
+IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ("qwen2_vl", MROPE, {"depth": 2, "embed_dim": 16, "hidden_size": 32} | PATCHES),
+    "qwen2_vl, three heads": (  # of the tower, whose attention two ranks don't divide
+        "qwen2_vl", {**MROPE, "tie_word_embeddings": True},
+        {"depth": 2, "embed_dim": 24, "hidden_size": 32} | PATCHES | {"num_heads": 3},
+    ),
+    "qwen2_5_vl": (  # nor the width of this one's MLP
+        "qwen2_5_vl", MROPE,
+        {
+            "depth": 2, "hidden_size": 16, "intermediate_size": 21, "out_hidden_size": 32, "window_size": 8,
+            "fullatt_block_indexes": [1],
+        } | PATCHES,
+    ),
+    "qwen3_vl": (
+        "qwen3_vl", {**MROPE, "tie_word_embeddings": True},
+        {
+            "depth": 3, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32,
+            "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2],
+        } | PATCHES,
+    ),
+    "gemma3": (
+        "gemma3",
+        {
+            "head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20,
+            "image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92, "mm_tokens_per_image": 4,
+        },
+        GEMMA3,
+    ),
+    "mllama": ("mllama", {"cross_attention_layers": [1, 2], "image_token_index": 97}, MLLAMA),
+}  # fmt: skip
+FAMILIES = [name for name in IMAGE_MODELS if "," not in name]
+LENGTH = 22
+
+# What follows each other in a row: so many words, or an image, of so many rows and columns of tokens where that varies.
+Row = list[int | tuple[int, int]]
+IMAGE_BATCHES: list[list[Row]] = [
+    [[3, (2, 3), 2, (1, 2), 1], [(3, 1), 9], [11], [2, (1, 1), 5]],
+    [[4, (1, 4), 6], [2, (2, 2), 3], [15], [20]],  # the last two rows, those of the second of two, have none
+    [[9, (3, 2), 4], [12], [1, (2, 1), (1, 2), 3], [16]],
+]
+
+
+def image_config(name: str, **sizes: Any) -> tuple[str, Any]:
+    arch, text, tower = IMAGE_MODELS[name]
+    config_class = get_arch(arch).config_class
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    vision = fields["vision_config"].default_factory(**tower)
+    return arch, config_class(**{**TINY, "initializer_range": 0.1, **text, "vision_config": vision, **sizes})
+
+
+def picture(config: Any, size: tuple[int, int], generator: torch.Generator) -> tuple[list[int], dict[str, Tensor]]:
+    """The tokens of an image, and what the tower takes."""
+    vision = config.vision_config
+    if hasattr(config, "image_token_id"):
+        side = vision.spatial_merge_size
+        rows, columns = (length * side for length in size)
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return [config.image_token_id] * (size[0] * size[1]), {
+            "pixel_values": torch.randn(rows * columns, width, generator=generator),
+            "image_grid_thw": torch.tensor([[1, rows, columns]]),
+        }
+    if hasattr(config, "mm_tokens_per_image"):
+        ids = [config.boi_token_index, *[config.image_token_index] * config.mm_tokens_per_image, config.eoi_token_index]
+        return ids, {"pixel_values": torch.randn(1, 3, vision.image_size, vision.image_size, generator=generator)}
+    ratio = 1 + (3 * size[0] + size[1]) % len(vision.supported_aspect_ratios)
+    pixels = torch.randn(1, vision.max_num_tiles, 3, vision.image_size, vision.image_size, generator=generator)
+    return [config.image_token_index], {"pixel_values": pixels, "aspect_ratio_ids": torch.tensor([ratio])}
+
+
+def image_batch(config: Any, step: int, dp: tuple[int, int] = (0, 1), length: int = LENGTH) -> dict[str, Tensor]:
+    """The share of a rank of so many of a batch, rows padded on the right."""
+    rows = IMAGE_BATCHES[step]
+    texts, images = [], []
+    for number, row in list(enumerate(rows))[dp[0] * len(rows) // dp[1] : (dp[0] + 1) * len(rows) // dp[1]]:
+        generator = torch.Generator().manual_seed(10 * step + number)
+        texts.append([])
+        images.append([])
+        for part in row:
+            if isinstance(part, int):
+                texts[-1] += torch.randint(3, 80, (part,), generator=generator).tolist()
+                continue
+            ids, pixels = picture(config, part, generator)
+            texts[-1] += ids
+            images[-1].append(pixels)
+    ids = torch.tensor([text + [0] * (length - len(text)) for text in texts])
+    mask = torch.tensor([[1] * len(text) + [0] * (length - len(text)) for text in texts])
+    made = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill((mask == 0) | (ids >= 90), -100)}
+    flat = [image for row in images for image in row]
+    names = list(flat[0]) if flat else []
+    if "aspect_ratio_ids" in names:  # each row has its own, and places for as many as the others
+        most = max(map(len, images))
+        for name in names:
+            empty = torch.zeros_like(flat[0][name])
+            filled = [[*(image[name] for image in row), *[empty] * (most - len(row))] for row in images]
+            made[name] = torch.stack([torch.cat(row) for row in filled])
+        return made
+    return made | {name: torch.cat([image[name] for image in flat]) for name in names}
