@@ -423,7 +423,7 @@ def refuse() -> None:
     wrapped.layers[1].self_attn.o_proj = torch.nn.Sequential(wrapped.layers[1].self_attn.o_proj)
     with pytest.raises(ValueError, match=r"RowParallelLinear: the layer must be an nn.Linear without hooks, got Seq"):
         apply_tp(wrapped, mesh)
-    with pytest.raises(ValueError, match="T must be a multiple of 2 ranks, got 5"):
+    with pytest.raises(ValueError, match="T must be a multiple of the 2 ranks that share the tokens, got 5"):
         apply_tp(tiny(), mesh, sequence_parallel=True)(torch.ones(1, 5, dtype=torch.int64))
     with pytest.raises(
         ValueError, match=r"LigerCrossAttention: num_key_value_heads \(1\) must be a multiple of 2 ranks"
@@ -436,7 +436,9 @@ def refuse() -> None:
     with pytest.raises(ValueError, match=r"RowParallelLinear: the layer must be an nn.Linear without hooks, got Seq"):
         apply_tp(model, mesh)
     model = apply_tp(build(*image_config("qwen3_vl")), mesh, sequence_parallel=True)
-    with pytest.raises(ValueError, match=f"T must be a multiple of 2 ranks, got {LENGTH + 1}"):
+    with pytest.raises(
+        ValueError, match=f"T must be a multiple of the 2 ranks that share the tokens, got {LENGTH + 1}"
+    ):
         model(**image_batch(model.config, 0, length=LENGTH + 1))
     with pytest.raises(ValueError, match="must have mixtures of experts, got LigerLlama"):
         apply_ep(tiny(), mesh)
