@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from liger_models.convert.auto import AutoLigerModel
-from liger_models.data import Batch, PackedDataset, PackedLoader
+from liger_models.data import OVERFLOWS, Batch, PackedDataset, PackedLoader
 from liger_models.kernels.dispatch import check
-from liger_models.layers.causal_lm import CausalLM
+from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES, CausalLM
 from liger_models.lora import LoRAConfig, apply_lora, quantize_base, save_adapter
 from liger_models.metrics import Log, flops
 from liger_models.optim import LigerAdamW
@@ -37,6 +37,13 @@ from liger_models.parallel import (
     targets_per_rank,
 )
 from liger_models.seed import seed_all
+
+LEAST = {"length": 2, "batch_size": 1, "accumulate": 1, "workers": 0, "steps": 1, "weight_decay": 0, "lora_r": 0}
+LEAST |= {"seed": 0, "log_every": 1, "eval_every": 1, "save_every": 1, "keep": 1}
+"""The least values that options may have."""
+KNOWN = {"dtype": ("float32", "bfloat16"), "export_dtype": ("float32", "bfloat16", "float16")}
+KNOWN |= {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES}
+"""The values that options may have; of weights in float16 the small gradients would be lost."""
 
 
 @dataclass(kw_only=True)
@@ -60,7 +67,7 @@ class TrainOptions:
     min_lr: float = option(default=0.1, metadata={"help": "share of lr that the cosine ends with"})
     weight_decay: float = option(default=0.1, metadata={"help": "of matrices; vectors have none"})
     max_norm: float = option(default=1.0, metadata={"help": "of the gradients, which are clipped to it"})
-    dtype: str = option(default="float32", metadata={"help": "of the weights; adapters are trained in float32"})
+    dtype: str = option(default="float32", metadata={"help": "of the weights, or bfloat16; adapters have float32"})
     lora_r: int = option(default=0, metadata={"help": "rank of adapters, which then are all that is trained; 0: none"})
     lora_alpha: float | None = option(default=None, metadata={"help": "their scale times the rank; default: 2 lora_r"})
     lora_dropout: float = option(default=0.0, metadata={"help": "probability of dropping an element of their input"})
@@ -78,13 +85,18 @@ class TrainOptions:
     export_dtype: str = option(default="bfloat16", metadata={"help": "of the model in output/model"})
 
     def __post_init__(self) -> None:
-        for name in ("accumulate", "log_every", "eval_every", "save_every"):
+        for name, least in LEAST.items():
             value = getattr(self, name)
-            check(value >= 1, f"TrainOptions: {name} must be at least 1, got {value}.")
-        for name in ("dtype", "export_dtype"):
+            check(value is None or value >= least, f"TrainOptions: {name} must be at least {least}, got {value}.")
+        for name in ("epochs", "lr", "max_norm"):
             value = getattr(self, name)
-            known = isinstance(getattr(torch, value, None), torch.dtype)
-            check(known, f"TrainOptions: {name} must be a dtype of torch, such as bfloat16, got {value!r}.")
+            check(value > 0, f"TrainOptions: {name} must be more than 0, got {value}.")
+        for name, known in KNOWN.items():
+            value = getattr(self, name)
+            check(value in known, f"TrainOptions: {name} must be one of {', '.join(known)}, got {value!r}.")
+        for name in ("warmup", "min_lr", "lora_dropout"):
+            value = getattr(self, name)
+            check(0 <= value <= 1, f"TrainOptions: {name} must be a share from 0 to 1, got {value}.")
         for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_4bit"):
             value = getattr(self, name)
             check(self.lora_r > 0 or not value, f"TrainOptions: {name} needs lora_r, got {value} and {self.lora_r}.")
@@ -95,6 +107,8 @@ def train(options: TrainOptions) -> None:
 
     Every rank calls it. A process group is made if there is none: torchrun's, or that of this process alone.
     """
+    for path in (*options.data, *options.eval_data):  # known before a large model is loaded
+        check(Path(path).exists(), f"train: data must be files or folders, got {path}, where nothing is. Correct it.")
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
@@ -127,6 +141,10 @@ def train(options: TrainOptions) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: cosine(s, warmup, steps, options.min_lr))
 
     start = load_state(output, model, optimizer, scheduler, loader) or 0
+    scheduler.base_lrs = [options.lr] * len(groups)  # the options of now, not those that were saved
+    for group, given in zip(optimizer.param_groups, groups, strict=True):
+        group["lr"] = options.lr * cosine(start, warmup, steps, options.min_lr)
+        group["weight_decay"] = given["weight_decay"]
     batches, saving = endless(loader), None
     log = Log(output, start, steps, options.tensorboard, device)
     for step in range(start + 1, steps + 1):
@@ -140,7 +158,7 @@ def train(options: TrainOptions) -> None:
             part.backward()
             loss += part.detach()
         norm = clip_grad_norm_(trained, options.max_norm)
-        lr = float(scheduler.get_last_lr()[0])
+        lr = float(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

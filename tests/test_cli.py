@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -196,7 +197,13 @@ def test_bench(folder):
     [
         (["info", "./nowhere"], 1, "must be a folder, or owner/name on the hub"),
         (["verify", "nowhere"], 1, "nowhere: must be a folder"),
-        (["convert", "model", "new", "--dtype", "int8"], 2, "floating-point"),
+        (["info", "nowhere"], 1, "nowhere: must be a folder, or on the hub or in its client's cache"),
+        (["generate", "nowhere", "Hi"], 1, "nowhere: must be a folder, or on the hub or in its client's cache"),
+        (["download", "./nowhere"], 1, "./nowhere: must be a folder, or owner/name on the hub"),
+        (["convert", "model", "new", "--dtype", "int8"], 2, "dtype must be one of float64, float32"),
+        (["convert", "model", "new", "--dtype", "float8_e4m3fn"], 2, "dtype must be one of float64, float32"),
+        (["generate", "model", "Hi", "--device", "cuda:99"], 2, "device must be one of this machine"),
+        (["generate", "model", "Hi", "--system", "Short."], 2, "--system is of a chat"),
         (["generate", "model", "Hi", "--sample", "--temperature", "-1"], 1, "temperature"),
         (["bench", "model", "--checkpointing", "some"], 1, "policy must be one of"),
         (["convert", "model", "new", "--adapter", "model"], 1, "adapter_config.json"),
@@ -204,7 +211,8 @@ def test_bench(folder):
         (["inf"], 2, "info"),
     ],
 )
-def test_mistakes_are_told_without_a_traceback(folder, arguments, code, message):
+def test_mistakes_are_told_without_a_traceback(folder, monkeypatch, arguments, code, message):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     output = run(*arguments, code=code)
     assert message in " ".join(output.split())
     assert "Traceback" not in output

@@ -265,6 +265,8 @@ def generate(
     """Continue a prompt, or chat; the text appears as it is made. An end of input (Ctrl-D) ends a chat."""
     if prompt is None and (not chat or as_json):
         raise typer.BadParameter("give a prompt, or --chat without --json to talk")
+    if system is not None and not chat:
+        raise typer.BadParameter("--system is of a chat: give --chat, too")
     import torch
 
     if seed is not None:
@@ -378,16 +380,27 @@ def _print_json(value: Any) -> None:
 def _dtype(name: str) -> Any:
     import torch
 
+    from liger_models.convert.checkpoint import FLOATS
+
     value = getattr(torch, name, None)
-    if not isinstance(value, torch.dtype) or not value.is_floating_point:
-        raise typer.BadParameter(f"dtype must be a floating-point type of torch, such as bfloat16, got {name!r}")
+    if value not in FLOATS.values():
+        known = ", ".join(str(each).removeprefix("torch.") for each in FLOATS.values())
+        raise typer.BadParameter(f"dtype must be one of {known}, got {name!r}")
     return value
 
 
 def _device(name: str | None) -> str:
     import torch
 
-    return name or str(torch.accelerator.current_accelerator() or "cpu")
+    place = name or str(torch.accelerator.current_accelerator() or "cpu")
+    try:
+        torch.empty(0, device=place)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise typer.BadParameter(
+            f"device must be one of this machine and this PyTorch, got {place!r}: {reason}"
+        ) from error
+    return place
 
 
 def _load(
@@ -404,7 +417,6 @@ def _load(
     if Path(model).is_dir():
         loaded = AutoLigerModel.from_pretrained(model, **options)
     else:
-        _check_name(model)
         loaded = AutoLigerModel.from_hub(model, revision=revision, **options)
     return loaded if adapter is None else merge_lora(load_adapter(loaded, adapter))
 
@@ -417,17 +429,13 @@ def _empty_model(model: str, revision: str | None) -> "CausalLM":
     from liger_models.arch import get_arch
     from liger_models.convert.checkpoint import CONFIG, read_json_config, read_model_type
     from liger_models.convert.config_map import read_config
+    from liger_models.convert.hub import naming
 
     folder = Path(model)
     if not folder.is_dir():
-        _check_name(model)
-        folder = Path(huggingface_hub.hf_hub_download(model, CONFIG, revision=revision)).parent
+        with naming(model):
+            folder = Path(huggingface_hub.hf_hub_download(model, CONFIG, revision=revision)).parent
     hf_config = read_json_config(folder)
     model_class = get_arch(read_model_type(hf_config))
     with torch.device("meta"):
         return model_class(read_config(model_class.config_class, hf_config))
-
-
-def _check_name(model: str) -> None:
-    if model.count("/") > 1 or model.startswith((".", "/")) or model.endswith("/"):
-        raise FileNotFoundError(f"{model}: must be a folder, or owner/name on the hub, got nothing there.")

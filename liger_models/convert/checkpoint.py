@@ -24,6 +24,7 @@ from liger_models.convert import get_map, get_other_maps, model_type_of
 from liger_models.convert.config_map import read_config, write_config
 from liger_models.convert.ranks import agreeing, by_first, this_rank
 from liger_models.convert.weight_map import Expression, WeightMap
+from liger_models.kernels.dispatch import check
 
 if TYPE_CHECKING:
     from liger_models.kernels.options import KernelOptions
@@ -425,9 +426,14 @@ def save_pretrained(
         max_shard_size: of one file, in bytes or as "5GB".
 
     Raises:
-        ValueError: parameters without storage (meta), or that have no place in a checkpoint.
+        ValueError: parameters without storage (meta), or that have no place in a checkpoint; a dtype that could not be
+            loaded again.
         OSError: the folder cannot be written.
     """
+    check(
+        dtype is None or dtype in FLOATS.values(),
+        f"save_pretrained: dtype must be one of {', '.join(map(str, FLOATS.values()))}, got {dtype}.",
+    )
     folder = Path(folder).absolute()
     for module in model.modules():
         reshard: Any = getattr(module, "reshard", None)
