@@ -427,6 +427,17 @@ def test_calls_out_of_order():
         quantize_base(quantize_base(llama(LoRAConfig())))
 
 
+def test_layers_of_another_kind_are_not_left_out():
+    class Other(torch.nn.Linear):
+        """As torchao's Float8Linear."""
+
+    model = llama()
+    model.layers[0].self_attn.o_proj = Other(32, 32, bias=False)
+    with pytest.raises(ValueError, match=r"must be nn\.Linear, got Other"):
+        apply_lora(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
 def test_files_that_do_not_fit(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
         load_adapter(llama(), tmp_path)
