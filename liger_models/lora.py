@@ -271,11 +271,12 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
         not any(map(is_cut, model.parameters())),
         f"apply_lora: {type(model).__name__} must hold whole weights, got sharded ones. Add the adapters, then shard.",
     )
-    kinds = {type(module) for module in model.modules() if isinstance(module, nn.Linear)} - {nn.Linear, LigerLMHead}
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    others = {type(each).__name__ for each in linears if type(each) not in (nn.Linear, LigerLMHead)}
     check(
-        not kinds,
-        f"apply_lora: linear layers must be nn.Linear, got {', '.join(kind.__name__ for kind in kinds)}. Add the adapters "
-        "before layers are replaced.",
+        not others,
+        f"apply_lora: linear layers must be nn.Linear, got {', '.join(sorted(others))}. Add "
+        "the adapters before layers are replaced.",
     )
     layers = _linears(model)
     chosen = _choose([name for _, expression in layers.values() for name in expression.names()], model, config)
