@@ -22,6 +22,7 @@ from liger_models.convert.auto import AutoLigerModel
 from liger_models.data import OVERFLOWS, Batch, PackedDataset, PackedLoader
 from liger_models.kernels.dispatch import check
 from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES, CausalLM
+from liger_models.layers.vision_language import VisionLanguageModel
 from liger_models.lora import LoRAConfig, apply_lora, quantize_base, save_adapter
 from liger_models.metrics import Log, flops
 from liger_models.optim import LigerAdamW
@@ -197,7 +198,7 @@ def load_model(options: TrainOptions, device: torch.device) -> CausalLM:
     load = AutoLigerModel.from_pretrained if Path(options.model).is_dir() else AutoLigerModel.from_hub
     given: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": device, "progress": dist.get_rank() == 0}
     if options.lora_r == 0:
-        return load(options.model, shard=apply_fsdp, **given)
+        return freeze_images(load(options.model, shard=apply_fsdp, **given))
     alpha = 2 * options.lora_r if options.lora_alpha is None else options.lora_alpha
     targets = options.lora_targets or "all-linear"
     adapters = LoRAConfig(r=options.lora_r, lora_alpha=alpha, lora_dropout=options.lora_dropout, target_modules=targets)
@@ -206,6 +207,14 @@ def load_model(options: TrainOptions, device: torch.device) -> CausalLM:
     ranks = dist.get_world_size()
     check(ranks == 1, f"train: with lora_4bit there must be one rank, got {ranks}. Leave it out, or use one.")
     return quantize_base(apply_lora(load(options.model, **given), adapters))
+
+
+def freeze_images(model: CausalLM) -> CausalLM:
+    """Freeze what texts do not reach; sharded, it gets gradients of zero, and weight decay would shrink it."""
+    unreached = [block for block in model.layers if hasattr(block, "cross_attn")]
+    for module in [*unreached, *([model.visual] if isinstance(model, VisionLanguageModel) else [])]:
+        module.requires_grad_(False)
+    return model
 
 
 @torch.no_grad()

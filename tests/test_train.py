@@ -24,6 +24,7 @@ from liger_models.optim import LigerAdamW
 from liger_models.options import read_options
 from liger_models.train import TrainOptions, cosine, main, train
 
+from .arch.families import load, make_folder, tiny
 from .parallel.conftest import two  # noqa: F401
 from .torchrun import torchrun
 
@@ -151,6 +152,23 @@ def test_deterministic_runs_are_equal_in_every_bit(folder, tmp_path, device):
     assert log(tmp_path / "again") == log(tmp_path / "first")
     assert files(tmp_path / "again") == files(tmp_path / "first")
     assert log(tmp_path / "other")[0]["loss"] != log(tmp_path / "first")[0]["loss"]  # the same weights, other rows
+
+
+@pytest.mark.parametrize("arch", ["qwen2_vl", "mllama"])
+def test_what_texts_do_not_reach_stays_as_it_is(arch, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    model = load(arch, make_folder(arch, next(iter(tiny(arch))), tmp_path))
+    model.assets = {path.name: path.read_bytes() for path in (folder / "checkpoint").glob("tokenizer*")}
+    model.save_pretrained(tmp_path / "before")
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": list(range(10, 30))}))
+    given = {"model": str(tmp_path / "before"), "data": [str(tmp_path / "ids.jsonl")], "output": str(tmp_path / "run")}
+    train(TrainOptions(**given, length=32, steps=2, workers=0, lr=1e-2, weight_decay=0.5, export_dtype="float32"))
+    after = load(arch, tmp_path / "run" / "model").state_dict()
+    same = {name for name, tensor in model.state_dict().items() if tensor.equal(after[name])}
+    cross = [f"layers.{i}." for i, block in enumerate(model.layers) if hasattr(block, "cross_attn")]
+    assert same == {name for name in after if name.startswith(("visual.", *cross))}
+    assert len(cross) == (2 if arch == "mllama" else 0)
 
 
 def test_steps_of_the_epochs(folder, tmp_path, monkeypatch):
