@@ -153,14 +153,15 @@ def verify(
 ) -> None:
     """Check a checkpoint: its tensors against its config.json, and its logits against transformers'.
 
-    The logits are computed in float32; without transformers only the tensors are checked. Exit code 3 if anything
-    differs.
+    The logits are those of a text, in float32; without transformers only the tensors are checked. Exit code 3 if
+    anything differs.
     """
     import torch
 
     from liger_models.convert import get_map, get_other_maps
     from liger_models.convert.auto import AutoLigerModel
     from liger_models.convert.checkpoint import pick_map, read_headers, read_json_config, read_model_type
+    from liger_models.layers.vision_language import VisionLanguageModel
 
     kind = read_model_type(read_json_config(folder))
     empty, stored = _empty_model(str(folder), None), read_headers(folder)
@@ -180,13 +181,15 @@ def verify(
         transformers = None
     if same and transformers is not None:
         place = _device(device)
-        ids = torch.randint(empty.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)).to(place)
+        ids = _random_text(empty.config, 2, length).to(place)
         settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
         with torch.no_grad():
             ours = AutoLigerModel.from_pretrained(folder, dtype=torch.float32, device=place, progress=not as_json)
             logits = ours.eval()(ids).logits
             del ours
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **settings).to(place).eval()
+            kind = "ImageTextToText" if isinstance(empty, VisionLanguageModel) else "CausalLM"
+            auto = getattr(transformers, f"AutoModelFor{kind}")
+            theirs = auto.from_pretrained(folder, **settings).to(place).eval()
             want = theirs(ids).logits
         assert logits is not None
         result["logits_error"] = ((logits - want).norm() / want.norm()).item()
@@ -337,7 +340,7 @@ def bench(
     made = type(config).from_config(config.config, dtype=_dtype(dtype), device=place)
     made.set_checkpointing(checkpointing)
     optimizer = LigerAdamW(made.parameters(), lr=1e-5)
-    ids = torch.randint(made.config.vocab_size, (rows, length), device=place)
+    ids = _random_text(made.config, rows, length).to(place)
     bounds = torch.arange(0, rows * length + 1, length)
     accelerated = place != "cpu"
 
@@ -375,6 +378,15 @@ def bench(
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
+
+
+def _random_text(config: Any, rows: int, length: int) -> Any:
+    """Token ids [rows, length], the same each time, none of which stands for an image."""
+    import torch
+
+    images = {getattr(config, name, None) for name in ("image_token_id", "video_token_id", "image_token_index")}
+    words = torch.tensor([token for token in range(config.vocab_size) if token not in images])
+    return words[torch.randint(len(words), (rows, length), generator=torch.Generator().manual_seed(0))]
 
 
 def _dtype(name: str) -> Any:
