@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
@@ -16,7 +17,7 @@ pytest.importorskip("typer", reason="the command line needs typer and rich: pip 
 
 from typer.testing import CliRunner
 
-from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, list_archs
+from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, list_archs, register
 from liger_models.cli import commands
 from liger_models.lora import LoRAConfig, apply_lora, save_adapter
 from liger_models.memory import training_memory
@@ -138,6 +139,25 @@ def test_models_with_images(arch, tmp_path):
     assert found["same"]
     assert 0 < found["logits_error"] < 1e-5
     assert read("bench", place, "--length", "300", "--steps", "1", "--device", "cpu")["tokens_per_second"] > 0
+
+
+def test_verify_of_a_model_that_transformers_does_not_know(tmp_path, own_registry):
+    pytest.importorskip("transformers")
+
+    @dataclass(frozen=True, kw_only=True)
+    class NewConfig(LlamaConfig):
+        """As Llama's."""
+
+    class New(LigerLlama):
+        """Llama by another name."""
+
+        config_class = NewConfig
+
+    register("new_to_all", New)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    New.from_config(NewConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path)
+    assert read("verify", str(tmp_path))["logits_error"] is None
+    assert "logits not compared: transformers does not know new_to_all" in run("verify", str(tmp_path))
 
 
 def test_verify_says_where_logits_differ(folder, monkeypatch):

@@ -153,8 +153,8 @@ def verify(
 ) -> None:
     """Check a checkpoint: its tensors against its config.json, and its logits against transformers'.
 
-    The logits are those of a text, in float32; without transformers only the tensors are checked. Exit code 3 if
-    anything differs.
+    The logits are those of a text, in float32; where transformers is missing or does not know the model, only the
+    tensors are checked. Exit code 3 if anything differs.
     """
     import torch
 
@@ -177,9 +177,10 @@ def verify(
     same = not (result["missing"] or result["extra"] or result["shapes"])
     try:
         transformers: Any = importlib.import_module("transformers")  # the oracle; nothing else here reads it
+        why_not = "" if kind in transformers.CONFIG_MAPPING else f"transformers does not know {kind}"
     except ImportError:
-        transformers = None
-    if same and transformers is not None:
+        why_not = "transformers is not installed"
+    if same and not why_not:
         place = _device(device)
         ids = _random_text(empty.config, 2, length).to(place)
         settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
@@ -187,8 +188,8 @@ def verify(
             ours = AutoLigerModel.from_pretrained(folder, dtype=torch.float32, device=place, progress=not as_json)
             logits = ours.eval()(ids).logits
             del ours
-            kind = "ImageTextToText" if isinstance(empty, VisionLanguageModel) else "CausalLM"
-            auto = getattr(transformers, f"AutoModelFor{kind}")
+            task = "ImageTextToText" if isinstance(empty, VisionLanguageModel) else "CausalLM"
+            auto = getattr(transformers, f"AutoModelFor{task}")
             theirs = auto.from_pretrained(folder, **settings).to(place).eval()
             want = theirs(ids).logits
         assert logits is not None
@@ -205,8 +206,8 @@ def verify(
         error = result["logits_error"]
         if error is not None:
             screen.print(f"logits differ from transformers' by {error:.1e} of their norm (limit {LIMIT:.0e})")
-        elif transformers is None:
-            screen.print("logits not compared: transformers is not installed")
+        elif why_not:
+            screen.print(f"logits not compared: {why_not}")
         screen.print("[green]same[/]" if same else "[red]differs[/]")
     if not same:
         raise typer.Exit(DIFFERS)
