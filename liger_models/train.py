@@ -110,6 +110,8 @@ def train(options: TrainOptions) -> None:
     """
     for path in (*options.data, *options.eval_data):  # known before a large model is loaded
         check(Path(path).exists(), f"train: data must be files or folders, got {path}, where nothing is. Correct it.")
+    output = Path(options.output)
+    output.mkdir(parents=True, exist_ok=True)  # so is a place that cannot be written
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
@@ -118,7 +120,6 @@ def train(options: TrainOptions) -> None:
         alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
         dist.init_process_group(**({} if "RANK" in os.environ else alone))
     rank = dist.get_rank()
-    output = Path(options.output)
     seed_all(options.seed + rank, deterministic=options.deterministic)
 
     model = load_model(options, device)

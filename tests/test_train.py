@@ -298,6 +298,9 @@ def test_files_are_looked_for_before_the_model_is_loaded(tmp_path):
     for missing in ({"data": ["no.jsonl"]}, {"data": [str(tmp_path)], "eval_data": ["no.jsonl"]}):
         with pytest.raises(ValueError, match=r"train: data must be files or folders, got no\.jsonl"):
             train(TrainOptions(model="no/model", output=str(tmp_path / "run"), **missing))
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        train(TrainOptions(model="no/model", output=str(tmp_path / "file"), data=[str(tmp_path)]))
 
 
 def test_options_of_now_hold_when_a_run_goes_on(folder, tmp_path, monkeypatch):
