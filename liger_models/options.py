@@ -12,15 +12,16 @@ from typing import Any, TypeVar
 Options = TypeVar("Options")
 
 
-def read_options(cls: type[Options], arguments: Sequence[str] | None = None) -> Options:
+def read_options(cls: type[Options], arguments: Sequence[str] | None = None, command: str | None = None) -> Options:
     """The options of a command line: those of a YAML or JSON file, if one is named, and what is given behind it.
 
     Args:
         cls: a dataclass with fields of str, int, float, bool, list[str], and ``| None`` of these; ``metadata["help"]``
             says what each is.
         arguments: default: those of the process.
+        command: its name in messages; default: that of the process.
     """
-    parser = argparse.ArgumentParser(description=(cls.__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(command, description=(cls.__doc__ or "").partition("\n")[0])
     parser.add_argument("config", nargs="?", type=Path, help="a .yaml, .yml or .json file of these options")
     types = typing.get_type_hints(cls)
     for each in _fields(cls):

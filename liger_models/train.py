@@ -254,9 +254,9 @@ def cosine(step: int, warmup: int, steps: int, floor: float) -> float:
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, command: str | None = None) -> None:
     """Read the options, and train."""
-    train(read_options(TrainOptions, arguments))
+    train(read_options(TrainOptions, arguments, command))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ pytest.importorskip("typer", reason="the command line needs typer and rich: pip 
 
 from typer.testing import CliRunner
 
+import liger_models
 from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, list_archs, register
 from liger_models.cli import commands
 from liger_models.lora import LoRAConfig, apply_lora, save_adapter
@@ -63,6 +64,10 @@ def test_list():
     assert [row["model_type"] for row in read("list")] == list_archs()
     assert {row["class"] for row in read("list")} >= {"LigerLlama", "LigerMixtral"}
     assert "Mixtral 8x7B" in run("list")
+
+
+def test_version():
+    assert run("--version").strip() == liger_models.__version__
 
 
 def test_info(folder):
@@ -216,7 +221,10 @@ def test_train(folder):
     (folder.parent / "config.yaml").write_text("model: model\ndata: train.jsonl\noutput: run\nlength: 32\nworkers: 0\n")
     run("train", "config.yaml", "--steps", "2", "--export-dtype", "float32")
     assert LigerLlama.from_pretrained("run/model", progress=False).dtype == torch.float32
-    assert "--export-dtype" in run("train", "--help")
+    shown = " ".join(run("train", "--help").split())
+    assert shown.startswith("usage: ")
+    assert "train [-h]" in shown
+    assert "--export-dtype" in shown
 
 
 def test_bench(folder):

@@ -53,8 +53,21 @@ Dtype = Annotated[str, typer.Option(help="A dtype of torch, such as bfloat16; au
 Adapter = Annotated[Path | None, typer.Option(help="Folder of LoRA adapters (PEFT's files), merged into the model.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from liger_models import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def options(debug: Annotated[bool, typer.Option(help="Show tracebacks.")] = False) -> None:
+def options(
+    debug: Annotated[bool, typer.Option(help="Show tracebacks.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Open LLMs as native PyTorch models on fused Triton kernels.
 
     Look at a model ([bold]list[/], [bold]info[/]), fetch and check it ([bold]download[/], [bold]verify[/]), write it
@@ -240,7 +253,7 @@ def train(ctx: typer.Context) -> None:
     """
     from liger_models.train import main
 
-    main(ctx.args)
+    main(ctx.args, ctx.command_path)
 
 
 @app.command()
