@@ -175,6 +175,11 @@ def train(options: TrainOptions) -> None:
         if step % options.save_every == 0 or last:
             if saving is not None:
                 saving.result()  # the one before: raises if it went wrong
+            check(
+                math.isfinite(norm),
+                f"train: the norm of the gradients must be finite to save step {step}, got {norm.item()}. Go on from "
+                "the last checkpoint with a lower lr, or look for the data of that step.",
+            )
             saving = save_state(output, step, model, optimizer, scheduler, loader, background=True, keep=options.keep)
             log.restart()
         log.bar.update()

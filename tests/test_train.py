@@ -319,6 +319,17 @@ def test_options_of_now_hold_when_a_run_goes_on(folder, tmp_path, monkeypatch):
     assert [group["weight_decay"] for group in made[0].param_groups] == [0.3, 0.0]
 
 
+def test_weights_that_are_no_numbers_are_not_saved(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "workers": 0}
+    given |= {"output": str(tmp_path / "run"), "save_every": 2, "keep": 1}
+    train(TrainOptions(**given, steps=2))
+    with pytest.raises(ValueError, match="norm of the gradients must be finite to save step 4, got nan"):
+        train(TrainOptions(**given, steps=6, lr=1e38))
+    assert (tmp_path / "run" / "latest").read_text() == "step-00000002\n"
+
+
 def test_a_line_of_the_log_that_was_cut(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n{"step": 2, "eval_lo')
     written = Log(tmp_path, 1, 2, False, torch.device("cpu"))
