@@ -411,7 +411,7 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
 
     Raises:
         FileNotFoundError: one of the two is missing.
-        ValueError: another kind of adapter, or adapters of another model.
+        ValueError: another kind of adapter, or adapters of another model; ``model`` is then as it was.
     """
     place = Path(folder)
     for name in (CONFIG, WEIGHTS):
@@ -439,11 +439,26 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
     config = LoRAConfig(**{name: value for name, value in keys.items() if name in known})
     with open_safetensors(place / WEIGHTS) as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     apply_lora(model, config)
+    try:
+        _fill_adapters(model, stored, place / WEIGHTS)
+    except ValueError:  # the model as it was, for the adapters that were meant
+        for path, layer in _adapted(model):
+            layer.plain._parameters = layer._parameters
+            _put(model, path, layer.plain)
+        for parameter in learning:
+            parameter.requires_grad_(True)
+        raise
+    return model
+
+
+def _fill_adapters(model: CausalLM, stored: dict[str, Tensor], file: Path) -> None:
+    """Copy a file's tensors into the adapters, which must be the same ones."""
     head = stored.pop(f"{PREFIX}lm_head.base_layer.weight", None)  # PEFT writes it along with the head's adapter
     check(
         head is None or torch.equal(head.to(model.lm_head.weight), model.lm_head.weight),
-        f"{place / WEIGHTS}: the head's weight must be the model's own, got another. Load the model that was adapted.",
+        f"{file}: the head's weight must be the model's own, got another. Load the model that was adapted.",
     )
     wanted = {
         theirs: parameter
@@ -454,17 +469,16 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
     odd = sorted(wanted.keys() ^ stored.keys())
     check(
         not odd,
-        f"{place / WEIGHTS}: must hold exactly the adapters that {CONFIG} describes for {type(model).__name__}, got "
+        f"{file}: must hold exactly the adapters that {CONFIG} describes for {type(model).__name__}, got "
         f"{len(odd)} too many or too few: {', '.join(odd[:3])}. Load them into the model that they were made for.",
     )
     for name, parameter in wanted.items():
         check(
             stored[name].shape == parameter.shape,
-            f"{place / WEIGHTS}: {name} must be {list(parameter.shape)}, got {list(stored[name].shape)}. Load it into "
+            f"{file}: {name} must be {list(parameter.shape)}, got {list(stored[name].shape)}. Load it into "
             "the model that it was made for.",
         )
         parameter.data.copy_(stored[name])
-    return model
 
 
 def quantize_base(model: Model) -> Model:

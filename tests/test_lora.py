@@ -444,8 +444,15 @@ def test_files_that_do_not_fit(tmp_path):
     save_adapter(llama(LoRAConfig()), tmp_path)
     with pytest.raises(ValueError, match="too many or too few"):
         load_adapter(llama(num_hidden_layers=3), tmp_path)
+    model = llama(intermediate_size=64)
+    logits = model(IDS).logits
     with pytest.raises(ValueError, match="must be"):
-        load_adapter(llama(intermediate_size=64), tmp_path)
+        load_adapter(model, tmp_path)
+    assert adapter_config(model) is None
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model(IDS).logits.equal(logits)
+    assert model.state_dict().keys() == llama(intermediate_size=64).state_dict().keys()
+    apply_lora(model)
     file = tmp_path / "adapter_config.json"
     keys = json.loads(file.read_text())
     changes: list[dict[str, Any]] = [{"peft_type": "IA3"}, {"bias": "all"}, {"rank_pattern": {"q_proj": 4}}]
