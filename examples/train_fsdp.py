@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 examples/train_fsdp.py examples/train.yaml --output run
     python examples/train_fsdp.py --help
 
-The loop is liger_models/train.py, some 200 lines from the options to the export. To change it, copy that file over
+The loop is liger_models/train.py, some 230 lines from the options to the export. To change it, copy that file over
 this one: it stands by itself.
 """
 

@@ -619,6 +619,7 @@ class Encoder:
         characters = 0
         for where, example in examples:
             group.append((where, self._text(where, example)))
+            _check_characters(*group[-1])
             characters += len(group[-1][1][0]) if isinstance(group[-1][1], tuple) else 0
             if len(group) == GROUP or characters >= GROUP_CHARACTERS:
                 yield from self._encode(group)
@@ -647,7 +648,7 @@ class Encoder:
             check(bool(spans), f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
             return text, spans
         check(
-            isinstance(value, Sequence) and all(type(token) is int and token >= 0 for token in value),
+            isinstance(value, Sequence) and all(type(token) is int and 0 <= token < 2**31 for token in value),
             f"{where}: {fields[0]} must be a text, messages, or token ids, got {str(value)[:60]!r}. Correct it.",
         )
         labels = example.get("labels", value)
@@ -673,6 +674,16 @@ class Encoder:
             mask = answer_mask(encoding.offsets, group[i][1][1])
             made[i] = array("i", (id if learnt else ~id for id, learnt in zip(encoding.ids, mask, strict=True)))
         yield from made
+
+
+def _check_characters(where: str, content: Any) -> None:
+    """Raise ValueError for a text with half of a character, as broken escapes in JSON leave it."""
+    if isinstance(content, tuple) and not content[0].isascii():
+        try:
+            content[0].encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start : error.end]
+            raise ValueError(f"{where}: must be whole characters, got {half!r}. Correct the text.") from error
 
 
 def _tokenised(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | None, progress: bool) -> TokenFile:
@@ -771,8 +782,10 @@ def _lines(path: Path) -> Iterator[Located]:
                     continue
                 example = text if path.suffix == ".txt" else json.loads(text)
             except ValueError as error:
-                wanted = "UTF-8 text" if isinstance(error, UnicodeDecodeError) else "a JSON object"
-                raise ValueError(f"{where}: must be {wanted}, got: {error}. Correct the line.") from error
+                undecoded = isinstance(error, UnicodeDecodeError)
+                wanted = "UTF-8 text" if undecoded else "a JSON object"
+                todo = "Convert the file." if undecoded else "Write each example as one line."
+                raise ValueError(f"{where}: must be {wanted}, got: {error}. {todo}") from error
             check(
                 path.suffix == ".txt" or isinstance(example, dict),
                 f"{where}: must be a JSON object, got: {text[:60]}. Write an example per line.",

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from einops import EinopsError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .convert import get_module_map, model_type_of
+from .convert.checkpoint import open_safetensors, read_json
 from .convert.ranks import agreeing, this_rank
 from .convert.weight_map import Expression, Name
 from .kernels.collectives import Ranks
@@ -57,6 +58,8 @@ REFUSED = (
     "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
 )  # fmt: skip
 """Keys of an adapter_config.json that ask for what is not implemented, unless they are empty."""
+INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Its ``init_lora_weights`` that leave the base as it is: with others (PiSSA, OLoRA, LoftQ) PEFT changes it, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +271,13 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
         not any(map(is_cut, model.parameters())),
         f"apply_lora: {type(model).__name__} must hold whole weights, got sharded ones. Add the adapters, then shard.",
     )
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    others = {type(each).__name__ for each in linears if type(each) not in (nn.Linear, LigerLMHead)}
+    check(
+        not others,
+        f"apply_lora: linear layers must be nn.Linear, got {', '.join(sorted(others))}. Add "
+        "the adapters before layers are replaced.",
+    )
     layers = _linears(model)
     chosen = _choose([name for _, expression in layers.values() for name in expression.names()], model, config)
     for parameter in model.parameters():
@@ -357,21 +367,23 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
     tensors, names = {}, set()
     for _, layer in _adapted(model):
         for name, adapter in layer.adapters():
-            # In a vision tower names end alike in layers that are adapted and in others ("proj", "0").
-            names.add(name.removesuffix(".weight") if isinstance(model, VisionLanguageModel) else _short(name))
+            names.add(name.removesuffix(".weight"))
             for theirs, parameter in _files_names(name, adapter).items():
                 whole: Any = parameter.detach()
                 whole = whole.full_tensor() if is_cut(whole) else whole
                 tensors[theirs] = whole.cpu().contiguous()
     targets: Sequence[str] | str = config.target_modules
-    if targets == "all-linear":
+    if targets == "all-linear" and not isinstance(model, VisionLanguageModel):
+        targets = sorted(set(map(_short, names)))
+    elif isinstance(targets, str) or isinstance(model, VisionLanguageModel):
+        # What is adapted, and not what else PEFT would find: in a tower names end alike in layers and others ("proj").
         targets = sorted(names)
     keys: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
-        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "target_modules": list(targets),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -399,13 +411,13 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
 
     Raises:
         FileNotFoundError: one of the two is missing.
-        ValueError: another kind of adapter, or adapters of another model.
+        ValueError: another kind of adapter, or adapters of another model; ``model`` is then as it was.
     """
     place = Path(folder)
     for name in (CONFIG, WEIGHTS):
         if not (place / name).is_file():
             raise FileNotFoundError(f"{place}: must hold {name}, got no such file. Give the folder of PEFT adapters.")
-    keys = json.loads((place / CONFIG).read_text(encoding="utf-8"))
+    keys = read_json(place / CONFIG)
     check(
         keys.get("peft_type") == "LORA" and keys.get("bias", "none") == "none",
         f"{place / CONFIG}: peft_type must be LORA and bias none, got {keys.get('peft_type')!r} and "
@@ -413,14 +425,40 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
     )
     for name in REFUSED:
         check(not keys.get(name), f"{place / CONFIG}: {name} must be empty, got {keys.get(name)!r}. Merge it by PEFT.")
+    initial, targets = keys.get("init_lora_weights"), keys.get("target_modules")
+    check(
+        initial in INITIAL,
+        f"{place / CONFIG}: init_lora_weights must be one of {INITIAL}, which leave the base as it is, got "
+        f"{initial!r}. Convert it by PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...).",
+    )
+    check(
+        isinstance(targets, str | list),
+        f"{place / CONFIG}: target_modules must be a list of names or a text, got {targets!r}. Write what is adapted.",
+    )
     known = {field.name for field in dataclasses.fields(LoRAConfig)}
     config = LoRAConfig(**{name: value for name, value in keys.items() if name in known})
-    stored = load_file(place / WEIGHTS)
+    with open_safetensors(place / WEIGHTS) as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     apply_lora(model, config)
+    try:
+        _fill_adapters(model, stored, place / WEIGHTS)
+    except ValueError:  # the model as it was, for the adapters that were meant
+        for path, layer in _adapted(model):
+            layer.plain._parameters = layer._parameters
+            _put(model, path, layer.plain)
+        for parameter in learning:
+            parameter.requires_grad_(True)
+        raise
+    return model
+
+
+def _fill_adapters(model: CausalLM, stored: dict[str, Tensor], file: Path) -> None:
+    """Copy a file's tensors into the adapters, which must be the same ones."""
     head = stored.pop(f"{PREFIX}lm_head.base_layer.weight", None)  # PEFT writes it along with the head's adapter
     check(
         head is None or torch.equal(head.to(model.lm_head.weight), model.lm_head.weight),
-        f"{place / WEIGHTS}: the head's weight must be the model's own, got another. Load the model that was adapted.",
+        f"{file}: the head's weight must be the model's own, got another. Load the model that was adapted.",
     )
     wanted = {
         theirs: parameter
@@ -431,17 +469,16 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
     odd = sorted(wanted.keys() ^ stored.keys())
     check(
         not odd,
-        f"{place / WEIGHTS}: must hold exactly the adapters that {CONFIG} describes for {type(model).__name__}, got "
+        f"{file}: must hold exactly the adapters that {CONFIG} describes for {type(model).__name__}, got "
         f"{len(odd)} too many or too few: {', '.join(odd[:3])}. Load them into the model that they were made for.",
     )
     for name, parameter in wanted.items():
         check(
             stored[name].shape == parameter.shape,
-            f"{place / WEIGHTS}: {name} must be {list(parameter.shape)}, got {list(stored[name].shape)}. Load it into "
+            f"{file}: {name} must be {list(parameter.shape)}, got {list(stored[name].shape)}. Load it into "
             "the model that it was made for.",
         )
         parameter.data.copy_(stored[name])
-    return model
 
 
 def quantize_base(model: Model) -> Model:
@@ -467,6 +504,7 @@ def quantize_base(model: Model) -> Model:
     layers = [layer for _, layer in _adapted(model) if not isinstance(layer, LoRALMHead)]
     check(bool(layers), f"quantize_base: {type(model).__name__} must have adapters, got none. Call apply_lora first.")
     for layer in layers:
+        check(not _is_nf4(layer.weight), "quantize_base: weights must not be in 4 bits yet, got some. Call it once.")
         size = layer.weight.numel()
         check(
             size % NF4_BLOCK == 0,
@@ -551,13 +589,22 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
     entries = _entries(model)
     others = {_short(name) for expression in entries.values() for name in expression.names()} - set(short)
     chosen: set[str] = set()
+    check(len(targets) > 0, f"apply_lora: target_modules must name linear layers ({', '.join(short)}), got none.")
     for target in [targets] if isinstance(targets, str) else targets:
         if isinstance(targets, str):
-            found = {name for module, name in modules.items() if re.fullmatch(target, module)}
+            try:
+                found = {name for module, name in modules.items() if re.fullmatch(target, module)}
+            except re.error as error:
+                message = (
+                    f"apply_lora: target_modules must be a regular expression, got {target!r}: {error}. Correct it."
+                )
+                raise ValueError(message) from error
         else:
             found = {name for module, name in modules.items() if module == target or module.endswith("." + target)}
         near = difflib.get_close_matches(target, short, 1)
         hint = f" Did you mean {near[0]}?" if near else ""
+        if isinstance(targets, str):
+            hint = f" A text is a regular expression of a whole name; ends of names go into a list: [{target!r}]."
         if target.rpartition(".")[2] in others:
             hint = " Experts, routers, norms and the embedding have no adapters."
         check(

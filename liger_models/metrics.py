@@ -70,10 +70,10 @@ class Log:
         self.peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
         if self.first:
             folder.mkdir(parents=True, exist_ok=True)
-            lines = self.file.read_text().splitlines() if self.file.is_file() else []
-            kept = [line for line in lines if json.loads(line)["step"] <= start]
+            lines = self.file.read_text().splitlines(keepends=True) if self.file.is_file() else []
+            whole = [line for line in lines if line.endswith("\n")]  # the last one may have been cut by a kill
             temporary = self.file.with_suffix(".tmp")
-            temporary.write_text("".join(line + "\n" for line in kept))
+            temporary.write_text("".join(line for line in whole if json.loads(line)["step"] <= start))
             temporary.replace(self.file)
             if tensorboard:
                 self.writer = _tensorboard(folder / "tensorboard", start + 1)

@@ -12,15 +12,16 @@ from typing import Any, TypeVar
 Options = TypeVar("Options")
 
 
-def read_options(cls: type[Options], arguments: Sequence[str] | None = None) -> Options:
+def read_options(cls: type[Options], arguments: Sequence[str] | None = None, command: str | None = None) -> Options:
     """The options of a command line: those of a YAML or JSON file, if one is named, and what is given behind it.
 
     Args:
         cls: a dataclass with fields of str, int, float, bool, list[str], and ``| None`` of these; ``metadata["help"]``
             says what each is.
         arguments: default: those of the process.
+        command: its name in messages; default: that of the process.
     """
-    parser = argparse.ArgumentParser(description=(cls.__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(command, description=(cls.__doc__ or "").partition("\n")[0])
     parser.add_argument("config", nargs="?", type=Path, help="a .yaml, .yml or .json file of these options")
     types = typing.get_type_hints(cls)
     for each in _fields(cls):
@@ -50,19 +51,17 @@ def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:
     made: dict[str, Any] = {}
     for name, value in values.items():
         if name not in types:
-            near = difflib.get_close_matches(name, types, 1) or sorted(types)
+            near = difflib.get_close_matches(str(name), types, 1) or sorted(types)
             raise ValueError(f"{cls.__name__}: an option must be known, got {name}. Did you mean {', '.join(near)}?")
         kind = _kind(types[name])
         try:
             if types[name] == list[str]:
-                made[name] = [value] if isinstance(value, str) else [str(each) for each in value]
+                made[name] = [_scalar(each, kind) for each in ([value] if isinstance(value, str) else _items(value))]
             elif value is None and types[name] != kind:
                 made[name] = None
-            elif isinstance(value, bool) != (kind is bool) or (kind is int and int(value) != float(value)):
-                raise ValueError(value)
             else:
-                made[name] = kind(value)  # YAML 1.1 takes 2e-5 for a text
-        except (TypeError, ValueError) as error:
+                made[name] = _scalar(value, kind)
+        except (OverflowError, TypeError, ValueError) as error:
             raise ValueError(f"{cls.__name__}: {name} must be {kind.__name__}, got {value!r}. Correct it.") from error
     needed = [each.name for each in _fields(cls) if each.default is each.default_factory]
     missing = [name for name in needed if name not in made]
@@ -81,17 +80,29 @@ def _kind(hint: Any) -> type:
     return kind
 
 
-def _read(file: Path) -> dict[str, Any]:
-    text = file.read_text(encoding="utf-8")
-    if file.suffix == ".json":
-        content = json.loads(text)
-    else:
-        import yaml  # huggingface_hub needs it, too
+def _items(value: Any) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(value)
+    return value
 
-        try:
-            content = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{file}: must be YAML, got: {error}. Correct it.") from error
+
+def _scalar(value: Any, kind: type) -> Any:
+    if not isinstance(value, str | int | float) or isinstance(value, bool) != (kind is bool):
+        raise TypeError(value)
+    if kind is int and int(value) != float(value):
+        raise ValueError(value)
+    return kind(value)  # YAML 1.1 takes 2e-5 for a text
+
+
+def _read(file: Path) -> dict[str, Any]:
+    import yaml  # huggingface_hub needs it, too
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        kind = "JSON" if file.suffix == ".json" else "YAML"
+        raise ValueError(f"{file}: must be {kind}, got: {error}. Correct it.") from error
     if not isinstance(content, dict):
         raise ValueError(
             f"{file}: must hold options and their values, got {type(content).__name__}. Write name: value."

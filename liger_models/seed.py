@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from liger_models.kernels.dispatch import check
+
 
 def seed_all(seed: int, *, deterministic: bool = False) -> None:
     """Seed Python's, NumPy's and PyTorch's generators, those of all devices included.
@@ -18,7 +20,11 @@ def seed_all(seed: int, *, deterministic: bool = False) -> None:
             same bits. PyTorch takes algorithms that add in a fixed order, some of them slower, and raises RuntimeError
             where it has none; this package's kernels always add in a fixed order. Call it before the first product on
             a GPU.
+
+    Raises:
+        ValueError: a seed out of range.
     """
+    check(0 <= seed < 2**32, f"seed_all: seed must be from 0 to 2**32 - 1, got {seed}. Give another one.")
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

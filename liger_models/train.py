@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from liger_models.convert.auto import AutoLigerModel
-from liger_models.data import Batch, PackedDataset, PackedLoader
+from liger_models.data import OVERFLOWS, Batch, PackedDataset, PackedLoader
 from liger_models.kernels.dispatch import check
-from liger_models.layers.causal_lm import CausalLM
+from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES, CausalLM
+from liger_models.layers.vision_language import VisionLanguageModel
 from liger_models.lora import LoRAConfig, apply_lora, quantize_base, save_adapter
 from liger_models.metrics import Log, flops
 from liger_models.optim import LigerAdamW
@@ -37,6 +38,13 @@ from liger_models.parallel import (
     targets_per_rank,
 )
 from liger_models.seed import seed_all
+
+LEAST = {"length": 2, "batch_size": 1, "accumulate": 1, "workers": 0, "steps": 1, "weight_decay": 0, "lora_r": 0}
+LEAST |= {"seed": 0, "log_every": 1, "eval_every": 1, "save_every": 1, "keep": 1}
+"""The least values that options may have."""
+KNOWN = {"dtype": ("float32", "bfloat16"), "export_dtype": ("float32", "bfloat16", "float16")}
+KNOWN |= {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES}
+"""The values that options may have; of weights in float16 the small gradients would be lost."""
 
 
 @dataclass(kw_only=True)
@@ -60,7 +68,7 @@ class TrainOptions:
     min_lr: float = option(default=0.1, metadata={"help": "share of lr that the cosine ends with"})
     weight_decay: float = option(default=0.1, metadata={"help": "of matrices; vectors have none"})
     max_norm: float = option(default=1.0, metadata={"help": "of the gradients, which are clipped to it"})
-    dtype: str = option(default="float32", metadata={"help": "of the weights; adapters are trained in float32"})
+    dtype: str = option(default="float32", metadata={"help": "of the weights, or bfloat16; adapters have float32"})
     lora_r: int = option(default=0, metadata={"help": "rank of adapters, which then are all that is trained; 0: none"})
     lora_alpha: float | None = option(default=None, metadata={"help": "their scale times the rank; default: 2 lora_r"})
     lora_dropout: float = option(default=0.0, metadata={"help": "probability of dropping an element of their input"})
@@ -78,13 +86,18 @@ class TrainOptions:
     export_dtype: str = option(default="bfloat16", metadata={"help": "of the model in output/model"})
 
     def __post_init__(self) -> None:
-        for name in ("accumulate", "log_every", "eval_every", "save_every"):
+        for name, least in LEAST.items():
             value = getattr(self, name)
-            check(value >= 1, f"TrainOptions: {name} must be at least 1, got {value}.")
-        for name in ("dtype", "export_dtype"):
+            check(value is None or value >= least, f"TrainOptions: {name} must be at least {least}, got {value}.")
+        for name in ("epochs", "lr", "max_norm"):
             value = getattr(self, name)
-            known = isinstance(getattr(torch, value, None), torch.dtype)
-            check(known, f"TrainOptions: {name} must be a dtype of torch, such as bfloat16, got {value!r}.")
+            check(value > 0, f"TrainOptions: {name} must be more than 0, got {value}.")
+        for name, known in KNOWN.items():
+            value = getattr(self, name)
+            check(value in known, f"TrainOptions: {name} must be one of {', '.join(known)}, got {value!r}.")
+        for name in ("warmup", "min_lr", "lora_dropout"):
+            value = getattr(self, name)
+            check(0 <= value <= 1, f"TrainOptions: {name} must be a share from 0 to 1, got {value}.")
         for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_4bit"):
             value = getattr(self, name)
             check(self.lora_r > 0 or not value, f"TrainOptions: {name} needs lora_r, got {value} and {self.lora_r}.")
@@ -95,6 +108,10 @@ def train(options: TrainOptions) -> None:
 
     Every rank calls it. A process group is made if there is none: torchrun's, or that of this process alone.
     """
+    for path in (*options.data, *options.eval_data):  # known before a large model is loaded
+        check(Path(path).exists(), f"train: data must be files or folders, got {path}, where nothing is. Correct it.")
+    output = Path(options.output)
+    output.mkdir(parents=True, exist_ok=True)  # so is a place that cannot be written
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
@@ -103,7 +120,6 @@ def train(options: TrainOptions) -> None:
         alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
         dist.init_process_group(**({} if "RANK" in os.environ else alone))
     rank = dist.get_rank()
-    output = Path(options.output)
     seed_all(options.seed + rank, deterministic=options.deterministic)
 
     model = load_model(options, device)
@@ -127,6 +143,10 @@ def train(options: TrainOptions) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: cosine(s, warmup, steps, options.min_lr))
 
     start = load_state(output, model, optimizer, scheduler, loader) or 0
+    scheduler.base_lrs = [options.lr] * len(groups)  # the options of now, not those that were saved
+    for group, given in zip(optimizer.param_groups, groups, strict=True):
+        group["lr"] = options.lr * cosine(start, warmup, steps, options.min_lr)
+        group["weight_decay"] = given["weight_decay"]
     batches, saving = endless(loader), None
     log = Log(output, start, steps, options.tensorboard, device)
     for step in range(start + 1, steps + 1):
@@ -140,7 +160,7 @@ def train(options: TrainOptions) -> None:
             part.backward()
             loss += part.detach()
         norm = clip_grad_norm_(trained, options.max_norm)
-        lr = float(scheduler.get_last_lr()[0])
+        lr = float(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -155,6 +175,11 @@ def train(options: TrainOptions) -> None:
         if step % options.save_every == 0 or last:
             if saving is not None:
                 saving.result()  # the one before: raises if it went wrong
+            check(
+                math.isfinite(norm),
+                f"train: the norm of the gradients must be finite to save step {step}, got {norm.item()}. Go on from "
+                "the last checkpoint with a lower lr, or look for the data of that step.",
+            )
             saving = save_state(output, step, model, optimizer, scheduler, loader, background=True, keep=options.keep)
             log.restart()
         log.bar.update()
@@ -179,7 +204,7 @@ def load_model(options: TrainOptions, device: torch.device) -> CausalLM:
     load = AutoLigerModel.from_pretrained if Path(options.model).is_dir() else AutoLigerModel.from_hub
     given: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": device, "progress": dist.get_rank() == 0}
     if options.lora_r == 0:
-        return load(options.model, shard=apply_fsdp, **given)
+        return freeze_images(load(options.model, shard=apply_fsdp, **given))
     alpha = 2 * options.lora_r if options.lora_alpha is None else options.lora_alpha
     targets = options.lora_targets or "all-linear"
     adapters = LoRAConfig(r=options.lora_r, lora_alpha=alpha, lora_dropout=options.lora_dropout, target_modules=targets)
@@ -188,6 +213,14 @@ def load_model(options: TrainOptions, device: torch.device) -> CausalLM:
     ranks = dist.get_world_size()
     check(ranks == 1, f"train: with lora_4bit there must be one rank, got {ranks}. Leave it out, or use one.")
     return quantize_base(apply_lora(load(options.model, **given), adapters))
+
+
+def freeze_images(model: CausalLM) -> CausalLM:
+    """Freeze what texts do not reach; sharded, it gets gradients of zero, and weight decay would shrink it."""
+    unreached = [block for block in model.layers if hasattr(block, "cross_attn")]
+    for module in [*unreached, *([model.visual] if isinstance(model, VisionLanguageModel) else [])]:
+        module.requires_grad_(False)
+    return model
 
 
 @torch.no_grad()
@@ -226,9 +259,9 @@ def cosine(step: int, warmup: int, steps: int, floor: float) -> float:
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, command: str | None = None) -> None:
     """Read the options, and train."""
-    train(read_options(TrainOptions, arguments))
+    train(read_options(TrainOptions, arguments, command))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,7 +17,8 @@ pytest.importorskip("typer", reason="the command line needs typer and rich: pip 
 
 from typer.testing import CliRunner
 
-from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, list_archs
+import liger_models
+from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, list_archs, register
 from liger_models.cli import commands
 from liger_models.lora import LoRAConfig, apply_lora, save_adapter
 from liger_models.memory import training_memory
@@ -61,6 +64,10 @@ def test_list():
     assert [row["model_type"] for row in read("list")] == list_archs()
     assert {row["class"] for row in read("list")} >= {"LigerLlama", "LigerMixtral"}
     assert "Mixtral 8x7B" in run("list")
+
+
+def test_version():
+    assert run("--version").strip() == liger_models.__version__
 
 
 def test_info(folder):
@@ -126,6 +133,38 @@ def test_verify(folder):
     assert "missing model.norm.weight" in run("verify", "model", code=3)
 
 
+@pytest.mark.parametrize("arch", ["qwen2_vl", "gemma3", "mllama"])
+def test_models_with_images(arch, tmp_path):
+    """Random tokens would hit placeholders of images, of which the small vocabularies have many."""
+    pytest.importorskip("transformers")
+    from .arch.families import make_folder, tiny
+
+    place = str(make_folder(arch, next(iter(tiny(arch))), tmp_path))
+    found = read("verify", place, "--length", "100")
+    assert found["same"]
+    assert 0 < found["logits_error"] < 1e-5
+    assert read("bench", place, "--length", "300", "--steps", "1", "--device", "cpu")["tokens_per_second"] > 0
+
+
+def test_verify_of_a_model_that_transformers_does_not_know(tmp_path, own_registry):
+    pytest.importorskip("transformers")
+
+    @dataclass(frozen=True, kw_only=True)
+    class NewConfig(LlamaConfig):
+        """As Llama's."""
+
+    class New(LigerLlama):
+        """Llama by another name."""
+
+        config_class = NewConfig
+
+    register("new_to_all", New)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    New.from_config(NewConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path)
+    assert read("verify", str(tmp_path))["logits_error"] is None
+    assert "logits not compared: transformers does not know new_to_all" in run("verify", str(tmp_path))
+
+
 def test_verify_says_where_logits_differ(folder, monkeypatch):
     from liger_models.layers.norm import LigerRMSNorm
 
@@ -182,7 +221,10 @@ def test_train(folder):
     (folder.parent / "config.yaml").write_text("model: model\ndata: train.jsonl\noutput: run\nlength: 32\nworkers: 0\n")
     run("train", "config.yaml", "--steps", "2", "--export-dtype", "float32")
     assert LigerLlama.from_pretrained("run/model", progress=False).dtype == torch.float32
-    assert "--export-dtype" in run("train", "--help")
+    shown = " ".join(run("train", "--help").split())
+    assert shown.startswith("usage: ")
+    assert "train [-h]" in shown
+    assert "--export-dtype" in shown
 
 
 def test_bench(folder):
@@ -196,7 +238,13 @@ def test_bench(folder):
     [
         (["info", "./nowhere"], 1, "must be a folder, or owner/name on the hub"),
         (["verify", "nowhere"], 1, "nowhere: must be a folder"),
-        (["convert", "model", "new", "--dtype", "int8"], 2, "floating-point"),
+        (["info", "nowhere"], 1, "nowhere: must be a folder, or on the hub or in its client's cache"),
+        (["generate", "nowhere", "Hi"], 1, "nowhere: must be a folder, or on the hub or in its client's cache"),
+        (["download", "./nowhere"], 1, "./nowhere: must be a folder, or owner/name on the hub"),
+        (["convert", "model", "new", "--dtype", "int8"], 2, "dtype must be one of float64, float32"),
+        (["convert", "model", "new", "--dtype", "float8_e4m3fn"], 2, "dtype must be one of float64, float32"),
+        (["generate", "model", "Hi", "--device", "cuda:99"], 2, "device must be one of this machine"),
+        (["generate", "model", "Hi", "--system", "Short."], 2, "--system is of a chat"),
         (["generate", "model", "Hi", "--sample", "--temperature", "-1"], 1, "temperature"),
         (["bench", "model", "--checkpointing", "some"], 1, "policy must be one of"),
         (["convert", "model", "new", "--adapter", "model"], 1, "adapter_config.json"),
@@ -204,7 +252,8 @@ def test_bench(folder):
         (["inf"], 2, "info"),
     ],
 )
-def test_mistakes_are_told_without_a_traceback(folder, arguments, code, message):
+def test_mistakes_are_told_without_a_traceback(folder, monkeypatch, arguments, code, message):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     output = run(*arguments, code=code)
     assert message in " ".join(output.split())
     assert "Traceback" not in output

@@ -130,6 +130,24 @@ def test_every_architecture_is_peft_on_transformers(arch, use_dora, root, tmp_pa
     assert_equal_to_peft(ours.train(), theirs.train(), *with_image(arch, ours))
 
 
+@pytest.mark.parametrize(
+    ("arch", "targets"),
+    [
+        ("qwen2_vl", ["proj", "q_proj"]),  # PEFT would find the patch embedding's, a convolution, as well
+        ("qwen2_vl", r".*\.(proj|v_proj)"),
+        ("mixtral", r".*(0|1).*proj"),
+    ],
+)
+def test_what_is_named_is_adapted_by_peft_and_nothing_else(arch, targets, root, tmp_path):
+    folder = make_folder(arch, next(iter(tiny(arch))), root)
+    ours = stir(apply_lora(load(arch, folder), LoRAConfig(r=4, target_modules=targets)))
+    save_adapter(ours, tmp_path / "adapter", base=str(folder))
+    theirs = peft.PeftModel.from_pretrained(hf_model(folder), tmp_path / "adapter", is_trainable=True)
+    assert_equal_to_peft(ours.train(), theirs.train(), *with_image(arch, ours))
+    again = load_adapter(load(arch, folder), tmp_path / "adapter")
+    assert under_peft_names(again, lambda parameter: 0) == under_peft_names(ours, lambda parameter: 0)
+
+
 @pytest.mark.parametrize("arch", sorted(dict(VISION_CASES)))
 def test_a_language_model_beside_a_tower(arch, root, tmp_path):
     """Adapters of it alone and of the head, merged and saved."""
@@ -377,7 +395,9 @@ MIXTURE = {
         (["w1"], "Experts, routers, norms and the embedding have no adapters"),
         (["gate"], "Experts, routers"),
         (["embed_tokens"], "the embedding have no adapters"),
-        ("q_proj", "must name linear layers"),  # a regular expression of the whole name
+        ("q_proj", r"A text is a regular expression of a whole name; .* a list: \['q_proj'\]"),
+        ("(q_proj", "must be a regular expression, got '\\(q_proj'"),
+        ([], "must name linear layers .*, got none"),
     ],
 )
 def test_names_that_are_nothing(targets, message):
@@ -402,6 +422,20 @@ def test_calls_out_of_order():
             function(llama())
     with pytest.raises(ValueError, match="must have adapters"):
         save_adapter(llama(), "nowhere")
+    pytest.importorskip("torchao")
+    with pytest.raises(ValueError, match="must not be in 4 bits yet"):
+        quantize_base(quantize_base(llama(LoRAConfig())))
+
+
+def test_layers_of_another_kind_are_not_left_out():
+    class Other(torch.nn.Linear):
+        """As torchao's Float8Linear."""
+
+    model = llama()
+    model.layers[0].self_attn.o_proj = Other(32, 32, bias=False)
+    with pytest.raises(ValueError, match=r"must be nn\.Linear, got Other"):
+        apply_lora(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_files_that_do_not_fit(tmp_path):
@@ -410,11 +444,28 @@ def test_files_that_do_not_fit(tmp_path):
     save_adapter(llama(LoRAConfig()), tmp_path)
     with pytest.raises(ValueError, match="too many or too few"):
         load_adapter(llama(num_hidden_layers=3), tmp_path)
+    model = llama(intermediate_size=64)
+    logits = model(IDS).logits
     with pytest.raises(ValueError, match="must be"):
-        load_adapter(llama(intermediate_size=64), tmp_path)
+        load_adapter(model, tmp_path)
+    assert adapter_config(model) is None
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model(IDS).logits.equal(logits)
+    assert model.state_dict().keys() == llama(intermediate_size=64).state_dict().keys()
+    apply_lora(model)
     file = tmp_path / "adapter_config.json"
     keys = json.loads(file.read_text())
-    for change in ({"peft_type": "IA3"}, {"bias": "all"}, {"rank_pattern": {"q_proj": 4}}):
+    changes: list[dict[str, Any]] = [{"peft_type": "IA3"}, {"bias": "all"}, {"rank_pattern": {"q_proj": 4}}]
+    changes += [{"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"target_modules": None}]
+    for change in changes:
         file.write_text(json.dumps(keys | change))
         with pytest.raises(ValueError, match=next(iter(change))):
             load_adapter(llama(), tmp_path)
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"adapter_config\.json: must be JSON"):
+        load_adapter(llama(), tmp_path)
+    file.write_text(json.dumps(keys | {"init_lora_weights": "gaussian"}))
+    load_adapter(llama(), tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors: must be a whole safetensors file, got 3 bytes"):
+        load_adapter(llama(), tmp_path)

@@ -56,6 +56,11 @@ def test_help(capsys):
         ({"data": "a", "fast_mode": "yes"}, "fast_mode must be bool, got 'yes'"),
         ({"data": "a", "rate": None}, "rate must be float, got None"),
         ({"data": 3}, "data must be str, got 3"),
+        ({"data": {"a": 1}}, "data must be str, got {'a': 1}"),
+        ({"data": ["a", None]}, "data must be str, got ['a', None]"),
+        ({"data": "a", "name": ["b"]}, "name must be str, got ['b']"),
+        ({"data": "a", "steps": float("inf")}, "steps must be int, got inf"),
+        ({"data": "a", 1: 2}, "an option must be known, got 1"),
     ],
 )
 def test_wrong_values(values, message):
@@ -65,11 +70,18 @@ def test_wrong_values(values, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("[1]", "must hold options"), ("a: [", "must be YAML"), (None, "No such file")]
+    ("name", "content", "message"),
+    [
+        ("a.yaml", b"[1]", "a.yaml: must hold options"),
+        ("a.yaml", b"a: [", "a.yaml: must be YAML"),
+        ("a.yaml", b"a: \xff", "a.yaml: must be YAML"),
+        ("a.json", b"{", "a.json: must be JSON"),
+        ("a.yaml", None, "No such file"),
+    ],
 )
-def test_a_file_that_cannot_be_read(tmp_path, capsys, text, message):
-    if text is not None:
-        (tmp_path / "a.yaml").write_text(text)
+def test_a_file_that_cannot_be_read(tmp_path, capsys, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(SystemExit):
-        read_options(Options, [str(tmp_path / "a.yaml")])
+        read_options(Options, [str(tmp_path / name)])
     assert message in capsys.readouterr().err

@@ -109,3 +109,12 @@ def test_every_generator_is_seeded():
     seed_all(3)
     assert draw() == first
     assert all(a != b for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_out_of_range_changes_nothing(seed):
+    state = torch.get_rng_state(), random.getstate()
+    with pytest.raises(ValueError, match=f"seed must be from 0 to .* got {seed}"):
+        seed_all(seed)
+    assert torch.get_rng_state().equal(state[0])
+    assert random.getstate() == state[1]

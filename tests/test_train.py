@@ -20,9 +20,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from liger_models import LigerLlama, LlamaConfig
 from liger_models.lora import load_adapter
 from liger_models.metrics import Log
+from liger_models.optim import LigerAdamW
 from liger_models.options import read_options
 from liger_models.train import TrainOptions, cosine, main, train
 
+from .arch.families import load, make_folder, tiny
 from .parallel.conftest import two  # noqa: F401
 from .torchrun import torchrun
 
@@ -152,6 +154,23 @@ def test_deterministic_runs_are_equal_in_every_bit(folder, tmp_path, device):
     assert log(tmp_path / "other")[0]["loss"] != log(tmp_path / "first")[0]["loss"]  # the same weights, other rows
 
 
+@pytest.mark.parametrize("arch", ["qwen2_vl", "mllama"])
+def test_what_texts_do_not_reach_stays_as_it_is(arch, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    model = load(arch, make_folder(arch, next(iter(tiny(arch))), tmp_path))
+    model.assets = {path.name: path.read_bytes() for path in (folder / "checkpoint").glob("tokenizer*")}
+    model.save_pretrained(tmp_path / "before")
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": list(range(10, 30))}))
+    given = {"model": str(tmp_path / "before"), "data": [str(tmp_path / "ids.jsonl")], "output": str(tmp_path / "run")}
+    train(TrainOptions(**given, length=32, steps=2, workers=0, lr=1e-2, weight_decay=0.5, export_dtype="float32"))
+    after = load(arch, tmp_path / "run" / "model").state_dict()
+    same = {name for name, tensor in model.state_dict().items() if tensor.equal(after[name])}
+    cross = [f"layers.{i}." for i, block in enumerate(model.layers) if hasattr(block, "cross_attn")]
+    assert same == {name for name in after if name.startswith(("visual.", *cross))}
+    assert len(cross) == (2 if arch == "mllama" else 0)
+
+
 def test_steps_of_the_epochs(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
@@ -255,13 +274,68 @@ def test_the_example_of_a_file(tmp_path):
 def test_options_that_cannot_be(capsys):
     for given, message in (
         ("--accumulate=0", "accumulate must be at least 1, got 0"),
-        ("--dtype=int99", "'int99'"),
+        ("--steps=0", "steps must be at least 1, got 0"),
+        ("--keep=0", "keep must be at least 1, got 0"),
+        ("--length=1", "length must be at least 2, got 1"),
+        ("--lora-r=-1", "lora_r must be at least 0, got -1"),
+        ("--epochs=0", "epochs must be more than 0, got 0"),
+        ("--max-norm=-1", "max_norm must be more than 0, got -1"),
+        ("--lr=nan", "lr must be more than 0, got nan"),
+        ("--warmup=2", "warmup must be a share from 0 to 1, got 2"),
+        ("--dtype=int99", "dtype must be one of float32, bfloat16, got 'int99'"),
+        ("--export-dtype=int64", "export_dtype must be one of float32, bfloat16, float16, got 'int64'"),
+        ("--checkpointing=some", "checkpointing must be one of none, selective, full, got 'some'"),
+        ("--overflow=drop", "overflow must be one of split, truncate, got 'drop'"),
         ("--lora-4bit", "lora_4bit needs lora_r, got True and 0"),
         ("--lora-targets=q_proj", "lora_targets needs lora_r"),
     ):
         with pytest.raises(SystemExit):
             read_options(TrainOptions, ["--model", "m", "--data", "d", "--output", "o", given])
         assert message in capsys.readouterr().err
+
+
+def test_files_are_looked_for_before_the_model_is_loaded(tmp_path):
+    for missing in ({"data": ["no.jsonl"]}, {"data": [str(tmp_path)], "eval_data": ["no.jsonl"]}):
+        with pytest.raises(ValueError, match=r"train: data must be files or folders, got no\.jsonl"):
+            train(TrainOptions(model="no/model", output=str(tmp_path / "run"), **missing))
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        train(TrainOptions(model="no/model", output=str(tmp_path / "file"), data=[str(tmp_path)]))
+
+
+def test_options_of_now_hold_when_a_run_goes_on(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "workers": 0}
+    given |= {"output": str(tmp_path / "run"), "log_every": 1, "warmup": 0}
+    train(TrainOptions(**given, steps=2, lr=1e-2))
+    made = []
+    with mock.patch(
+        "liger_models.train.LigerAdamW", side_effect=lambda *a, **k: made.append(LigerAdamW(*a, **k)) or made[0]
+    ):
+        train(TrainOptions(**given, steps=4, lr=1e-3, weight_decay=0.3))
+    rates = [line["lr"] for line in log(tmp_path / "run")]
+    assert rates[2:] == pytest.approx([1e-3 * cosine(step, 1, 4, 0.1) for step in (2, 3)])
+    assert [group["weight_decay"] for group in made[0].param_groups] == [0.3, 0.0]
+
+
+def test_weights_that_are_no_numbers_are_not_saved(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "workers": 0}
+    given |= {"output": str(tmp_path / "run"), "save_every": 2, "keep": 1}
+    train(TrainOptions(**given, steps=2))
+    with pytest.raises(ValueError, match="norm of the gradients must be finite to save step 4, got nan"):
+        train(TrainOptions(**given, steps=6, lr=1e38))
+    assert (tmp_path / "run" / "latest").read_text() == "step-00000002\n"
+
+
+def test_a_line_of_the_log_that_was_cut(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n{"step": 2, "eval_lo')
+    written = Log(tmp_path, 1, 2, False, torch.device("cpu"))
+    written.write(2, loss=1.0)
+    written.close()
+    assert log(tmp_path) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
 
 
 def test_tensorboard(tmp_path, monkeypatch):

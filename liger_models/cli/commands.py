@@ -53,8 +53,21 @@ Dtype = Annotated[str, typer.Option(help="A dtype of torch, such as bfloat16; au
 Adapter = Annotated[Path | None, typer.Option(help="Folder of LoRA adapters (PEFT's files), merged into the model.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from liger_models import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def options(debug: Annotated[bool, typer.Option(help="Show tracebacks.")] = False) -> None:
+def options(
+    debug: Annotated[bool, typer.Option(help="Show tracebacks.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Open LLMs as native PyTorch models on fused Triton kernels.
 
     Look at a model ([bold]list[/], [bold]info[/]), fetch and check it ([bold]download[/], [bold]verify[/]), write it
@@ -153,14 +166,15 @@ def verify(
 ) -> None:
     """Check a checkpoint: its tensors against its config.json, and its logits against transformers'.
 
-    The logits are computed in float32; without transformers only the tensors are checked. Exit code 3 if anything
-    differs.
+    The logits are those of a text, in float32; where transformers is missing or does not know the model, only the
+    tensors are checked. Exit code 3 if anything differs.
     """
     import torch
 
     from liger_models.convert import get_map, get_other_maps
     from liger_models.convert.auto import AutoLigerModel
     from liger_models.convert.checkpoint import pick_map, read_headers, read_json_config, read_model_type
+    from liger_models.layers.vision_language import VisionLanguageModel
 
     kind = read_model_type(read_json_config(folder))
     empty, stored = _empty_model(str(folder), None), read_headers(folder)
@@ -176,17 +190,20 @@ def verify(
     same = not (result["missing"] or result["extra"] or result["shapes"])
     try:
         transformers: Any = importlib.import_module("transformers")  # the oracle; nothing else here reads it
+        why_not = "" if kind in transformers.CONFIG_MAPPING else f"transformers does not know {kind}"
     except ImportError:
-        transformers = None
-    if same and transformers is not None:
+        why_not = "transformers is not installed"
+    if same and not why_not:
         place = _device(device)
-        ids = torch.randint(empty.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)).to(place)
+        ids = _random_text(empty.config, 2, length).to(place)
         settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
         with torch.no_grad():
             ours = AutoLigerModel.from_pretrained(folder, dtype=torch.float32, device=place, progress=not as_json)
             logits = ours.eval()(ids).logits
             del ours
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **settings).to(place).eval()
+            task = "ImageTextToText" if isinstance(empty, VisionLanguageModel) else "CausalLM"
+            auto = getattr(transformers, f"AutoModelFor{task}")
+            theirs = auto.from_pretrained(folder, **settings).to(place).eval()
             want = theirs(ids).logits
         assert logits is not None
         result["logits_error"] = ((logits - want).norm() / want.norm()).item()
@@ -202,8 +219,8 @@ def verify(
         error = result["logits_error"]
         if error is not None:
             screen.print(f"logits differ from transformers' by {error:.1e} of their norm (limit {LIMIT:.0e})")
-        elif transformers is None:
-            screen.print("logits not compared: transformers is not installed")
+        elif why_not:
+            screen.print(f"logits not compared: {why_not}")
         screen.print("[green]same[/]" if same else "[red]differs[/]")
     if not same:
         raise typer.Exit(DIFFERS)
@@ -236,7 +253,7 @@ def train(ctx: typer.Context) -> None:
     """
     from liger_models.train import main
 
-    main(ctx.args)
+    main(ctx.args, ctx.command_path)
 
 
 @app.command()
@@ -265,6 +282,8 @@ def generate(
     """Continue a prompt, or chat; the text appears as it is made. An end of input (Ctrl-D) ends a chat."""
     if prompt is None and (not chat or as_json):
         raise typer.BadParameter("give a prompt, or --chat without --json to talk")
+    if system is not None and not chat:
+        raise typer.BadParameter("--system is of a chat: give --chat, too")
     import torch
 
     if seed is not None:
@@ -335,7 +354,7 @@ def bench(
     made = type(config).from_config(config.config, dtype=_dtype(dtype), device=place)
     made.set_checkpointing(checkpointing)
     optimizer = LigerAdamW(made.parameters(), lr=1e-5)
-    ids = torch.randint(made.config.vocab_size, (rows, length), device=place)
+    ids = _random_text(made.config, rows, length).to(place)
     bounds = torch.arange(0, rows * length + 1, length)
     accelerated = place != "cpu"
 
@@ -375,19 +394,39 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
 
 
+def _random_text(config: Any, rows: int, length: int) -> Any:
+    """Token ids [rows, length], the same each time, none of which stands for an image."""
+    import torch
+
+    images = {getattr(config, name, None) for name in ("image_token_id", "video_token_id", "image_token_index")}
+    words = torch.tensor([token for token in range(config.vocab_size) if token not in images])
+    return words[torch.randint(len(words), (rows, length), generator=torch.Generator().manual_seed(0))]
+
+
 def _dtype(name: str) -> Any:
     import torch
 
+    from liger_models.convert.checkpoint import FLOATS
+
     value = getattr(torch, name, None)
-    if not isinstance(value, torch.dtype) or not value.is_floating_point:
-        raise typer.BadParameter(f"dtype must be a floating-point type of torch, such as bfloat16, got {name!r}")
+    if value not in FLOATS.values():
+        known = ", ".join(str(each).removeprefix("torch.") for each in FLOATS.values())
+        raise typer.BadParameter(f"dtype must be one of {known}, got {name!r}")
     return value
 
 
 def _device(name: str | None) -> str:
     import torch
 
-    return name or str(torch.accelerator.current_accelerator() or "cpu")
+    place = name or str(torch.accelerator.current_accelerator() or "cpu")
+    try:
+        torch.empty(0, device=place)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise typer.BadParameter(
+            f"device must be one of this machine and this PyTorch, got {place!r}: {reason}"
+        ) from error
+    return place
 
 
 def _load(
@@ -404,7 +443,6 @@ def _load(
     if Path(model).is_dir():
         loaded = AutoLigerModel.from_pretrained(model, **options)
     else:
-        _check_name(model)
         loaded = AutoLigerModel.from_hub(model, revision=revision, **options)
     return loaded if adapter is None else merge_lora(load_adapter(loaded, adapter))
 
@@ -417,17 +455,13 @@ def _empty_model(model: str, revision: str | None) -> "CausalLM":
     from liger_models.arch import get_arch
     from liger_models.convert.checkpoint import CONFIG, read_json_config, read_model_type
     from liger_models.convert.config_map import read_config
+    from liger_models.convert.hub import naming
 
     folder = Path(model)
     if not folder.is_dir():
-        _check_name(model)
-        folder = Path(huggingface_hub.hf_hub_download(model, CONFIG, revision=revision)).parent
+        with naming(model):
+            folder = Path(huggingface_hub.hf_hub_download(model, CONFIG, revision=revision)).parent
     hf_config = read_json_config(folder)
     model_class = get_arch(read_model_type(hf_config))
     with torch.device("meta"):
         return model_class(read_config(model_class.config_class, hf_config))
-
-
-def _check_name(model: str) -> None:
-    if model.count("/") > 1 or model.startswith((".", "/")) or model.endswith("/"):
-        raise FileNotFoundError(f"{model}: must be a folder, or owner/name on the hub, got nothing there.")

@@ -24,6 +24,7 @@ from liger_models.convert import get_map, get_other_maps, model_type_of
 from liger_models.convert.config_map import read_config, write_config
 from liger_models.convert.ranks import agreeing, by_first, this_rank
 from liger_models.convert.weight_map import Expression, WeightMap
+from liger_models.kernels.dispatch import check
 
 if TYPE_CHECKING:
     from liger_models.kernels.options import KernelOptions
@@ -179,7 +180,7 @@ def _load_parts(
             local = parameter.to_local()
             with contextlib.ExitStack() as stack:
                 files = {
-                    path: stack.enter_context(_open(path))
+                    path: stack.enter_context(open_safetensors(path))
                     for path in {stored[each].file for each in expression.names()}
                 }
 
@@ -212,7 +213,7 @@ def read_json_config(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{folder}: must hold {CONFIG}, got {_listing(folder)}. Give the folder of a Hugging Face checkpoint."
         )
-    return _read_json(folder / CONFIG)
+    return read_json(folder / CONFIG)
 
 
 def read_model_type(hf_config: Mapping[str, Any]) -> str:
@@ -278,7 +279,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     for name in files:
         path = folder / name
-        with _open(path) as file:
+        with open_safetensors(path) as file:
             names = file.keys()
             for key in names:
                 # A tensor that stands in several shards counts where the index says.
@@ -294,7 +295,7 @@ def read_index(path: Path) -> dict[str, str]:
     Raises:
         ValueError: it has no ``weight_map``.
     """
-    place = _read_json(path).get("weight_map")
+    place = read_json(path).get("weight_map")
     if not isinstance(place, dict) or not place:
         raise ValueError(f"{path}: must have a weight_map, tensor name to file name, got {place!r}. Download it again.")
     return place
@@ -357,7 +358,7 @@ def _read(
     names = expression.names()
     with contextlib.ExitStack() as stack:
         # Opened anew for each parameter: the pages of a file that stays mapped count as this process' memory.
-        files = {path: stack.enter_context(_open(path)) for path in {stored[name].file for name in names}}
+        files = {path: stack.enter_context(open_safetensors(path)) for path in {stored[name].file for name in names}}
         tensors = {name: files[stored[name].file].get_tensor(name) for name in names}
         packed = expression.pack({name: tensor.to(device, dtype) for name, tensor in tensors.items()}).contiguous()
         # What packing did not copy is copied here, so that no parameter maps the file.
@@ -366,7 +367,8 @@ def _read(
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """A safetensors file; ValueError, with its name, if it is none or not whole."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -378,7 +380,8 @@ def _open(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path}: must be a whole safetensors file, got {size} bytes: {error}. {todo}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError, with its name, if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -425,9 +428,14 @@ def save_pretrained(
         max_shard_size: of one file, in bytes or as "5GB".
 
     Raises:
-        ValueError: parameters without storage (meta), or that have no place in a checkpoint.
+        ValueError: parameters without storage (meta), or that have no place in a checkpoint; a dtype that could not be
+            loaded again.
         OSError: the folder cannot be written.
     """
+    check(
+        dtype is None or dtype in FLOATS.values(),
+        f"save_pretrained: dtype must be one of {', '.join(map(str, FLOATS.values()))}, got {dtype}.",
+    )
     folder = Path(folder).absolute()
     for module in model.modules():
         reshard: Any = getattr(module, "reshard", None)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from liger_models.arch import get_arch
@@ -33,6 +34,19 @@ from liger_models.convert.ranks import by_first
 
 if TYPE_CHECKING:
     from liger_models.layers.causal_lm import CausalLM
+
+
+@contextlib.contextmanager
+def naming(repo_id: str) -> Iterator[None]:
+    """Say in the client's errors which model was asked for, and that it might have been meant as a folder."""
+    todo = "Check the name, and the way to the hub."
+    try:
+        yield
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{repo_id}: must be a folder, or owner/name on the hub, got nothing there.") from error
+    except LocalEntryNotFoundError as error:
+        message = f"{repo_id}: must be a folder, or on the hub or in its client's cache, got: {error} {todo}"
+        raise LocalEntryNotFoundError(message) from error
 
 
 def download(
@@ -66,8 +80,8 @@ def download(
         The folder to load from.
 
     Raises:
-        FileNotFoundError: the repository has no config.json; or, from the client, what is needed cannot be reached and
-            is not in the cache.
+        FileNotFoundError: no name on the hub; the repository has no config.json; or, from the client, what is needed
+            cannot be reached and is not in the cache.
         ValueError: the model is not supported.
         huggingface_hub.errors.HfHubHTTPError: from the client: no such repository or revision, no access.
     """
@@ -85,7 +99,7 @@ def download(
             )
         )
 
-    with _progress_bars(False):
+    with naming(repo_id), _progress_bars(False):
         folder = fetch([CONFIG], revision)
         if not (folder / CONFIG).is_file():
             raise FileNotFoundError(
