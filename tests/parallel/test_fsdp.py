@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from liger_models import LigerFusedLinearDPOLoss
 from liger_models.arch.gemma3 import Gemma3Config, Gemma3VisionConfig, LigerGemma3
 from liger_models.arch.mllama import LigerMllama, MllamaConfig, MllamaVisionConfig
 from liger_models.arch.qwen3_vl import LigerQwen3VL, Qwen3VLConfig, Qwen3VLVisionConfig
@@ -156,6 +157,36 @@ def see_inside(tied: bool) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_runs_on_its_gathered_weight(two, tied):
     two(see_inside, tied)
+
+
+def prefer(model, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """DPO on two pairs of rows, of which a rank has one: log-probabilities, loss, metrics and gradients."""
+    everything = batch(0)
+    mine = slice(None) if ranks == 1 else torch.tensor([rank, rank + ranks])
+    rows = {name: value[mine] for name, value in everything.items()}
+    with torch.no_grad():
+        reference = 0.9 * model(**rows, return_log_probs=True).log_probs
+    dpo = LigerFusedLinearDPOLoss(beta=0.5)
+    loss, metrics = model(
+        **rows, loss_function=lambda x, weight, target: dpo(weight, x, target, ref_log_probs=reference)
+    ).loss
+    loss.backward()  # of the mean over ranks, as FSDP has it
+    return {"loss": mean(loss), "margin": mean((metrics.chosen_rewards - metrics.rejected_rewards).mean())} | {
+        "gradients": gradients(model)
+    }
+
+
+def prefer_sharded(tied: bool) -> dict[str, Any]:
+    model = apply_fsdp(tiny(tie_word_embeddings=tied), param_dtype=None)
+    return prefer(model, dist.get_rank(), dist.get_world_size())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_log_probabilities_and_a_preference_loss(two, tied):
+    """The head's weight is gathered where they are computed."""
+    expected = prefer(tiny(tie_word_embeddings=tied))
+    for got in two(prefer_sharded, tied):
+        assert_close(got, expected)
 
 
 def take_embeddings() -> None:
