@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from liger_models.tokenizer import Tokenizer
 
 
+RESIZING = frozenset({"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes"})
+"""What qwen_vl_utils reads in a part, beside the image or the video."""
+
+
 def _batch(conversations: Sequence[Any]) -> Sequence[Any]:
     return [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
 
@@ -31,15 +35,23 @@ def image_parts(conversations: Sequence[Any], *, videos: bool = False) -> list[t
     names = {"image": ("image", "path", "url")} | ({"video": ("video",)} if videos else {})
     found: list[tuple[str, Any, Mapping[str, Any]]] = []
     for part in parts:
-        keys: set[str] = set(part) if isinstance(part, Mapping) else set()
-        kind: Any = part.get("type") or next((name for name in names if name in keys), None) if keys else part
-        if kind == "text" or "text" in keys:
+        # Data sets with one scheme for all parts have None in those of other types.
+        keys = {key for key, value in part.items() if value is not None} if isinstance(part, Mapping) else set()
+        kind: Any = next((name for name in ("text", *names) if name in keys), None) if keys else part
+        kind = part["type"] if "type" in keys else kind
+        if kind == "text" or (kind not in names and "text" in keys):
             continue
         check(
             kind in names,
             f"apply_chat_template: a part of a message must be of type text or {' or '.join(names)}, got {kind!r}.",
         )
-        given = [part[name] for name in names[kind] if part.get(name) is not None]
+        unread = sorted(keys & RESIZING)
+        check(
+            not unread,
+            f"apply_chat_template: a part of type {kind} must not have a size of its own, got {', '.join(unread)}. "
+            "Resize it, or set the processor's bounds: processor.images.max_pixels = ...",
+        )
+        given = [part[name] for name in names[kind] if name in keys]
         check(
             bool(given),
             f"apply_chat_template: a part of type {kind} must have it beside, under {' or '.join(names[kind])}, got "

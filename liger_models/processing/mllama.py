@@ -179,7 +179,7 @@ class MllamaProcessor:
 
         Args:
             conversations: messages, or a list of lists of them. The ``content`` of a message is a text, or a list of
-                parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}``.
+                parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}`` (or ``"path"``).
             add_generation_prompt, padding_side, variables: as in `QwenVLProcessor.apply_chat_template`.
 
         Returns:

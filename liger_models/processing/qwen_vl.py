@@ -305,8 +305,8 @@ class QwenVLProcessor:
 
         Args:
             conversations: messages, or a list of lists of them. The ``content`` of a message is a text, or a list of
-                parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}``, ``{"type": "video",
-                "video": [frames], "fps": ...}``.
+                parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}`` (or ``"path"``),
+                ``{"type": "video", "video": [frames], "fps": ...}``.
             add_generation_prompt: end with the beginning of an answer.
             padding_side: "left" (generation) or "right" (training).
             **variables: what else the template reads.

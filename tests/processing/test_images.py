@@ -124,6 +124,11 @@ def test_parts_of_messages():
     parts = [{"type": "text", "text": "a"}, {"type": "image", "path": "b.png"}, {"image": "c.png"}, {"text": "d"}]
     assert [(kind, what) for kind, what, _ in of(*parts)] == [("image", "b.png"), ("image", "c.png")]
     assert of(clip, videos=True) == [("video", [1, 2], clip)]
+    assert of({"type": "text", "text": "a", "image": None}) == []
+    arrow = {"type": "image", "text": None, "image": "c.png"}
+    assert of(arrow) == [("image", "c.png", arrow)]
+    with pytest.raises(ValueError, match="must not have a size of its own, got max_pixels, min_pixels"):
+        of({"type": "image", "image": "b.png", "min_pixels": 4, "max_pixels": 8})
     assert image_parts([{"role": "assistant", "content": None}, {"role": "assistant"}]) == []
     with pytest.raises(ValueError, match="must be of type text or image, got 'video'"):
         of(clip)
