@@ -20,12 +20,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from liger_models.convert.ranks import agreeing, several, this_rank, world_size
 from liger_models.kernels.dispatch import check
+from liger_models.layers.vision_language import MRopeModel, SquareImageModel, TiledImageModel
 from liger_models.tokenizer import Tokenizer, answer_mask
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
 FIELDS = ("messages", "text", "input_ids")
 OVERFLOWS = ("split", "truncate")
 ANSWERS = ("chosen", "rejected")
+SEEN = tuple(
+    dict.fromkeys(name for model in (MRopeModel, SquareImageModel, TiledImageModel) for name in model.prompt_inputs)
+)
+"""Names of what models take besides text."""
 WINDOW = 4096
 """Documents among which the packing looks for those that fill a row. Of a stream they are read ahead."""
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
@@ -482,7 +487,8 @@ def preference_batch(
               ``chosen_attention_mask`` and so on if they are padded, on either side.
 
             Or what a collator has made of all this: tensors ``input_ids``, ``attention_mask`` and ``completion_mask``
-            (of TRL's unpaired data as well).
+            (of TRL's unpaired data as well); pixels and what else a model with images takes are handed on. Images
+            themselves are not read here: TRL's collator makes these of them.
         tokenizer: for all but token ids.
 
     Returns:
@@ -490,7 +496,8 @@ def preference_batch(
         a model's forward takes with ``return_log_probs``; padded on the right, with the tokenizer's token or 0.
 
     Raises:
-        ValueError: no pairs, a name that is missing, a tensor of token ids without its mask, an answer without tokens.
+        ValueError: no pairs, a name that is missing, a tensor of token ids without its mask, an answer without tokens,
+            images.
     """
     if isinstance(pairs, Mapping) and "completion_mask" in pairs:
         collated = ("input_ids", "attention_mask", "completion_mask")
@@ -499,7 +506,8 @@ def preference_batch(
             f"preference_batch: what is collated must have tensors {', '.join(collated)}, got {sorted(pairs)}.",
         )
         ids, mask, answers = (pairs[name] for name in collated)
-        return {"input_ids": ids, "labels": ids.masked_fill(answers == 0, -100), "attention_mask": mask}
+        seen = {name: value for name, value in pairs.items() if name in SEEN}
+        return {"input_ids": ids, "labels": ids.masked_fill(answers == 0, -100), "attention_mask": mask} | seen
     if isinstance(pairs, Mapping):
         named = (*ANSWERS, "prompt", "tools", "chat_template_kwargs")
         columns = {name: column for name, column in pairs.items() if name.startswith(named)}
@@ -535,6 +543,11 @@ def preference_batch(
 
 def _pair(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[tuple[list[int], list[int]]]:
     """Token ids of prompt and chosen answer, and of prompt and rejected answer."""
+    images = [name for name in ("image", "images", *sorted(SEEN)) if len(pair.get(name) or ()) > 0]
+    check(
+        not images,
+        f"{where}: must be text, got {', '.join(images)}. Collate it with TRL's DataCollatorForVisionPreference.",
+    )
     rows = _of_ids(pair) or _of_texts(where, pair, tokenizer)
     for name, (_, answer) in zip(ANSWERS, rows, strict=True):
         check(bool(answer), f"{where}: {name} must have tokens, got none. Leave the pair out.")

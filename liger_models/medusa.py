@@ -30,6 +30,7 @@ from liger_models.layers.causal_lm import CausalLM
 from liger_models.layers.head import LigerLMHead
 from liger_models.layers.sequence import Sequence
 from liger_models.layers.tensor_parallel import is_cut
+from liger_models.lora import Adapter, LoRALMHead, adapter_config
 
 HEADS = "medusa_lm_head.safetensors"
 IGNORED = -100
@@ -95,12 +96,14 @@ class LigerMedusa(nn.Module):
         num_heads: K.
         num_layers: residual blocks of each head.
         share_lm_head: the heads project with the model's own head. It saves K · V · C weights.
-        freeze: only the heads are trained (Medusa-1), and L_0 is left out. Otherwise all is (Medusa-2).
+        freeze: only the heads are trained (Medusa-1), and L_0 is left out. Otherwise all is (Medusa-2), of a model with
+            adapters (LoRA) these alone.
         decay: of the heads' weights in the loss.
         heads_weight: of all heads' losses together; an attribute that a schedule may change.
 
     Raises:
-        ValueError: no heads or blocks, a model that is cut by `apply_tp` or has no weights yet.
+        ValueError: no heads or blocks, a model that is cut by `apply_tp`, has no weights yet, or whose head has an
+            adapter; a negative ``decay``.
     """
 
     def __init__(
@@ -117,6 +120,11 @@ class LigerMedusa(nn.Module):
         super().__init__()
         check(num_heads >= 1, f"LigerMedusa: num_heads must be at least 1, got {num_heads}.")
         check(num_layers >= 1, f"LigerMedusa: num_layers must be at least 1, got {num_layers}.")
+        check(decay >= 0, f"LigerMedusa: decay must not be negative, got {decay}.")
+        check(
+            not isinstance(model.lm_head, LoRALMHead),
+            "LigerMedusa: the model's head must have no adapter. Call merge_lora first, or adapt other layers.",
+        )
         check(
             model.ranks is None and model.context_ranks is None,
             "LigerMedusa: the model must not be cut by apply_tp or apply_cp. Use FSDP alone.",
@@ -124,7 +132,11 @@ class LigerMedusa(nn.Module):
         check(model.device.type != "meta", "LigerMedusa: the model must have weights, got it on meta. Load it first.")
         self.model, self.num_layers, self.share_lm_head = model, num_layers, share_lm_head
         self.freeze, self.decay, self.heads_weight = freeze, decay, heads_weight
-        model.requires_grad_(not freeze)
+        adapted = adapter_config(model) is not None
+        model.requires_grad_(not (freeze or adapted))
+        for module in model.modules():
+            if isinstance(module, Adapter):
+                module.requires_grad_(not freeze)
         own: Any = model.lm_head
         hidden_size, scaling = model.config.hidden_size, {"logit_scale": own.logit_scale, "softcap": own.softcap}
         weight = own.weight.detach()
@@ -163,6 +175,10 @@ class LigerMedusa(nn.Module):
             ValueError: as `CausalLM.forward`.
         """
         check(labels is not None or not return_log_probs, "LigerMedusa: return_log_probs needs labels. Pass them.")
+        check(
+            "return_logits" not in inputs,
+            "LigerMedusa: return_logits must not be given. Without labels all heads' logits are returned.",
+        )
         if labels is None:
             tokens = input_ids if input_ids is not None else inputs["inputs_embeds"]
             nothing = torch.full(tokens.shape[:2], IGNORED, device=tokens.device)

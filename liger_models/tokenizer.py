@@ -26,6 +26,7 @@ _READ = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
     "tokenizer.model",
     "vocab.json",
     "vocab.txt",
@@ -92,6 +93,8 @@ class Tokenizer:
         config = _json(files, "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # older than transformers 4.34: the map completes the config
             config |= _json(files, "special_tokens_map.json")
+        # Checkpoints with images that were saved before there were .jinja files have the processor's template in .json.
+        config |= _json(files, "chat_template.json")
         if "chat_template.jinja" in files:
             config["chat_template"] = files["chat_template.jinja"].decode()
         try:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from liger_models import AutoLigerModel, LigerLlama, LlamaConfig
+from liger_models import AutoLigerModel, LigerFusedLinearDPOLoss, LigerLlama, LlamaConfig
 from liger_models.arch import list_archs
 from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
 from liger_models.lora import (
@@ -239,6 +239,27 @@ def test_checkpointing_policies(dropout):
     for other in results[1:]:
         for name, gradient in results[0].items():
             torch.testing.assert_close(other[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_losses_of_hidden_states_see_the_adapter_of_the_head(kind):
+    """Log-probabilities and preference losses are those of the logits, and so are the gradients."""
+    model = llama(LoRAConfig(target_modules=["q_proj", "lm_head"], **kind))
+    log_probs = model(IDS).logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
+    found = model(IDS, labels=IDS, return_log_probs=True).log_probs
+    torch.testing.assert_close(found[:, :-1], log_probs)
+    chosen, rejected = log_probs.sum(1)
+    want = -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))
+    want.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    loss = LigerFusedLinearDPOLoss(beta=0.1, use_ref_model=False)
+    got, _ = model(IDS, labels=IDS, loss_function=lambda x, weight, target: loss(weight, x, target)).loss
+    got.backward()
+    torch.testing.assert_close(got, want)
+    assert gradients(model).keys() == expected.keys()
+    for name, gradient in gradients(model).items():
+        assert error(gradient, expected[name]) <= LIMIT, name
 
 
 def test_dropout():

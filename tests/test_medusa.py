@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from liger_models import AutoLigerModel, KernelOptions, LigerLlama, LigerMedusa, LigerMixtral, LlamaConfig
 from liger_models.arch.mixtral import MixtralConfig
 from liger_models.kernels.collectives import Ranks
+from liger_models.lora import LoRAConfig, apply_lora
 from liger_models.medusa import HEADS
 
 V, B, T, K = 37, 2, 11, 3
@@ -251,8 +252,31 @@ def test_released_files_are_read(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("freeze", [False, True])
+def test_on_a_model_with_adapters(share, freeze):
+    """What is frozen under them stays frozen; they are trained with the heads, or not at all."""
+    base = apply_lora(
+        LigerLlama.from_config(LlamaConfig(**TINY)), LoRAConfig(r=2, target_modules=["q_proj", "down_proj"])
+    )
+    medusa = make(base=base, share_lm_head=share, freeze=freeze)
+    medusa(**make_batch()).loss.backward()
+    trained = {name for name, parameter in medusa.model.named_parameters() if parameter.grad is not None}
+    adapters = {name for name, _ in base.named_parameters() if "lora_" in name}
+    assert len(adapters) == 2 * 2 * TINY["num_hidden_layers"]
+    assert trained == (set() if freeze else adapters)
+    assert all(parameter.grad is not None for parameter in medusa.heads.parameters())
+
+
 def test_errors(tmp_path):
     medusa = make()
+    adapted = apply_lora(LigerLlama.from_config(LlamaConfig(**TINY)), LoRAConfig(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="head must have no adapter"):
+        LigerMedusa(adapted)
+    with pytest.raises(ValueError, match=r"decay must not be negative, got -0\.5"):
+        LigerMedusa(medusa.model, decay=-0.5)
+    with pytest.raises(ValueError, match="return_logits must not be given"):
+        medusa(**make_batch(), return_logits=True)
     with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
         LigerMedusa(medusa.model, 0)
     with pytest.raises(ValueError, match="num_layers must be at least 1, got 0"):

@@ -286,6 +286,15 @@ def test_a_template_file_comes_first(make_folder: Callable[..., Path]) -> None:
     assert theirs.apply_chat_template(MESSAGES, tokenize=False) == "größer: 4"
 
 
+def test_a_template_of_a_processor_of_transformers_4(make_folder: Callable[..., Path]) -> None:
+    """Before the tokenizer's own, behind a file of its own, as where transformers loads a processor."""
+    folder = make_folder(chat_template="from the config")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "of the processor"}))
+    assert Tokenizer.from_pretrained(folder).apply_chat_template(MESSAGES, tokenize=False) == "of the processor"
+    (folder / "chat_template.jinja").write_text("of the file")
+    assert Tokenizer.from_pretrained(folder).apply_chat_template(MESSAGES, tokenize=False) == "of the file"
+
+
 def test_templates_that_cannot_be_used(make_folder: Callable[..., Path]) -> None:
     cases = {
         None: "must have a chat template default, got none",

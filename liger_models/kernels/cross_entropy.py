@@ -55,12 +55,14 @@ class CrossEntropyOutput(NamedTuple):
         z_loss: the z-loss part of ``loss``, reduced like it; carries no gradient.
         log_probs: log-probability of each target, the target's shape, 0 where ignored; differentiable.
         token_accuracy: [] share of the targets that are the most probable token; carries no gradient.
+        predicted_tokens: the most probable token, the target's shape, int64; −1 where ignored.
     """
 
     loss: Tensor
     z_loss: Tensor | None = None
     log_probs: Tensor | None = None
     token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
 
 
 class TokenStatistics(NamedTuple):
@@ -371,11 +373,13 @@ def cross_entropy_reference(
     )
     squared = (z_loss * flat.logsumexp(-1).square()).where(valid, 0)
     log_probs = -F.cross_entropy(flat, y, ignore_index=ignore_index, reduction="none")
-    hits = ((flat.argmax(-1) == y) & valid).sum() / valid.sum().clamp_min(1)
+    predicted = flat.argmax(-1).where(valid, -1)
+    hits = token_accuracy(predicted, y, ignore_index)
     scale = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, z.dtype)
     loss = reduce((token_loss + squared) * scale, reduction, target.shape)
     z_part = reduce((squared * scale).detach(), reduction, target.shape)
-    return CrossEntropyOutput(loss, z_part, log_probs.view(target.shape), hits.to(z.dtype))
+    shaped = log_probs.view(target.shape), hits.to(z.dtype), predicted.view(target.shape)
+    return CrossEntropyOutput(loss, z_part, *shaped)
 
 
 def token_scale(
@@ -538,6 +542,7 @@ def cross_entropy(
     return_z_loss: bool = False,
     return_log_probs: bool = False,
     return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
 ) -> CrossEntropyOutput:
     """Cross entropy of ``logits`` against ``target``, as ``F.cross_entropy`` with the additions below.
 
@@ -554,7 +559,8 @@ def cross_entropy(
         reduction: "mean" divides by ``num_items`` if given, else by the sum of the weights of the non-ignored tokens;
             "sum"; "none" returns one loss per token.
         num_items: divisor of "mean" (0 gives 0), such as the number of targets over all accumulation steps and ranks.
-        return_z_loss, return_log_probs, return_token_accuracy: fill in these fields of the result.
+        return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: fill in these fields of the
+            result.
 
     Returns:
         `CrossEntropyOutput`.
@@ -571,7 +577,8 @@ def cross_entropy(
         ignore_index, label_smoothing, softcap, reduction, num_items,
     )  # fmt: skip
     flat, y = logits.reshape(-1, V), target.reshape(-1)
-    options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale, return_token_accuracy)
+    predict = return_token_accuracy or return_predicted_tokens
+    options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale, predict)
     wide = torch.promote_types(logits.dtype, torch.float32)
     factors = token_scale(y, class_weight, token_weight, ignore_index, reduction, num_items, wide)
     training = logits.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -589,6 +596,7 @@ def cross_entropy(
         z_loss=z_part if return_z_loss else None,
         log_probs=log_probs.view(target.shape) if return_log_probs and log_probs is not None else None,
         token_accuracy=token_accuracy(predicted, y, ignore_index) if return_token_accuracy else None,
+        predicted_tokens=predicted.view(target.shape) if return_predicted_tokens else None,
     )
 
 

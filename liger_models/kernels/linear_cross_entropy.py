@@ -542,6 +542,7 @@ def linear_cross_entropy(
     return_z_loss: bool = False,
     return_log_probs: bool = False,
     return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
     workspace_mib: int | None = None,
     words: Words | None = None,
 ) -> CrossEntropyOutput:
@@ -556,7 +557,7 @@ def linear_cross_entropy(
             MiB for up to 8192 tokens, for more tokens more in proportion, and for V > 262,144 an eighth of the rows.
         words: of which weight and bias are the rows, where the vocabulary is cut over ranks: each has the same x, the
             same loss, and of the gradient of x its part of a sum (`collectives.enter`). Neither with ``class_weight``
-            nor with ``return_token_accuracy``.
+            nor with ``return_token_accuracy`` or ``return_predicted_tokens``.
         Others: as in `cross_entropy`. ``return_log_probs`` and reduction "none" are differentiable per token and make
             the logits again in the backward.
 
@@ -568,13 +569,15 @@ def linear_cross_entropy(
         TypeError: dtypes that do not fit.
     """
     op = "linear_cross_entropy"
+    predict = return_token_accuracy or return_predicted_tokens
     check_head(op, x, weight, bias, workspace_mib)
     check_floating(op, class_weight=class_weight, token_weight=token_weight)
     V = weight.shape[0] if words is None else words.vocabulary
     if words is not None:
         check(
-            class_weight is None and not return_token_accuracy,
-            f"{op}: class_weight and return_token_accuracy are not to be had with words. Leave them out.",
+            class_weight is None and not predict,
+            f"{op}: class_weight, return_token_accuracy and return_predicted_tokens are not to be had with words. "
+            "Leave them out.",
         )
         check(
             len(weight) == words.count > 0,
@@ -596,7 +599,7 @@ def linear_cross_entropy(
 
     if reduction == "none" or return_log_probs:
         loss, z_part, log_probs, _, predicted = torch.ops.liger_models.linear_cross_entropy_tokens(
-            flat, weight, y, bias, class_weight, *options, return_token_accuracy, *told
+            flat, weight, y, bias, class_weight, *options, predict, *told
         )
         loss = reduce(loss * factors, reduction, target.shape)
         z_part = reduce(z_part * factors, reduction, target.shape)
@@ -606,7 +609,7 @@ def linear_cross_entropy(
         fused = torch.ops.liger_models.linear_cross_entropy
         run = fused if torch.compiler.is_compiling() else partial(HandOver.apply, fused, 6, (0, 1, 3))
         loss, z_part, predicted, *_ = run(
-            flat, weight, y, bias, class_weight, factors, *options, return_token_accuracy,
+            flat, weight, y, bias, class_weight, factors, *options, predict,
             training and x.requires_grad, training and weight.requires_grad,
             training and bias is not None and bias.requires_grad, *told,
         )  # fmt: skip
@@ -616,4 +619,5 @@ def linear_cross_entropy(
         z_loss=z_part if return_z_loss else None,
         log_probs=log_probs if return_log_probs else None,
         token_accuracy=token_accuracy(predicted, y, ignore_index) if return_token_accuracy else None,
+        predicted_tokens=predicted.view(target.shape) if return_predicted_tokens else None,
     )

@@ -177,7 +177,7 @@ class Sequence:
             check(
                 positions.dim() in (2, 3)
                 and positions.shape[:-2] in ((), (3,))
-                and positions.shape[-2] in (1, B)
+                and (positions.shape[-2] == 1 or positions.shape[-2] == B)  # `in` knows no symbolic sizes
                 and positions.shape[-1] == T,
                 f"Sequence: position_ids must be [{T}], [1, {T}] or [{B}, {T}], got {list(position_ids.shape)}. In "
                 "time, height and width an axis of 3 stands in front.",

@@ -1,8 +1,10 @@
 """Cross entropy as modules, called as Liger-Kernel's are."""
 
+import torch
 from torch import Tensor, nn
 
 from liger_models.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_models.kernels.dispatch import check
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 
 
@@ -16,7 +18,8 @@ class LigerCrossEntropyLoss(nn.Module):
         label_smoothing: in [0, 1].
         reduction: "mean", "sum" or "none".
         softcap: None for none.
-        return_z_loss, return_token_accuracy: return a `CrossEntropyOutput` with these fields and not the loss alone.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: return a `CrossEntropyOutput` with these fields
+            and not the loss alone.
     """
 
     weight: Tensor | None
@@ -31,12 +34,14 @@ class LigerCrossEntropyLoss(nn.Module):
         softcap: float | None = None,
         return_z_loss: bool = False,
         return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
     ) -> None:
         super().__init__()
         self.register_buffer("weight", weight, persistent=False)
         self.ignore_index, self.lse_square_scale = ignore_index, lse_square_scale
         self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
         self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         """logits [..., V] and target [...] int64 -> loss."""
@@ -52,11 +57,13 @@ class LigerCrossEntropyLoss(nn.Module):
                 reduction=self.reduction,
                 return_z_loss=self.return_z_loss,
                 return_token_accuracy=self.return_token_accuracy,
+                return_predicted_tokens=self.return_predicted_tokens,
             )
         )
 
     def _chosen(self, out: CrossEntropyOutput) -> Tensor | CrossEntropyOutput:
-        return out if self.return_z_loss or self.return_token_accuracy else out.loss
+        more = self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens
+        return out if more else out.loss
 
 
 class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
@@ -64,8 +71,13 @@ class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
 
     Args:
         ce_weight: [V], class weights.
+        accum_dtype: None or float32. Sums over chunks are as in `linear_cross_entropy` either way.
+        use_token_scaling: only False; `linear_cross_entropy` takes a ``token_weight``.
         workspace_mib: budget in MiB of the buffer for logits; None as in `linear_cross_entropy`.
         Others: as in `LigerCrossEntropyLoss`.
+
+    Raises:
+        ValueError: an ``accum_dtype`` or ``use_token_scaling`` that is not supported.
     """
 
     def __init__(
@@ -77,13 +89,26 @@ class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
         reduction: str = "mean",
         softcap: float | None = None,
         return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
         return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        *,
         workspace_mib: int | None = None,
     ) -> None:
         super().__init__(
             ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
-            return_z_loss, return_token_accuracy,
+            return_z_loss, return_token_accuracy, return_predicted_tokens,
         )  # fmt: skip
+        check(
+            accum_dtype in (None, torch.float32),
+            f"LigerFusedLinearCrossEntropyLoss: accum_dtype must be None or torch.float32, got {accum_dtype}.",
+        )
+        check(
+            not use_token_scaling,
+            "LigerFusedLinearCrossEntropyLoss: use_token_scaling must be False. Call linear_cross_entropy with the "
+            "tokens' probabilities as token_weight.",
+        )
         self.workspace_mib = workspace_mib
 
     def forward(  # type: ignore[override]
@@ -104,6 +129,7 @@ class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
                 reduction=self.reduction,
                 return_z_loss=self.return_z_loss,
                 return_token_accuracy=self.return_token_accuracy,
+                return_predicted_tokens=self.return_predicted_tokens,
                 workspace_mib=self.workspace_mib,
             )
         )

@@ -55,9 +55,10 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         beta: β, weight of the KL term.
         compiled, chunk_size: how Liger-Kernel splits its work. Nothing here depends on them; see ``workspace_mib``.
         use_ref_model: whether there is a reference model; a ``beta`` other than 0 needs it.
-        epsilon_low, epsilon_high: ε_low and ε_high; the larger second one is "clip-higher".
+        epsilon_low, epsilon_high: ε_low and ε_high; the larger second one is "clip-higher". cispo has the second one
+            alone, sapo and vespo have neither.
         loss_type: one of the above.
-        max_completion_length: divisor of dr_grpo.
+        max_completion_length: divisor of dr_grpo; the others do without.
         importance_sampling_level: "token", or "sequence" for one ratio w per sequence.
         sapo_temperature_pos, sapo_temperature_neg: τ of sapo for A > 0 and for others.
         temperature: divisor of the logits when the completions were sampled.
@@ -118,6 +119,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             ("delta", 1.0 if delta is None else delta),
         ):
             check(value > 0, f"{name}: {argument} must be positive, got {value}.")
+        for argument, value in (("beta", beta), ("epsilon_low", epsilon_low), ("epsilon_high", epsilon_high)):
+            check(value >= 0, f"{name}: {argument} must not be negative, got {value}.")
         check(
             importance_sampling_level == "token" or loss_type not in ONLY_PER_TOKEN,
             f"{name}: importance_sampling_level must be 'token' with loss_type {loss_type!r}.",

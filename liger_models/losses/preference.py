@@ -100,7 +100,11 @@ def sequence_log_probs(log_probs: Tensor, target: Tensor, ignore_index: int = -1
     return total / valid.sum(-1).clamp_min(1) if average else total
 
 
-def _check_smoothing(name: str, loss_type: str, label_smoothing: float) -> None:
+def _check_options(name: str, loss_type: str, beta: float, label_smoothing: float) -> None:
+    check(
+        beta > 0 or loss_type not in ("ipo", "sppo_hard"),
+        f"{name}: beta must be positive with loss_type {loss_type!r}, which divides by it, got {beta}.",
+    )
     check(
         label_smoothing == 0.0 or loss_type in SMOOTHED,
         f"{name}: label_smoothing must be 0 with loss_type {loss_type!r}, got {label_smoothing}.",
@@ -212,7 +216,7 @@ class _OverLogProbs(nn.Module):
         """Mean of the logits of each sequence [B], for the price of one read of x and of the weight."""
         with torch.no_grad():
             wide = torch.promote_types(x.dtype, torch.float32)
-            mean = x.mean(1, dtype=wide) @ weight.mean(0, dtype=wide)
+            mean = (x.sum(1, dtype=wide) / max(x.shape[1], 1)) @ weight.mean(0, dtype=wide)
             return self.logit_scale * (mean if bias is None else mean + bias.mean(dtype=wide))
 
 
@@ -231,6 +235,12 @@ class _OverPairs(_OverLogProbs, ABC):
         workspace_mib: int | None,
     ) -> None:
         super().__init__(ignore_index, softcap, logit_scale, workspace_mib)
+        check(beta >= 0, f"{self._name}: beta must not be negative, got {beta}.")
+        check(
+            compute_nll_loss or alpha == 1.0,
+            f"{self._name}: alpha is the weight of the NLL, got {alpha} with compute_nll_loss=False. Set that to True, "
+            "or leave alpha out.",
+        )
         self.beta, self.alpha, self.compute_nll_loss = beta, alpha, compute_nll_loss
         self.average_log_prob = average_log_prob
 
@@ -277,10 +287,8 @@ class _OverPairs(_OverLogProbs, ABC):
         if nll_loss is not None:  # its gradient is no matter of these log-probabilities
             loss = loss + self.alpha * (nll_loss - nll_loss.detach())
         means = self._mean_logits(x, lin_weight, bias)
-        pairs = len(target) // 2
-        return loss, metrics._replace(
-            chosen_logits_mean=means[:pairs].mean(), rejected_logits_mean=means[pairs:].mean()
-        )
+        chosen, rejected = means.view(2, len(means) // 2).sum(1) / max(len(target) // 2, 1)
+        return loss, metrics._replace(chosen_logits_mean=chosen, rejected_logits_mean=rejected)
 
 
 class LigerFusedLinearDPOLoss(_OverPairs):
@@ -345,7 +353,7 @@ class LigerFusedLinearDPOLoss(_OverPairs):
             ignore_index, beta, alpha, compute_nll_loss, average_log_prob, softcap, logit_scale, workspace_mib
         )
         check(loss_type in DPO_LOSSES, f"{self._name}: loss_type must be one of {DPO_LOSSES}, got {loss_type!r}.")
-        _check_smoothing(self._name, loss_type, label_smoothing)
+        _check_options(self._name, loss_type, beta, label_smoothing)
         check(
             loss_type == "discopop" or discopop_tau == 0.05,
             f"{self._name}: discopop_tau is for loss_type 'discopop', got {discopop_tau} with {loss_type!r}.",
@@ -459,7 +467,7 @@ class LigerFusedLinearCPOLoss(_WithoutReference):
             ignore_index, beta, alpha, compute_nll_loss, average_log_prob, softcap, logit_scale, workspace_mib
         )
         check(loss_type in MARGIN_LOSSES, f"{self._name}: loss_type must be one of {MARGIN_LOSSES}, got {loss_type!r}.")
-        _check_smoothing(self._name, loss_type, label_smoothing)
+        _check_options(self._name, loss_type, beta, label_smoothing)
         self.label_smoothing, self.loss_type = label_smoothing, loss_type
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -494,7 +502,7 @@ class LigerFusedLinearSimPOLoss(_WithoutReference):
         workspace_mib: int | None = None,
     ) -> None:
         super().__init__(ignore_index, beta, alpha, compute_nll_loss, True, softcap, logit_scale, workspace_mib)
-        _check_smoothing(self._name, "sigmoid", label_smoothing)
+        _check_options(self._name, "sigmoid", beta, label_smoothing)
         self.label_smoothing, self.gamma = label_smoothing, gamma
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -618,6 +626,7 @@ class LigerFusedLinearKTOLoss(_OverLogProbs):
         workspace_mib: int | None = None,
     ) -> None:
         super().__init__(ignore_index, softcap, logit_scale, workspace_mib)
+        check(beta >= 0, f"{self._name}: beta must not be negative, got {beta}.")
         self.beta, self.use_ref_model, self.average_log_prob = beta, use_ref_model, average_log_prob
         self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
 
@@ -631,7 +640,7 @@ class LigerFusedLinearKTOLoss(_OverLogProbs):
         ref_input: Tensor | None = None,
         ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None,
-        kl: Tensor | None = None,
+        kl: Tensor | float | None = None,
         *,
         ref_log_probs: Tensor | None = None,
     ) -> tuple[Tensor, KTOMetrics]:
@@ -644,8 +653,8 @@ class LigerFusedLinearKTOLoss(_OverLogProbs):
             bias: [V].
             preference_labels: [B] bool, True for desirable sequences.
             ref_input, ref_weight, ref_bias: the same of the reference model, whose hidden size may differ.
-            kl: [] or [B], z: the estimated divergence from the reference model, not negative; carries no gradient.
-                None for 0.
+            kl: a number, [] or [B], z: the estimated divergence from the reference model, not negative; carries no
+                gradient. None for 0.
             ref_log_probs: instead of the reference: [B, T] of each token, or [B] of each sequence.
 
         Returns:
@@ -674,7 +683,7 @@ class LigerFusedLinearKTOLoss(_OverLogProbs):
         log_probs: Tensor,
         target: Tensor,
         preference_labels: Tensor | None = None,
-        kl: Tensor | None = None,
+        kl: Tensor | float | None = None,
         *,
         ref_log_probs: Tensor | None = None,
     ) -> tuple[Tensor, KTOMetrics]:
@@ -685,19 +694,21 @@ class LigerFusedLinearKTOLoss(_OverLogProbs):
         return self._from_log_probs(log_probs, target, labels, reference, kl)
 
     def _labels(self, labels: Tensor | None, target: Tensor) -> Tensor:
-        if labels is None or labels.shape != target.shape[:1]:
-            got = None if labels is None else list(labels.shape)
-            raise ValueError(f"{self._name}: preference_labels must have shape [{len(target)}], got {got}.")
+        if not isinstance(labels, Tensor) or labels.shape != target.shape[:1]:
+            got = list(labels.shape) if isinstance(labels, Tensor) else labels
+            raise ValueError(f"{self._name}: preference_labels must be a tensor [{len(target)}], got {got}.")
         if labels.dtype != torch.bool:
             raise TypeError(f"{self._name}: preference_labels must be bool, got {labels.dtype}.")
         return labels
 
     def _from_log_probs(
-        self, log_probs: Tensor, target: Tensor, labels: Tensor, reference: Tensor | None, kl: Tensor | None
+        self, log_probs: Tensor, target: Tensor, labels: Tensor, reference: Tensor | None, kl: Tensor | float | None
     ) -> tuple[Tensor, KTOMetrics]:
+        shape = list(kl.shape) if isinstance(kl, Tensor) else []
+        check(shape in ([], [1], [len(target)]), f"{self._name}: kl must be a number or [{len(target)}], got {shape}.")
         logps = sequence_log_probs(log_probs, target, self.ignore_index, self.average_log_prob)
         ratios = logps if reference is None else logps - reference
-        gain = ratios if kl is None else ratios - kl.detach()
+        gain = ratios if kl is None else ratios - torch.as_tensor(kl, device=ratios.device).detach()
         losses = torch.where(
             labels,
             self.desirable_weight * torch.sigmoid(-self.beta * gain),

@@ -3,7 +3,6 @@
 Source: transformers ``image_processing_pil_gemma3.py``, ``processing_gemma3.py``.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from liger_models.kernels.dispatch import check
 
-from .images import Normalize, check_settings, read_image, to_tensor
+from .images import Normalize, check_settings, one_list, read_image, settings_of, to_tensor
 from .messages import image_parts, rendered
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ class Gemma3Processor:
             ValueError: the checkpoint had no tokenizer, or one without the placeholders; settings that do not fit.
         """
         config = model.config
-        settings = json.loads(model.assets.get("preprocessor_config.json", b"{}"))
+        settings = settings_of(model.assets, "image_processor")
         ids = config.boi_token_index, config.image_token_index, config.eoi_token_index
         begin, image, end = (model.tokenizer.backend.id_to_token(token) or "" for token in ids)
         check(
@@ -121,7 +120,7 @@ class Gemma3Processor:
 
         Args:
             texts: with one placeholder per image, as the chat template writes it.
-            images: PIL images, paths or bytes.
+            images: PIL images, paths or bytes; in one list, or in a list for each text.
             padding_side: "left" (generation) or "right" (training).
             bos: add what the tokenizer puts around a text; a chat template has written it.
 
@@ -132,12 +131,7 @@ class Gemma3Processor:
             ValueError: placeholders that differ in number from the images.
         """
         texts = [texts] if isinstance(texts, str) else list(texts)
-        found = sum(text.count(self.begin) for text in texts)
-        check(
-            found == len(images),
-            f"Gemma3Processor: the texts must have one {self.begin} for each of the {len(images)} images, got {found}.",
-        )
-        pixels = [self.images(image) for image in images]
+        pixels = [self.images(image) for image in one_list("Gemma3Processor", self.begin, texts, images)]
         written = iter([self._written(len(each) - 1) for each in pixels])
         whole = []
         for text in texts:
@@ -164,15 +158,15 @@ class Gemma3Processor:
 
         Args:
             conversations: messages, or a list of lists of them. The ``content`` of a message is a text, or a list of
-                parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}``.
+                parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}`` (or ``"path"``).
             add_generation_prompt, padding_side, variables: as in `QwenVLProcessor.apply_chat_template`.
 
         Returns:
             As of a call.
 
         Raises:
-            ValueError: as of a call; no chat template.
+            ValueError: as of a call; a part that is neither text nor image; no chat template.
         """
         texts = rendered(self.tokenizer, conversations, add_generation_prompt=add_generation_prompt, **variables)
-        images = [part["image"] for part in image_parts(conversations) if part["type"] == "image"]
+        images = [image for _, image, _ in image_parts(conversations)]
         return self(texts, images=images, padding_side=padding_side, bos=False)

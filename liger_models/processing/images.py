@@ -1,7 +1,9 @@
 """Images from files, bytes or Pillow, resized and normalised: tensors bit for bit as transformers' Pillow backend."""
 
 import io
+import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,24 +21,32 @@ if TYPE_CHECKING:
 
 
 def read_image(source: "Source") -> "Image":
-    """An image in RGB; what is transparent becomes white.
+    """An image in RGB; what is transparent becomes white. A file is turned upright as its EXIF orientation says.
+
+    An image of Pillow's is taken as it lies, as in transformers.
 
     Raises:
         ImportError: Pillow is not installed.
         TypeError: something that is no image.
-        ValueError: a file that Pillow cannot read.
+        ValueError: a file that Pillow cannot read, an address in place of a path.
     """
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise ImportError(
             "read_image: needs Pillow, which is not installed. pip install 'liger_models[vision]'"
         ) from error
+    check(
+        not isinstance(source, str) or re.match(r"[a-z]+://|data:", source) is None,
+        f"read_image: an image must be a PIL image, a path or a file's bytes, got the address {str(source)[:60]}. "
+        "Fetch it and pass its bytes.",
+    )
     if isinstance(source, (str, os.PathLike, bytes)):
         content = source if isinstance(source, bytes) else Path(source).read_bytes()
         try:
             image: Image.Image = Image.open(io.BytesIO(content))
             image.load()
+            image = ImageOps.exif_transpose(image)
         except (UnidentifiedImageError, OSError) as error:
             name = f"{len(source)} bytes" if isinstance(source, bytes) else str(source)
             raise ValueError(f"read_image: {name} must be a whole image file, got: {error}.") from error
@@ -81,6 +91,46 @@ class Normalize:
     def __call__(self, pixels: Tensor) -> Tensor:
         """pixels [..., 3, height, width] uint8 -> the same shape in fp32."""
         return ((pixels.double() * self.factor).float() - self.mean) / self.std
+
+
+def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
+    """The settings of "image_processor" or "video_processor" among a checkpoint's files; empty if it has none.
+
+    transformers 5 writes both into processor_config.json, and reads them there first; versions before have files of
+    their own.
+    """
+    own = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}[part]
+    found = json.loads(assets.get("processor_config.json", b"{}")).get(part)
+    return found if isinstance(found, dict) else json.loads(assets.get(own, b"{}"))
+
+
+def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list[Source]":
+    """The images of all texts in order.
+
+    Args:
+        owner: name of the class, for errors.
+        token: the placeholder.
+        texts: with the placeholders.
+        images: a list; or a list for each text, as transformers' processors have it; or a single image, or None.
+
+    Raises:
+        ValueError: placeholders that differ in number from the images, of a text where each has its own.
+    """
+    if not isinstance(images, list | tuple):
+        images = [] if images is None else [images]
+    counts = [text.count(token) for text in texts]
+    if any(isinstance(each, list | tuple) for each in images):
+        given = [len(each) if isinstance(each, list | tuple) else None for each in images]
+        check(
+            given == counts,
+            f"{owner}: images in a list for each text must be as many as its {token}, {counts}, got {given}.",
+        )
+        images = [image for each in images for image in each]
+    check(
+        sum(counts) == len(images),
+        f"{owner}: the texts must have one {token} for each of the {len(images)} images, got {sum(counts)}.",
+    )
+    return list(images)
 
 
 def _given(settings: Mapping[str, Any], key: str, otherwise: Any) -> Any:

@@ -3,7 +3,6 @@
 Source: transformers ``image_processing_pil_mllama.py``, ``processing_mllama.py``.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from liger_models.kernels.dispatch import check
 
-from .images import Normalize, check_settings, read_image, to_tensor
+from .images import Normalize, check_settings, one_list, read_image, settings_of, to_tensor
 from .messages import image_parts, rendered
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ class MllamaProcessor:
             ValueError: the checkpoint had no tokenizer, or one without the placeholder; settings that do not fit.
         """
         config, vision = model.config, model.config.vision_config
-        settings = json.loads(model.assets.get("preprocessor_config.json", b"{}"))
+        settings = settings_of(model.assets, "image_processor")
         ids = config.image_token_index, config.bos_token_id
         image, bos = ((token is not None and model.tokenizer.backend.id_to_token(token)) or "" for token in ids)
         check(
@@ -133,7 +132,7 @@ class MllamaProcessor:
 
         Args:
             texts: with one placeholder per image, as the chat template writes it.
-            images: PIL images, paths or bytes.
+            images: PIL images, paths or bytes; in one list, or in a list for each text.
             padding_side: "left" (generation) or "right" (training).
 
         Returns:
@@ -144,12 +143,8 @@ class MllamaProcessor:
             ValueError: placeholders that differ in number from the images.
         """
         texts = [self._begun(text) for text in ([texts] if isinstance(texts, str) else texts)]
+        images = one_list("MllamaProcessor", self.image, texts, images)
         counts = [text.count(self.image) for text in texts]
-        check(
-            sum(counts) == len(images),
-            f"MllamaProcessor: the texts must have one {self.image} for each of the {len(images)} images, "
-            f"got {sum(counts)}.",
-        )
         out: dict[str, Any] = {**self.tokenizer(texts, padding_side=padding_side, add_special_tokens=False)}
         if not images:
             return out
@@ -184,15 +179,15 @@ class MllamaProcessor:
 
         Args:
             conversations: messages, or a list of lists of them. The ``content`` of a message is a text, or a list of
-                parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}``.
+                parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}`` (or ``"path"``).
             add_generation_prompt, padding_side, variables: as in `QwenVLProcessor.apply_chat_template`.
 
         Returns:
             As of a call.
 
         Raises:
-            ValueError: as of a call; no chat template.
+            ValueError: as of a call; a part that is neither text nor image; no chat template.
         """
         texts = rendered(self.tokenizer, conversations, add_generation_prompt=add_generation_prompt, **variables)
-        images = [part["image"] for part in image_parts(conversations) if part["type"] == "image"]
+        images = [image for _, image, _ in image_parts(conversations)]
         return self(texts, images=images, padding_side=padding_side)

@@ -3,7 +3,6 @@
 Source: transformers ``image_processing_pil_qwen2_vl.py``, ``video_processing_qwen3_vl.py``, ``processing_qwen3_vl.py``.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from liger_models.kernels.dispatch import check
 
-from .images import Normalize, check_settings, read_image, to_tensor
+from .images import Normalize, check_settings, one_list, read_image, settings_of, to_tensor
 from .messages import image_parts, rendered
 
 if TYPE_CHECKING:
@@ -174,10 +173,7 @@ class QwenVLProcessor:
         Raises:
             ValueError: the checkpoint had no tokenizer, or one without the placeholders.
         """
-        images, videos = (
-            json.loads(model.assets.get(name, b"{}"))
-            for name in ("preprocessor_config.json", "video_preprocessor_config.json")
-        )
+        images, videos = (settings_of(model.assets, part) for part in ("image_processor", "video_processor"))
         vision, config = model.config.vision_config, model.config
         sizes = {
             "patch_size": vision.patch_size,
@@ -213,14 +209,14 @@ class QwenVLProcessor:
         *,
         images: "Sequence[Source]" = (),
         videos: "Sequence[Sequence[Source]]" = (),
-        fps: float | Sequence[float] | None = None,
+        fps: float | Sequence[float | None] | None = None,
         padding_side: str = "left",
     ) -> dict[str, Any]:
         """A batch of texts with the images and videos that their placeholders stand for, in order.
 
         Args:
             texts: with one placeholder per image or video, as the chat template writes it.
-            images: PIL images, paths or bytes.
+            images: PIL images, paths or bytes; in one list, or in a list for each text.
             videos: the frames of each, already chosen, all of one size.
             fps: frames per second of each video, where the model wants to know (Qwen2.5-VL, Qwen3-VL).
             padding_side: "left" (generation) or "right" (training).
@@ -230,26 +226,42 @@ class QwenVLProcessor:
             ``image_grid_thw`` [images, 3], ``pixel_values_videos`` with ``video_grid_thw``, ``second_per_grid_ts``.
 
         Raises:
-            ValueError: placeholders that differ in number from the images or videos; no ``fps`` where it is needed.
+            ValueError: placeholders that differ in number from the images or videos; no ``fps`` where it is needed;
+                a video that is no list of frames.
         """
         texts = [texts] if isinstance(texts, str) else list(texts)
         rates = list(fps) if isinstance(fps, Sequence) else [fps] * len(videos)
-        check(len(rates) == len(videos), f"QwenVLProcessor: fps must be one, or one for each of {len(videos)} videos.")
+        check(
+            len(rates) == len(videos),
+            f"QwenVLProcessor: fps must be one, or one for each of the {len(videos)} videos, got {len(rates)}.",
+        )
+        check(
+            all(rate is None or rate > 0 for rate in rates),
+            f"QwenVLProcessor: fps must be positive, got {[rate for rate in rates if rate is not None]}.",
+        )
         check(
             None not in rates or not (self.frames_apart or self.times),
             "QwenVLProcessor: fps must be given with videos, whose frames have times in this model.",
         )
+        for frames in videos:
+            check(
+                isinstance(frames, Sequence) and not isinstance(frames, str | bytes),
+                f"QwenVLProcessor: a video must be a list of images, its frames, got {type(frames).__name__}. "
+                "Decode files before.",
+            )
+        found = sum(text.count(self.video_token) for text in texts)
+        check(
+            found == len(videos),
+            f"QwenVLProcessor: the texts must have one {self.video_token} for each of the {len(videos)} videos, got "
+            f"{found}.",
+        )
+        listed = one_list("QwenVLProcessor", self.image_token, texts, images)
         out: dict[str, Any] = {}
         written: dict[str, list[str]] = {}
         for kind, token, items, make in (
-            ("image", self.image_token, [[image] for image in images], self.images),
+            ("image", self.image_token, [[image] for image in listed], self.images),
             ("video", self.video_token, videos, self.videos),
         ):
-            found = sum(text.count(token) for text in texts)
-            check(
-                found == len(items),
-                f"QwenVLProcessor: the texts must have one {token} for each of the {len(items)} {kind}s, got {found}.",
-            )
             made = [make(item) for item in items]
             if made:
                 out["pixel_values" if kind == "image" else "pixel_values_videos"] = torch.cat([p for p, _ in made])
@@ -293,8 +305,8 @@ class QwenVLProcessor:
 
         Args:
             conversations: messages, or a list of lists of them. The ``content`` of a message is a text, or a list of
-                parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}``, ``{"type": "video",
-                "video": [frames], "fps": ...}``.
+                parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}`` (or ``"path"``),
+                ``{"type": "video", "video": [frames], "fps": ...}``.
             add_generation_prompt: end with the beginning of an answer.
             padding_side: "left" (generation) or "right" (training).
             **variables: what else the template reads.
@@ -303,16 +315,15 @@ class QwenVLProcessor:
             As of a call.
 
         Raises:
-            ValueError: as of a call; no chat template.
+            ValueError: as of a call; a part that is neither text nor image nor video; no chat template.
         """
         texts = rendered(self.tokenizer, conversations, add_generation_prompt=add_generation_prompt, **variables)
-        parts = image_parts(conversations)
-        videos = [part for part in parts if part["type"] == "video"]
-        rates = [part["fps"] for part in videos if part.get("fps") is not None]
+        parts = image_parts(conversations, videos=True)
+        videos = [(video, part.get("fps")) for kind, video, part in parts if kind == "video"]
         return self(
             texts,
-            images=[part["image"] for part in parts if part["type"] == "image"],
-            videos=[part["video"] for part in videos],
-            fps=rates if videos and rates else None,
+            images=[image for kind, image, _ in parts if kind == "image"],
+            videos=[video for video, _ in videos],
+            fps=[fps for _, fps in videos],
             padding_side=padding_side,
         )

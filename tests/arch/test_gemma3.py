@@ -170,6 +170,19 @@ def test_frozen_parts_and_checkpointing(pair):
 
 
 @one_case
+def test_compiled_in_one_graph(pair, fresh_dynamo):
+    _, _, _, ours = pair
+    ids, _, mask, labels, pixels = make(ours, ROWS)
+    gradients = []
+    for model in (ours, torch.compile(ours, fullgraph=True, backend="aot_eager")):
+        ours.zero_grad()
+        model(ids, labels=labels, attention_mask=mask, pixel_values=pixels).loss.backward()
+        gradients.append(gradients_of(ours))
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+@one_case
 def test_kernels_match_transformers(pair, kernel_device, root):
     arch, variant, theirs, ours = pair
     ids, types, _, labels, pixels = make(ours, [[2, IMAGE, 3]])

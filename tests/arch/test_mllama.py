@@ -243,6 +243,19 @@ def test_frozen_parts_and_checkpointing(pair):
 
 
 @one_case
+def test_compiled_in_one_graph(pair, fresh_dynamo):
+    _, _, _, ours = pair
+    ids, mask, labels, inputs = joined([make(ours, row, seed) for seed, row in enumerate(ROWS)])
+    gradients = []
+    for model in (ours, torch.compile(ours, fullgraph=True, backend="eager")):
+        ours.zero_grad()
+        model(ids, labels=labels, attention_mask=mask, **inputs).loss.backward()
+        gradients.append(gradients_of(ours))
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+@one_case
 def test_kernels_match_transformers(pair, kernel_device, root):
     arch, variant, theirs, ours = pair
     ids, labels, inputs = make(ours, [2, IMAGE, 4])

@@ -313,6 +313,23 @@ def test_a_batch_of_transformers_processors_is_taken(pair):
 
 
 @one_video_case_each
+def test_compiled_in_one_graph(pair, fresh_dynamo):
+    """Also with images of other sizes than those of the first call."""
+    _, _, _, ours = pair
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    for rows in (SEVERAL, VIDEO):
+        batch = Batch(ours, rows)
+        options = {"labels": batch.labels, "attention_mask": batch.mask, **batch.inputs}
+        gradients = []
+        for model in (ours, compiled):
+            ours.zero_grad()
+            model(batch.ids, **options).loss.backward()
+            gradients.append(gradients_of(ours))
+        for name, gradient in gradients[0].items():
+            torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+@one_video_case_each
 def test_half_precision(pair):
     """fp32 pixels into a model in bf16."""
     _, _, _, ours = pair

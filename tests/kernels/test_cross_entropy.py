@@ -129,17 +129,25 @@ def test_optional_outputs(backend, reduction):
     target = targets(backend)
     wanted = linear_cross_entropy_reference(x, w, target, reduction=reduction, z_loss=0.1)
     options = {"reduction": reduction, "z_loss": 0.1}
-    flags = {"return_z_loss": True, "return_log_probs": True, "return_token_accuracy": True}
+    flags = {f"return_{name}": True for name in wanted._fields[1:]}
     for got in (
         linear_cross_entropy(x, w, target, **options, **flags),
         cross_entropy(x @ w.T, target, **options, **flags),
     ):
         for name in wanted._fields:
             torch.testing.assert_close(getattr(got, name), getattr(wanted, name), msg=name)
-    assert linear_cross_entropy(x, w, target, **options)[1:] == (None, None, None)
-    without_log_probs = linear_cross_entropy(x, w, target, **options, return_token_accuracy=True, return_z_loss=True)
-    torch.testing.assert_close(without_log_probs.token_accuracy, wanted.token_accuracy)
-    torch.testing.assert_close(without_log_probs.z_loss, wanted.z_loss)
+    assert linear_cross_entropy(x, w, target, **options)[1:] == (None, None, None, None)
+    del flags["return_log_probs"]
+    w.requires_grad_()
+    for got in (
+        linear_cross_entropy(x, w, target, **options, **flags),
+        cross_entropy(x @ w.T, target, **options, **flags),
+        linear_cross_entropy(x, w, target, **options, return_predicted_tokens=True),
+    ):
+        for name in wanted._fields:
+            if getattr(got, name) is not None:
+                torch.testing.assert_close(getattr(got, name), getattr(wanted, name), msg=name)
+        assert got.predicted_tokens is not None
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -256,6 +256,8 @@ NO_KL = {"beta": 0.0}
 @pytest.mark.parametrize(
     "make",
     [
+        lambda: LigerFusedLinearGRPOLoss(epsilon_low=-0.1),
+        lambda: LigerFusedLinearGRPOLoss(beta=-0.1),
         lambda: LigerFusedLinearGRPOLoss(loss_type="ppo"),
         lambda: LigerFusedLinearGRPOLoss(kl_estimator="k4"),
         lambda: LigerFusedLinearGRPOLoss(importance_sampling_level="batch"),

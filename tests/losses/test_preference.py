@@ -13,7 +13,7 @@ from liger_models import (
 )
 from liger_models.losses.preference import DPO_LOSSES, log_odds
 
-from .plain import assert_matches, assert_matches_in_fp64, inputs, plain_log_probs, plain_logits, results, targets
+from .plain import T, assert_matches, assert_matches_in_fp64, inputs, plain_log_probs, plain_logits, results, targets
 
 ROWS, PAIRS = 8, 4
 HEADS = [{}, {"softcap": 3.0, "logit_scale": 1.5}]
@@ -139,8 +139,8 @@ def test_cpo(backend, kind, average):
     target = targets(ROWS, empty=(0,))
     for alpha in (None, 0.5):
         loss = LigerFusedLinearCPOLoss(
-            beta=0.4, alpha=0.5, label_smoothing=e, compute_nll_loss=alpha is not None, average_log_prob=average,
-            loss_type=kind,
+            beta=0.4, alpha=alpha or 1.0, label_smoothing=e, compute_nll_loss=alpha is not None,
+            average_log_prob=average, loss_type=kind,
         )  # fmt: skip
         pair_losses = lambda c, r: plain_dpo_losses(kind, c, r, 0.4, e)
         plain = plain_paired(pair_losses, target, beta=0.4, average=average, alpha=alpha)
@@ -152,7 +152,7 @@ def test_simpo(backend, head):
     target = targets(ROWS, empty=(5,))
     for e, alpha in ((0.0, None), (0.1, 0.7)):
         loss = LigerFusedLinearSimPOLoss(
-            beta=2.0, alpha=0.7, label_smoothing=e, compute_nll_loss=alpha is not None, gamma=0.9, **head
+            beta=2.0, alpha=alpha or 1.0, label_smoothing=e, compute_nll_loss=alpha is not None, gamma=0.9, **head
         )
 
         def pair_losses(chosen, rejected, e=e):
@@ -207,7 +207,7 @@ def test_log_odds_keep_their_digits():
     assert certain.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("kl", ["none", "scalar", "each"])
+@pytest.mark.parametrize("kl", ["none", "number", "scalar", "each"])
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("with_reference", [False, True])
 def test_kto(backend, with_reference, average, kl):
@@ -216,6 +216,7 @@ def test_kto(backend, with_reference, average, kl):
     labels = torch.tensor([True, False, True, True, False])
     z = {
         "none": None,
+        "number": 0.7,
         "scalar": torch.tensor(0.7),
         "each": torch.rand(rows, generator=torch.Generator().manual_seed(2)),
     }
@@ -229,7 +230,7 @@ def test_kto(backend, with_reference, average, kl):
     def plain(x, weight, bias):
         logps = sequences(plain_log_probs(x, weight, bias, target), target, -100, average)
         r = logps - sequences(ref_tokens, target, -100, average) if with_reference else logps
-        gain = r - (0 if z is None else z.double())
+        gain = r - (0 if z is None else torch.as_tensor(z).double())
         each = torch.where(labels, 1.3 * (1 - sigma(0.4 * gain)), 0.6 * (1 - sigma(-0.4 * gain)))
         logits = plain_logits(x, weight, bias).sum((1, 2))
         sums = [logps[labels], logps[~labels], logits[labels], logits[~labels], 0.4 * r[labels], 0.4 * r[~labels]]
@@ -239,7 +240,7 @@ def test_kto(backend, with_reference, average, kl):
         move = lambda tensors: [t.to(x) for t in tensors] if with_reference else []
         ref = dict(zip(("ref_input", "ref_weight", "ref_bias"), move(ref_inputs), strict=False))
         args = (target.to(x.device), bias, labels.to(x.device))
-        return loss(x, weight, *args, **ref, kl=None if z is None else z.to(x))
+        return loss(x, weight, *args, **ref, kl=z.to(x) if isinstance(z, Tensor) else z)
 
     assert_matches(ours, plain, inputs(rows), backend, 2e-6)
 
@@ -273,6 +274,19 @@ def test_no_targets_at_all(backend, name, loss, rest):
     x, weight, bias = (t.to(backend).requires_grad_() for t in inputs(ROWS))
     order = (x[:, :3], weight) if name == "kto" else (weight, x[:, :3])
     value, metrics = loss(*order, target, bias, *(r.to(backend) for r in rest))
+    value.backward()
+    assert value.isfinite()
+    assert all(metric.isfinite().all() for metric in metrics)
+    assert all(t.grad.eq(0).all() for t in (x, weight, bias))
+
+
+@pytest.mark.parametrize(("name", "loss", "rest"), [pytest.param(*each, id=each[0]) for each in all_losses()])
+@pytest.mark.parametrize(("rows", "length"), [(0, T), (ROWS, 0)])
+def test_a_batch_of_nothing(name, loss, rest, rows, length):
+    x, weight, bias = (t.requires_grad_() for t in inputs(ROWS))
+    part, target = x[:rows, :length], targets(ROWS)[:rows, :length]
+    order = (part, weight) if name == "kto" else (weight, part)
+    value, metrics = loss(*order, target, bias, *(r[:rows] for r in rest))
     value.backward()
     assert value.isfinite()
     assert all(metric.isfinite().all() for metric in metrics)
@@ -338,6 +352,12 @@ def call(loss, **changes):
         lambda: LigerFusedLinearDPOLoss(loss_type="exo_pair"),
         lambda: LigerFusedLinearDPOLoss(label_smoothing=-0.1),
         lambda: LigerFusedLinearDPOLoss(discopop_tau=0.1),
+        lambda: LigerFusedLinearDPOLoss(alpha=0.5),
+        lambda: LigerFusedLinearCPOLoss(alpha=0.5, compute_nll_loss=False),
+        lambda: LigerFusedLinearDPOLoss(beta=-0.1),
+        lambda: LigerFusedLinearDPOLoss(beta=0.0, loss_type="sppo_hard"),
+        lambda: LigerFusedLinearCPOLoss(beta=0.0, loss_type="ipo"),
+        lambda: LigerFusedLinearKTOLoss(beta=-0.1),
         lambda: LigerFusedLinearCPOLoss(loss_type="robust"),
         lambda: LigerFusedLinearCPOLoss(loss_type="ipo", label_smoothing=0.1),
         lambda: LigerFusedLinearSimPOLoss(label_smoothing=2.0),
@@ -351,6 +371,9 @@ def call(loss, **changes):
         lambda: call(LigerFusedLinearCPOLoss(softcap=-1.0)),
         lambda: call(LigerFusedLinearORPOLoss(compute_nll_loss=False), nll_target=targets(ROWS)),
         lambda: call(LigerFusedLinearKTOLoss()),
+        lambda: call(LigerFusedLinearKTOLoss(), preference_labels=[True] * ROWS),
+        lambda: call(LigerFusedLinearKTOLoss(), preference_labels=torch.ones(ROWS).bool(), kl=torch.ones(PAIRS)),
+        lambda: call(LigerFusedLinearKTOLoss(), preference_labels=torch.ones(ROWS).bool(), kl=torch.ones(ROWS, 1)),
         lambda: call(LigerFusedLinearKTOLoss(), preference_labels=torch.ones(PAIRS, dtype=torch.bool)),
     ],
 )

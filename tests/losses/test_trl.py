@@ -15,6 +15,7 @@ import transformers
 from datasets import Dataset
 from tokenizers.models import BPE
 from torch import Tensor
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from liger_models import (
     LigerFusedLinearCPOLoss,
@@ -28,6 +29,8 @@ from liger_models import (
 )
 from liger_models.convert.llama import weight_map
 
+from ..processing.conftest import picture
+from ..processing.test_gemma3 import make as image_model
 from ..test_data import tokenizer  # noqa: F401
 
 pytest.importorskip("trl")
@@ -458,3 +461,31 @@ def test_pairs_are_tokenised_as_by_trl(tokenizer, merges):  # noqa: F811
                 assert torch.equal(batch["input_ids"][row, :length], ids["input_ids"][row, :length])
     old = concatenating()
     assert all(torch.equal(each, preference_batch(pairs())[name]) for name, each in preference_batch(old).items())
+
+
+def test_pairs_with_images_as_trl_collates_them(tmp_path):
+    """Log-probabilities of the answers are those of each row alone, made by our processor."""
+    from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+
+    model = image_model()
+    model.save_pretrained(tmp_path)
+    names = {"boi_token": "<boi>", "image_token": "<img>", "eoi_token": "<eoi>"}
+    hf_tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), extra_special_tokens=names, pad_token="<end>"
+    )
+    pixels = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    collate = DataCollatorForVisionPreference(transformers.Gemma3Processor(pixels, hf_tokenizer, image_seq_length=4))
+    pairs = [
+        {"images": [picture(20, 12)], "prompt": "<boi>What?", "chosen": " Noise.", "rejected": " A cat, I think."},
+        {"images": [picture(9, 30, seed=1)], "prompt": "See <boi> there", "chosen": " now", "rejected": " "},
+    ]
+    batch = preference_batch(collate([dict(pair) for pair in pairs]))
+    found = model(**batch, return_log_probs=True).log_probs.sum(1)
+    for row, (answer, pair) in enumerate((answer, pair) for answer in ("chosen", "rejected") for pair in pairs):
+        alone = model.processor([pair["prompt"] + pair[answer]], images=pair["images"], bos=False)
+        labels = alone["input_ids"].clone()
+        labels[:, : -len(pair[answer])] = -100  # a token is a byte
+        want = model(**alone, labels=labels, return_log_probs=True).log_probs.sum()
+        torch.testing.assert_close(found[row], want)
+    with pytest.raises(ValueError, match=r"pair 1: must be text, got images\. Collate it with TRL's"):
+        preference_batch(pairs, model.tokenizer)

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from liger_models import LigerFusedLinearDPOLoss
+from liger_models.arch.gemma3 import Gemma3Config, Gemma3VisionConfig, LigerGemma3
 from liger_models.arch.mllama import LigerMllama, MllamaConfig, MllamaVisionConfig
 from liger_models.arch.qwen3_vl import LigerQwen3VL, Qwen3VLConfig, Qwen3VLVisionConfig
 from liger_models.layers import offload
@@ -157,6 +159,36 @@ def test_the_head_runs_on_its_gathered_weight(two, tied):
     two(see_inside, tied)
 
 
+def prefer(model, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """DPO on two pairs of rows, of which a rank has one: log-probabilities, loss, metrics and gradients."""
+    everything = batch(0)
+    mine = slice(None) if ranks == 1 else torch.tensor([rank, rank + ranks])
+    rows = {name: value[mine] for name, value in everything.items()}
+    with torch.no_grad():
+        reference = 0.9 * model(**rows, return_log_probs=True).log_probs
+    dpo = LigerFusedLinearDPOLoss(beta=0.5)
+    loss, metrics = model(
+        **rows, loss_function=lambda x, weight, target: dpo(weight, x, target, ref_log_probs=reference)
+    ).loss
+    loss.backward()  # of the mean over ranks, as FSDP has it
+    return {"loss": mean(loss), "margin": mean((metrics.chosen_rewards - metrics.rejected_rewards).mean())} | {
+        "gradients": gradients(model)
+    }
+
+
+def prefer_sharded(tied: bool) -> dict[str, Any]:
+    model = apply_fsdp(tiny(tie_word_embeddings=tied), param_dtype=None)
+    return prefer(model, dist.get_rank(), dist.get_world_size())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_log_probabilities_and_a_preference_loss(two, tied):
+    """The head's weight is gathered where they are computed."""
+    expected = prefer(tiny(tie_word_embeddings=tied))
+    for got in two(prefer_sharded, tied):
+        assert_close(got, expected)
+
+
 def take_embeddings() -> None:
     model = apply_fsdp(tiny())
     embeds = torch.randn(2, 5, TINY["hidden_size"], requires_grad=True)
@@ -235,7 +267,7 @@ def test_compiled_blocks(two, first):
         assert_close(got, expected)
 
 
-def image_model(arch: str) -> LigerQwen3VL | LigerMllama:
+def image_model(arch: str) -> LigerQwen3VL | LigerMllama | LigerGemma3:
     sizes: dict[str, Any] = {
         "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "initializer_range": 0.1,
@@ -252,6 +284,16 @@ def image_model(arch: str) -> LigerQwen3VL | LigerMllama:
                 vision_config=tower, **sizes,
             )
         )  # fmt: skip
+    if arch == "gemma3":
+        square = Gemma3VisionConfig(
+            hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=2
+        )
+        return LigerGemma3.from_config(
+            Gemma3Config(
+                vocab_size=97, head_dim=8, query_pre_attn_scalar=8, image_token_index=90, boi_token_index=91,
+                eoi_token_index=92, mm_tokens_per_image=4, vision_config=square, **sizes,
+            )
+        )  # fmt: skip
     tiled = MllamaVisionConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_global_layers=1, attention_heads=2,
         image_size=8, patch_size=4, intermediate_layers_indices=[0], vision_output_dim=32,
@@ -265,15 +307,17 @@ def image_model(arch: str) -> LigerQwen3VL | LigerMllama:
     return model
 
 
-def with_images(arch: str, rank: int, ranks: int) -> dict[str, Any]:
+def with_images(arch: str, frozen: str, rank: int, ranks: int) -> dict[str, Any]:
     """Two texts, of which only the first has an image: losses and gradients on this rank's share."""
     model = image_model(arch)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen == "nothing" or name.startswith("visual.") != (frozen == "tower"))
     if dist.is_initialized():
         apply_fsdp(model, param_dtype=None)
         assert isinstance(model.visual.blocks[0], FSDPModule)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(80, (2, T), generator=generator)
-    ids[0, 2 : 8 if arch == "qwen3_vl" else 3] = 90
+    ids[0, 2 : 2 + {"qwen3_vl": 6, "gemma3": 4, "mllama": 1}[arch]] = 90
     labels = ids.masked_fill(ids == 90, -100)
     mine = slice(rank, rank + 1) if ranks > 1 else slice(0, 2)
     images = {
@@ -285,19 +329,24 @@ def with_images(arch: str, rank: int, ranks: int) -> dict[str, Any]:
             "pixel_values": torch.randn(2, 1, 4, 3, 8, 8, generator=generator)[mine],
             "aspect_ratio_ids": torch.tensor([[6], [0]])[mine],
         }
+    if arch == "gemma3":
+        images = {"pixel_values": torch.randn(1, 3, 8, 8, generator=generator)}
     out = model(ids[mine], labels=labels[mine], num_items_in_batch=16 / ranks, **(images if rank == 0 else {}))
     out.loss.backward()
     return {"loss": mean(out.loss), "gradients": gradients(model)}
 
 
-@pytest.mark.parametrize("arch", ["qwen3_vl", "mllama"])
-def test_images_on_one_rank_alone(two, arch):
+@pytest.mark.parametrize("frozen", ["nothing", "tower", "language model"])
+@pytest.mark.parametrize("arch", ["qwen3_vl", "gemma3", "mllama"])
+def test_images_on_one_rank_alone(two, arch, frozen):
     """The tower is gathered on all ranks or on none: a rank without images takes part."""
-    expected = with_images(arch, 0, 1)
-    assert any(name.startswith("visual") and gradient.any() for name, gradient in expected["gradients"].items())
-    for got in two(share_with_images, arch):
+    expected = with_images(arch, frozen, 0, 1)
+    assert {name.startswith("visual") for name, gradient in expected["gradients"].items() if gradient.any()} == {
+        "nothing": {False, True}, "tower": {False}, "language model": {True},
+    }[frozen]  # fmt: skip
+    for got in two(share_with_images, arch, frozen):
         assert_close(got, expected)
 
 
-def share_with_images(arch: str) -> dict[str, Any]:
-    return with_images(arch, dist.get_rank(), dist.get_world_size())
+def share_with_images(arch: str, frozen: str) -> dict[str, Any]:
+    return with_images(arch, frozen, dist.get_rank(), dist.get_world_size())

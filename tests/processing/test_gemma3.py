@@ -106,3 +106,23 @@ def test_what_does_not_fit_is_named():
     object.__setattr__(model.config, "boi_token_index", 9999)
     with pytest.raises(ValueError, match="must have the ids 9999, 256, 258 around and of an image, got 262 tokens"):
         _ = model.processor
+
+
+def test_settings_that_transformers_5_wrote(tmp_path):
+    """Its processors are saved with all their settings in processor_config.json."""
+    from transformers import Gemma3Processor, PreTrainedTokenizerFast
+
+    model = make()
+    model.save_pretrained(tmp_path)
+    names = {"boi_token": "<boi>", "image_token": "<img>", "eoi_token": "<eoi>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), extra_special_tokens=names)
+    settings = {"size": {"height": 16, "width": 16}, "image_mean": [0.1, 0.2, 0.3], **SCAN}
+    settings["pan_and_scan_min_crop_size"] = 8
+    hf = Gemma3Processor(theirs.Gemma3ImageProcessorPil(**settings), tokenizer, image_seq_length=4)
+    (tmp_path / "preprocessor_config.json").unlink()
+    hf.save_pretrained(tmp_path)
+    image = picture(60, 20)
+    want = hf.image_processor([image], return_tensors="pt")
+    got = LigerGemma3.from_pretrained(tmp_path, progress=False).processor(["<boi>"], images=image)
+    assert want["pixel_values"].shape[0] == 4
+    assert torch.equal(got["pixel_values"], want["pixel_values"])

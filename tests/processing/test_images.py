@@ -4,7 +4,8 @@ import pytest
 import torch
 from PIL import Image
 
-from liger_models.processing.images import Normalize, check_settings, read_image, to_tensor
+from liger_models.processing.images import Normalize, check_settings, one_list, read_image, settings_of, to_tensor
+from liger_models.processing.messages import image_parts
 
 from .conftest import encoded, picture
 
@@ -36,6 +37,22 @@ def test_a_transparent_palette():
     assert (to_tensor(again, (4, 6), 3)[:, places] == 255).all()
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_file_is_turned_upright_as_in_transformers(tmp_path, orientation):
+    """Photographs of telephones lie on their side in the file."""
+    from transformers.image_utils import load_image
+
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    picture(8, 5).save(tmp_path / "a.jpg", exif=exif)
+    want = load_image(str(tmp_path / "a.jpg"))
+    for source in (tmp_path / "a.jpg", (tmp_path / "a.jpg").read_bytes()):
+        got = read_image(source)
+        assert (got.size, got.tobytes()) == (want.size, want.tobytes())
+    opened = Image.open(tmp_path / "a.jpg")  # not a file any more: its pixels count
+    assert read_image(opened).tobytes() == opened.tobytes()
+
+
 def test_what_is_no_image():
     with pytest.raises(TypeError, match="a PIL image, a path or a file's bytes, got int"):
         read_image(3)  # type: ignore[arg-type]
@@ -45,6 +62,9 @@ def test_what_is_no_image():
         read_image(encoded(picture(64, 64))[:200])
     with pytest.raises(FileNotFoundError):
         read_image("nowhere.png")
+    for address in ("https://example.com/a.png", "data:image/png;base64,iVBO"):
+        with pytest.raises(ValueError, match=f"got the address {address}. Fetch it and pass its bytes"):
+            read_image(address)
 
 
 def test_without_pillow(monkeypatch):
@@ -69,3 +89,52 @@ def test_settings_that_are_not_computed():
     check_settings({"do_resize": True, "resample": None}, do_resize=True, resample=3)
     with pytest.raises(ValueError, match=r"preprocessor_config.json: resample must be 3, got 2\."):
         check_settings({"resample": 2}, resample=3)
+
+
+def test_settings_of_transformers_5_come_first():
+    """One file with a part for each; older versions have a file for each."""
+    assets = {"preprocessor_config.json": b'{"a": 1}', "video_preprocessor_config.json": b'{"a": 2}'}
+    parts = ("image_processor", "video_processor")
+    assert [settings_of(assets, part) for part in parts] == [{"a": 1}, {"a": 2}]
+    assets["processor_config.json"] = b'{"processor_class": "Gemma3Processor"}'
+    assert [settings_of(assets, part) for part in parts] == [{"a": 1}, {"a": 2}]
+    assets["processor_config.json"] = b'{"image_processor": {"a": 3}, "video_processor": {"a": 4}}'
+    assert [settings_of(assets, part) for part in parts] == [{"a": 3}, {"a": 4}]
+    assert settings_of({}, "image_processor") == {}
+
+
+def test_images_in_one_list_or_one_for_each_text():
+    a, b = picture(2, 2), picture(3, 3)
+    texts = ["<i> and <i>", "none", "<i>"]
+    for images in ([a, b, a], [[a, b], [], [a]], ((a, b), (), (a,))):
+        assert one_list("P", "<i>", texts, images) == [a, b, a]
+    assert one_list("P", "<i>", ["<i>"], a) == [a]
+    assert one_list("P", "<i>", ["none"], None) == []
+    with pytest.raises(ValueError, match=r"P: images in a list for each text .* <i>, \[2, 0, 1\], got \[1, 0, 2\]"):
+        one_list("P", "<i>", texts, [[a], [], [b, a]])
+    with pytest.raises(ValueError, match=r"got \[None, 1\]"):
+        one_list("P", "<i>", ["<i>", "<i>"], [a, [b]])
+    with pytest.raises(ValueError, match="one <i> for each of the 2 images, got 3"):
+        one_list("P", "<i>", texts, [a, b])
+
+
+def test_parts_of_messages():
+    of = lambda *parts, **options: image_parts([{"role": "user", "content": list(parts)}], **options)
+    clip = {"type": "video", "video": [1, 2], "fps": 2.0}
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "path": "b.png"}, {"image": "c.png"}, {"text": "d"}]
+    assert [(kind, what) for kind, what, _ in of(*parts)] == [("image", "b.png"), ("image", "c.png")]
+    assert of(clip, videos=True) == [("video", [1, 2], clip)]
+    assert of({"type": "text", "text": "a", "image": None}) == []
+    arrow = {"type": "image", "text": None, "image": "c.png"}
+    assert of(arrow) == [("image", "c.png", arrow)]
+    with pytest.raises(ValueError, match="must not have a size of its own, got max_pixels, min_pixels"):
+        of({"type": "image", "image": "b.png", "min_pixels": 4, "max_pixels": 8})
+    assert image_parts([{"role": "assistant", "content": None}, {"role": "assistant"}]) == []
+    with pytest.raises(ValueError, match="must be of type text or image, got 'video'"):
+        of(clip)
+    with pytest.raises(ValueError, match="must be of type text or image or video, got 'image_url'"):
+        of({"type": "image_url", "image_url": {"url": "b.png"}}, videos=True)
+    with pytest.raises(ValueError, match="must be of type text or image, got 'words'"):
+        of("words")
+    with pytest.raises(ValueError, match=r"must have it beside, under image or path or url, got \['type'\]"):
+        of({"type": "image"})

@@ -166,8 +166,20 @@ def test_wrong_numbers_of_images(model):
         processor(["text"], images=[picture(8, 8)])
     with pytest.raises(ValueError, match=r"one <\|video_pad\|> for each of the 0 videos, got 2"):
         processor(["<|video_pad|><|video_pad|>"])
-    with pytest.raises(ValueError, match="fps must be one, or one for each of 0 videos"):
+    with pytest.raises(ValueError, match="fps must be one, or one for each of the 0 videos, got 1"):
         processor(["text"], fps=[1.0])
+    with pytest.raises(ValueError, match="images in a list for each text must be as many"):
+        processor(["<|image_pad|>", "text"], images=[[], [picture(8, 8)]])
+
+
+def test_what_is_no_video(model):
+    frames = [picture(20, 20)] * 2
+    for wrong in ("clip.mp4", b"clip", torch.zeros(2, 3, 20, 20), frames[0]):
+        with pytest.raises(ValueError, match=f"must be a list of images, its frames, got {type(wrong).__name__}"):
+            model.processor(["<|video_pad|>"], videos=[wrong], fps=1.0)
+    for fps in (0.0, -1.0):
+        with pytest.raises(ValueError, match=r"fps must be positive, got \[-?\d"):
+            model.processor(["<|video_pad|>"], videos=[frames], fps=fps)
 
 
 def test_videos_whose_time_matters_need_their_rate(model, arch):
@@ -187,6 +199,16 @@ def test_files_that_do_not_belong_together():
     object.__setattr__(model.config, "image_token_id", 9999)
     with pytest.raises(ValueError, match=r"must have the ids 9999 and 257 of the placeholders, got 262 tokens"):
         _ = model.processor
+
+
+def test_settings_that_transformers_5_wrote(arch):
+    """In processor_config.json, before files of older versions beside it."""
+    small = {"size": {"shortest_edge": 64, "longest_edge": 400}}
+    nested = {"image_processor": small, "video_processor": small | {"image_mean": [0.1, 0.2, 0.3]}}
+    processor = make_model(arch, processor_config=nested, preprocessor_config={"patch_size": 14}).processor
+    assert processor.images.max_pixels == processor.videos.max_pixels == 400
+    assert processor.videos.normalize.mean.flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert processor.images.normalize.mean.flatten().tolist() == pytest.approx(CLIP_MEAN)
 
 
 def test_the_processor_travels_with_the_checkpoint(model, arch, tmp_path):
