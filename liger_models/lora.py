@@ -9,6 +9,7 @@ holds several; the weight map says which of its rows are whose. Their files are 
 Source: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732, https://arxiv.org/abs/2402.09353.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -116,6 +117,8 @@ class LoRALinear(nn.Linear):
     """Rows of each of the checkpoint's matrices."""
     lora: nn.ModuleDict
     dropout: nn.Dropout
+    active: bool = True
+    """False for the frozen weight alone, see `without_adapters`."""
     plain: nn.Linear
     """The layer without adapters and without parameters; `nn.Module` does not see it."""
 
@@ -204,9 +207,11 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., O]."""
+        product = nf4_linear if _is_nf4(self.weight) else F.linear
+        if not self.active:
+            return product(x, self.weight, self.bias)
         A, B = self.factors(x.dtype)
         scale = self.scale(A, B)
-        product = nf4_linear if _is_nf4(self.weight) else F.linear
         y = product(x, self.weight, self.bias if scale is None else None)
         low = F.linear(self.dropout(x), A)
         y = torch.addmm(y.flatten(0, -2), low.flatten(0, -2).to(y.dtype), B.T.to(y.dtype)).view_as(y)
@@ -236,6 +241,8 @@ class LoRALMHead(LoRALinear, LigerLMHead):
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [..., C + r] and the weight [V, C + r] whose product are the logits."""
+        if not self.active:
+            return super().operands(x)
         A, B = self.factors(x.dtype)
         scale = self.scale(A, B)
         weight = torch.cat([self.weight.to(x.dtype), B], 1)
@@ -293,6 +300,29 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
 def adapter_config(model: nn.Module) -> LoRAConfig | None:
     """With what a model is adapted; None without (or with merged) adapters."""
     return next((layer.config for _, layer in _adapted(model)), None)
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within it a model computes as if it had no adapters: the reference of a preference loss, without a second model.
+
+    A backward of what is computed in it must be in it, too; mostly there is none (``torch.no_grad()``).
+
+    Raises:
+        ValueError: there are no adapters.
+    """
+    layers = [layer for _, layer in _adapted(model)]
+    check(
+        bool(layers), f"without_adapters: {type(model).__name__} must have adapters, got none. Call apply_lora first."
+    )
+    before = [layer.active for layer in layers]
+    for layer in layers:
+        layer.active = False
+    try:
+        yield
+    finally:
+        for layer, active in zip(layers, before, strict=True):
+            layer.active = active
 
 
 def merge_lora(model: Model, *, reversible: bool = False) -> Model:

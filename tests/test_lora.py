@@ -24,6 +24,7 @@ from liger_models.lora import (
     quantize_base,
     save_adapter,
     unmerge_lora,
+    without_adapters,
 )
 
 from .arch import test_gemma3, test_mllama, test_vision
@@ -260,6 +261,23 @@ def test_losses_of_hidden_states_see_the_adapter_of_the_head(kind):
     assert gradients(model).keys() == expected.keys()
     for name, gradient in gradients(model).items():
         assert error(gradient, expected[name]) <= LIMIT, name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_frozen_model_is_still_there(kind):
+    plain, model = llama(), llama(LoRAConfig(target_modules=SOME + OTHERS, lora_dropout=0.5, **kind))
+    expected, adapted = plain(IDS, labels=IDS, return_logits=True), model.eval()(IDS).logits
+    model.train()
+    with without_adapters(model):
+        out = model(IDS, labels=IDS, return_logits=True)
+        with without_adapters(model), pytest.raises(ValueError, match="input_ids"):
+            model()
+        assert torch.equal(model(IDS).logits, out.logits)
+    assert torch.equal(out.logits, expected.logits)
+    assert torch.equal(out.loss, expected.loss)
+    assert torch.equal(model.eval()(IDS).logits, adapted)
+    with pytest.raises(ValueError, match="LigerLlama must have adapters, got none"), without_adapters(plain):
+        pass
 
 
 def test_dropout():
