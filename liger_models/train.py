@@ -152,7 +152,7 @@ def train(options: TrainOptions) -> None:
     for step in range(start + 1, steps + 1):
         accumulated = [next(batches) for _ in range(options.accumulate)]
         log.count(accumulated, flops(model, accumulated))
-        accumulated = [to_device(batch, device) for batch in accumulated]
+        accumulated = [to_device(batch, device, model) for batch in accumulated]
         num_items = targets_per_rank(accumulated)
         loss = torch.zeros((), device=device)
         for batch in accumulated:
@@ -230,7 +230,7 @@ def evaluate(model: CausalLM, data: PackedDataset, device: torch.device) -> floa
     data.set_epoch(0)
     total, targets = torch.zeros((), device=device), torch.zeros((), device=device)
     for batch in data:
-        batch = to_device(batch, device)
+        batch = to_device(batch, device, model)
         num_items = targets_per_rank(batch)
         out = model(**batch, num_items_in_batch=num_items)
         total += (out.loss - (0 if out.aux_loss is None else out.aux_loss)) * num_items
@@ -246,8 +246,14 @@ def endless(loader: PackedLoader) -> Iterator[Batch]:
         yield from loader
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch on the device, without waiting for it."""
+def to_device(batch: Batch, device: torch.device, model: CausalLM) -> Batch:
+    """A batch on the device, without waiting for it; ValueError for a token that the model does not have."""
+    words, largest = model.config.vocab_size, int(batch["input_ids"].max())
+    check(
+        largest < words,
+        f"train: token ids must be less than the model's vocab_size ({words}), got {largest}. Was the tokenizer given "
+        "tokens that the embedding has no rows for?",
+    )
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 

@@ -330,6 +330,15 @@ def test_weights_that_are_no_numbers_are_not_saved(folder, tmp_path, monkeypatch
     assert (tmp_path / "run" / "latest").read_text() == "step-00000002\n"
 
 
+def test_tokens_that_the_model_does_not_have(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [5, 258, 6]}))
+    given = {"model": str(folder / "checkpoint"), "length": 64, "workers": 0, "output": str(tmp_path / "run")}
+    with pytest.raises(ValueError, match=r"train: token ids must be less than the model's vocab_size \(258\), got 258"):
+        train(TrainOptions(**given, data=[str(tmp_path / "ids.jsonl")], steps=1))
+
+
 def test_a_line_of_the_log_that_was_cut(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n{"step": 2, "eval_lo')
     written = Log(tmp_path, 1, 2, False, torch.device("cpu"))
