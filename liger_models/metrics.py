@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.utils.tqdm import tqdm
 
-from liger_models.convert.ranks import this_rank, world_size
+from liger_models.convert.ranks import this_rank
 from liger_models.data import Batch
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.causal_lm import CausalLM
@@ -20,17 +20,18 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "
 
 
 def flops(model: CausalLM, batches: Sequence[Batch]) -> float:
-    """Floating-point operations of a forward and backward of batches: matrix products, attention within documents.
+    """Floating-point operations of this rank for a forward and backward: matrix products, attention within documents.
 
     Per token and element of a weight 2 in the forward, 2 for the gradient of its input where anything before it is
     trained, and 2 for its own if it is. What is computed again in the backward is not counted; of experts only those
     that a token passes through are.
 
     Args:
-        model: sharded or not.
+        model: sharded or not; ranks that share a batch (`apply_tp`, `apply_cp`) have equal parts.
         batches: of `PackedDataset`, on the CPU: their bounds are read.
     """
-    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    sharing = model.ranks or model.context_ranks
+    tokens = sum(batch["input_ids"].numel() for batch in batches) / (1 if sharing is None else sharing.size)
     lengths = torch.cat([batch["cu_seqlens"].diff() for batch in batches]).double()
     counted = {*model.layers.modules(), *model.lm_head.modules()}
     total, before = 0.0, False
@@ -60,10 +61,13 @@ class Log:
         steps: of the run.
         tensorboard: write ``folder/tensorboard``.
         device: whose memory and peak are shown.
+        ranks: number of them that have batches of their own.
     """
 
-    def __init__(self, folder: Path, start: int, steps: int, tensorboard: bool, device: torch.device) -> None:
-        self.first, self.ranks, self.device, self.file = this_rank() == 0, world_size(), device, folder / "log.jsonl"
+    def __init__(
+        self, folder: Path, start: int, steps: int, tensorboard: bool, device: torch.device, ranks: int = 1
+    ) -> None:
+        self.first, self.ranks, self.device, self.file = this_rank() == 0, ranks, device, folder / "log.jsonl"
         self.writer: Any = None
         self.bar: Any = tqdm(total=steps, initial=start, unit="step", disable=not self.first)
         name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
@@ -89,7 +93,7 @@ class Log:
         self.operations += operations
 
     def rates(self) -> dict[str, float]:
-        """Tokens per second of all ranks, share of the peak, and GiB of memory of this rank."""
+        """Tokens per second of all ranks together, share of the peak, and GiB of memory of this rank."""
         if not self.tokens:
             return {}
         seconds = time.perf_counter() - self.since

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from liger_models.convert.auto import AutoLigerModel
 from liger_models.data import OVERFLOWS, Batch, PackedDataset, PackedLoader
@@ -28,7 +29,9 @@ from liger_models.metrics import Log, flops
 from liger_models.optim import LigerAdamW
 from liger_models.options import read_options
 from liger_models.parallel import (
+    apply_cp,
     apply_fsdp,
+    apply_tp,
     clip_grad_norm_,
     compile_blocks,
     load_state,
@@ -40,7 +43,15 @@ from liger_models.parallel import (
 from liger_models.seed import seed_all
 
 LEAST = {"length": 2, "batch_size": 1, "accumulate": 1, "workers": 0, "steps": 1, "weight_decay": 0, "lora_r": 0}
-LEAST |= {"seed": 0, "log_every": 1, "eval_every": 1, "save_every": 1, "keep": 1}
+LEAST |= {
+    "tensor_parallel": 1,
+    "context_parallel": 1,
+    "seed": 0,
+    "log_every": 1,
+    "eval_every": 1,
+    "save_every": 1,
+    "keep": 1,
+}
 """The least values that options may have."""
 KNOWN = {"dtype": ("float32", "bfloat16"), "export_dtype": ("float32", "bfloat16", "float16")}
 KNOWN |= {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES}
@@ -74,6 +85,8 @@ class TrainOptions:
     lora_dropout: float = option(default=0.0, metadata={"help": "probability of dropping an element of their input"})
     lora_targets: list[str] = option(default_factory=list, metadata={"help": "q_proj and so on; default: all linear"})
     lora_4bit: bool = option(default=False, metadata={"help": "keep the weights beside them in 4 bits; on one device"})
+    tensor_parallel: int = option(default=1, metadata={"help": "GPUs that share the layers, and a batch"})
+    context_parallel: int = option(default=1, metadata={"help": "GPUs that share the tokens of a row, and a batch"})
     checkpointing: str = option(default="selective", metadata={"help": "none, selective or full"})
     compile: bool = option(default=False, metadata={"help": "compile each block"})
     seed: int = option(default=0, metadata={"help": "of the order of the data, and of dropout"})
@@ -101,6 +114,20 @@ class TrainOptions:
         for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_4bit"):
             value = getattr(self, name)
             check(self.lora_r > 0 or not value, f"TrainOptions: {name} needs lora_r, got {value} and {self.lora_r}.")
+        check(
+            self.tensor_parallel == 1 or (self.context_parallel == 1 and self.lora_r == 0),
+            "TrainOptions: tensor_parallel goes neither with context_parallel nor with adapters, got "
+            f"{self.tensor_parallel}, {self.context_parallel} and lora_r={self.lora_r}. Leave it out.",
+        )
+        check(
+            self.length % self.sharing == 0,
+            f"TrainOptions: length must be a multiple of the {self.sharing} GPUs that share a row, got {self.length}.",
+        )
+
+    @property
+    def sharing(self) -> int:
+        """Number of ranks that are given the same batches."""
+        return self.tensor_parallel * self.context_parallel
 
 
 def train(options: TrainOptions) -> None:
@@ -119,16 +146,23 @@ def train(options: TrainOptions) -> None:
     if started:
         alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
         dist.init_process_group(**({} if "RANK" in os.environ else alone))
-    rank = dist.get_rank()
-    seed_all(options.seed + rank, deterministic=options.deterministic)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    check(
+        ranks % options.sharing == 0,
+        f"train: the number of ranks ({ranks}) must be a multiple of the {options.sharing} that share a batch. Start "
+        "another number of them.",
+    )
+    mesh = init_device_mesh(device.type, (ranks // options.sharing, options.sharing), mesh_dim_names=("dp", "shared"))
+    own = {"rank": mesh["dp"].get_local_rank(), "ranks": mesh["dp"].size()}
+    seed_all(options.seed + own["rank"], deterministic=options.deterministic)
 
-    model = load_model(options, device)
+    model = load_model(options, device, mesh)
     model.set_checkpointing(options.checkpointing)
     if options.compile:
         compile_blocks(model)
 
     packing: dict[str, Any] = {"length": options.length, "overflow": options.overflow, "field": options.field}
-    packing |= {"batch_size": options.batch_size, "seed": options.seed, "progress": rank == 0}
+    packing |= {"batch_size": options.batch_size, "seed": options.seed, "progress": rank == 0, **own}
     data = PackedDataset(options.data, model.tokenizer, **packing)
     loader = PackedLoader(data, num_workers=options.workers, pin_memory=device.type != "cpu")
     tests = PackedDataset(options.eval_data, model.tokenizer, shuffle=False, **packing) if options.eval_data else None
@@ -148,7 +182,7 @@ def train(options: TrainOptions) -> None:
         group["lr"] = options.lr * cosine(start, warmup, steps, options.min_lr)
         group["weight_decay"] = given["weight_decay"]
     batches, saving = endless(loader), None
-    log = Log(output, start, steps, options.tensorboard, device)
+    log = Log(output, start, steps, options.tensorboard, device, own["ranks"])
     for step in range(start + 1, steps + 1):
         accumulated = [next(batches) for _ in range(options.accumulate)]
         log.count(accumulated, flops(model, accumulated))
@@ -199,17 +233,23 @@ def train(options: TrainOptions) -> None:
             time.sleep(0.2)
 
 
-def load_model(options: TrainOptions, device: torch.device) -> CausalLM:
+def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh) -> CausalLM:
     """The model, sharded over the ranks; with adapters if they are asked for."""
+
+    def shard(model: CausalLM) -> CausalLM:
+        if options.tensor_parallel > 1:
+            return apply_fsdp(apply_tp(model, mesh["shared"], sequence_parallel=True), mesh["dp"])
+        return apply_fsdp(apply_cp(model, mesh["shared"]))
+
     load = AutoLigerModel.from_pretrained if Path(options.model).is_dir() else AutoLigerModel.from_hub
     given: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": device, "progress": dist.get_rank() == 0}
     if options.lora_r == 0:
-        return freeze_images(load(options.model, shard=apply_fsdp, **given))
+        return freeze_images(load(options.model, shard=shard, **given))
     alpha = 2 * options.lora_r if options.lora_alpha is None else options.lora_alpha
     targets = options.lora_targets or "all-linear"
     adapters = LoRAConfig(r=options.lora_r, lora_alpha=alpha, lora_dropout=options.lora_dropout, target_modules=targets)
     if not options.lora_4bit:
-        return load(options.model, shard=lambda model: apply_fsdp(apply_lora(model, adapters)), **given)
+        return load(options.model, shard=lambda model: shard(apply_lora(model, adapters)), **given)
     ranks = dist.get_world_size()
     check(ranks == 1, f"train: with lora_4bit there must be one rank, got {ranks}. Leave it out, or use one.")
     return quantize_base(apply_lora(load(options.model, **given), adapters))

@@ -10,6 +10,7 @@ from benchmarks.train import flops_per_token
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.arch.mistral import LigerMistral
 from liger_models.arch.mixtral import LigerMixtral
+from liger_models.kernels.collectives import Ranks
 from liger_models.kernels.options import KernelOptions
 from liger_models.lora import LoRAConfig, apply_lora
 from liger_models.metrics import flops
@@ -34,6 +35,15 @@ def test_a_dense_model():
     products = flops_per_token(SIZES, 0)
     attention = [flops(model, [batch(bounds, 2)]) - 64 * products for bounds in ([0, 32, 64], [0, 8, 32, 64])]
     assert attention[1] / attention[0] == (8**2 + 24**2 + 32**2) / (2 * 32**2)
+
+
+def test_a_rank_of_two_that_share_a_batch():
+    model, ranks = make(LigerLlama), Ranks("", 2, 0)
+    whole = flops(model, [batch([0, 40, 64])])
+    for block in model.layers:
+        block.self_attn.spread(ranks)
+    model.context_ranks = ranks
+    assert flops(model, [batch([0, 40, 64])]) == whole / 2
 
 
 def test_a_window_and_experts():

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -48,6 +49,14 @@ def die_in_step_7(*arguments):
 liger_models.train.clip_grad_norm_ = die_in_step_7
 liger_models.train.main()
 """
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left():
+    """A run that fails leaves its process group."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +201,8 @@ def train_adapters(folder: Path, output: str, **options: Any) -> None:
 
 def stopped_in_the_middle(folder: Path, whole: str, output: str) -> None:
     """What a run leaves that dies after its checkpoint of step 3."""
-    shutil.copytree(folder / whole, folder / output, ignore=shutil.ignore_patterns("adapter", "step-00000006"))
+    left_out = shutil.ignore_patterns("adapter", "model", "step-00000006")
+    shutil.copytree(folder / whole, folder / output, ignore=left_out)
     (folder / output / "latest").write_text("step-00000003\n")
 
 
@@ -233,6 +243,22 @@ def test_two_ranks_train_adapters_and_go_on(folder, two, dtype):  # noqa: F811
     torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=1e-4, rtol=1e-4)
     assert theirs.peft_config["default"].base_model_name_or_path == str(folder / "checkpoint")
     assert theirs.peft_config["default"].lora_alpha == 4
+
+
+@pytest.mark.parametrize(
+    "options", [{"tensor_parallel": 2}, {"context_parallel": 2}, {"context_parallel": 2, "lora_r": 4}]
+)
+def test_two_ranks_share_batches(folder, two, options):  # noqa: F811
+    given = {"lora_r": 0, "lr": 1e-2, "eval_data": [str(folder / "eval.jsonl")], "eval_every": 3} | options
+    name, alone = "shared-" + "-".join(options), {**given, "tensor_parallel": 1, "context_parallel": 1}
+    two(partial(train_adapters, **given), folder, name)
+    train_adapters(folder, f"{name}-alone", **alone)
+    for got, expected in zip(log(folder / name), log(folder / f"{name}-alone"), strict=True):
+        assert got == pytest.approx(expected, rel=1e-2)  # both compute in bf16
+    assert (folder / name / ("adapter" if options.get("lora_r") else "model")).is_dir()
+    stopped_in_the_middle(folder, name, f"{name}-again")
+    two(partial(train_adapters, **given), folder, f"{name}-again")
+    assert log(folder / f"{name}-again") == log(folder / name)
 
 
 @pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning")
@@ -288,9 +314,12 @@ def test_options_that_cannot_be(capsys):
         ("--overflow=drop", "overflow must be one of split, truncate, got 'drop'"),
         ("--lora-4bit", "lora_4bit needs lora_r, got True and 0"),
         ("--lora-targets=q_proj", "lora_targets needs lora_r"),
+        ("--context-parallel=3", "length must be a multiple of the 3 GPUs that share a row, got 4096"),
+        ("--tensor-parallel=2 --context-parallel=2", "tensor_parallel goes neither with context_parallel nor with"),
+        ("--tensor-parallel=2 --lora-r=4", "tensor_parallel goes neither with context_parallel nor with adapters"),
     ):
         with pytest.raises(SystemExit):
-            read_options(TrainOptions, ["--model", "m", "--data", "d", "--output", "o", given])
+            read_options(TrainOptions, ["--model", "m", "--data", "d", "--output", "o", *given.split()])
         assert message in capsys.readouterr().err
 
 
@@ -298,6 +327,8 @@ def test_files_are_looked_for_before_the_model_is_loaded(tmp_path):
     for missing in ({"data": ["no.jsonl"]}, {"data": [str(tmp_path)], "eval_data": ["no.jsonl"]}):
         with pytest.raises(ValueError, match=r"train: data must be files or folders, got no\.jsonl"):
             train(TrainOptions(model="no/model", output=str(tmp_path / "run"), **missing))
+    with pytest.raises(ValueError, match=r"the number of ranks \(1\) must be a multiple of the 2 that share a batch"):
+        train(TrainOptions(model="no/model", output=str(tmp_path / "run"), data=[str(tmp_path)], context_parallel=2))
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError):
         train(TrainOptions(model="no/model", output=str(tmp_path / "file"), data=[str(tmp_path)]))
