@@ -18,7 +18,6 @@ from liger_models.layers.vision_language import VisionLanguageModel
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/liger-models/liger_models/blob/main/"
-SAYS = {True: "yes", False: "no", None: ""}
 LIGER_KERNEL = json.loads((ROOT / "tests" / "data" / "liger-kernel-0.8.5.json").read_text())
 """Public names of Liger-Kernel."""
 
@@ -71,9 +70,8 @@ def models() -> str:
         sees = isinstance(model, VisionLanguageModel)
         inputs = "text" + ", images" * sees + ", videos" * hasattr(model.config, "video_token_id")
         routes = any(isinstance(module, LigerMoE) for module in model.modules())
-        features = {"TP": not sees, "EP": routes or None}
         reads, differs = doc(cls)
-        rows.append([f"[`{arch}`](#{arch})", f"`{cls.__name__}`", reads, inputs, *map(SAYS.get, features.values())])
+        rows.append([f"[`{arch}`](#{arch})", f"`{cls.__name__}`", reads, inputs, "yes" if routes else ""])
         names = [path.stem.replace(".text", " (its text model)") for path in releases]
         sections += [
             f"### `{arch}` {{ #{arch} }}",
@@ -82,7 +80,7 @@ def models() -> str:
             f"Released checkpoints in the tests: {', '.join(names) or 'none'}.",
             f"Variants compared with transformers: {', '.join(variants)}.",
         ]
-    head = ["model_type", "class", "checkpoints", "takes", *features]
+    head = ["model_type", "class", "checkpoints", "takes", "EP"]
     return "\n\n".join([table(head, rows), "## Each of them", *sections])
 
 
