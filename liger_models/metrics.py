@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.utils.tqdm import tqdm
 
-from liger_models.convert.ranks import this_rank
+from liger_models.convert.ranks import this_rank, world_size
 from liger_models.data import Batch
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.causal_lm import CausalLM
@@ -61,13 +61,14 @@ class Log:
         steps: of the run.
         tensorboard: write ``folder/tensorboard``.
         device: whose memory and peak are shown.
-        ranks: number of them that have batches of their own.
+        ranks: number of them that have batches of their own; None for all.
     """
 
     def __init__(
-        self, folder: Path, start: int, steps: int, tensorboard: bool, device: torch.device, ranks: int = 1
+        self, folder: Path, start: int, steps: int, tensorboard: bool, device: torch.device, ranks: int | None = None
     ) -> None:
-        self.first, self.ranks, self.device, self.file = this_rank() == 0, ranks, device, folder / "log.jsonl"
+        self.first, self.device, self.file = this_rank() == 0, device, folder / "log.jsonl"
+        self.ranks = world_size() if ranks is None else ranks
         self.writer: Any = None
         self.bar: Any = tqdm(total=steps, initial=start, unit="step", disable=not self.first)
         name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
