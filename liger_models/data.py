@@ -1,5 +1,6 @@
 """Texts and chats into packed batches: tokenised once, shuffled, shared out to the ranks, resumable at every batch."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -20,17 +21,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from liger_models.convert.ranks import agreeing, several, this_rank, world_size
 from liger_models.kernels.dispatch import check
-from liger_models.layers.vision_language import MRopeModel, SquareImageModel, TiledImageModel
 from liger_models.tokenizer import Tokenizer, answer_mask
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
 FIELDS = ("messages", "text", "input_ids")
 OVERFLOWS = ("split", "truncate")
 ANSWERS = ("chosen", "rejected")
-SEEN = tuple(
-    dict.fromkeys(name for model in (MRopeModel, SquareImageModel, TiledImageModel) for name in model.prompt_inputs)
-)
-"""Names of what models take besides text."""
 WINDOW = 4096
 """Documents among which the packing looks for those that fill a row. Of a stream they are read ahead."""
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
@@ -506,7 +502,7 @@ def preference_batch(
             f"preference_batch: what is collated must have tensors {', '.join(collated)}, got {sorted(pairs)}.",
         )
         ids, mask, answers = (pairs[name] for name in collated)
-        seen = {name: value for name, value in pairs.items() if name in SEEN}
+        seen = {name: value for name, value in pairs.items() if name in _seen()}
         return {"input_ids": ids, "labels": ids.masked_fill(answers == 0, -100), "attention_mask": mask} | seen
     if isinstance(pairs, Mapping):
         named = (*ANSWERS, "prompt", "tools", "chat_template_kwargs")
@@ -541,9 +537,17 @@ def preference_batch(
     }
 
 
+@functools.cache
+def _seen() -> list[str]:
+    """Names of what models take besides text."""
+    from liger_models.layers.vision_language import MRopeModel, SquareImageModel, TiledImageModel
+
+    return sorted({name for model in (MRopeModel, SquareImageModel, TiledImageModel) for name in model.prompt_inputs})
+
+
 def _pair(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[tuple[list[int], list[int]]]:
     """Token ids of prompt and chosen answer, and of prompt and rejected answer."""
-    images = [name for name in ("image", "images", *sorted(SEEN)) if len(pair.get(name) or ()) > 0]
+    images = [name for name in ("image", "images", *_seen()) if len(pair.get(name) or ()) > 0]
     check(
         not images,
         f"{where}: must be text, got {', '.join(images)}. Collate it with TRL's DataCollatorForVisionPreference.",
