@@ -20,7 +20,7 @@ from liger_models.kernels.rope import rope, rope_qkv, rope_qkv_reference, rope_r
 
 from .norm import LigerRMSNorm, Norm, add_norm, add_norm_linear
 from .sequence import Sequence
-from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, check_parts
 
 CAUSAL_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,  # H200, head dim 128, S 8192: ahead of flash by about a quarter
@@ -159,11 +159,8 @@ def _backends(order: list[SDPBackend], x: Tensor) -> AbstractContextManager[Any]
 
 def check_heads(where: str, kv_heads: int, ranks: Ranks) -> None:
     """Raise ValueError unless ranks can have equal parts of the heads."""
-    check(
-        kv_heads % ranks.size == 0,
-        f"{where}: num_key_value_heads ({kv_heads}) must be a multiple of {ranks.size} ranks: heads are not copied. "
-        "Use fewer ranks, and FSDP over the others.",
-    )
+    advice = ": heads are not copied. Use fewer ranks, and FSDP over the others."
+    check_parts(where, "num_key_value_heads", kv_heads, ranks, advice)
 
 
 class LigerAttention(nn.Module):

@@ -8,12 +8,12 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels.act_linear import act_linear, act_reference
 from liger_models.kernels.collectives import Ranks
-from liger_models.kernels.dispatch import check, use_triton
+from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.gated_act import gated_act, gated_act_reference
 from liger_models.kernels.gated_mlp import gated_mlp
 
 from .norm import LigerRMSNorm, Norm, add_norm, autocast_weights, is_plain
-from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, own, own_or_none
+from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, check_parts, own, own_or_none
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -64,8 +64,7 @@ class GatedMLP(nn.Module):
         Raises:
             ValueError: there is no equal part of them.
         """
-        F = self.parts
-        check(F % ranks.size == 0, f"GatedMLP: intermediate_size ({F}) must be a multiple of {ranks.size} ranks.")
+        check_parts("GatedMLP", "intermediate_size", self.parts, ranks)
         self.gate_up_proj = ColumnParallelLinear.of(self.gate_up_proj, ranks)
         self.down_proj = RowParallelLinear.of(self.down_proj, ranks)
         return {"gate_up_proj.weight": 0, "gate_up_proj.bias": 0, "down_proj.weight": 1}
@@ -142,8 +141,7 @@ class LigerMLP(nn.Module):
         Raises:
             ValueError: there is no equal part of it.
         """
-        F = self.parts
-        check(F % ranks.size == 0, f"LigerMLP: intermediate_size ({F}) must be a multiple of {ranks.size} ranks.")
+        check_parts("LigerMLP", "intermediate_size", self.parts, ranks)
         self.fc1 = ColumnParallelLinear.of(self.fc1, ranks)
         self.fc2 = RowParallelLinear.of(self.fc2, ranks)
         return {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}

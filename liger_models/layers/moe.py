@@ -10,7 +10,7 @@ from liger_models.kernels.gated_act import check_act
 from liger_models.kernels.moe import moe_mlp, moe_mlp_over, moe_mlp_reference, route, route_reference
 
 from .norm import autocast_weights
-from .tensor_parallel import WholeLinear, own
+from .tensor_parallel import WholeLinear, check_parts, own
 
 
 class LigerMoE(nn.Module):
@@ -71,8 +71,7 @@ class LigerMoE(nn.Module):
         Raises:
             ValueError: there is no equal part of them, or the router's noise would differ between ranks.
         """
-        F = self.down_weight.shape[2]
-        check(F % ranks.size == 0, f"LigerMoE: intermediate_size ({F}) must be a multiple of {ranks.size} ranks.")
+        check_parts("LigerMoE", "intermediate_size", self.down_weight.shape[2], ranks)
         check(
             self.router_jitter == 0,
             f"LigerMoE: router_jitter must be 0 over ranks, got {self.router_jitter}. Set router_jitter_noise=0.",
@@ -87,8 +86,7 @@ class LigerMoE(nn.Module):
         Raises:
             ValueError: there is no equal part of them.
         """
-        X = self.down_weight.shape[0]
-        check(X % ranks.size == 0, f"LigerMoE: num_experts ({X}) must be a multiple of {ranks.size} ranks.")
+        check_parts("LigerMoE", "num_experts", self.down_weight.shape[0], ranks)
         self.expert_ranks = ranks
         return {"gate_up_weight": 0, "down_weight": 0}
 

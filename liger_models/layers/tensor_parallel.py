@@ -45,6 +45,11 @@ def whole(weight: Tensor, ranks: Ranks | None) -> Tensor:
     return sum_gradient(own(weight), ranks) if ranks is not None and ranks.sequence else own(weight)
 
 
+def check_parts(where: str, name: str, count: int, ranks: Ranks, more: str = ".") -> None:
+    """Raise ValueError unless each rank can have as many of ``count``; ``more`` ends the message."""
+    check(count % ranks.size == 0, f"{where}: {name} ({count}) must be a multiple of {ranks.size} ranks{more}")
+
+
 class _PartialLinear(nn.Linear):
     ranks: Ranks | None
     """Those with which something is exchanged; None for nothing."""

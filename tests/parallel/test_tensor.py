@@ -89,6 +89,12 @@ def once(model: Any, **options: Any) -> dict[str, Any]:
     return {"loss": out.loss.detach(), "logits": out.logits.detach(), "gradients": gradients(model)}
 
 
+def assert_same_once(got: dict[str, Any], right: dict[str, Any]) -> None:
+    assert_close(got["loss"], right["loss"])
+    assert_close(got["logits"], right["logits"], atol=1e-5)
+    assert_same(got["gradients"], right["gradients"])
+
+
 def cut_once(cases: list[tuple[str, Any]]) -> list[dict[str, Any]]:
     """The first case both ways, the others by turns with and without tokens on ranks."""
     mesh = mesh_of(2)
@@ -102,9 +108,7 @@ def test_every_architecture(two, arch):
     expected = [once(build(*case)) for case in cases]
     for results in two(cut_once, cases):
         for got, right in zip(results, expected, strict=True):
-            assert_close(got["loss"], right["loss"])
-            assert_close(got["logits"], right["logits"], atol=1e-5)
-            assert_same(got["gradients"], right["gradients"])
+            assert_same_once(got, right)
 
 
 # Whole training runs: tied and not, of all kinds of layers.
