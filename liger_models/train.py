@@ -42,16 +42,9 @@ from liger_models.parallel import (
 )
 from liger_models.seed import seed_all
 
-LEAST = {"length": 2, "batch_size": 1, "accumulate": 1, "workers": 0, "steps": 1, "weight_decay": 0, "lora_r": 0}
-LEAST |= {
-    "tensor_parallel": 1,
-    "context_parallel": 1,
-    "seed": 0,
-    "log_every": 1,
-    "eval_every": 1,
-    "save_every": 1,
-    "keep": 1,
-}
+LEAST = {"length": 2, "workers": 0, "weight_decay": 0, "lora_r": 0, "seed": 0}
+LEAST |= dict.fromkeys(("batch_size", "accumulate", "steps", "tensor_parallel", "context_parallel", "keep"), 1)
+LEAST |= dict.fromkeys(("log_every", "eval_every", "save_every"), 1)
 """The least values that options may have."""
 KNOWN = {"dtype": ("float32", "bfloat16"), "export_dtype": ("float32", "bfloat16", "float16")}
 KNOWN |= {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES}
