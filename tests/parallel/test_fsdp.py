@@ -12,13 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from liger_models import LigerFusedLinearDPOLoss
-from liger_models.arch.gemma3 import Gemma3Config, Gemma3VisionConfig, LigerGemma3
-from liger_models.arch.mllama import LigerMllama, MllamaConfig, MllamaVisionConfig
-from liger_models.arch.qwen3_vl import LigerQwen3VL, Qwen3VLConfig, Qwen3VLVisionConfig
 from liger_models.layers import offload
 from liger_models.parallel import apply_fsdp, compile_blocks, reshard
 
-from .models import TINY, T, batch, gradients, make_optimizer, mean, mixture, share, tiny, whole
+from .images import image_batch, image_config
+from .models import TINY, batch, gradients, make_optimizer, mean, mixture, share, tiny, whole
+from .test_tensor import build
 
 STEPS = 5
 CASES = {
@@ -267,71 +266,17 @@ def test_compiled_blocks(two, first):
         assert_close(got, expected)
 
 
-def image_model(arch: str) -> LigerQwen3VL | LigerMllama | LigerGemma3:
-    sizes: dict[str, Any] = {
-        "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "initializer_range": 0.1,
-    }  # fmt: skip
-    torch.manual_seed(7)
-    if arch == "qwen3_vl":
-        tower = Qwen3VLVisionConfig(
-            depth=2, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=2, out_hidden_size=32,
-            num_position_embeddings=16, deepstack_visual_indexes=[0],
-        )  # fmt: skip
-        return LigerQwen3VL.from_config(
-            Qwen3VLConfig(
-                vocab_size=97, head_dim=8, mrope_section=[2, 1, 1], image_token_id=90, video_token_id=91,
-                vision_config=tower, **sizes,
-            )
-        )  # fmt: skip
-    if arch == "gemma3":
-        square = Gemma3VisionConfig(
-            hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=2
-        )
-        return LigerGemma3.from_config(
-            Gemma3Config(
-                vocab_size=97, head_dim=8, query_pre_attn_scalar=8, image_token_index=90, boi_token_index=91,
-                eoi_token_index=92, mm_tokens_per_image=4, vision_config=square, **sizes,
-            )
-        )  # fmt: skip
-    tiled = MllamaVisionConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_global_layers=1, attention_heads=2,
-        image_size=8, patch_size=4, intermediate_layers_indices=[0], vision_output_dim=32,
-    )  # fmt: skip
-    model = LigerMllama.from_config(
-        MllamaConfig(vocab_size=90, cross_attention_layers=[1], image_token_index=90, vision_config=tiled, **sizes)
-    )
-    for name, parameter in model.named_parameters():
-        if "gate" in name and parameter.dim() == 1:
-            torch.nn.init.constant_(parameter, 0.5)  # open, so that the images count
-    return model
-
-
 def with_images(arch: str, frozen: str, rank: int, ranks: int) -> dict[str, Any]:
-    """Two texts, of which only the first has an image: losses and gradients on this rank's share."""
-    model = image_model(arch)
+    """Four texts, of which only the first two have images: losses and gradients on this rank's share."""
+    model = build(*image_config(arch))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(frozen == "nothing" or name.startswith("visual.") != (frozen == "tower"))
     if dist.is_initialized():
         apply_fsdp(model, param_dtype=None)
         assert isinstance(model.visual.blocks[0], FSDPModule)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(80, (2, T), generator=generator)
-    ids[0, 2 : 2 + {"qwen3_vl": 6, "gemma3": 4, "mllama": 1}[arch]] = 90
-    labels = ids.masked_fill(ids == 90, -100)
-    mine = slice(rank, rank + 1) if ranks > 1 else slice(0, 2)
-    images = {
-        "pixel_values": torch.randn(24, 24, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 4, 6]]),
-    }
-    if arch == "mllama":
-        images = {
-            "pixel_values": torch.randn(2, 1, 4, 3, 8, 8, generator=generator)[mine],
-            "aspect_ratio_ids": torch.tensor([[6], [0]])[mine],
-        }
-    if arch == "gemma3":
-        images = {"pixel_values": torch.randn(1, 3, 8, 8, generator=generator)}
-    out = model(ids[mine], labels=labels[mine], num_items_in_batch=16 / ranks, **(images if rank == 0 else {}))
+    inputs = image_batch(model.config, 1, (rank, ranks))
+    assert ("pixel_values" in inputs) == (rank == 0)
+    out = model(**inputs, num_items_in_batch=16 / ranks)
     out.loss.backward()
     return {"loss": mean(out.loss), "gradients": gradients(model)}
 
