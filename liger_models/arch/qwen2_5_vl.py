@@ -152,8 +152,8 @@ class Qwen2_5VLTower(nn.Module):
         pixels = pixels.unflatten(0, (-1, unit))[order].flatten(0, 1)
         patches = patches.take(order, unit)
         frames, windows = (
-            Sequence.bidirectional(patches.position_ids, {"default": self.rotary}, documents[None])
-            for documents in (patches.frame, window.repeat_interleave(unit))
+            Sequence.bidirectional(patches.position_ids, {"default": self.rotary}, segments)
+            for segments in (patches.frame, window.repeat_interleave(unit))
         )
         x, residual = None, self.patch_embed(pixels.to(self.patch_embed.weight.dtype))[None]
         for index, block in enumerate(self.blocks):

@@ -132,7 +132,7 @@ class Qwen2VLTower(nn.Module):
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> ImageFeatures:
         """pixels [N, channels · frames · height · width], grid_thw [n, 3] -> [N / merge², C]."""
         patches = locate_patches(grid_thw, len(pixels), self.merge)
-        sequence = Sequence.bidirectional(patches.position_ids, {"default": self.rotary}, patches.frame[None])
+        sequence = Sequence.bidirectional(patches.position_ids, {"default": self.rotary}, patches.frame)
         x, residual = None, self.patch_embed(pixels.to(self.patch_embed.weight.dtype))[None]
         for block in self.blocks:
             x, residual = block(x, residual, sequence)

@@ -136,7 +136,7 @@ class Qwen3VLTower(nn.Module):
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> ImageFeatures:
         """pixels [N, channels · frames · height · width], grid_thw [n, 3] -> [N / merge², C], also for DeepStack."""
         patches = locate_patches(grid_thw, len(pixels), self.merge)
-        sequence = Sequence.bidirectional(patches.position_ids, {"default": self.rotary}, patches.frame[None])
+        sequence = Sequence.bidirectional(patches.position_ids, {"default": self.rotary}, patches.frame)
         embedded = self.patch_embed(pixels.to(self.patch_embed.weight.dtype))
         placed = embedded + interpolate_positions(own(self.pos_embed.weight), patches).to(embedded.dtype)
         x, residual = None, placed[None]

@@ -1,6 +1,7 @@
 """Grouped-query attention on the packed QKV projection."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,7 +20,7 @@ from liger_models.kernels.rms_norm import scale_normed
 from liger_models.kernels.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
 
 from .norm import LigerRMSNorm, Norm, add_norm, add_norm_linear
-from .sequence import Sequence
+from .sequence import VARLEN_OPTIONS, Segments, Sequence, takes_segments
 from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, check_parts
 
 CAUSAL_BACKENDS = [
@@ -30,6 +31,13 @@ CAUSAL_BACKENDS = [
 ]
 MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Never cuDNN with a mask: its gradient of q has been NaN for some lengths (pytorch#196678)."""
+
+CUDNN_STEP = 128
+"""cuDNN only for lengths that are multiples of this: it builds a plan for every new one, 0.13 s on an H200, and a job
+whose lengths vary would wait for that again and again."""
+
+LEAST_CALL = 1024
+"""Tokens: segments of as many on average are faster in calls of their own, on cuDNN, than in one kernel for all."""
 
 LEAST_HEAD_DIM = 16
 """Of flex_attention's kernel; smaller heads are filled up with zeros."""
@@ -73,6 +81,33 @@ def _flex_attention(
             out = _compiled_flex_attention()(q, k, v, None if softcap is None else _cached_score(softcap), **options)
     y: Tensor = out
     return y[..., :D]
+
+
+def _within_segments(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: tuple[int, int]
+) -> Tensor:
+    """Attention of [B, T, H, D] within segments: one kernel for all, or a call for each length."""
+    runs = [(length, len([*run])) for length, run in itertools.groupby(segments.lengths or [])]
+    few = runs and len(runs) * LEAST_CALL <= q.shape[1] and not torch.compiler.is_compiling()
+    if takes_segments(q.device, q.dtype) and not few:
+        from torch.nn.attention.varlen import varlen_attn
+
+        padding, bounds, longest = -q.shape[3] % 8, segments.bounds, segments.longest
+        queries, keys, values = (F.pad(x, (0, padding)).flatten(0, 1) for x in (q, k, v))
+        options: dict[str, Any] = {"scale": scale, "window_size": window}
+        if "enable_gqa" in VARLEN_OPTIONS:  # else it is always so
+            options["enable_gqa"] = q.shape[2] != k.shape[2]
+        out: Any = varlen_attn(queries, keys, values, bounds, bounds, longest, longest, **options)
+        y: Tensor = out[..., : q.shape[3]].view(q.shape)
+        return y
+    counts = [length * count for length, count in runs]
+    results = []
+    for (length, _), *parts in zip(runs, *(x[0].split(counts) for x in (q, k, v)), strict=True):
+        queries, keys, values = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in parts)
+        with _unmasked(q, length):
+            out = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
+        results.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(results)[None]
 
 
 def attention_reference(
@@ -123,17 +158,20 @@ def attention(
     """
     T, H, G = q.shape[1], q.shape[2], k.shape[2]
     mask = sequence.masks[window]
+    check(
+        dropout == 0.0 or (mask.block is None and mask.segments is None),
+        f"attention: dropout must be 0 with packed or padded batches, windows and softcaps on {q.device.type}, "
+        f"got {dropout}. Set attention_dropout=0.",
+    )
+    if mask.segments is not None:
+        back = -1 if window is None else window - 1
+        return _within_segments(q, k, v, mask.segments, scale, (back, 0) if sequence.causal else (-1, -1))
     dense = mask.dense
     if T == 1 and window is not None:
         k, v = k[:, -window:], v[:, -window:]
         dense = None if dense is None else dense[..., -window:]
     queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
     if mask.block is not None:
-        check(
-            dropout == 0.0,
-            f"attention: dropout must be 0 with packed or padded batches, windows and softcaps on {q.device.type}, "
-            f"got {dropout}. Set attention_dropout=0.",
-        )
         out = _flex_attention(queries, keys, values, mask.block, scale, softcap)
     elif softcap is not None:
         out = attention_reference(queries, keys, values, dense, scale, softcap, dropout)
@@ -144,13 +182,18 @@ def attention(
             out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=dense, scale=scale)
         return out.reshape(q.shape)
     else:
-        with _backends(CAUSAL_BACKENDS, q):
+        with _unmasked(q, T):
             out = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=dense, dropout_p=dropout, is_causal=dense is None and sequence.causal,
                 scale=scale, enable_gqa=H != G,
             )  # fmt: skip
     y: Tensor = out.transpose(1, 2)
     return y
+
+
+def _unmasked(x: Tensor, T: int) -> AbstractContextManager[Any]:
+    without = x.device.type in ACCELERATORS and T % CUDNN_STEP != 0
+    return _backends(CAUSAL_BACKENDS[1:] if without else CAUSAL_BACKENDS, x)
 
 
 def _backends(order: list[SDPBackend], x: Tensor) -> AbstractContextManager[Any]:

@@ -381,7 +381,7 @@ class CausalLM(nn.Module):
         sequence = Sequence.build(
             (B, T), inputs_embeds.device, dict(self.rotary.items()), windows=self._windows,
             position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
-            visible_until=visible_until, images=images,
+            visible_until=visible_until, images=images, dtype=inputs_embeds.dtype,
         )  # fmt: skip
         hidden, router_logits = self._hidden(inputs_embeds, sequence, deepstack)
         hidden = enter(hidden, ranks)  # the head is cut by words

@@ -1,5 +1,6 @@
 """What every layer needs to know about the tokens at hand, computed once per forward and handed down."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -64,16 +65,66 @@ class DecodeCache:
 
 
 @dataclass(frozen=True, eq=False)
+class Segments:
+    """Tokens end to end, that see all of their own segment and none of another.
+
+    Attributes:
+        bounds: [n + 1] int32, where each begins and the last ends; segments may be empty.
+        longest: none has more tokens.
+        lengths: of each segment; None where the device was not asked for them.
+    """
+
+    bounds: Tensor
+    longest: int
+    lengths: list[int] | None = None
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> "Segments":
+        """From the number of each token's segment, [N] int64, ascending. Asks the device once."""
+        counts = numbers.unique_consecutive(return_counts=True)[1]
+        bounds, lengths = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), counts.tolist()
+        return cls(bounds, max(lengths), lengths)
+
+    @classmethod
+    def of_rows(cls, B: int, T: int, cu_seqlens: Tensor | None, device: torch.device) -> "Segments":
+        """The rows [B, T] of a batch, and within them packed documents."""
+        bounds = torch.arange(0, (B + 1) * T, max(T, 1), device=device)
+        if cu_seqlens is not None:
+            bounds = torch.cat([bounds, cu_seqlens.to(device, torch.int64).clamp(max=B * T)]).sort()[0]
+        return cls(bounds.int(), T)
+
+
+def _varlen_options() -> frozenset[str]:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+VARLEN_OPTIONS = _varlen_options()
+"""Arguments of PyTorch's kernel for attention within segments, which came with several versions."""
+
+
+def takes_segments(device: torch.device, dtype: torch.dtype | None) -> bool:
+    """Whether there is a kernel for attention within segments: since torch 2.11, for two half precisions."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return half and device.type in ACCELERATORS and "scale" in VARLEN_OPTIONS
+
+
+@dataclass(frozen=True, eq=False)
 class Mask:
-    """Who sees whom in the layers of one window, in the form that the device at hand takes; both None: causality alone.
+    """Who sees whom in the layers of one window, in one of these forms; all None: causality alone, or all see all.
 
     Attributes:
         block: for flex_attention.
         dense: [1 or B, 1, T, S] bool, for the CPU and for single-token decoding.
+        segments: of patches, and in half precision on an accelerator of packed rows and for windows.
     """
 
     block: BlockMask | None = None
     dense: Tensor | None = None
+    segments: Segments | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,17 +156,22 @@ class Sequence:
         cls,
         position_ids: Tensor,
         rotary: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]],
-        documents: Tensor | None,
+        segments: Tensor | None,
     ) -> "Sequence":
-        """Sequence of the patches of images, which see all of their own document.
+        """Sequence of the patches of images, which see all of their own segment.
 
         Args:
-            position_ids: [..., B, N] int64.
+            position_ids: [..., 1, N] int64.
             rotary: name -> function of the positions that gives (cos, sin).
-            documents: [B, N] int64, ascending along N: an image's, a frame's or a window's number. None: one document.
+            segments: [N] int64, ascending: an image's, a frame's or a window's number. None: one segment; then
+                ``position_ids`` may have several rows.
         """
         tables = {name: table(position_ids) for name, table in rotary.items()}
-        return cls(position_ids, tables, documents, masks={None: _document_mask(documents)}, causal=False)
+        mask = Mask()
+        if segments is not None:  # a compiled graph can't ask for their lengths
+            compiling = torch.compiler.is_compiling()
+            mask = _document_mask(segments[None]) if compiling else Mask(segments=Segments.of(segments))
+        return cls(position_ids, tables, masks={None: mask}, causal=False)
 
     @classmethod
     def build(
@@ -131,6 +187,7 @@ class Sequence:
         cache: DecodeCache | None = None,
         visible_until: Tensor | None = None,
         images: "ImageStates | None" = None,
+        dtype: torch.dtype | None = None,
     ) -> "Sequence":
         """Sequence of a batch of ``shape`` (B, T).
 
@@ -147,6 +204,7 @@ class Sequence:
             visible_until: [B, T] int64, the last of these tokens that each sees, itself or a later one, ascending along
                 T: the tokens of an image see each other. Default: itself.
             images: for layers of cross-attention.
+            dtype: of the activations, for masks that some kernels take; None for masks that all do.
 
         Raises:
             ValueError: shapes that do not fit, or arguments that exclude each other.
@@ -182,8 +240,11 @@ class Sequence:
                 f"Sequence: position_ids must be [{T}], [1, {T}] or [{B}, {T}], got {list(position_ids.shape)}. In "
                 "time, height and width an axis of 3 stands in front.",
             )
+        segments = None
+        if attention_mask is None and cache is None and visible_until is None and takes_segments(device, dtype):
+            segments = Segments.of_rows(B, T, cu_seqlens, device)
         masks = {
-            window: _mask(documents, past, window, B, T, device, needed, visible_until)
+            window: _mask(documents, past, window, B, T, device, needed, visible_until, segments)
             for window, needed in ({None: False} if windows is None else windows).items()
         }
         tables = {name: table(positions) for name, table in rotary.items()}
@@ -229,6 +290,7 @@ def _mask(
     device: torch.device,
     needed: bool,
     visible_until: Tensor | None = None,
+    segments: Segments | None = None,
 ) -> Mask:
     if T == 1 and documents is None:
         return Mask()  # a single token sees all that is cached, or the window's share, which attention cuts out
@@ -236,6 +298,8 @@ def _mask(
         window = None  # no token is that far back
     if not (needed or window or documents is not None or past or visible_until is not None):
         return Mask()
+    if segments is not None and not needed and T > 1:
+        return Mask(segments=segments)
     if T > 1 and device.type in ACCELERATORS:
         return Mask(block=_block_mask(documents, past, window, B, T, device, visible_until))
     query = torch.arange(past, past + T, device=device)[:, None]
@@ -249,10 +313,8 @@ def _mask(
     return Mask(dense=dense)
 
 
-def _document_mask(documents: Tensor | None) -> Mask:
+def _document_mask(documents: Tensor) -> Mask:
     """Of bidirectional attention within documents [B, N], whose numbers ascend."""
-    if documents is None:
-        return Mask()
     if documents.device.type not in ACCELERATORS:
         return Mask(dense=(documents[:, :, None] == documents[:, None, :])[:, None])
     return Mask(block=_document_block_mask(documents))

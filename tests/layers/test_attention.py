@@ -117,11 +117,53 @@ def test_flex_attention_against_the_formula(dtype, H, G, D, window, softcap, bou
         cu_seqlens=None if bounds is None else torch.tensor(bounds, device="cuda"),
     )  # fmt: skip
     assert s.masks[window].block is not None
+    assert_close_to_formula(q, k, v, dy, s, window, softcap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("H", "G", "D"), [(4, 4, 64), (8, 2, 128), (4, 1, 256), (4, 2, 12)])
+@pytest.mark.parametrize(("window", "bounds"), [(100, None), (100, [0, 170, 171, 600]), (None, [0, 300, 300, 1200])])
+def test_half_precision_within_segments(H, G, D, window, bounds):
+    torch.manual_seed(0)
+    T = 600
+    q, k, v = (torch.randn(2, T, h, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (H, G, G))
+    dy = torch.randn(2, T, H, D, device="cuda", dtype=torch.bfloat16)
+    s = Sequence.build(
+        (2, T), torch.device("cuda"), {}, windows={window: False}, dtype=torch.bfloat16,
+        cu_seqlens=None if bounds is None else torch.tensor(bounds, device="cuda"),
+    )  # fmt: skip
+    assert s.masks[window].segments is not None
+    assert_close_to_formula(q, k, v, dy, s, window, None)
+
+
+def assert_close_to_formula(q, k, v, dy, s, window, softcap):
+    T, D = q.shape[1], q.shape[3]
     out = attention(q, k, v, s, scale=D**-0.5, window=window, softcap=softcap)
     got = [out, *torch.autograd.grad(out, (q, k, v), dy)]
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     documents = None if s.documents is None else s.documents.cpu()
     out = naive(*wide, sees(T, window or T, documents).cuda(), D**-0.5, softcap)
+    want = [out, *torch.autograd.grad(out, wide, dy.double())]
+    limit = 2e-2 if q.dtype == torch.bfloat16 else 1e-5
+    for ours, exact in zip(got, want, strict=True):
+        assert (ours.double() - exact).norm() <= limit * exact.norm()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("D", [12, 72, 80])
+@pytest.mark.parametrize("sizes", [[600], [64] * 4 + [5, 5, 64], [1, 300, 17, 17, 129]], ids=str)
+def test_segments_against_the_formula(device, dtype, D, sizes):
+    torch.manual_seed(0)
+    numbers = torch.arange(len(sizes), device=device).repeat_interleave(torch.tensor(sizes, device=device))
+    s = Sequence.bidirectional(numbers[None], {}, numbers)
+    N = sum(sizes)
+    q, k, v = (torch.randn(1, N, 4, D, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    dy = torch.randn(1, N, 4, D, device=device, dtype=dtype)
+    out = attention(q, k, v, s, scale=0.3)
+    got = [out, *torch.autograd.grad(out, (q, k, v), dy)]
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out = naive(*wide, numbers[:, None] == numbers, 0.3)
     want = [out, *torch.autograd.grad(out, wide, dy.double())]
     limit = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for ours, exact in zip(got, want, strict=True):

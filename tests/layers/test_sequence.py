@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from liger_models.layers.sequence import (
     Sequence,
     _block_mask,
     _document_block_mask,
+    _document_mask,
     _parts_block_mask,
     parts_mask,
 )
@@ -124,11 +127,15 @@ def cached(past, new):
 
 
 @pytest.mark.parametrize("sizes", [[517], [64] * 8 + [5], [1, 127, 128, 129, 100, 32], [300, 217]], ids=str)
-def test_block_mask_of_patches(sizes):
-    documents = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))[None] * 3
-    dense = documents[:, :, None] == documents[:, None, :]
-    assert_block_mask(_document_block_mask(documents), dense, exact=True)
-    assert torch.equal(Sequence.bidirectional(documents, {}, documents).masks[None].dense[:, 0], dense)
+def test_segments_of_patches(sizes):
+    numbers = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) * 3
+    segments = Sequence.bidirectional(numbers[None], {}, numbers).masks[None].segments
+    assert segments.lengths == sizes
+    assert segments.bounds.tolist() == [0, *itertools.accumulate(sizes)]
+    assert segments.bounds.dtype == torch.int32
+    dense = numbers[None, :, None] == numbers[None, None, :]
+    assert_block_mask(_document_block_mask(numbers[None]), dense, exact=True)
+    assert torch.equal(_document_mask(numbers[None]).dense[:, 0], dense)
 
 
 @pytest.mark.parametrize("lengths", [[517], [128, 256, 128], [401, 7] * 3, [5, 300, 30, 100, 82]], ids=str)
