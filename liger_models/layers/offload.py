@@ -13,6 +13,9 @@ from liger_models.kernels.dispatch import ACCELERATORS
 SMALLEST = 2**20
 """Bytes below which a tensor stays where it is."""
 
+PIECE = 2**26
+"""Bytes of host memory taken at once: PyTorch rounds page-locked memory up to powers of two."""
+
 LEAVING, COMING = 2 * 2**30, 2 * 2**30
 """Bytes that may be on their way out before the computation waits for them, and that are fetched ahead of their use.
 A block of an 8B model keeps 1.5 GB for 16,384 tokens."""
@@ -28,14 +31,18 @@ class Kept:
     """One storage in host memory.
 
     Attributes:
-        host: its bytes, page-locked where an accelerator copies them.
+        host: its bytes in pieces, page-locked where an accelerator copies them.
         left: event after the copy out; None on the CPU.
         before: what was kept just before it, and is needed just after it.
+        nbytes: of the whole.
         uses: how many saved tensors lie in it.
     """
 
-    def __init__(self, device: torch.device, host: Tensor, left: torch.Event | None, before: "Kept | None") -> None:
+    def __init__(
+        self, device: torch.device, host: tuple[Tensor, ...], left: torch.Event | None, before: "Kept | None"
+    ) -> None:
         self.device, self.host, self.left, self.before = device, host, left, before
+        self.nbytes = sum(piece.nbytes for piece in host)
         self.uses, self._unused = 0, 0
         self._back: Tensor | None = None
         self._arrived: torch.Event | None = None
@@ -45,15 +52,16 @@ class Kept:
         if self._back is not None:
             return
         self._unused = self.uses
-        self._back = torch.empty_like(self.host, device=self.device)
+        self._back = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         if self.left is None:
-            self._back.copy_(self.host)
+            torch.cat(self.host, out=self._back)
             return
         stream = _streams(self.device)[1]
         stream.wait_stream(torch.accelerator.current_stream(self.device))  # which may still use the memory of _back
         stream.wait_event(self.left)
         with stream:
-            self._back.copy_(self.host, non_blocking=True)
+            for part, piece in zip(self._back.split(PIECE), self.host, strict=True):
+                part.copy_(piece, non_blocking=True)
             self._arrived = stream.record_event()
 
     def take(self) -> Tensor:
@@ -133,7 +141,7 @@ class Offload:
         kept, coming = following, 0
         while kept is not None and coming < COMING:
             kept.fetch()
-            coming += kept.host.nbytes
+            coming += kept.nbytes
             kept = kept.before
         if not isinstance(packed, Place):
             return packed[0]
@@ -144,10 +152,12 @@ class Offload:
 def _send(data: Tensor, before: Kept | None) -> Kept:
     """Begin to copy ``data`` out."""
     if data.device.type not in ACCELERATORS:
-        return Kept(data.device, data.clone(), None, before)
+        return Kept(data.device, data.clone().split(PIECE), None, before)
     stream = _streams(data.device)[0]
-    host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+    parts = data.split(PIECE)
+    host = tuple(torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts)
     stream.wait_stream(torch.accelerator.current_stream(data.device))
     with stream:
-        host.copy_(data, non_blocking=True)
+        for piece, part in zip(host, parts, strict=True):
+            piece.copy_(part, non_blocking=True)
         return Kept(data.device, host, stream.record_event(), before)

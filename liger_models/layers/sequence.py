@@ -105,6 +105,10 @@ def _varlen_options() -> frozenset[str]:
 VARLEN_OPTIONS = _varlen_options()
 """Arguments of PyTorch's kernel for attention within segments, which came with several versions."""
 
+MOST_DOCUMENTS = 32
+"""Packed documents of a row, on average, up to which that kernel is the faster one: it is told only that none is longer
+than a row, and starts programs for as many tokens of each."""
+
 
 def takes_segments(device: torch.device, dtype: torch.dtype | None) -> bool:
     """Whether there is a kernel for attention within segments: since torch 2.11, for two half precisions."""
@@ -240,8 +244,8 @@ class Sequence:
                 f"Sequence: position_ids must be [{T}], [1, {T}] or [{B}, {T}], got {list(position_ids.shape)}. In "
                 "time, height and width an axis of 3 stands in front.",
             )
-        segments = None
-        if attention_mask is None and cache is None and visible_until is None and takes_segments(device, dtype):
+        segments, few = None, cu_seqlens is None or len(cu_seqlens) - 1 <= MOST_DOCUMENTS * B
+        if attention_mask is None and cache is None and visible_until is None and few and takes_segments(device, dtype):
             segments = Segments.of_rows(B, T, cu_seqlens, device)
         masks = {
             window: _mask(documents, past, window, B, T, device, needed, visible_until, segments)
