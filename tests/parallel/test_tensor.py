@@ -759,7 +759,7 @@ def test_kernels_of_the_head(two, two_with_kernels):
 
 
 def on_devices(name: str, device: str, sequence_parallel: bool) -> None:
-    """As one process on the same device: in fp32 to its rounding, in bf16 to about its error."""
+    """As one process on the same device: in fp32 to its rounding, in bf16 to about its error, all gradients together."""
     arch, config = run_config(name)
     if name not in IMAGE_MODELS:
         config = dataclasses.replace(config, hidden_size=64, head_dim=16)
@@ -776,18 +776,15 @@ def on_devices(name: str, device: str, sequence_parallel: bool) -> None:
         assert_close(got["losses"], expected["losses"], rtol=1e-4)
         for part in ("gradients", "weights"):
             assert_same(got[part], expected[part], limit=1e-4)
-    if name in ("gemma3", "mllama"):  # some gradients of their towers are sums that cancel: in bf16 little but rounding
-        return
-    errors: list[dict[str, Any]] = []
+    exact = torch.cat([each.flatten() for each in expected["gradients"].values()])
+    errors = []
     for cut in (False, True):
         made = model(torch.bfloat16, cut=cut)
         inputs = batch_for(made, 0)
         made(**inputs, num_items_in_batch=targets_per_rank(inputs)).loss.backward()
         found = gradients(made)
-        exact = expected["gradients"]
-        errors.append({key: (found[key].float() - right).norm() / right.norm() for key, right in exact.items()})
-    for key, error in errors[1].items():
-        assert error <= 2 * errors[0][key] + 2e-3, f"{key}: {error}, by one process {errors[0][key]}"
+        errors.append((torch.cat([found[key].float().flatten() for key in expected["gradients"]]) - exact).norm())
+    assert errors[1] <= 2 * errors[0]
 
 
 def experts_on_devices(device: str) -> None:
