@@ -759,7 +759,7 @@ def test_kernels_of_the_head(two, two_with_kernels):
 
 
 def on_devices(name: str, device: str, sequence_parallel: bool) -> None:
-    """As one process on the same device: in fp32 to its rounding, in bf16 to about its error, all gradients together."""
+    """As one process on the same device: in fp32 to its rounding, in bf16 to its error, all gradients together."""
     arch, config = run_config(name)
     if name not in IMAGE_MODELS:
         config = dataclasses.replace(config, hidden_size=64, head_dim=16)
