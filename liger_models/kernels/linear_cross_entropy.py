@@ -283,8 +283,9 @@ def walk_chunks(
     bias: Tensor | None,
     rows: int,
     need: tuple[bool, bool, bool],
-    of_logits: Callable[[Tensor, slice], tuple[Sequence[Tensor] | None, Tensor]],
+    of_logits: Callable[[Tensor, slice, Tensor], Sequence[Tensor] | None],
     logits_dtype: torch.dtype | None = None,
+    together: int = 1,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """What ``of_logits`` makes of ``x @ weightᵀ + bias``, chunk by chunk, and as far as needed dx, dweight and dbias.
 
@@ -294,27 +295,33 @@ def walk_chunks(
         bias: [V].
         rows: rows per chunk.
         need: whether dx, dweight and dbias are needed; those that are not come back empty.
-        of_logits: ``(logits of a chunk, its rows) -> (results per row, or None; gradient of these logits)``. The
-            gradient is in the dtype of x and may lie where the logits are. It is read only if something is needed.
+        of_logits: ``(logits of a chunk, its rows, room for the gradient of these logits) -> results per row, or None``.
+            The room has the dtype of x; if that is the logits' own, it is the logits. Read only if something is needed.
         logits_dtype: of the logits handed to it; None for the dtype of x.
+        together: of so many chunks the products with the gradients are made at once, if those have a room of their own.
 
     Returns:
         Each result of all rows ([] without rows), dx, dweight as its sum is kept, dbias in fp32.
     """
     N, V = x.shape[0], weight.shape[0]
-    logits = gradient = buffer = logits_buffer(x, V, rows, logits_dtype)
-    gradients = Gradients(x, weight, need, -(-N // rows))
+    logits = buffer = logits_buffer(x, V, rows, logits_dtype)
+    apart = any(need) and buffer.dtype != x.dtype
+    step = rows * together if apart else rows
+    gradient = room = logits_buffer(x, V, step) if apart else buffer
+    gradients = Gradients(x, weight, need, -(-N // step))
     pieces = []
-    for start in range(0, N, rows):
-        part = slice(start, min(start + rows, N))
-        logits = buffer[: part.stop - part.start]
-        write_logits(x[part], weight, bias, logits)
-        results, gradient = of_logits(logits, part)
-        if results is not None:
-            pieces.append(results)
+    for begin in range(0, N, step):
+        whole = slice(begin, min(begin + step, N))
+        for start in range(begin, whole.stop, rows):
+            part = slice(start, min(start + rows, whole.stop))
+            logits, gradient = buffer[: part.stop - start], room[start - begin : part.stop - begin]
+            write_logits(x[part], weight, bias, logits)
+            results = of_logits(logits, part, gradient)
+            if results is not None:
+                pieces.append(results)
         if any(need):
-            gradients.add(gradient, x[part], gradients.dx[part] if need[0] else None)
-    del logits, gradient, buffer
+            gradients.add(room[: whole.stop - begin], x[whole], gradients.dx[whole] if need[0] else None)
+    del logits, gradient, buffer, room
     return [torch.cat(column) for column in zip(*pieces, strict=True)], *gradients.finish()
 
 
@@ -339,7 +346,7 @@ def _walk_chunks(
     if words is not None:
         own_target, own_options = _own_target(target, options[0], words), (IGNORED, *options[1:])
 
-    def statistics(logits: Tensor, part: slice) -> tuple[Sequence[Tensor] | None, Tensor]:
+    def statistics(logits: Tensor, part: slice, gradient: Tensor) -> Sequence[Tensor] | None:
         results, known = None, None if lse is None else lse[part]
         if words is not None and known is None:
             results = _of_all_words(logits, target[part], options, words)
@@ -354,11 +361,11 @@ def _walk_chunks(
                 lse=known,
                 a=None if a is None else a[part],
                 c=None if c is None else c[part],
-                gradient=logits if any(need) else None,
+                gradient=gradient if any(need) else None,
                 vocabulary=None if words is None else words.vocabulary,
             )  # fmt: skip
             results = made if results is None else results
-        return results, logits
+        return results
 
     results, dx, dweight, dbias = walk_chunks(x, weight, bias, rows, need, statistics)
     if lse is None and not results:

@@ -224,7 +224,7 @@ def _forward(x, weight, target, bias, *rest) -> tuple[Tensor, ...]:
     target = target.contiguous()
     results, *_ = walk_chunks(
         x.contiguous(), weight, bias, rows, (False, False, False),
-        lambda logits, part: (_statistics(logits, target[part], *options), logits),
+        lambda logits, part, _: _statistics(logits, target[part], *options),
     )  # fmt: skip
     empty = lambda *size: x.new_empty(0, *size, dtype=torch.promote_types(x.dtype, torch.float32))
     return tuple(results) or (empty(), empty(), empty(2))
@@ -243,9 +243,8 @@ def _backward(c, h, x, weight, target, bias, lse, entropy, *rest) -> tuple[Tenso
     both = torch.stack([torch.zeros_like(entropy) if u is None else u for u in (c, h)])
     (c, h), scale = without_exponent(both, x.dtype)
 
-    def gradient(logits: Tensor, part: slice) -> tuple[None, Tensor]:
+    def gradient(logits: Tensor, part: slice, _: Tensor) -> None:
         _gradient(logits, target[part], c[part], h[part], lse[part], entropy[part], *options)
-        return None, logits
 
     _, *gradients = walk_chunks(x.contiguous(), weight, bias, rows, (need_dx, need_dw, need_db), gradient)
     return scaled(gradients, scale, (x.dtype, weight.dtype, weight.dtype))

@@ -26,6 +26,7 @@ def device(request):
 def tiny_limits(monkeypatch):
     """So that small tensors move, and the waits for copies happen."""
     monkeypatch.setattr(offload, "SMALLEST", 256)
+    monkeypatch.setattr(offload, "PIECE", 1000)
     monkeypatch.setattr(offload, "LEAVING", 4096)
     monkeypatch.setattr(offload, "COMING", 8192)
 
