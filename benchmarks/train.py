@@ -62,6 +62,7 @@ FAMILIES = {
     "gemma3": ("gemma3/gemma-3-4b-it.json", 6),
     "mllama": ("mllama/Llama-3.2-11B-Vision-Instruct.json", 5),
     "qwen2_vl": ("qwen2_vl/olmOCR-7B-0225-preview.json", 4),
+    "qwen2_vl_2b": ("qwen2_vl/Qwen2-VL-2B-Instruct.json", 4),
     "qwen2_5_vl": ("qwen2_5_vl/Qwen2.5-VL-3B-Instruct.json", 4),
     "qwen3_vl": ("qwen3_vl/Cosmos-Reason2-8B.json", 4),
 }

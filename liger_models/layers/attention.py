@@ -87,9 +87,10 @@ def _within_segments(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: tuple[int, int]
 ) -> Tensor:
     """Attention of [B, T, H, D] within segments: one kernel for all, or a call for each length."""
-    runs = [(length, len([*run])) for length, run in itertools.groupby(segments.lengths or [])]
-    few = runs and len(runs) * LEAST_CALL <= q.shape[1] and not torch.compiler.is_compiling()
-    if takes_segments(q.device, q.dtype) and not few:
+    at_once = takes_segments(q.device, q.dtype)
+    lengths = [] if at_once and torch.compiler.is_compiling() else segments.lengths or []  # a graph is for all lengths
+    runs = [(length, len([*run])) for length, run in itertools.groupby(lengths)]
+    if at_once and not 0 < len(runs) * LEAST_CALL <= q.shape[1]:
         from torch.nn.attention.varlen import varlen_attn
 
         padding, bounds, longest = -q.shape[3] % 8, segments.bounds, segments.longest

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from liger_models.layers.attention import LigerAttention, attention
 from liger_models.layers.rope import RotaryEmbedding
@@ -168,3 +169,17 @@ def test_segments_against_the_formula(device, dtype, D, sizes):
     limit = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for ours, exact in zip(got, want, strict=True):
         assert (ours.double() - exact).norm() <= limit * exact.norm()
+
+
+@pytest.mark.gpu
+def test_segments_of_any_lengths_are_one_graph():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(attention, backend=counter, fullgraph=True)
+    for sizes in ([5, 6], [7, 9, 3], [2000], [4] * 7, [1100, 1200, 5], [300]):
+        numbers = torch.arange(len(sizes), device="cuda").repeat_interleave(torch.tensor(sizes, device="cuda"))
+        s = Sequence.bidirectional(numbers[None], {}, numbers)
+        q = torch.randn(1, sum(sizes), 2, 64, device="cuda", dtype=torch.bfloat16)
+        out = compiled(q, q, q, s, scale=0.1)
+        assert (out - attention(q, q, q, s, scale=0.1)).norm() <= 1e-2 * out.norm()
+    assert counter.frame_count <= 2  # the second time sizes become variables
