@@ -58,6 +58,7 @@ class Tokenizer:
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}
         self.chat_template: str | dict[str, str] | None = template
+        self._as_read = len(self), dict(self.special_tokens), template
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> "Tokenizer":
@@ -111,6 +112,51 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of token ids without added tokens."""
         return self.backend.get_vocab_size(with_added_tokens=False)
+
+    def add_tokens(self, new_tokens: str | Sequence[str], special_tokens: bool = False) -> int:
+        """Add tokens, which are found in a text before it is split; those added before stay as they are.
+
+        The model needs a row for each id: ``model.resize_token_embeddings(len(tokenizer))``, where that is more rows
+        than it has.
+
+        Args:
+            new_tokens: one, or several, which get the next ids in their order.
+            special_tokens: whether ``decode`` leaves them out by default.
+
+        Returns:
+            How many ids are new.
+        """
+        before = len(self)
+        known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        tokens = [new_tokens] if isinstance(new_tokens, str) else new_tokens
+        self.backend.add_tokens([AddedToken(t, special=special_tokens) for t in tokens if t not in known])
+        return len(self) - before
+
+    def changed_files(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """The files that must be written anew for tokens, roles (``special_tokens``) and template as they are now.
+
+        Args:
+            files: those that the tokenizer was read from, name -> content.
+
+        Raises:
+            ValueError: a changed ``chat_template`` that is no text.
+        """
+        tokens, roles, template = self._as_read
+        changed = {}
+        if len(self) != tokens:
+            changed[TOKENIZER_JSON] = self.backend.to_str(pretty=True).encode()
+        if self.special_tokens != roles:
+            for name in ("tokenizer_config.json", "special_tokens_map.json"):
+                if name == "tokenizer_config.json" or name in files:
+                    content = _json(files, name) | self.special_tokens
+                    changed[name] = json.dumps(content, indent=2, ensure_ascii=False).encode()
+        if self.chat_template != template:
+            if not isinstance(self.chat_template, str):
+                raise ValueError(
+                    f"chat_template: must be text to be saved, got {type(self.chat_template).__name__}. Assign one."
+                )
+            changed["chat_template.jinja"] = self.chat_template.encode()
+        return changed
 
     @property
     def bos_token(self) -> str | None:

@@ -125,6 +125,19 @@ def test_trainer_divides_by_the_targets_of_the_step(folder):
         assert run.evaluate()["eval_loss"] == pytest.approx(run.model(**whole).loss.item(), rel=0.02)  # mean of means
 
 
+def test_trainer_adds_noise_to_embeddings(folder):
+    """NEFTune: in training alone, and gone afterwards."""
+    losses = []
+    for alpha in (None, 1e-6, 50.0):
+        model = load()
+        run = trainer(model, dataset(model), max_steps=1, save_strategy="no", neftune_noise_alpha=alpha)
+        run.train()
+        losses.append(run.state.log_history[0]["loss"])
+        assert not model.embed_tokens._forward_hooks
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert abs(losses[2] - losses[0]) > 1e-3
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_trainer_goes_on(folder, tokenizer, tied):  # noqa: F811
     save(tokenizer, tie_word_embeddings=tied)

@@ -10,6 +10,7 @@ import torch
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from liger_models import LigerLlama, LlamaConfig
 from liger_models.tokenizer import Tokenizer, answer_mask
 
 TEXTS = [
@@ -20,6 +21,7 @@ TEXTS = [
     "",
     "n't stop ' quoted ' we 've , you 're ? !",
 ]
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SPECIAL = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
 CORPUS = [*TEXTS, "system user assistant tools", "the quick brown fox jumps over the lazy dog"] * 4
 MESSAGES = [
@@ -317,6 +319,40 @@ def test_from_the_files_of_a_model(make_folder: Callable[..., Path]) -> None:
     folder = make_folder(chat_template=LLAMA3_STYLE)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert Tokenizer.from_files(files).encode(TEXTS) == Tokenizer.from_pretrained(folder).encode(TEXTS)
+
+
+def test_changes_are_saved_with_the_model(make_folder: Callable[..., Path]) -> None:
+    folder = make_folder(chat_template=LLAMA3_STYLE)
+    model = LigerLlama(LlamaConfig(**SIZES, vocab_size=len(Tokenizer.from_pretrained(folder))))
+    model.assets = {path.name: path.read_bytes() for path in folder.iterdir()}
+    model.assets["special_tokens_map.json"] = json.dumps(SPECIAL).encode()
+    tokenizer = model.tokenizer
+    model.save_pretrained(folder / "same")
+    assert all((folder / "same" / name).read_bytes() == content for name, content in model.assets.items())
+    size = len(tokenizer)
+    assert tokenizer.add_tokens(["<|user|>", "<|over|>"], special_tokens=True) == 2
+    assert tokenizer.add_tokens("<think>") == 1
+    assert tokenizer.add_tokens(["<think>", "<|user|>"]) == 0
+    tokenizer.special_tokens["eos_token"] = "<|over|>"
+    tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder / "more")
+    ours, theirs = pair(folder / "more")
+    text = "a<|user|>b <think>c<|over|>"
+    assert [*range(size, size + 3)] == [ours.encode(each)[-1] for each in ("<|user|>", "<|over|>", "<think>")]
+    assert tokenizer.encode(text) == ours.encode(text) == theirs(text)["input_ids"]
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
+    assert len(ours) == len(theirs) == size + 3
+    assert ours.eos_token == theirs.eos_token == "<|over|>"
+    rendered = theirs.apply_chat_template(MESSAGES, tokenize=False)
+    assert ours.apply_chat_template(MESSAGES, tokenize=False) == rendered
+    assert rendered.count("<|over|>") == len(MESSAGES)
+    again = LigerLlama.from_pretrained(folder / "more", progress=False)
+    ids = torch.tensor([ours.encode(text)])
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="chat_template: must be text to be saved, got NoneType"):
+        model.save_pretrained(folder / "more")
 
 
 def test_folders_without_a_tokenizer(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from liger_models.kernels.dispatch import check
 if TYPE_CHECKING:
     from liger_models.kernels.options import KernelOptions
     from liger_models.layers.causal_lm import CausalLM
+    from liger_models.tokenizer import Tokenizer
 
     Model = TypeVar("Model", bound=CausalLM)
 
@@ -460,13 +461,15 @@ def save_pretrained(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
+    tokenizer: Tokenizer | None = model.__dict__.get("_tokenizer")
+    assets = model.assets | (tokenizer.changed_files(model.assets) if tokenizer else {})
     hf_config = write_config(config, model.hf_config, dtype or parameters["embed_tokens.weight"].dtype)
     sharded = any(hasattr(parameter, "full_tensor") for parameter in parameters.values())
     files = iter(plan.filename_to_tensors.items())
 
     def write(place: Path) -> None:
         write_json(place / CONFIG, hf_config)
-        for name, content in model.assets.items():
+        for name, content in assets.items():
             (place / name).write_bytes(content)
         if plan.is_sharded:
             write_json(place / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -232,6 +232,59 @@ class CausalLM(nn.Module):
         excluded = self.embed_tokens.weight if exclude_embeddings else None
         return sum(parameter.numel() for parameter in self.parameters() if parameter is not excluded)
 
+    def get_input_embeddings(self) -> LigerEmbedding:
+        """The embedding, by the name under which transformers' Trainer asks for it (NEFTune)."""
+        return self.embed_tokens
+
+    def resize_token_embeddings(self, new_num_tokens: int, pad_to_multiple_of: int | None = None) -> LigerEmbedding:
+        """Give embedding and head another number of rows, for tokens that were added; the config's ``vocab_size`` too.
+
+        The first rows stay as they are. New ones are the mean of the old ones, so that new tokens take little
+        probability from others (https://nlp.stanford.edu/~johnhew/vocab-expansion.html). Weights become new
+        parameters: make optimizers, adapters and Medusa heads, cut and shard afterwards.
+
+        Args:
+            new_num_tokens: V; at least the ids that will be used.
+            pad_to_multiple_of: raise V to the next multiple.
+
+        Returns:
+            The embedding.
+
+        Raises:
+            ValueError: numbers below 1; a model that is cut or sharded, has adapters on these two parts, or whose
+                embedding has rows that the head has not (Llama 3.2 Vision's placeholders).
+        """
+        for name, given in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
+            check(given is None or given > 0, f"resize_token_embeddings: {name} must be positive, got {given}.")
+        V = -(-new_num_tokens // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
+        parts: tuple[nn.Module, ...] = self.embed_tokens, self.lm_head
+        plain = all([name for name, _ in part.named_parameters()] == ["weight"] for part in parts)
+        cut = self.ranks is not None or any(hasattr(part.weight, "full_tensor") for part in parts)
+        check(
+            plain and not cut,
+            "resize_token_embeddings: embedding and head must be whole and without adapters, got a model that "
+            f"{'is cut or sharded' if cut else 'has adapters on them'}. Resize first.",
+        )
+        rows = [len(part.weight) for part in parts]  # type: ignore[arg-type]
+        check(
+            rows[0] == rows[1] == self.config.vocab_size,
+            f"resize_token_embeddings: embedding and head must have vocab_size ({self.config.vocab_size}) rows, got "
+            f"{rows[0]} and {rows[1]}. The ids behind the vocabulary stand for something else.",
+        )
+        tied = self.lm_head.weight is self.embed_tokens.weight
+        for part in parts[: 1 if tied else 2]:
+            old: Tensor = part.weight  # type: ignore[assignment]
+            with torch.no_grad():
+                mean = old.mean(0, dtype=torch.promote_types(old.dtype, torch.float32)).to(old.dtype)
+                kept = old[:V]
+                weight = torch.cat([kept, mean.expand(V - len(kept), -1)])
+            part.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.embed_tokens.num_embeddings = self.lm_head.out_features = V
+        self.config = replace(self.config, vocab_size=V)
+        return self.embed_tokens
+
     def set_checkpointing(self, policy: str | list[str], *, offload_layers: int = 0) -> None:
         """Choose what is kept for the backward, and where. Every choice gives the same gradients.
 
@@ -442,7 +495,7 @@ class CausalLM(nn.Module):
 
     @property
     def tokenizer(self) -> "Tokenizer":
-        """The tokenizer whose files came with the checkpoint.
+        """The tokenizer whose files came with the checkpoint. What is changed in it is saved with the model.
 
         Raises:
             ValueError: the checkpoint had none.

@@ -275,3 +275,34 @@ def test_cast_keeps_the_rotary_tables(pair):
     want = tables(ours)
     assert all(torch.equal(a, b) for a, b in zip(tables(ours.bfloat16()), want, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(tables(ours.half().to("cpu")), want, strict=True))
+
+
+@one_case_each
+def test_more_tokens(pair, tmp_path):
+    """With more rows, new tokens among them, saved and read by transformers; then with as few as before."""
+    arch, variant, _, ours = pair
+    V, before = ours.config.vocab_size, ours.embed_tokens.weight.detach().clone()
+    if len(before) != V:
+        with pytest.raises(ValueError, match=rf"must have vocab_size \({V}\) rows, got {len(before)} and {V}"):
+            ours.resize_token_embeddings(V + 1)
+        return
+    tied = ours.lm_head.weight is ours.embed_tokens.weight
+    assert ours.resize_token_embeddings(V + 3, pad_to_multiple_of=8) is ours.embed_tokens
+    size = -(-(V + 3) // 8) * 8
+    assert ours.config.vocab_size == ours.embed_tokens.num_embeddings == ours.lm_head.out_features == size
+    assert (ours.lm_head.weight is ours.embed_tokens.weight) == tied
+    assert torch.equal(ours.embed_tokens.weight[:V], before)
+    torch.testing.assert_close(ours.embed_tokens.weight[V:], before.mean(0).expand(size - V, -1))
+    ours.save_pretrained(tmp_path)
+    theirs = hf_model(tmp_path)
+    ids = tokens(arch, variant, 2, T)
+    ids[:, 3:6] = torch.arange(V, V + 3)
+    want, got = theirs(ids, labels=ids), ours(ids, labels=ids)
+    assert error(ours(ids).logits, want.logits) <= LIMIT
+    assert error(got.loss, want.loss) <= LIMIT
+    want.loss.backward()
+    got.loss.backward()
+    assert_same_gradients(ours, theirs)
+    ours.resize_token_embeddings(V)
+    assert torch.equal(ours.embed_tokens.weight, before)
+    assert len(ours.lm_head.weight) == ours.config.vocab_size == V

@@ -11,6 +11,7 @@ from liger_models.kernels.linear_cross_entropy import Words
 from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.head import LigerLMHead
+from liger_models.lora import LoRAConfig, apply_lora
 
 CONFIG = LlamaConfig(
     vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
@@ -228,3 +229,27 @@ def test_loss_function_needs_the_whole_head():
     model.lm_head.words = Words(Ranks("", 2, 0), 20)
     with pytest.raises(ValueError, match="loss_function needs the whole weight, got one cut by apply_tp"):
         model(IDS, labels=IDS, loss_function=lambda *given: given)
+
+
+def test_vocabularies_that_cannot_be_resized():
+    model = LigerLlama(CONFIG)
+    for numbers in ((0,), (-5,), (80, 0)):
+        with pytest.raises(ValueError, match="must be positive"):
+            model.resize_token_embeddings(*numbers)
+    model.ranks = Ranks("", 2, 0)
+    with pytest.raises(ValueError, match=r"got a model that is cut or sharded. Resize first"):
+        model.resize_token_embeddings(80)
+    model = LigerLlama(CONFIG)
+    apply_lora(model, LoRAConfig(r=2, target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match=r"got a model that has adapters on them. Resize first"):
+        model.resize_token_embeddings(80)
+
+
+def test_a_resized_head_keeps_what_is_frozen_and_bfloat16():
+    model = LigerLlama(dataclasses.replace(CONFIG, tie_word_embeddings=False)).bfloat16()
+    model.embed_tokens.requires_grad_(False)
+    mean = model.lm_head.weight.detach().double().mean(0)
+    model.resize_token_embeddings(CONFIG.vocab_size + 2)
+    assert not model.embed_tokens.weight.requires_grad
+    assert model.lm_head.weight.requires_grad
+    assert torch.equal(model.lm_head.weight[-1], mean.bfloat16())
