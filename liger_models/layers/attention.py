@@ -87,7 +87,7 @@ def _within_segments(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: tuple[int, int]
 ) -> Tensor:
     """Attention of [B, T, H, D] within segments: one kernel for all, or a call for each length."""
-    at_once = takes_segments(q.device, q.dtype)
+    at_once = takes_segments(q.device, q.dtype, q.shape[3])
     lengths = [] if at_once and torch.compiler.is_compiling() else segments.lengths or []  # a graph is for all lengths
     runs = [(length, len([*run])) for length, run in itertools.groupby(lengths)]
     if at_once and not 0 < len(runs) * LEAST_CALL <= q.shape[1]:
@@ -158,7 +158,7 @@ def attention(
         ValueError: dropout where flex_attention runs, which has none.
     """
     T, H, G = q.shape[1], q.shape[2], k.shape[2]
-    mask = sequence.masks[window]
+    mask = sequence.mask(window, q)
     check(
         dropout == 0.0 or (mask.block is None and mask.segments is None),
         f"attention: dropout must be 0 with packed or padded batches, windows and softcaps on {q.device.type}, "

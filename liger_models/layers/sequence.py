@@ -110,10 +110,10 @@ MOST_DOCUMENTS = 32
 than a row, and starts programs for as many tokens of each."""
 
 
-def takes_segments(device: torch.device, dtype: torch.dtype | None) -> bool:
-    """Whether there is a kernel for attention within segments: since torch 2.11, for two half precisions."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    return half and device.type in ACCELERATORS and "scale" in VARLEN_OPTIONS
+def takes_segments(device: torch.device, dtype: torch.dtype | None, head_dim: int = 0) -> bool:
+    """Whether a kernel for attention within segments takes such heads: of torch 2.11 on, half precision, up to 256."""
+    fits = dtype in (torch.bfloat16, torch.float16) and head_dim <= 256
+    return fits and device.type in ACCELERATORS and "scale" in VARLEN_OPTIONS
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +151,7 @@ class Sequence:
     documents: Tensor | None = None
     past: int = 0
     cache: DecodeCache | None = None
-    masks: Mapping[int | None, Mask] = field(default_factory=dict)
+    masks: dict[int | None, Mask] = field(default_factory=dict)
     causal: bool = True
     images: "ImageStates | None" = None
 
@@ -253,6 +253,15 @@ class Sequence:
         }
         tables = {name: table(positions) for name, table in rotary.items()}
         return cls(positions, tables, documents, past, cache, masks, images=images)
+
+    def mask(self, window: int | None, q: Tensor) -> Mask:
+        """That of the layers of a window, in a form that a kernel for q [B, T, H, D] takes."""
+        mask = self.masks[window]
+        if mask.segments is not None and self.causal and not takes_segments(q.device, q.dtype, q.shape[3]):
+            # Heads that are wider, or of another dtype, than was to be expected from the embeddings.
+            B, T = q.shape[:2]
+            mask = self.masks[window] = _mask(self.documents, 0, window, B, T, q.device, needed=False)
+        return mask
 
     def shift(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
         """Targets of the tokens: the label of the next one; none at the end of a row or of a document, or in padding.

@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounter
 
 from liger_models.layers.attention import LigerAttention, attention
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import DecodeCache, Sequence
+from liger_models.layers.sequence import DecodeCache, Mask, Segments, Sequence
 
 
 def sequence(B, T, **options):
@@ -143,11 +143,23 @@ def assert_close_to_formula(q, k, v, dy, s, window, softcap):
     got = [out, *torch.autograd.grad(out, (q, k, v), dy)]
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     documents = None if s.documents is None else s.documents.cpu()
-    out = naive(*wide, sees(T, window or T, documents).cuda(), D**-0.5, softcap)
+    out = naive(*wide, sees(T, window or T, documents).to(q.device), D**-0.5, softcap)
     want = [out, *torch.autograd.grad(out, wide, dy.double())]
     limit = 2e-2 if q.dtype == torch.bfloat16 else 1e-5
     for ours, exact in zip(got, want, strict=True):
         assert (ours.double() - exact).norm() <= limit * exact.norm()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("window", "bounds"), [(100, None), (100, [0, 170, 171, 600]), (None, [0, 300, 300, 600])])
+def test_heads_that_no_kernel_for_segments_takes(device, window, bounds):
+    """The mask was made for the embeddings' dtype, and heads turn out to be in fp32, as a block of a user's may."""
+    q, k, v = (torch.randn(1, 600, 2, 16, device=device, requires_grad=True) for _ in range(3))
+    dy = torch.randn_like(q)
+    bounds = None if bounds is None else torch.tensor(bounds, device=device)
+    s = Sequence.build((1, 600), torch.device(device), {}, windows={window: False}, cu_seqlens=bounds)
+    s.masks[window] = Mask(segments=Segments.of_rows(1, 600, bounds, torch.device(device)))
+    assert_close_to_formula(q, k, v, dy, s, window, None)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
