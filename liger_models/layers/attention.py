@@ -94,7 +94,7 @@ def _within_segments(
         from torch.nn.attention.varlen import varlen_attn
 
         padding, bounds, longest = -q.shape[3] % 8, segments.bounds, segments.longest
-        queries, keys, values = (F.pad(x, (0, padding)).flatten(0, 1) for x in (q, k, v))
+        queries, keys, values = ((F.pad(x, (0, padding)) if padding else x).flatten(0, 1) for x in (q, k, v))
         options: dict[str, Any] = {"scale": scale, "window_size": window}
         if "enable_gqa" in VARLEN_OPTIONS:  # else it is always so
             options["enable_gqa"] = q.shape[2] != k.shape[2]
@@ -138,9 +138,9 @@ def attention(
 ) -> Tensor:
     """Attention within each document of ``sequence``, and within a window; causal unless it is of patches.
 
-    SDPA on the fastest backend where causality is all there is; flex_attention on an accelerator for documents,
-    padding, windows shorter than the sequence and softcaps, so that no T × T mask or score exists; SDPA with a mask on
-    the CPU and for single-token decoding.
+    SDPA on the fastest backend where causality is all there is. On an accelerator no T × T mask or score exists:
+    documents and windows go through a kernel for segments in half precision, else, and where there are padding and
+    softcaps, through flex_attention. SDPA with a mask on the CPU and for single-token decoding.
 
     Args:
         q: [B, T, H, D].
@@ -155,7 +155,7 @@ def attention(
         [B, T, H, D].
 
     Raises:
-        ValueError: dropout where flex_attention runs, which has none.
+        ValueError: dropout where a kernel runs that has none.
     """
     T, H, G = q.shape[1], q.shape[2], k.shape[2]
     mask = sequence.mask(window, q)
