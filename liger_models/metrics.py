@@ -24,16 +24,18 @@ def flops(model: CausalLM, batches: Sequence[Batch]) -> float:
 
     Per token and element of a weight 2 in the forward, 2 for the gradient of its input where anything before it is
     trained, and 2 for its own if it is. What is computed again in the backward is not counted; of experts only those
-    that a token passes through are.
+    that a token passes through are, and of the head only tokens that are to be predicted.
 
     Args:
         model: sharded or not; ranks that share a batch (`apply_tp`, `apply_cp`) have equal parts.
         batches: of `PackedDataset`, on the CPU: their bounds are read.
     """
     sharing = model.ranks or model.context_ranks
-    tokens = sum(batch["input_ids"].numel() for batch in batches) / (1 if sharing is None else sharing.size)
+    share_of_rank = 1 if sharing is None else 1 / sharing.size
+    tokens = sum(batch["input_ids"].numel() for batch in batches) * share_of_rank
+    targets = sum(int((batch.get("labels", batch["input_ids"]) != -100).sum()) for batch in batches) * share_of_rank
     lengths = torch.cat([batch["cu_seqlens"].diff() for batch in batches]).double()
-    counted = {*model.layers.modules(), *model.lm_head.modules()}
+    rows = dict.fromkeys(model.layers.modules(), tokens) | dict.fromkeys(model.lm_head.modules(), targets)
     total, before = 0.0, False
     for module in model.modules():  # in the order in which they compute
         if isinstance(module, LigerAttention):
@@ -46,8 +48,8 @@ def flops(model: CausalLM, batches: Sequence[Batch]) -> float:
             total += (12.0 if backward else 4.0) * module.num_heads * module.head_dim * pairs
         share = module.top_k / len(module.down_weight) if isinstance(module, LigerMoE) else 1.0
         for each in module.parameters(recurse=False):
-            if module in counted and each.dim() > 1:
-                total += (2.0 + 2.0 * before + 2.0 * each.requires_grad) * share * each.numel() * tokens
+            if module in rows and each.dim() > 1:
+                total += (2.0 + 2.0 * before + 2.0 * each.requires_grad) * share * each.numel() * rows[module]
             before = before or each.requires_grad
     return total
 

@@ -37,6 +37,13 @@ def test_a_dense_model():
     assert attention[1] / attention[0] == (8**2 + 24**2 + 32**2) / (2 * 32**2)
 
 
+def test_the_head_is_for_targets():
+    model, labels = make(LigerLlama), torch.zeros(1, 64, dtype=torch.int64)
+    labels[:, :40] = -100
+    saved = flops(model, [batch([0, 64])]) - flops(model, [batch([0, 64]) | {"labels": labels}])
+    assert saved == 6 * 40 * 32 * 100
+
+
 def test_a_rank_of_two_that_share_a_batch():
     model, ranks = make(LigerLlama), Ranks("", 2, 0)
     whole = flops(model, [batch([0, 40, 64])])

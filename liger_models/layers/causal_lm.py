@@ -16,7 +16,7 @@ from liger_models.kernels.options import KernelOptions
 from .attention import LigerAttention
 from .cross_attention import ImageStates, LigerCrossAttention
 from .embedding import LigerEmbedding
-from .head import LigerLMHead, LossFunction
+from .head import LigerLMHead, LossFunction, Targets
 from .mlp import GatedMLP, LigerMLP
 from .moe import LigerMoE
 from .norm import LigerLayerNorm, LigerRMSNorm
@@ -64,6 +64,11 @@ class CausalLMConfig(Protocol):
 def _gather(x: Tensor, ranks: Ranks) -> Tensor:
     """[B, T / R, C] of each rank's tokens -> [B, T, C], so that the average of the ranks' gradients is that of it."""
     return all_tokens(divide_gradient(x, 1 / ranks.size), ranks)
+
+
+def _in_graph(x: Tensor) -> bool:
+    """Whether calls are recorded, so that nothing may depend on what the host knows of this batch."""
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_policy(name: str, policy: str) -> None:
@@ -436,14 +441,18 @@ class CausalLM(nn.Module):
             position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
             visible_until=visible_until, images=images, dtype=inputs_embeds.dtype,
         )  # fmt: skip
-        hidden, router_logits = self._hidden(inputs_embeds, sequence, deepstack)
-        hidden = enter(hidden, ranks)  # the head is cut by words
-        if cache is not None:
-            cache.length += T
         target = None if labels is None else sequence.shift(labels)
         if target is not None and context is not None:
             num_items_in_batch = (target != -100).sum() if num_items_in_batch is None else num_items_in_batch
             target = target[:, own]
+        alone = not (return_logits or return_log_probs or loss_function or _in_graph(inputs_embeds))
+        targets = Targets(target) if target is not None and alone else None
+        hidden, router_logits = self._hidden(inputs_embeds, sequence, deepstack)
+        hidden = enter(hidden, ranks)  # the head is cut by words
+        if cache is not None:
+            cache.length += T
+        if targets is not None and target is not None:
+            hidden, target = targets.select(hidden, target)
         loss, logits = self.lm_head(
             hidden[:, -logits_to_keep:] if logits_to_keep else hidden,
             target,

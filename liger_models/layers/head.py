@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from liger_models.kernels.collectives import Ranks, all_words
 from liger_models.kernels.cross_entropy import cross_entropy, cross_entropy_reference
-from liger_models.kernels.dispatch import check
+from liger_models.kernels.dispatch import ACCELERATORS, check
 from liger_models.kernels.linear_cross_entropy import Words, linear_cross_entropy
 from liger_models.kernels.options import KernelOptions
 
@@ -17,6 +17,50 @@ from .tensor_parallel import own
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Any]
 """Hidden states [..., C], the head's weight [V, C] and targets [...], already shifted, to a loss or anything else."""
+
+
+ROW_MULTIPLE = 256
+"""Of a head's rows, if some are left out: few different shapes, and such as products like."""
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of x [N, C] by their numbers, none twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.size = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return dy.new_zeros(ctx.size, dy.shape[1]).index_copy_(0, rows, dy), None
+
+
+class Targets:
+    """Targets [...] of which those with −100 need no logits: how many others there are is on its way to the host.
+
+    Made before the blocks run, it is known when the head wants it, and the device has not been waited for.
+    """
+
+    def __init__(self, target: Tensor) -> None:
+        self.ignored = (target == -100).flatten()
+        self.count, self.copied = (~self.ignored).sum(), None
+        if target.device.type in ACCELERATORS:
+            self.count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(self.count, non_blocking=True)
+            self.copied = torch.accelerator.current_stream(target.device).record_event()
+
+    def select(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., C] and target [...], or of both a multiple of 256 rows [n, ...], with all that count among them."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        N = len(self.ignored)
+        wanted = max(-(-int(self.count) // ROW_MULTIPLE), 1) * ROW_MULTIPLE
+        if wanted >= N:
+            return x, target
+        rows = self.ignored.to(torch.uint8).argsort(stable=True)[:wanted]
+        return _Rows.apply(x.flatten(0, -2), rows), target.flatten()[rows]  # type: ignore[no-untyped-call]
 
 
 class LigerLMHead(nn.Linear):

@@ -253,3 +253,53 @@ def test_a_resized_head_keeps_what_is_frozen_and_bfloat16():
     assert not model.embed_tokens.weight.requires_grad
     assert model.lm_head.weight.requires_grad
     assert torch.equal(model.lm_head.weight[-1], mean.bfloat16())
+
+
+def loss_and_gradients(model, ids, labels, **options):
+    model.zero_grad()
+    loss = model(ids, labels=labels, **options).loss
+    loss.backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kept", [0, 1, 23, 24, 50])
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 13}], ids=str)
+def test_ignored_rows_do_not_reach_the_head(monkeypatch, kept, options):
+    torch.manual_seed(0)
+    model = LigerLlama(CONFIG)
+    ids = torch.randint(CONFIG.vocab_size, (3, 20))
+    labels = ids.clone()
+    labels[:, 1:] = ids[:, 1:].flatten().where(torch.randperm(57) < kept, torch.tensor(-100)).view(3, 19)
+    rows = []
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[:-1].numel()))
+    monkeypatch.setattr("liger_models.layers.head.ROW_MULTIPLE", 8)
+    loss, gradients = loss_and_gradients(model, ids, labels, **options)
+    monkeypatch.setattr("liger_models.layers.head.ROW_MULTIPLE", 1000)
+    expected, others = loss_and_gradients(model, ids, labels, **options)
+    assert rows == [{0: 8, 1: 8, 23: 24, 24: 24, 50: 56}[kept], 60]
+    torch.testing.assert_close(loss, expected)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, others[name], msg=name)
+
+
+@pytest.mark.gpu
+def test_ignored_rows_cost_no_wait(monkeypatch):
+    monkeypatch.setattr("liger_models.layers.head.ROW_MULTIPLE", 8)
+    model = LigerLlama(CONFIG).cuda()
+    ids = torch.randint(CONFIG.vocab_size, (4, 64), device="cuda")
+    labels = ids.masked_fill(torch.arange(64, device="cuda") < 40, -100)
+    rows = []
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[:-1].numel()))
+    for mode in ("default", "error"):  # the first call compiles
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            loss = model(ids, labels=labels).loss
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert rows == [96, 96]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        captured = model(ids, labels=labels).loss
+    graph.replay()
+    torch.testing.assert_close(captured, loss.detach())
