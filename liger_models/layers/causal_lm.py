@@ -67,8 +67,9 @@ def _gather(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _in_graph(x: Tensor) -> bool:
-    """Whether calls are recorded, so that nothing may depend on what the host knows of this batch."""
-    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    """Whether calls are recorded, or tensors have no values, so that nothing may depend on those of this batch."""
+    without_values = x.is_meta or hasattr(x, "fake_mode")
+    return torch.compiler.is_compiling() or without_values or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_policy(name: str, policy: str) -> None:
