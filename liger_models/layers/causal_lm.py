@@ -446,7 +446,7 @@ class CausalLM(nn.Module):
         if target is not None and context is not None:
             num_items_in_batch = (target != -100).sum() if num_items_in_batch is None else num_items_in_batch
             target = target[:, own]
-        alone = not (return_logits or return_log_probs or loss_function or _in_graph(inputs_embeds))
+        alone = not (return_logits or return_log_probs) and loss_function is None and not _in_graph(inputs_embeds)
         targets = Targets(target) if target is not None and alone else None
         hidden, router_logits = self._hidden(inputs_embeds, sequence, deepstack)
         hidden = enter(hidden, ranks)  # the head is cut by words
