@@ -759,7 +759,7 @@ def test_kernels_of_the_head(two, two_with_kernels):
 
 
 def on_devices(name: str, device: str, sequence_parallel: bool) -> None:
-    """As one process on the same device: in fp32 to its rounding, in bf16 to its error, all gradients together."""
+    """As one process on the same device: in fp32 to its rounding, in bf16 to about its error, tensor by tensor."""
     arch, config = run_config(name)
     if name not in IMAGE_MODELS:
         config = dataclasses.replace(config, hidden_size=64, head_dim=16)
@@ -776,15 +776,19 @@ def on_devices(name: str, device: str, sequence_parallel: bool) -> None:
         assert_close(got["losses"], expected["losses"], rtol=1e-4)
         for part in ("gradients", "weights"):
             assert_same(got[part], expected[part], limit=1e-4)
-    exact = torch.cat([each.flatten() for each in expected["gradients"].values()])
-    errors = []
+    exact, errors = expected["gradients"], []
     for cut in (False, True):
         made = model(torch.bfloat16, cut=cut)
         inputs = batch_for(made, 0)
         made(**inputs, num_items_in_batch=targets_per_rank(inputs)).loss.backward()
         found = gradients(made)
-        errors.append((torch.cat([found[key].float().flatten() for key in expected["gradients"]]) - exact).norm())
-    assert errors[1] <= 2 * errors[0]
+        errors.append({key: (found[key].float() - right).norm() for key, right in exact.items()})
+    assert torch.stack([*errors[1].values()]).norm() <= 2 * torch.stack([*errors[0].values()]).norm()
+    for key, right in exact.items():
+        error, one = (each[key] / right.norm() for each in (errors[1], errors[0]))
+        # Gradients of towers and gates are sums that cancel: in bf16 little but rounding, so that chance decides.
+        chance = key.startswith("visual.") or key.endswith("_gate")
+        assert chance or error <= 2 * one + 2e-3, f"{key}: {error}, by one process {one}"
 
 
 def experts_on_devices(device: str) -> None:
