@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from liger_models.kernels.dispatch import ACCELERATORS
 
@@ -101,6 +102,8 @@ class Offload:
 
     def __init__(self) -> None:
         self._leaving: deque[tuple[Tensor, Kept]] = deque()
+        self._copied: dict[StorageWeakRef, tuple[int, Kept]] = {}
+        """Of storages that live on, since the model still uses them: version and copy."""
         self._last: Kept | None = None
 
     def saving(self, leave: bool) -> saved_tensors_hooks:
@@ -121,10 +124,13 @@ class Offload:
         storage = tensor.untyped_storage()
         if isinstance(base, nn.Parameter) or storage.nbytes() < SMALLEST:
             return tensor
-        kept = next((kept for data, kept in self._leaving if data.data_ptr() == storage.data_ptr()), None)
-        if kept is None:
+        self._copied = {alive: copy for alive, copy in self._copied.items() if not alive.expired()}
+        reference = StorageWeakRef(storage)
+        version, kept = self._copied.get(reference, (0, None))
+        if kept is None or version != tensor._version:
             data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             kept = self._last = _send(data, self._last)
+            self._copied[reference] = tensor._version, kept
             self._leaving.append((data, kept))
             self.settle(LEAVING)
         kept.uses += 1

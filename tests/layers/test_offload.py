@@ -52,21 +52,58 @@ def test_gradients_are_the_same_bits(device, tiny_limits, policy, layers):
     assert gradients(copy.deepcopy(model), ids)
 
 
-def test_a_storage_moves_once_and_parameters_stay(device, tiny_limits, monkeypatch):
-    monkeypatch.setattr(offload, "LEAVING", 8192)
+@pytest.fixture
+def sent(monkeypatch):
+    """Bytes of each copy to the host."""
+    sizes, send = [], offload._send
+    monkeypatch.setattr(offload, "_send", lambda data, before: (sizes.append(data.nbytes), send(data, before))[1])
+    return sizes
+
+
+@pytest.mark.parametrize("leaving", [0, 8192])
+def test_a_storage_moves_once_and_parameters_stay(device, tiny_limits, sent, monkeypatch, leaving):
+    monkeypatch.setattr(offload, "LEAVING", leaving)
     moved = Offload()
     weight = torch.nn.Parameter(torch.randn(40, 40, device=device))
     x = torch.randn(40, 40, device=device, requires_grad=True)
     with moved.saving(True):
         y = x * 1.0
         views = y[:20] * y[20:] + (y.t() @ weight.t())[:20]
-    assert sum(data.nbytes for data, _ in moved._leaving) == y.nbytes
+    assert sent == [y.nbytes]
     moved.settle()
     assert not moved._leaving
     (got,) = torch.autograd.grad(views.sum(), x)
     y = x * 1.0
     (want,) = torch.autograd.grad((y[:20] * y[20:] + (y.t() @ weight.t())[:20]).sum(), x)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("leaving", [0, 8192])
+def test_a_storage_that_is_written_to_moves_again(device, tiny_limits, sent, monkeypatch, leaving):
+    monkeypatch.setattr(offload, "LEAVING", leaving)
+    x = torch.randn(40, 40, device=device, requires_grad=True)
+    y = torch.randn(40, 40, device=device)
+    was = y.clone()
+    moved = Offload()
+    with moved.saving(True):
+        first = x * y
+        y.mul_(3)
+        second = x * y
+    assert len(sent) == 2
+    moved.settle()
+    (got,) = torch.autograd.grad((first + second).sum(), x)
+    assert torch.equal(got, was + 3 * was)
+
+
+def test_a_stream_moves_once_however_long_it_is(tiny_limits, sent, monkeypatch):
+    """Block and following block save the stream between them: the inputs of attention and of the MLP are all."""
+    monkeypatch.setattr(offload, "LEAVING", 0)
+    monkeypatch.setattr(offload, "SMALLEST", 24 * 32 * 4)
+    model = LigerLlama.from_config(CONFIG)
+    model.set_checkpointing("full", offload_layers=4)
+    ids = torch.randint(0, 64, (1, 24))
+    model(ids, labels=ids)
+    assert sent == [24 * 32 * 4] * 8
 
 
 @pytest.mark.parametrize(("layers", "chosen"), [(0, []), (1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (4, [0, 1, 2, 3])])
