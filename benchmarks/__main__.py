@@ -5,6 +5,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,8 @@ import torch
 from . import measure, ops, report, train
 
 ERRORS_AT_ONCE = 3
+REASON = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\b")
+"""Last line of a traceback; other lines may stand behind it."""
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels")
 
 
@@ -73,8 +76,8 @@ class Measurement:
         self.folder.cleanup()
         rows = [self.row | json.loads(line) for line in out.splitlines() if line.startswith("{")]
         if self.process.returncode:
-            last = err.strip().splitlines() or [f"exit status {self.process.returncode}"]
-            rows.append(self.row | {"error": last[-1]})
+            reasons = [line for line in err.splitlines() if REASON.match(line)]
+            rows.append(self.row | {"error": (reasons or [f"exit status {self.process.returncode}"])[-1]})
         print(self.row.get("model") or self.row["op"], self.row["mode"], file=sys.stderr, flush=True)
         return rows
 
@@ -225,6 +228,8 @@ def main(arguments: list[str] | None = None) -> None:
                 rows += measure_all([on_gpus(plan, options.gpus)])
         print(report.PARTS[name][1](rows))
     elif options.command == "longest":
+        # What PyTorch's message advises when there is no room: memory that is free in pieces then counts as free.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         rows = []
         for mode in options.modes.split(","):
             for length in options.lengths.split(","):

@@ -137,18 +137,26 @@ def test_processes_run_in_turn_and_their_rows_are_kept(tmp_path, monkeypatch):
     code = "import json, sys\nsys.stdin.readline()\nprint('noise')\n"
     (tmp_path / "ceiling_process.py").write_text(code + "print(json.dumps({'copy_gbs': 1e3, 'matmul_tflops': 1.0}))\n")
     result = {"shape": "N=1", "limit": "bytes", "work": {"total": 1e9}, "ms": {"total": 2.0}}
-    (tmp_path / "op_process.py").write_text(code + f"print(json.dumps({result}))\nraise SystemExit('out of memory')\n")
+    failure = (
+        "import atexit\natexit.register(lambda: print('more noise', file=sys.stderr))\nraise MemoryError('none left')\n"
+    )
+    (tmp_path / "op_process.py").write_text(code + f"print(json.dumps({result}))\n" + failure)
+    (tmp_path / "killed_process.py").write_text(code + "import os\nos.kill(os.getpid(), 9)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("COMMIT", "abc")
     file = tmp_path / "results" / "ops.jsonl"
     planned = [
         command.Plan({"benchmark": "ops", "op": op, "mode": "torch"}, (module,), file)
-        for op, module in (("ceilings", "ceiling_process"), ("rms_norm", "op_process"))
+        for op, module in (
+            ("ceilings", "ceiling_process"),
+            ("rms_norm", "op_process"),
+            ("swiglu", "killed_process"),
+        )
     ]
     rows = command.measure_all(planned, command.with_fractions())
     assert [json.loads(line) for line in file.read_text().splitlines()] == rows
     assert rows[1]["fraction"] == {"total": 0.5}
-    assert rows[2]["error"] == "out of memory"
+    assert [row["error"] for row in rows[2:]] == ["MemoryError: none left", "exit status -9"]
     assert all(row["commit"] == "abc" and row["versions"]["torch"] and row["date"] for row in rows)
 
 
