@@ -37,6 +37,7 @@ class Kept:
         before: what was kept just before it, and is needed just after it.
         nbytes: of the whole.
         uses: how many saved tensors lie in it.
+        rounds: how many backwards have had all of them.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Kept:
     ) -> None:
         self.device, self.host, self.left, self.before = device, host, left, before
         self.nbytes = sum(piece.nbytes for piece in host)
-        self.uses, self._unused = 0, 0
+        self.uses, self.rounds, self._unused = 0, 0, 0
         self._back: Tensor | None = None
         self._arrived: torch.Event | None = None
 
@@ -75,6 +76,7 @@ class Kept:
         self._unused -= 1
         if self._unused <= 0:
             self._back = None
+            self.rounds += 1
         return data
 
     def __del__(self) -> None:
@@ -143,11 +145,12 @@ class Offload:
         if isinstance(packed, Tensor):
             return packed
         self.settle()
-        following = packed.kept if isinstance(packed, Place) else packed[1]
-        kept, coming = following, 0
+        kept = packed.kept if isinstance(packed, Place) else packed[1]
+        rounds, coming = kept.rounds if kept else 0, 0
         while kept is not None and coming < COMING:
-            kept.fetch()
-            coming += kept.nbytes
+            if kept.rounds <= rounds:  # else this backward has had it: of one op, the first saved comes first
+                kept.fetch()
+                coming += kept.nbytes
             kept = kept.before
         if not isinstance(packed, Place):
             return packed[0]

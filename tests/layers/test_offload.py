@@ -5,7 +5,7 @@ import torch
 
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.layers import offload
-from liger_models.layers.offload import Offload
+from liger_models.layers.offload import Kept, Offload
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -54,10 +54,10 @@ def test_gradients_are_the_same_bits(device, tiny_limits, policy, layers):
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Bytes of each copy to the host."""
-    sizes, send = [], offload._send
-    monkeypatch.setattr(offload, "_send", lambda data, before: (sizes.append(data.nbytes), send(data, before))[1])
-    return sizes
+    """Every copy to the host."""
+    copies, send = [], offload._send
+    monkeypatch.setattr(offload, "_send", lambda *given: (copies.append(send(*given)), copies[-1])[1])
+    return copies
 
 
 @pytest.mark.parametrize("leaving", [0, 8192])
@@ -69,7 +69,7 @@ def test_a_storage_moves_once_and_parameters_stay(device, tiny_limits, sent, mon
     with moved.saving(True):
         y = x * 1.0
         views = y[:20] * y[20:] + (y.t() @ weight.t())[:20]
-    assert sent == [y.nbytes]
+    assert [kept.nbytes for kept in sent] == [y.nbytes]
     moved.settle()
     assert not moved._leaving
     (got,) = torch.autograd.grad(views.sum(), x)
@@ -103,7 +103,26 @@ def test_a_stream_moves_once_however_long_it_is(tiny_limits, sent, monkeypatch):
     model.set_checkpointing("full", offload_layers=4)
     ids = torch.randint(0, 64, (1, 24))
     model(ids, labels=ids)
-    assert sent == [24 * 32 * 4] * 8
+    assert [kept.nbytes for kept in sent] == [24 * 32 * 4] * 8
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize("coming", [100, 1000, 8192, 10**6])
+def test_each_copy_comes_back_once_and_is_let_go(device, tiny_limits, sent, monkeypatch, policy, coming):
+    monkeypatch.setattr(offload, "SMALLEST", 64)
+    monkeypatch.setattr(offload, "COMING", coming)
+    fetched = []
+    fetch = Kept.fetch
+    monkeypatch.setattr(Kept, "fetch", lambda kept: (kept._back is None and fetched.append(kept), fetch(kept))[1])
+    model = LigerLlama.from_config(CONFIG, device=device)
+    model.set_checkpointing(policy, offload_layers=3)
+    ids = torch.randint(0, 64, (2, 24), device=device)
+    loss = model(ids, labels=ids).loss
+    for retain in (True, False):
+        fetched.clear()
+        loss.backward(retain_graph=retain)
+        assert len(fetched) == len({*map(id, fetched)}) == len(sent)
+        assert all(kept._back is None for kept in sent)
 
 
 @pytest.mark.parametrize(("layers", "chosen"), [(0, []), (1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (4, [0, 1, 2, 3])])
