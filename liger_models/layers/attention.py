@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -87,28 +88,41 @@ def _within_segments(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: tuple[int, int]
 ) -> Tensor:
     """Attention of [B, T, H, D] within segments: one kernel for all, or a call for each length."""
+    seen, gqa = segments.keys or segments, q.shape[2] != k.shape[2]
+    queries, keys, values = (
+        x.flatten(0, 1) if each.at is None else x.flatten(0, 1).index_select(0, each.at)
+        for x, each in ((q, segments), (k, seen), (v, seen))
+    )
     at_once = takes_segments(q.device, q.dtype, q.shape[3])
-    lengths = [] if at_once and torch.compiler.is_compiling() else segments.lengths or []  # a graph is for all lengths
+    graph = at_once and torch.compiler.is_compiling()  # for all lengths
+    lengths = [] if graph else [*zip(segments.lengths or [], seen.lengths or [], strict=True)]
     runs = [(length, len([*run])) for length, run in itertools.groupby(lengths)]
-    if at_once and not 0 < len(runs) * LEAST_CALL <= q.shape[1]:
+    if at_once and not 0 < len(runs) * LEAST_CALL <= len(queries):
         from torch.nn.attention.varlen import varlen_attn
 
-        padding, bounds, longest = -q.shape[3] % 8, segments.bounds, segments.longest
-        queries, keys, values = ((F.pad(x, (0, padding)) if padding else x).flatten(0, 1) for x in (q, k, v))
+        padding = -q.shape[3] % 8
+        queries, keys, values = (F.pad(x, (0, padding)) if padding else x for x in (queries, keys, values))
         options: dict[str, Any] = {"scale": scale, "window_size": window}
         if "enable_gqa" in VARLEN_OPTIONS:  # else it is always so
-            options["enable_gqa"] = q.shape[2] != k.shape[2]
-        out: Any = varlen_attn(queries, keys, values, bounds, bounds, longest, longest, **options)
-        y: Tensor = out[..., : q.shape[3]].view(q.shape)
-        return y
-    counts = [length * count for length, count in runs]
-    results = []
-    for (length, _), *parts in zip(runs, *(x[0].split(counts) for x in (q, k, v)), strict=True):
-        queries, keys, values = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in parts)
-        with _unmasked(q, length):
-            out = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
-        results.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(results)[None]
+            options["enable_gqa"] = gqa
+        bounds = segments.bounds, seen.bounds, segments.longest, seen.longest
+        out: Any = varlen_attn(queries, keys, values, *bounds, **options)
+        y: Tensor = out[..., : q.shape[3]]
+    else:
+        splits = [[length[side] * count for length, count in runs] for side in (0, 1, 1)]
+        parts = [x.split(split) for x, split in zip((queries, keys, values), splits, strict=True)]
+        results = []
+        for ((n, m), _), *run in zip(runs, *parts, strict=True):
+            queries, keys, values = (
+                x.unflatten(0, (-1, size)).transpose(1, 2) for x, size in zip(run, (n, m, m), strict=True)
+            )
+            with _unmasked(q, 0 if segments.recurring else math.gcd(n, m)):
+                out = F.scaled_dot_product_attention(queries, keys, values, scale=scale, enable_gqa=gqa)
+            results.append(out.transpose(1, 2).flatten(0, 1))
+        y = torch.cat(results)
+    if segments.at is not None:
+        y = torch.empty_like(y).index_copy(0, segments.at, y)
+    return y.view(q.shape)
 
 
 def attention_reference(

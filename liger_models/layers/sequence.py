@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,11 +72,17 @@ class Segments:
         bounds: [n + 1] int32, where each begins and the last ends; segments may be empty.
         longest: none has more tokens.
         lengths: of each segment; None where the device was not asked for them.
+        at: [N] int64, which tokens of the flattened batch they are; None for all of them as they are.
+        keys: what each segment sees, of other tokens than its own; None for itself.
+        recurring: the same lengths come back all the time.
     """
 
     bounds: Tensor
     longest: int
     lengths: list[int] | None = None
+    at: Tensor | None = None
+    keys: "Segments | None" = None
+    recurring: bool = False
 
     @classmethod
     def of(cls, numbers: Tensor) -> "Segments":
@@ -84,6 +90,22 @@ class Segments:
         counts = numbers.unique_consecutive(return_counts=True)[1]
         bounds, lengths = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), counts.tolist()
         return cls(bounds, max(lengths), lengths)
+
+    @classmethod
+    def of_parts(cls, visible: Tensor, part: Tensor, recurring: bool = False) -> "Segments":
+        """Queries that see the same, and what they see: the arguments of `parts_mask`. Asks the device."""
+        B, T, _ = visible.shape
+        row = torch.arange(B, device=visible.device)[:, None, None].expand(-1, T, -1)
+        alike, number, counts = (
+            torch.cat([row, visible], 2).flatten(0, 1).unique(dim=0, return_inverse=True, return_counts=True)
+        )
+        which, key = alike[:, 1:].bool()[:, part].nonzero(as_tuple=True)
+        ends = torch.stack([counts, torch.zeros_like(counts).index_add(0, which, torch.ones_like(which))]).cumsum(1)
+        bounds = torch.nn.functional.pad(ends, (1, 0))
+        lengths = bounds.diff().tolist()
+        queries, keys = (cls(bound.int(), max(each), each) for bound, each in zip(bounds, lengths, strict=True))
+        keys = replace(keys, at=alike[which, 0] * len(part) + key)
+        return replace(queries, at=number.argsort(stable=True), keys=keys, recurring=recurring)
 
     @classmethod
     def of_rows(cls, B: int, T: int, cu_seqlens: Tensor | None, device: torch.device) -> "Segments":
@@ -123,7 +145,7 @@ class Mask:
     Attributes:
         block: for flex_attention.
         dense: [1 or B, 1, T, S] bool, for the CPU and for single-token decoding.
-        segments: of patches, and in half precision on an accelerator of packed rows and for windows.
+        segments: of patches, and in half precision on an accelerator of packed rows and tiles and for windows.
     """
 
     block: BlockMask | None = None

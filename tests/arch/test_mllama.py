@@ -15,6 +15,7 @@ from transformers.models.mllama.processing_mllama import (
 )
 
 from liger_models import KernelOptions
+from liger_models.layers import cross_attention
 from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
 from liger_models.layers.cross_attention import tiles_seen
 from liger_models.layers.sequence import DecodeCache
@@ -240,6 +241,18 @@ def test_frozen_parts_and_checkpointing(pair):
         assert {is_tower(name) for name in left} == {not tower}
         for name, gradient in left.items():
             torch.testing.assert_close(gradient, every[name])
+
+
+@one_case
+def test_cross_attention_within_segments(pair, monkeypatch):
+    """As on a GPU in half precision."""
+    taken = []
+    monkeypatch.setattr(cross_attention, "takes_segments", lambda *_: taken.append(1) or True)
+    for check in (test_rows_with_different_images_and_with_none, test_packed_documents_are_separate_documents):
+        for model in pair[2:]:
+            model.zero_grad()
+        check(pair)
+    assert taken
 
 
 @one_case

@@ -183,6 +183,37 @@ def test_segments_against_the_formula(device, dtype, D, sizes):
         assert (ours.double() - exact).norm() <= limit * exact.norm()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recurring", [False, True])
+@pytest.mark.parametrize(("T", "sizes"), [(90, [40, 8, 40, 8]), (375, [88, 88, 12]), (320, [160, 160])], ids=str)
+def test_segments_of_parts_against_the_formula(device, dtype, recurring, T, sizes):
+    """Queries that see the same parts of the keys stand anywhere in a row."""
+    generator = torch.Generator().manual_seed(T)
+    T, *sizes = (
+        n * 8 if device == "cuda" else n for n in (T, *sizes)
+    )  # in one kernel for all, or in calls of their own
+    rows = torch.tensor([[1] * len(sizes), [0] * (len(sizes) - 1) + [1], [1] + [0] * (len(sizes) - 1)]).bool()
+    visible = rows[torch.randint(3, (2, T), generator=generator)].to(device)
+    visible[1] = True
+    part = torch.arange(len(sizes), device=device).repeat_interleave(torch.tensor(sizes, device=device))
+    segments = Segments.of_parts(visible, part, recurring)
+    s = Sequence(torch.arange(T, device=device)[None], {}, masks={None: Mask(segments=segments)}, causal=False)
+    q, k, v = (
+        torch.randn(2, n, heads, 80, generator=generator).to(device, dtype).requires_grad_()
+        for n, heads in ((T, 4), (sum(sizes), 2), (sum(sizes), 2))
+    )
+    dy = torch.randn(2, T, 4, 80, generator=generator).to(device, dtype)
+    out = attention(q, k, v, s, scale=0.1)
+    got = [out, *torch.autograd.grad(out, (q, k, v), dy)]
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out = naive(*wide, visible[:, None, :, part], 0.1)
+    want = [out, *torch.autograd.grad(out, wide, dy.double())]
+    limit = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for ours, exact in zip(got, want, strict=True):
+        assert (ours.double() - exact).norm() <= limit * exact.norm()
+
+
 @pytest.mark.gpu
 def test_segments_of_any_lengths_are_one_graph():
     torch._dynamo.reset()
