@@ -65,6 +65,7 @@ FAMILIES = {
     "qwen2_vl_2b": ("qwen2_vl/Qwen2-VL-2B-Instruct.json", 4),
     "qwen2_5_vl": ("qwen2_5_vl/Qwen2.5-VL-3B-Instruct.json", 4),
     "qwen3_vl": ("qwen3_vl/Cosmos-Reason2-8B.json", 4),
+    "qwen3_vl_moe": ("qwen3_vl_moe/Qwen3-VL-30B-A3B-Instruct.json", 4),
 }
 """The real width of a release of each family, few layers: file and number. Vision towers have twice as many."""
 IMAGES = ((12, 20), (24, 36), (48, 32), (16, 92))

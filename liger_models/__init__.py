@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .arch.qwen3 import LigerQwen3 as LigerQwen3
     from .arch.qwen3_moe import LigerQwen3MoE as LigerQwen3MoE
     from .arch.qwen3_vl import LigerQwen3VL as LigerQwen3VL
+    from .arch.qwen3_vl_moe import LigerQwen3VLMoE as LigerQwen3VLMoE
     from .arch.smollm3 import LigerSmolLM3 as LigerSmolLM3
     from .convert import register as register
     from .convert.auto import AutoLigerModel as AutoLigerModel

@@ -11,7 +11,6 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from liger_models.kernels.moe import load_balancing_loss
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.causal_lm import CausalLM
@@ -97,11 +96,3 @@ class LigerMixtral(CausalLM):
         )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
-
-    def auxiliary_loss(self, router_logits: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
-        """The weighted load-balancing loss of all layers together, if the configuration asks for it."""
-        if not self.config.output_router_logits:
-            return None
-        loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, attention_mask, self.balance_ranks)
-        weighted: Tensor = self.config.router_aux_loss_coef * loss
-        return weighted

@@ -11,6 +11,7 @@ Source: https://arxiv.org/abs/2511.21631, https://arxiv.org/abs/2406.04334, tran
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -185,13 +186,14 @@ class LigerQwen3VL(MRopeModel):
     """
 
     config_class = Qwen3VLConfig
+    block_class: ClassVar[type[nn.Module]] = Qwen3VLBlock
     frames_apart = True
 
     def __init__(self, config: Qwen3VLConfig, kernels: KernelOptions | None = None) -> None:
         super().__init__(config, kernels)
         self.visual = Qwen3VLTower(config.vision_config, self.kernels)
         self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Qwen3VLBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.block_class(config, i, self.kernels) for i in range(config.num_hidden_layers))
         self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
         self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
         rotary = MultimodalRotaryEmbedding(

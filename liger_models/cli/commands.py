@@ -178,8 +178,9 @@ def verify(
 
     kind = read_model_type(read_json_config(folder))
     empty, stored = _empty_model(str(folder), None), read_headers(folder)
-    weights = pick_map([get_map(kind)(empty.config), *get_other_maps(kind)(empty.config)], stored)
-    expected = weights.shapes(dict(empty.named_parameters()))
+    parameters = dict(empty.named_parameters())
+    weights = pick_map([get_map(kind)(empty.config), *get_other_maps(kind)(empty.config)], stored, parameters)
+    expected = weights.shapes(parameters)
     result: dict[str, Any] = {
         "tensors": len(stored),
         "missing": [name for name in expected if name not in stored],

@@ -9,7 +9,7 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -115,8 +115,8 @@ def load_pretrained(
         with torch.device("meta"):
             model = model_class(config, kernels=kernels)
         stored = read_headers(folder)
-        weights = pick_map([get_map(model_type)(config), *get_other_maps(model_type)(config)], stored)
         parameters = dict(model.named_parameters())
+        weights = pick_map([get_map(model_type)(config), *get_other_maps(model_type)(config)], stored, parameters)
         check_tensors(str(folder), weights, parameters, stored)
     if shard is not None:
         _load_parts(model, shard, weights, stored, target, device, progress)
@@ -302,17 +302,29 @@ def read_index(path: Path) -> dict[str, str]:
     return place
 
 
-def pick_map(maps: Sequence[WeightMap], stored: Collection[str]) -> WeightMap:
+def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> WeightMap:
     """The map of the layout that a checkpoint is in, or comes closest to, by the names of its tensors.
 
-    It is the one by which most parameters are there, each counted by the share of its tensors; the first of equals.
+    It is the one by which most parameters are there, each counted by the share of its tensors; the first of equals. Of
+    layouts with the same names it is the one by which most tensors have their shape.
+
+    Args:
+        maps: of each layout.
+        stored: name -> tensor, or what has its ``shape``.
+        parameters: the model's.
     """
+    names = {weights: [expression.names() for expression in weights.entries.values()] for weights in maps}
 
     def found(weights: WeightMap) -> float:
-        parts = [expression.names() for expression in weights.entries.values()]
-        return sum(sum(name in stored for name in names) / len(names) for names in parts)
+        return sum(sum(name in stored for name in parts) / len(parts) for parts in names[weights])
 
-    return max(maps, key=found)
+    def fitting(weights: WeightMap) -> int:
+        shapes = weights.shapes(parameters)
+        return sum(name in stored and tuple(stored[name].shape) == tensor.shape for name, tensor in shapes.items())
+
+    best = max(maps, key=found)
+    alike = [weights for weights in maps if names[weights] == names[best]]
+    return best if len(alike) == 1 else max(alike, key=fitting)
 
 
 def check_tensors(

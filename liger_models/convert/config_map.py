@@ -214,7 +214,7 @@ def read_multimodal(hf: Mapping[str, Any]) -> dict[str, Any]:
     rope, axial = dict(flat.get(where) or {}), dict(vision.pop("rope_parameters", None) or {})
     interleaved, axial_type = rope.pop("mrope_interleaved", None), axial.pop("rope_type", "axial")
     check(
-        interleaved in (None, flat["model_type"] == "qwen3_vl") and axial_type == "axial",
+        interleaved in (None, flat["model_type"] in ("qwen3_vl", "qwen3_vl_moe")) and axial_type == "axial",
         f"config.json: {where}.mrope_interleaved must be left out or be that of the architecture, and the tower's "
         f"rope_type 'axial', got {interleaved} and {axial_type!r}.",
     )

@@ -38,15 +38,22 @@ def other_maps(config: Qwen3MoeConfig) -> list[WeightMap]:
 
 
 def _map(config: Qwen3MoeConfig, gate_up: Expression, down: Expression) -> WeightMap:
-    sparse, dense = "model.layers.{sparse}.mlp", "model.layers.{dense}.mlp"
-    layers = range(config.num_hidden_layers)
     return decoder_map(
         config,
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         norms=("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"),
-        instead={"mlp.gate_up_proj.weight": None, "mlp.down_proj.weight": None},
-        also={
+        **sparse_mlps(config, "model", gate_up, down),
+    )
+
+
+def sparse_mlps(config: Qwen3MoeConfig, prefix: str, gate_up: Expression, down: Expression) -> dict[str, Any]:
+    """The MLPs, as arguments of `decoder_map`: mixtures of experts in some layers, dense ones in the others."""
+    sparse, dense = f"{prefix}.layers.{{sparse}}.mlp", f"{prefix}.layers.{{dense}}.mlp"
+    layers = range(config.num_hidden_layers)
+    return {
+        "instead": {"mlp.gate_up_proj.weight": None, "mlp.down_proj.weight": None},
+        "also": {
             "layers.{sparse}.mlp.gate.weight": f"{sparse}.gate.weight",
             "layers.{sparse}.mlp.gate_up_weight": gate_up,
             "layers.{sparse}.mlp.down_weight": down,
@@ -55,8 +62,8 @@ def _map(config: Qwen3MoeConfig, gate_up: Expression, down: Expression) -> Weigh
             ),
             "layers.{dense}.mlp.down_proj.weight": f"{dense}.down_proj.weight",
         },
-        over={
+        "over": {
             "sparse": [i for i in layers if config.is_sparse(i)],
             "dense": [i for i in layers if not config.is_sparse(i)],
         },
-    )
+    }

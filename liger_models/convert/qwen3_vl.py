@@ -30,16 +30,18 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 def weight_map(config: Qwen3VLConfig) -> WeightMap:
     """Qwen3-VL's parameters over the tensors of a Hugging Face checkpoint."""
-    return _map(config, "model.language_model", "model.visual")
+    return map_under(config, "model.language_model", "model.visual")
 
 
 def other_maps(config: Qwen3VLConfig) -> list[WeightMap]:
     """The older prefixes, which checkpoints of its predecessors have."""
-    return [_map(config, "model", "visual")]
+    return [map_under(config, "model", "visual")]
 
 
-def _map(config: Qwen3VLConfig, text: str, visual: str) -> WeightMap:
+def map_under(config: Qwen3VLConfig, text: str, visual: str, mlp: Mapping[str, Any] | None = None) -> WeightMap:
+    """The map under these prefixes; ``mlp`` has what stands in the place of dense MLPs, for `decoder_map`."""
     vision, block = config.vision_config, f"{visual}.blocks.{{b}}"
+    mlp = mlp or {}
     kinds = ("weight", "bias")
     mergers = {"merger": "merger", "deepstack_mergers.{d}": "deepstack_merger_list.{d}"}
     return decoder_map(
@@ -48,7 +50,9 @@ def _map(config: Qwen3VLConfig, text: str, visual: str) -> WeightMap:
         o_bias=config.attention_bias,
         norms=("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"),
         prefix=text,
+        instead=mlp.get("instead"),
         also={
+            **mlp.get("also", {}),
             "visual.patch_embed.weight": patch_rows(
                 f"{visual}.patch_embed.proj.weight", vision.in_channels, vision.temporal_patch_size, vision.patch_size
             ),
@@ -72,5 +76,5 @@ def _map(config: Qwen3VLConfig, text: str, visual: str) -> WeightMap:
                 for k in kinds
             },
         },
-        over={"b": range(vision.depth), "d": range(len(vision.deepstack_visual_indexes))},
+        over={"b": range(vision.depth), "d": range(len(vision.deepstack_visual_indexes)), **mlp.get("over", {})},
     )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels.collectives import Ranks, all_tokens, divide_gradient, enter, own_tokens, sum_over
 from liger_models.kernels.dispatch import check
+from liger_models.kernels.moe import load_balancing_loss
 from liger_models.kernels.options import KernelOptions
 
 from .attention import LigerAttention
@@ -500,8 +501,15 @@ class CausalLM(nn.Module):
         return hidden, router_logits
 
     def auxiliary_loss(self, router_logits: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
-        """What is added to the loss besides the cross entropy, already weighted; None for nothing."""
-        return None
+        """What is added to the loss besides the cross entropy, already weighted; None for nothing.
+
+        Here the load-balancing loss of all layers with routed experts together, if the configuration asks for it.
+        """
+        if not (router_logits and getattr(self.config, "output_router_logits", False)):
+            return None
+        loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, attention_mask, self.balance_ranks)
+        weighted: Tensor = self.config.router_aux_loss_coef * loss
+        return weighted
 
     @property
     def tokenizer(self) -> "Tokenizer":

@@ -3,7 +3,7 @@
 import copy
 import json
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -97,18 +97,18 @@ def hf_gradients(model) -> dict[str, Tensor]:
         return load_file(Path(folder) / "model.safetensors")
 
 
-def our_gradients(model: CausalLM, names: Collection[str]) -> dict[str, Tensor]:
-    """Gradients under Hugging Face's names, taken apart by the weight map that has ``names``."""
+def our_gradients(model: CausalLM, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients under Hugging Face's names, taken apart by the weight map that has ``theirs``."""
     gradients_of(model)
-    return taken_apart(model, names, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+    return taken_apart(model, theirs, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
 
 
-def taken_apart(model: CausalLM, names: Collection[str], tensor: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def taken_apart(model: CausalLM, theirs: Mapping[str, Tensor], tensor: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """``tensor`` of each parameter under Hugging Face's names, on the CPU."""
     arch = type(model).__module__.rpartition(".")[2]
-    weights = pick_map([get_map(arch)(model.config), *get_other_maps(arch)(model.config)], names)
-    parameters = model.named_parameters()
-    return {n: t.cpu() for name, p in parameters for n, t in weights.entries[name].unpack(tensor(p)).items()}
+    parameters = dict(model.named_parameters())
+    weights = pick_map([get_map(arch)(model.config), *get_other_maps(arch)(model.config)], theirs, parameters)
+    return {n: t.cpu() for name, p in parameters.items() for n, t in weights.entries[name].unpack(tensor(p)).items()}
 
 
 def gradients_of(model: CausalLM) -> dict[str, Tensor]:

@@ -41,6 +41,14 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2],
         } | PATCHES,
     ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        {**MROPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+        {
+            "depth": 2, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32,
+            "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+        } | PATCHES,
+    ),
     "gemma3": (
         "gemma3",
         {
