@@ -49,11 +49,11 @@ def plain_targets(labels: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torc
         for row, t in product(range(B), range(T)):
             document[row, t] = int((inputs["cu_seqlens"] <= row * T + t).sum())
     elif inputs:
-        document = inputs["attention_mask"]
+        document = inputs["attention_mask"] - 1
     made = torch.full((1 + K, B, T), -100)
     for k, row, t in product(range(1 + K), range(B), range(T)):
         end = t + k + 1
-        if end < T and len(set(document[row, t : end + 1].tolist())) == 1:
+        if end < T and len(set(document[row, t : end + 1].tolist())) == 1 and document[row, t] >= 0:
             made[k, row, t] = labels[row, end]
     return made
 

@@ -160,7 +160,8 @@ class Sequence:
     Attributes:
         position_ids: [1 or B, T] int64; [3, 1 or B, T], in time, height and width, if there are images.
         tables: name of a rotary embedding -> cos, sin at these positions, each [1 or B, T, R / 2] fp32.
-        documents: [B, S] int64, S = cached + T: a token sees those before it with its own number. None: one document.
+        documents: [B, S] int64, S = cached + T: a token sees those before it with its own number; −1 is padding. None:
+            one document.
         past: number of cached tokens before these.
         cache: the decode cache, None in training.
         masks: window of a layer (None: no window) -> its mask.
@@ -255,7 +256,7 @@ class Sequence:
             # Asking the device costs one wait; attention without a mask is worth far more. Not so for a single token,
             # and not in a compiled graph.
             if T == 1 or torch.compiler.is_compiling() or not bool(attention_mask.all()):
-                documents = (attention_mask != 0).to(device, torch.int64)
+                documents = (attention_mask != 0).to(device, torch.int64) - 1
         if position_ids is not None:
             positions = position_ids[None] if position_ids.dim() == 1 else position_ids
             check(
@@ -296,7 +297,7 @@ class Sequence:
             return target
         last = torch.ones_like(labels[:, :1], dtype=torch.bool)
         ends = torch.cat([self.documents[:, 1:] != self.documents[:, :-1], last], 1)
-        return target.masked_fill(ends, ignore_index)
+        return target.masked_fill(ends | (self.documents < 0), ignore_index)
 
 
 def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -43,11 +43,11 @@ class LigerCrossEntropyLoss(nn.Module):
         self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
         self.return_predicted_tokens = return_predicted_tokens
 
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        """logits [..., V] and target [...] int64 -> loss."""
+    def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
+        """Logits [..., V] and target [...] int64 -> loss."""
         return self._chosen(
             cross_entropy(
-                logits,
+                _input,
                 target,
                 class_weight=self.weight,
                 ignore_index=self.ignore_index,
@@ -112,12 +112,12 @@ class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
         self.workspace_mib = workspace_mib
 
     def forward(  # type: ignore[override]
-        self, lin_weight: Tensor, x: Tensor, target: Tensor, bias: Tensor | None = None
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
-        """lin_weight [V, C], x [..., C], target [...] int64, bias [V] -> loss."""
+        """lin_weight [V, C], _input [..., C], target [...] int64, bias [V] -> loss."""
         return self._chosen(
             linear_cross_entropy(
-                x,
+                _input,
                 lin_weight,
                 target,
                 bias=bias,

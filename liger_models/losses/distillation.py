@@ -259,6 +259,7 @@ class LigerKLDIVLoss(nn.Module):
             size_average is None and reduce is None,
             "LigerKLDIVLoss: size_average and reduce must be None. Use reduction.",
         )
+        check(eps == 1e-10 or not log_target, f"LigerKLDIVLoss: eps must be left out with log_target, got {eps}.")
         check(reduction in REDUCTIONS, f"LigerKLDIVLoss: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
         self.eps, self.reduction, self.log_target = eps, reduction, log_target
 

@@ -56,7 +56,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         compiled, chunk_size: how Liger-Kernel splits its work. Nothing here depends on them; see ``workspace_mib``.
         use_ref_model: whether there is a reference model; a ``beta`` other than 0 needs it.
         epsilon_low, epsilon_high: ε_low and ε_high; the larger second one is "clip-higher". cispo has the second one
-            alone, sapo and vespo have neither.
+            alone, sapo and vespo have neither: what a loss does not have is to be left out.
         loss_type: one of the above.
         max_completion_length: divisor of dr_grpo; the others do without.
         importance_sampling_level: "token", or "sequence" for one ratio w per sequence.
@@ -141,6 +141,18 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 loss_type == owner or own == default,
                 f"{name}: options of {owner} must be left at {default} with loss_type {loss_type!r}, got {own}.",
             )
+        unused = {"epsilon_low": epsilon_low} if loss_type in ONLY_PER_TOKEN else {}
+        unused |= {"epsilon_high": epsilon_high} if loss_type in UNCLIPPED else {}
+        check(
+            all(value == 0.2 for value in unused.values()),
+            f"{name}: {' and '.join(unused)} must be left at 0.2 with loss_type {loss_type!r}, which does not clip that"
+            f" way, got {unused}.",
+        )
+        check(
+            beta != 0.0 or (kl_estimator == "k3" and not use_bias_correction_kl),
+            f"{name}: kl_estimator and use_bias_correction_kl must be left out with beta 0, got {kl_estimator!r} and"
+            f" {use_bias_correction_kl}.",
+        )
         check(
             beta == 0.0 or use_ref_model,
             f"{name}: beta must be 0 without a reference model, got {beta}. Set beta=0.0 or use_ref_model=True.",

@@ -118,6 +118,11 @@ def _check_options(name: str, loss_type: str, beta: float, label_smoothing: floa
     )
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """σ(x), whose gradient keeps its digits near 1 as well; that of `torch.sigmoid` is y · (1 − y)."""
+    return logsigmoid(x).exp()
+
+
 def margin_losses(loss_type: str, margin: Tensor, beta: float, label_smoothing: float) -> Tensor:
     """Losses [pairs] of the margins β·(r(y_w) − r(y_l)) [pairs]: sigmoid, hinge, ipo, robust, exo_pair."""
     e = label_smoothing
@@ -358,6 +363,7 @@ class LigerFusedLinearDPOLoss(_OverPairs):
             loss_type == "discopop" or discopop_tau == 0.05,
             f"{self._name}: discopop_tau is for loss_type 'discopop', got {discopop_tau} with {loss_type!r}.",
         )
+        check(discopop_tau > 0, f"{self._name}: discopop_tau must be positive, got {discopop_tau}.")
         self.use_ref_model, self.loss_type = use_ref_model, loss_type
         self.label_smoothing, self.discopop_tau = label_smoothing, discopop_tau
 
@@ -372,12 +378,12 @@ class LigerFusedLinearDPOLoss(_OverPairs):
         if kind == "sppo_hard":
             return (chosen - 0.5 / self.beta).square() + (rejected + 0.5 / self.beta).square()
         if kind == "apo_zero":
-            return torch.sigmoid(-w) + torch.sigmoid(l)
+            return sigmoid(-w) + sigmoid(l)
         if kind == "apo_down":
-            return torch.sigmoid(w) + torch.sigmoid(-margin)
+            return sigmoid(w) + sigmoid(-margin)
         if kind == "discopop":
-            share = torch.sigmoid(margin / self.discopop_tau)
-            return -logsigmoid(margin) * (1 - share) + torch.exp(-margin) * share
+            scaled = margin / self.discopop_tau  # one exponential: exp(−m) alone overflows where its factor is 0
+            return -logsigmoid(margin) * sigmoid(-scaled) + torch.exp(logsigmoid(scaled) - margin)
         return margin_losses(kind, margin, self.beta, self.label_smoothing)
 
     def forward(
@@ -708,11 +714,12 @@ class LigerFusedLinearKTOLoss(_OverLogProbs):
         check(shape in ([], [1], [len(target)]), f"{self._name}: kl must be a number or [{len(target)}], got {shape}.")
         logps = sequence_log_probs(log_probs, target, self.ignore_index, self.average_log_prob)
         ratios = logps if reference is None else logps - reference
-        gain = ratios if kl is None else ratios - torch.as_tensor(kl, device=ratios.device).detach()
+        z = torch.as_tensor(0.0 if kl is None else kl, dtype=ratios.dtype, device=ratios.device)
+        gain = ratios - z.detach()
         losses = torch.where(
             labels,
-            self.desirable_weight * torch.sigmoid(-self.beta * gain),
-            self.undesirable_weight * torch.sigmoid(self.beta * gain),
+            self.desirable_weight * sigmoid(-self.beta * gain),
+            self.undesirable_weight * sigmoid(self.beta * gain),
         )
         logps, rewards = logps.detach(), self.beta * ratios.detach()
         return losses.sum() / max(len(target), 1), KTOMetrics(

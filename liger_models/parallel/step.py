@@ -49,7 +49,7 @@ def _targets(batch: Mapping[str, Any]) -> Tensor:
         B, T = labels.shape
         documents, _ = number_documents(cu_seqlens, B, T, labels.device)
     elif attention_mask is not None:
-        documents = (attention_mask != 0).to(labels.device, torch.int64)
+        documents = (attention_mask != 0).to(labels.device, torch.int64) - 1
     target = Sequence(labels, {}, documents).shift(labels)
     return (target != -100).sum()
 

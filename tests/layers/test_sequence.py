@@ -49,6 +49,9 @@ def test_padding():
     assert sequence.position_ids.tolist() == [[0, 1, 2, 3]]
     assert sequence.masks[None].dense[0, 0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]
     assert sequence.shift(torch.tensor([[4, 5, 6, 7]])).tolist() == [[-100, 6, -100, -100]]
+    sequence = build(2, 5, attention_mask=torch.tensor([[0, 0, 0, 1, 1], [1, 1, 0, 0, 0]]))
+    want = [[-100, -100, -100, 8, -100], [5, -100, -100, -100, -100]]
+    assert sequence.shift(torch.tensor([[4, 5, 6, 7, 8]] * 2)).tolist() == want
     assert build(1, 2, attention_mask=torch.ones(1, 2)).masks[None].dense is None
 
 

@@ -17,8 +17,11 @@ def test_options_reach_the_op(reduction):
         reduction=reduction,
     )  # fmt: skip
     flags = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
-    fused = LigerFusedLinearCrossEntropyLoss(classes, **OPTIONS, reduction=reduction, **flags)(w, x, target, b)
-    plain = LigerCrossEntropyLoss(classes, **OPTIONS, reduction=reduction, **flags)(x @ w.T + b, target)
+    # By name, as in Liger-Kernel.
+    fused = LigerFusedLinearCrossEntropyLoss(classes, **OPTIONS, reduction=reduction, **flags)(
+        lin_weight=w, _input=x, target=target, bias=b
+    )
+    plain = LigerCrossEntropyLoss(classes, **OPTIONS, reduction=reduction, **flags)(_input=x @ w.T + b, target=target)
     for got in (fused, plain):
         torch.testing.assert_close((got.loss, got.z_loss), (want.loss, want.z_loss))
         assert got.token_accuracy == want.token_accuracy

@@ -239,6 +239,7 @@ def test_only_the_student_gets_gradients_and_half_precision_is_widened():
         lambda: LigerFusedLinearJSD(accum_dtype=torch.bfloat16),
         lambda: LigerKLDIVLoss(reduction="max"),
         lambda: LigerKLDIVLoss(size_average=True),
+        lambda: LigerKLDIVLoss(1e-3, log_target=True),
         lambda: LigerTVDLoss("max"),
         lambda: LigerJSD(beta=2.0),
         lambda: LigerJSD()(torch.zeros(2, 3), torch.zeros(2, 4)),

@@ -207,6 +207,26 @@ def test_log_odds_keep_their_digits():
     assert certain.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["apo_zero", "apo_down", "discopop", "kto"])
+def test_far_from_the_margin_gradients_keep_their_digits(name):
+    def gradient(dtype):
+        log_probs = torch.tensor([[-24.0], [-200.0], [-4.0], [-4.0]], dtype=dtype, requires_grad=True)
+        target = torch.zeros(4, 1, dtype=torch.int64)
+        if name == "kto":
+            loss = LigerFusedLinearKTOLoss(beta=0.5)
+            value, _ = loss.from_log_probs(log_probs, target, torch.tensor([True, True, False, False]), kl=0.3)
+        else:
+            value, _ = LigerFusedLinearDPOLoss(beta=0.5, use_ref_model=False, loss_type=name).from_log_probs(
+                log_probs, target
+            )
+        value.backward()
+        return log_probs.grad.double()
+
+    got, want = gradient(torch.float32), gradient(torch.float64)
+    assert want.isfinite().all()
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-30)
+
+
 @pytest.mark.parametrize("kl", ["none", "number", "scalar", "each"])
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("with_reference", [False, True])
@@ -352,6 +372,7 @@ def call(loss, **changes):
         lambda: LigerFusedLinearDPOLoss(loss_type="exo_pair"),
         lambda: LigerFusedLinearDPOLoss(label_smoothing=-0.1),
         lambda: LigerFusedLinearDPOLoss(discopop_tau=0.1),
+        lambda: LigerFusedLinearDPOLoss(loss_type="discopop", discopop_tau=0.0),
         lambda: LigerFusedLinearDPOLoss(alpha=0.5),
         lambda: LigerFusedLinearCPOLoss(alpha=0.5, compute_nll_loss=False),
         lambda: LigerFusedLinearDPOLoss(beta=-0.1),
