@@ -72,7 +72,7 @@ def to_tensor(image: "Image", size: tuple[int, int], resample: int) -> Tensor:
 
 
 class Normalize:
-    """``(pixel · rescale_factor − mean) / std`` per channel, rounded to fp32 where transformers rounds.
+    """``(pixel · rescale_factor − mean) / std`` per channel, or of all, rounded to fp32 where transformers rounds.
 
     Args:
         settings: the content of a preprocessor_config.json.
@@ -86,7 +86,7 @@ class Normalize:
         normalizes = _given(settings, "do_normalize", True)
         means = _given(settings, "image_mean", mean) if normalizes else [0.0] * 3
         stds = _given(settings, "image_std", std) if normalizes else [1.0] * 3
-        self.mean, self.std = (torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (means, stds))
+        self.mean, self.std = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (means, stds))
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """pixels [..., 3, height, width] uint8 -> the same shape in fp32."""

@@ -78,10 +78,15 @@ def test_normalize_is_transformers():
 
     pixels = to_tensor(picture(9, 8), (8, 9), 3)
     mean, std = [0.48, 0.4578275, 0.4], [0.26862954, 0.2613, 0.27]
-    for settings in ({"image_mean": mean, "image_std": std}, {"image_mean": None, "rescale_factor": 0.01}):
+    for settings in (
+        {"image_mean": mean, "image_std": std},
+        {"image_mean": None, "rescale_factor": 0.01},
+        {"image_mean": 0.4, "image_std": 0.3},
+    ):
         got = Normalize(settings, mean, std)(pixels)
         scaled = rescale(pixels.numpy(), settings.get("rescale_factor", 1 / 255))
-        assert torch.equal(got, torch.from_numpy(normalize(scaled, mean, std, input_data_format="channels_first")))
+        given = settings["image_mean"] or mean, settings.get("image_std", std)
+        assert torch.equal(got, torch.from_numpy(normalize(scaled, *given, input_data_format="channels_first")))
     assert torch.equal(Normalize({"do_normalize": False, "do_rescale": False}, mean, std)(pixels), pixels.float())
 
 
