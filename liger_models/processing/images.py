@@ -28,7 +28,7 @@ def read_image(source: "Source") -> "Image":
     Raises:
         ImportError: Pillow is not installed.
         TypeError: something that is no image.
-        ValueError: a file that Pillow cannot read, an address in place of a path.
+        ValueError: a file that Pillow cannot read, an address in place of a path, an image without pixels.
     """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
@@ -37,7 +37,7 @@ def read_image(source: "Source") -> "Image":
             "read_image: needs Pillow, which is not installed. pip install 'liger_models[vision]'"
         ) from error
     check(
-        not isinstance(source, str) or re.match(r"[a-z]+://|data:", source) is None,
+        not isinstance(source, str) or re.match(r"(?i)[a-z]+://|data:", source) is None,
         f"read_image: an image must be a PIL image, a path or a file's bytes, got the address {str(source)[:60]}. "
         "Fetch it and pass its bytes.",
     )
@@ -56,6 +56,7 @@ def read_image(source: "Source") -> "Image":
         raise TypeError(
             f"read_image: an image must be a PIL image, a path or a file's bytes, got {type(source).__name__}."
         )
+    check(min(image.size) > 0, f"read_image: an image must have pixels, got {image.width} x {image.height}.")
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)

@@ -62,7 +62,9 @@ def test_what_is_no_image():
         read_image(encoded(picture(64, 64))[:200])
     with pytest.raises(FileNotFoundError):
         read_image("nowhere.png")
-    for address in ("https://example.com/a.png", "data:image/png;base64,iVBO"):
+    with pytest.raises(ValueError, match="an image must have pixels, got 0 x 5"):
+        read_image(picture(9, 5).crop((3, 0, 3, 5)))
+    for address in ("https://example.com/a.png", "HTTPS://example.com/a.png", "data:image/png;base64,iVBO"):
         with pytest.raises(ValueError, match=f"got the address {address}. Fetch it and pass its bytes"):
             read_image(address)
 
