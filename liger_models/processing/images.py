@@ -28,7 +28,7 @@ def read_image(source: "Source") -> "Image":
     Raises:
         ImportError: Pillow is not installed.
         TypeError: something that is no image.
-        ValueError: a file that Pillow cannot read, an address in place of a path.
+        ValueError: a file that Pillow cannot read, an address in place of a path, an image without pixels.
     """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
@@ -37,7 +37,7 @@ def read_image(source: "Source") -> "Image":
             "read_image: needs Pillow, which is not installed. pip install 'liger_models[vision]'"
         ) from error
     check(
-        not isinstance(source, str) or re.match(r"[a-z]+://|data:", source) is None,
+        not isinstance(source, str) or re.match(r"(?i)[a-z]+://|data:", source) is None,
         f"read_image: an image must be a PIL image, a path or a file's bytes, got the address {str(source)[:60]}. "
         "Fetch it and pass its bytes.",
     )
@@ -56,6 +56,7 @@ def read_image(source: "Source") -> "Image":
         raise TypeError(
             f"read_image: an image must be a PIL image, a path or a file's bytes, got {type(source).__name__}."
         )
+    check(min(image.size) > 0, f"read_image: an image must have pixels, got {image.width} x {image.height}.")
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
@@ -72,7 +73,7 @@ def to_tensor(image: "Image", size: tuple[int, int], resample: int) -> Tensor:
 
 
 class Normalize:
-    """``(pixel · rescale_factor − mean) / std`` per channel, rounded to fp32 where transformers rounds.
+    """``(pixel · rescale_factor − mean) / std`` per channel, or of all, rounded to fp32 where transformers rounds.
 
     Args:
         settings: the content of a preprocessor_config.json.
@@ -86,7 +87,7 @@ class Normalize:
         normalizes = _given(settings, "do_normalize", True)
         means = _given(settings, "image_mean", mean) if normalizes else [0.0] * 3
         stds = _given(settings, "image_std", std) if normalizes else [1.0] * 3
-        self.mean, self.std = (torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (means, stds))
+        self.mean, self.std = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (means, stds))
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """pixels [..., 3, height, width] uint8 -> the same shape in fp32."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .images import Source
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5)
 BICUBIC = 3
 MOST_ELONGATED = 200
 
@@ -81,15 +82,20 @@ class QwenVLImages:
     ) -> None:
         check(of in BOUNDS, f"QwenVLImages: of must be one of {BOUNDS}, got {of!r}.")
         check_settings(settings, do_resize=True, do_convert_rgb=True, resample=BICUBIC)
-        size = settings.get("size") or {}
+        size, edges = settings.get("size") or {}, {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+        check(
+            not size or all(settings.get(bound) or size.get(edge) for bound, edge in edges.items()),
+            f"preprocessor_config.json: size must have {' and '.join(edges.values())}, in pixels of area, got {size}.",
+        )
         self.patch, self.merge, self.frames = (
             int(settings.get(key) or value)
             for key, value in (("patch_size", 14), ("merge_size", 2), ("temporal_patch_size", 2))
         )
         self.min_pixels = settings.get("min_pixels") or size.get("shortest_edge") or min_pixels
         self.max_pixels = settings.get("max_pixels") or size.get("longest_edge") or max_pixels
-        self.of = of
-        self.normalize = Normalize(settings, CLIP_MEAN, CLIP_STD)
+        self.of, self.caps = of, bool(settings.get("cap_pixels_per_frame"))
+        self.most_tokens = settings.get("max_video_tokens") or (768 if of == "video" else 128000)
+        self.normalize = Normalize(settings, *((HALF, HALF) if of == "video" else (CLIP_MEAN, CLIP_STD)))
 
     def __call__(self, frames: "Sequence[Source]") -> tuple[Tensor, Tensor]:
         """The patches of an image, or of the frames of a video, all of the first one's size.
@@ -117,7 +123,7 @@ class QwenVLImages:
         if whole and min(height, width) < factor:
             scale = factor / min(height, width)
             height, width = int(height * scale), int(width * scale)
-        size = smart_resize(height, width, factor, self.min_pixels, self.max_pixels, deep)
+        size = smart_resize(height, width, factor, self.min_pixels, self._most_pixels(count), deep)
         if self.of == "image":
             resized = to_tensor(images[0], size, BICUBIC)[None]
         else:
@@ -127,6 +133,15 @@ class QwenVLImages:
         pixels = self.normalize(resized)
         pixels = torch.cat([pixels, pixels[-1:].expand(-count % self.frames, -1, -1, -1)])
         return self._patches(pixels)
+
+    def _most_pixels(self, count: int) -> int:
+        """``max_pixels`` for an image or ``count`` frames; ``cap_pixels_per_frame`` shares out a video's tokens."""
+        if not self.caps:
+            return self.max_pixels
+        budget, least = self.most_tokens * (self.patch * self.merge) ** 2, int(self.min_pixels * 1.05)
+        if self.of == "video":
+            return max(min(budget, self.max_pixels // count), least) * count
+        return max(min(self.max_pixels, int(budget * 0.9) * self.frames // count), least)
 
     def _patches(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """pixels [T, 3, height, width] -> the patches, block by block of those that become one token."""
@@ -208,7 +223,7 @@ class QwenVLProcessor:
         texts: Sequence[str],
         *,
         images: "Sequence[Source]" = (),
-        videos: "Sequence[Sequence[Source]]" = (),
+        videos: "Sequence[Sequence[Source]] | None" = (),
         fps: float | Sequence[float | None] | None = None,
         padding_side: str = "left",
     ) -> dict[str, Any]:
@@ -229,7 +244,7 @@ class QwenVLProcessor:
             ValueError: placeholders that differ in number from the images or videos; no ``fps`` where it is needed;
                 a video that is no list of frames.
         """
-        texts = [texts] if isinstance(texts, str) else list(texts)
+        texts, videos = [texts] if isinstance(texts, str) else list(texts), () if videos is None else videos
         rates = list(fps) if isinstance(fps, Sequence) else [fps] * len(videos)
         check(
             len(rates) == len(videos),

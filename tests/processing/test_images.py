@@ -62,7 +62,9 @@ def test_what_is_no_image():
         read_image(encoded(picture(64, 64))[:200])
     with pytest.raises(FileNotFoundError):
         read_image("nowhere.png")
-    for address in ("https://example.com/a.png", "data:image/png;base64,iVBO"):
+    with pytest.raises(ValueError, match="an image must have pixels, got 0 x 5"):
+        read_image(picture(9, 5).crop((3, 0, 3, 5)))
+    for address in ("https://example.com/a.png", "HTTPS://example.com/a.png", "data:image/png;base64,iVBO"):
         with pytest.raises(ValueError, match=f"got the address {address}. Fetch it and pass its bytes"):
             read_image(address)
 
@@ -78,10 +80,15 @@ def test_normalize_is_transformers():
 
     pixels = to_tensor(picture(9, 8), (8, 9), 3)
     mean, std = [0.48, 0.4578275, 0.4], [0.26862954, 0.2613, 0.27]
-    for settings in ({"image_mean": mean, "image_std": std}, {"image_mean": None, "rescale_factor": 0.01}):
+    for settings in (
+        {"image_mean": mean, "image_std": std},
+        {"image_mean": None, "rescale_factor": 0.01},
+        {"image_mean": 0.4, "image_std": 0.3},
+    ):
         got = Normalize(settings, mean, std)(pixels)
         scaled = rescale(pixels.numpy(), settings.get("rescale_factor", 1 / 255))
-        assert torch.equal(got, torch.from_numpy(normalize(scaled, mean, std, input_data_format="channels_first")))
+        given = settings["image_mean"] or mean, settings.get("image_std", std)
+        assert torch.equal(got, torch.from_numpy(normalize(scaled, *given, input_data_format="channels_first")))
     assert torch.equal(Normalize({"do_normalize": False, "do_rescale": False}, mean, std)(pixels), pixels.float())
 
 

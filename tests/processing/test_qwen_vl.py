@@ -65,7 +65,7 @@ def video_size(frames, height, width, factor, min_pixels, max_pixels):
 def test_video_patches(of):
     """The patches of transformers' video processor, which needs torchvision: its resize is torch's, on bytes."""
     settings = {"patch_size": 4, "size": {"shortest_edge": 600, "longest_edge": 6000}}
-    videos = QwenVLImages(settings, of=of)
+    videos = QwenVLImages(settings | {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}, of=of)
     mean, std = (torch.tensor(values)[:, None, None] for values in (CLIP_MEAN, CLIP_STD))
     for count, (height, width) in ((4, (30, 40)), (5, (7, 31)), (3, (200, 100))):
         frames = [picture(width, height, seed=seed) for seed in range(count)]
@@ -89,6 +89,40 @@ def test_video_patches(of):
         videos([picture(4, 4), picture(3, 4)])
     with pytest.raises(ValueError, match="at least one frame, got none"):
         videos([])
+
+
+CAPPED = {
+    "frame": {(2, 40, 30): [1, 8, 6], (12, 40, 30): [6, 4, 2], (2, 20, 100): [1, 2, 18], (33, 7, 300): [17, 2, 26]},
+    "video": {(3, 40, 30): [2, 10, 6], (12, 40, 30): [6, 4, 2], (2, 20, 100): [1, 4, 20], (33, 7, 300): [17, 2, 26]},
+}
+"""Frames, height and width of a video -> the grid that transformers' video processors give it, with torchvision."""
+
+
+@pytest.mark.parametrize("of", CAPPED)
+def test_frames_that_share_out_a_number_of_tokens(of):
+    settings = {"patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 4096}}
+    free, capped = (
+        QwenVLImages(settings | {"cap_pixels_per_frame": cap, "max_video_tokens": 20}, of=of) for cap in (False, True)
+    )
+    for (count, height, width), grid in CAPPED[of].items():
+        frames = [picture(width, height)] * count
+        assert capped(frames)[1].tolist() == grid
+        assert free(frames)[1].tolist() != grid
+
+
+def test_settings_that_are_left_out_are_those_of_transformers_classes():
+    """Qwen3-VL's videos are normalised otherwise than Qwen2-VL's images and videos."""
+    for of, mean in (("image", CLIP_MEAN), ("frame", CLIP_MEAN), ("video", (0.5, 0.5, 0.5))):
+        assert QwenVLImages({}, of=of).normalize.mean.flatten().tolist() == pytest.approx(mean)
+
+
+def test_a_size_without_bounds_of_the_area():
+    """What older versions of transformers wrote beside min_pixels and max_pixels says nothing more than these."""
+    for size in ({"height": 56, "width": 56}, {"shortest_edge": 3136}):
+        with pytest.raises(ValueError, match="size must have shortest_edge and longest_edge, in pixels of area, got"):
+            QwenVLImages({"size": size})
+    old = QwenVLImages({"size": {"min_pixels": 1, "max_pixels": 2}, "min_pixels": 100, "max_pixels": 5000})
+    assert (old.min_pixels, old.max_pixels) == (100, 5000)
 
 
 def test_one_frame_is_no_video_for_bounds_of_all_frames():
@@ -120,6 +154,8 @@ def test_placeholders_are_written_out(model, arch):
     assert batch["attention_mask"][1, 0] == 0
     right = processor(texts, images=pictures, padding_side="right")
     assert right["attention_mask"][1, 0] == 1
+    nothing = processor(["None."], images=None, videos=None)
+    assert nothing.keys() == {"input_ids", "attention_mask"}
     out = model(**batch, labels=batch["input_ids"])
     assert out.loss.isfinite()
 
