@@ -465,10 +465,15 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
         isinstance(targets, str | list),
         f"{place / CONFIG}: target_modules must be a list of names or a text, got {targets!r}. Write what is adapted.",
     )
-    known = {field.name for field in dataclasses.fields(LoRAConfig)}
-    config = LoRAConfig(**{name: value for name, value in keys.items() if name in known})
     with open_safetensors(place / WEIGHTS) as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if isinstance(targets, list):
+        # PEFT wants one of the names to fit: lists that are written for many models have names that some lack.
+        modules = [name.removesuffix(".weight") for _, entry in _linears(model).values() for name in entry.names()]
+        modules += [name.partition(".lora_")[0] for name in stored]
+        keys["target_modules"] = [each for each in targets if any(_fits(name, each) for name in modules)] or targets
+    known = {field.name for field in dataclasses.fields(LoRAConfig)}
+    config = LoRAConfig(**{name: value for name, value in keys.items() if name in known})
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     apply_lora(model, config)
     try:
@@ -610,6 +615,10 @@ def _of_rows(linear: nn.Linear, expression: Expression) -> bool:
         return False
 
 
+def _fits(module: str, target: str) -> bool:
+    return module == target or module.endswith("." + target)
+
+
 def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
     modules = {name.removesuffix(".weight"): name for name in names}
     targets = config.target_modules
@@ -630,7 +639,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
                 )
                 raise ValueError(message) from error
         else:
-            found = {name for module, name in modules.items() if module == target or module.endswith("." + target)}
+            found = {name for module, name in modules.items() if _fits(module, target)}
         near = difflib.get_close_matches(target, short, 1)
         hint = f" Did you mean {near[0]}?" if near else ""
         if isinstance(targets, str):

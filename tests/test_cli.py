@@ -174,6 +174,16 @@ def test_verify_says_where_logits_differ(folder, monkeypatch):
     assert found["logits_error"] > 1e-4
 
 
+def test_verify_of_weights_that_are_no_numbers_prints_json(folder):
+    pytest.importorskip("transformers")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    found = json.loads(run("verify", "model", "--json", code=3), parse_constant=pytest.fail)
+    assert (found["logits_error"], found["same"]) == ("nan", False)
+    assert "by nan of their norm" in run("verify", "model", code=3)
+
+
 def test_convert(folder):
     found = read("convert", "model", "new", "--dtype", "float16", "--max-shard-size", "40KB")
     assert len([name for name in found["files"] if name.endswith(".safetensors")]) > 1
@@ -237,6 +247,8 @@ def test_bench(folder):
     ("arguments", "code", "message"),
     [
         (["info", "./nowhere"], 1, "must be a folder, or owner/name on the hub"),
+        (["info", "model/config.json"], 1, "must be a folder with config.json and safetensors, got a file"),
+        (["generate", "model/config.json", "Hi"], 1, "must be a folder with config.json and safetensors, got a file"),
         (["verify", "nowhere"], 1, "nowhere: must be a folder"),
         (["info", "nowhere"], 1, "nowhere: must be a folder, or on the hub or in its client's cache"),
         (["generate", "nowhere", "Hi"], 1, "nowhere: must be a folder, or on the hub or in its client's cache"),
@@ -257,6 +269,19 @@ def test_mistakes_are_told_without_a_traceback(folder, monkeypatch, arguments, c
     output = run(*arguments, code=code)
     assert message in " ".join(output.split())
     assert "Traceback" not in output
+
+
+def test_a_reader_that_has_seen_enough_is_no_mistake(folder):
+    command = f"{sys.executable} -m liger_models.cli generate model Hi --max-new-tokens 200 | head -c 1"
+    done = shell("-c", f"import subprocess; subprocess.run({command!r}, shell=True)")
+    assert "Loading weights" in done.stderr
+    assert "error" not in done.stderr
+
+
+def test_help_fills_the_lines_of_a_narrow_window():
+    told = CliRunner().invoke(commands.app, ["verify", "--help"], env={"COLUMNS": "80"}).stdout
+    lines = told.partition("The logits")[2].partition("Arguments")[0].splitlines()
+    assert all(len(line.rstrip()) > 50 for line in lines[:-3]), told
 
 
 def test_debug_shows_the_traceback(folder):

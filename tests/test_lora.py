@@ -182,6 +182,20 @@ def test_every_kind_is_peft_on_transformers(kind, variant, targets, root, tmp_pa
     assert_equal_to_peft(ours, theirs, tokens("llama", variant, 2, 12))
 
 
+def test_names_that_a_model_lacks_are_passed_over_in_files_of_peft(root, tmp_path):
+    """One list of names for many models is what people write, and PEFT takes it if one of them fits."""
+    folder = make_folder("phi3", next(iter(tiny("phi3"))), root)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    theirs = stir(peft.get_peft_model(hf_model(folder), peft.LoraConfig(r=4, target_modules=names)))
+    theirs.save_pretrained(tmp_path)
+    ours = load_adapter(load("phi3", folder), tmp_path)
+    assert_equal_to_peft(ours, theirs, tokens("phi3", next(iter(tiny("phi3"))), 2, 12))
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": ["fc1"]}))
+    with pytest.raises(ValueError, match="got 'fc1'"):
+        load_adapter(load("phi3", folder), tmp_path)
+
+
 def test_files_go_around(tmp_path):
     model = llama(LoRAConfig(target_modules=SOME, use_dora=True))
     save_adapter(model, tmp_path, base="meta-llama/Llama-3.2-1B")

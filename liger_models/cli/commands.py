@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ class _Commands(typer.core.TyperGroup):
         """Say what is wrong in one line: a traceback is for mistakes of ours."""
         try:
             return super().invoke(ctx)
-        except (typer.Exit, typer.Abort):
+        except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
             if ctx.params.get("debug"):
@@ -43,7 +44,7 @@ class _Commands(typer.core.TyperGroup):
             raise typer.Exit(FAILED) from error
 
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the Hugging Face hub.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
@@ -70,10 +71,10 @@ def options(
 ) -> None:
     """Open LLMs as native PyTorch models on fused Triton kernels.
 
-    Look at a model ([bold]list[/], [bold]info[/]), fetch and check it ([bold]download[/], [bold]verify[/]), write it
-    anew ([bold]convert[/]), [bold]train[/] it, talk to it ([bold]generate[/]), and measure it ([bold]bench[/]).
+    Look at a model (**list**, **info**), fetch and check it (**download**, **verify**), write it
+    anew (**convert**), **train** it, talk to it (**generate**), and measure it (**bench**).
 
-    Exit codes: 0 success, 1 failure, 2 wrong command line, 3 [bold]verify[/] found differences.
+    Exit codes: 0 success, 1 failure, 2 wrong command line, 3 **verify** found differences.
     """
 
 
@@ -188,6 +189,7 @@ def verify(
         "shapes": [name for name, want in expected.items() if name in stored and stored[name].shape != want.shape],
         "logits_error": None,
     }
+    error: float | None = None
     same = not (result["missing"] or result["extra"] or result["shapes"])
     try:
         transformers: Any = importlib.import_module("transformers")  # the oracle; nothing else here reads it
@@ -207,8 +209,9 @@ def verify(
             theirs = auto.from_pretrained(folder, **settings).to(place).eval()
             want = theirs(ids).logits
         assert logits is not None
-        result["logits_error"] = ((logits - want).norm() / want.norm()).item()
-        same = result["logits_error"] <= LIMIT
+        error = ((logits - want).norm() / want.norm()).item()
+        result["logits_error"] = error if math.isfinite(error) else str(error)  # JSON has no NaN
+        same = error <= LIMIT
     result["same"] = same
     if as_json:
         _print_json(result)
@@ -217,7 +220,6 @@ def verify(
         for fault in ("missing", "extra", "shapes"):
             for name in result[fault]:
                 screen.print({"shapes": "wrong shape"}.get(fault, fault), name, highlight=False)
-        error = result["logits_error"]
         if error is not None:
             screen.print(f"logits differ from transformers' by {error:.1e} of their norm (limit {LIMIT:.0e})")
         elif why_not:
@@ -248,7 +250,7 @@ def convert(
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train(ctx: typer.Context) -> None:
-    """Train as a YAML or JSON file says: [bold]train config.yaml --lr 1e-5[/]; [bold]train --help[/] lists the options.
+    """Train as a YAML or JSON file says: **train config.yaml --lr 1e-5**; **train --help** lists the options.
 
     Runs on one device. On several: torchrun --nproc-per-node 8 -m liger_models.train config.yaml
     """
@@ -441,7 +443,7 @@ def _load(
         "device": device,
         "progress": progress,
     }
-    if Path(model).is_dir():
+    if Path(model).exists():
         loaded = AutoLigerModel.from_pretrained(model, **options)
     else:
         loaded = AutoLigerModel.from_hub(model, revision=revision, **options)
@@ -459,7 +461,7 @@ def _empty_model(model: str, revision: str | None) -> "CausalLM":
     from liger_models.convert.hub import naming
 
     folder = Path(model)
-    if not folder.is_dir():
+    if not folder.exists():
         with naming(model):
             folder = Path(huggingface_hub.hf_hub_download(model, CONFIG, revision=revision)).parent
     hf_config = read_json_config(folder)

@@ -52,6 +52,9 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         name, H, G = type(self).__name__, self.num_attention_heads, self.kv_heads
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        for field, size in {**{each: getattr(self, each) for each in sizes}, "num_key_value_heads": G}.items():
+            check(size >= 1, f"{name}: {field} must be at least 1, got {size}. Check config.json.")
         check(
             H % G == 0,
             f"{name}: num_attention_heads ({H}) must be a multiple of num_key_value_heads ({G}). Check config.json.",

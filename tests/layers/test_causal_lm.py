@@ -93,6 +93,9 @@ def test_unknown_policy():
         ),
         ({"hidden_size": 30, "num_attention_heads": 4}, r"hidden_size \(30\) must be a multiple of .* \(4\)"),
         ({"head_dim": 5}, "head_dim must be even, got 5"),
+        ({"vocab_size": -1}, "vocab_size must be at least 1, got -1"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1, got 0"),
         ({"hidden_act": "relu"}, "hidden_act must be 'silu', got 'relu'"),
     ],
 )
