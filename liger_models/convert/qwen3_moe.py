@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from liger_models.arch.qwen3_moe import Qwen3MoeConfig
+from liger_models.arch.qwen3_vl_moe import Qwen3VLMoeConfig
 from liger_models.convert.weight_map import (
     Expression,
     WeightMap,
@@ -47,7 +48,9 @@ def _map(config: Qwen3MoeConfig, gate_up: Expression, down: Expression) -> Weigh
     )
 
 
-def sparse_mlps(config: Qwen3MoeConfig, prefix: str, gate_up: Expression, down: Expression) -> dict[str, Any]:
+def sparse_mlps(
+    config: Qwen3MoeConfig | Qwen3VLMoeConfig, prefix: str, gate_up: Expression, down: Expression
+) -> dict[str, Any]:
     """The MLPs, as arguments of `decoder_map`: mixtures of experts in some layers, dense ones in the others."""
     sparse, dense = f"{prefix}.layers.{{sparse}}.mlp", f"{prefix}.layers.{{dense}}.mlp"
     layers = range(config.num_hidden_layers)

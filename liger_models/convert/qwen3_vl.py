@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from liger_models.arch.qwen3_vl import Qwen3VLConfig
+from liger_models.arch.qwen3_vl_moe import Qwen3VLMoeConfig
 from liger_models.convert.config_map import read_multimodal, write_multimodal
 from liger_models.convert.weight_map import WeightMap, decoder_map, equal_qkv_rows, patch_rows
 
@@ -38,7 +39,9 @@ def other_maps(config: Qwen3VLConfig) -> list[WeightMap]:
     return [map_under(config, "model", "visual")]
 
 
-def map_under(config: Qwen3VLConfig, text: str, visual: str, mlp: Mapping[str, Any] | None = None) -> WeightMap:
+def map_under(
+    config: Qwen3VLConfig | Qwen3VLMoeConfig, text: str, visual: str, mlp: Mapping[str, Any] | None = None
+) -> WeightMap:
     """The map under these prefixes; ``mlp`` has what stands in the place of dense MLPs, for `decoder_map`."""
     vision, block = config.vision_config, f"{visual}.blocks.{{b}}"
     mlp = mlp or {}

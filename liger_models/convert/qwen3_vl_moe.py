@@ -8,7 +8,12 @@ from liger_models.convert import qwen3_moe, qwen3_vl
 from liger_models.convert.weight_map import Expression, Rearrange, WeightMap, fused_expert_rows
 
 HF_CLASS = "Qwen3VLMoeForConditionalGeneration"
-IGNORED_KEYS = qwen3_vl.IGNORED_KEYS
+IGNORED_KEYS = (
+    *qwen3_vl.IGNORED_KEYS,
+    "norm_topk_prob",  # routing weights are always renormalised
+    "sliding_window",  # there are no windows
+    "use_sliding_window",
+)
 TEXT = "model.language_model"
 EXPERTS = f"{TEXT}.layers.{{sparse}}.mlp.experts"
 to_json = qwen3_vl.to_json
