@@ -76,8 +76,9 @@ class Measurement:
         self.folder.cleanup()
         rows = [self.row | json.loads(line) for line in out.splitlines() if line.startswith("{")]
         if self.process.returncode:
-            reasons = [line for line in err.splitlines() if REASON.match(line)]
-            rows.append(self.row | {"error": (reasons or [f"exit status {self.process.returncode}"])[-1]})
+            lines, status = err.strip().splitlines(), self.process.returncode
+            said = [line for line in lines if REASON.match(line)] or (lines if status > 0 else [])  # < 0: was killed
+            rows.append(self.row | {"error": (said or [f"exit status {status}"])[-1]})
         print(self.row.get("model") or self.row["op"], self.row["mode"], file=sys.stderr, flush=True)
         return rows
 

@@ -142,6 +142,7 @@ def test_processes_run_in_turn_and_their_rows_are_kept(tmp_path, monkeypatch):
     )
     (tmp_path / "op_process.py").write_text(code + f"print(json.dumps({result}))\n" + failure)
     (tmp_path / "killed_process.py").write_text(code + "import os\nos.kill(os.getpid(), 9)\n")
+    (tmp_path / "ended_process.py").write_text(code + "raise SystemExit('out of memory')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("COMMIT", "abc")
     file = tmp_path / "results" / "ops.jsonl"
@@ -151,12 +152,13 @@ def test_processes_run_in_turn_and_their_rows_are_kept(tmp_path, monkeypatch):
             ("ceilings", "ceiling_process"),
             ("rms_norm", "op_process"),
             ("swiglu", "killed_process"),
+            ("geglu", "ended_process"),
         )
     ]
     rows = command.measure_all(planned, command.with_fractions())
     assert [json.loads(line) for line in file.read_text().splitlines()] == rows
     assert rows[1]["fraction"] == {"total": 0.5}
-    assert [row["error"] for row in rows[2:]] == ["MemoryError: none left", "exit status -9"]
+    assert [row["error"] for row in rows[2:]] == ["MemoryError: none left", "exit status -9", "out of memory"]
     assert all(row["commit"] == "abc" and row["versions"]["torch"] and row["date"] for row in rows)
 
 

@@ -30,7 +30,7 @@ from liger_models.layers.head import LigerLMHead
 from liger_models.layers.mlp import ACTIVATIONS, LigerMLP, LigerSwiGLUMLP
 from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Mask, Segments, Sequence, parts_mask
+from liger_models.layers.sequence import Sequence, parts_mask
 from liger_models.layers.tensor_parallel import own, whole
 from liger_models.layers.vision import VisionBlock
 from liger_models.layers.vision_language import TiledImageModel
@@ -255,11 +255,7 @@ class MllamaTower(nn.Module):
         parts = torch.stack([used, torch.zeros_like(used)], 2).flatten(1)  # of each tile its tokens, and its padding
         lengths = torch.tensor([P, padded - P] * tiles, device=used.device)
         part = torch.arange(2 * tiles, device=used.device).repeat_interleave(lengths, output_size=tiles * padded)
-        visible = parts[:, part, None] | parts[:, None]
-        if torch.compiler.is_compiling():
-            mask = parts_mask(visible, part)
-        else:
-            mask = Mask(segments=Segments.of_parts(visible, part, recurring=True))
+        mask = parts_mask(parts[:, part, None] | parts[:, None], part, segments=True, recurring=True)
         places = torch.arange(tiles * padded, device=used.device)[None]
         return Sequence(places, {}, masks={None: mask}, causal=False)
 

@@ -453,8 +453,8 @@ class CausalLM(nn.Module):
         hidden = enter(hidden, ranks)  # the head is cut by words
         if cache is not None:
             cache.length += T
-        if targets is not None and target is not None:
-            hidden, target = targets.select(hidden, target)
+        if targets is not None:
+            hidden, target = targets.select(hidden)
         loss, logits = self.lm_head(
             hidden[:, -logits_to_keep:] if logits_to_keep else hidden,
             target,

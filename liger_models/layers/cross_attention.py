@@ -12,7 +12,7 @@ from liger_models.kernels.dispatch import check
 
 from .attention import attention, check_heads
 from .norm import LigerRMSNorm, add_norm_linear
-from .sequence import DecodeCache, Mask, Segments, Sequence, number_documents, parts_mask, takes_segments
+from .sequence import DecodeCache, Sequence, number_documents, parts_mask, takes_segments
 from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
@@ -62,11 +62,8 @@ class ImageStates:
         visible = torch.where(sees, seen, own | ~reached)
         part = torch.arange(seen.shape[2], device=seen.device).repeat_interleave(per_tile)
         single = cache is not None and seen.shape[1] == 1
-        at_once = tokens is not None and not single and takes_segments(seen.device, tokens.dtype)
-        if at_once and not torch.compiler.is_compiling():
-            mask = Mask(segments=Segments.of_parts(visible, part))
-        else:
-            mask = parts_mask(visible, part, dense=single)
+        segments = tokens is not None and takes_segments(seen.device, tokens.dtype)
+        mask = parts_mask(visible, part, dense=single, segments=segments)
         places = torch.arange(seen.shape[1], device=seen.device)[None]
         if ranks is not None and tokens is not None:
             tokens = enter(tokens, replace(ranks, sequence=False))  # here, so that all layers' gradients are one sum

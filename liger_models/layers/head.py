@@ -45,22 +45,22 @@ class Targets:
     """
 
     def __init__(self, target: Tensor) -> None:
-        self.ignored = (target == -100).flatten()
+        self.target, self.ignored = target, (target == -100).flatten()
         self.count, self.copied = (~self.ignored).sum(), None
         if target.device.type in ACCELERATORS:
             self.count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(self.count, non_blocking=True)
             self.copied = torch.accelerator.current_stream(target.device).record_event()
 
-    def select(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., C] and target [...], or of both a multiple of 256 rows [n, ...], with all that count among them."""
+    def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., C] and the targets [...], or of both a multiple of 256 rows [n, ...], among them all that count."""
         if self.copied is not None:
             self.copied.synchronize()
         N = len(self.ignored)
         wanted = max(-(-int(self.count) // ROW_MULTIPLE), 1) * ROW_MULTIPLE
         if wanted >= N:
-            return x, target
+            return x, self.target
         rows = self.ignored.to(torch.uint8).argsort(stable=True)[:wanted]
-        return _Rows.apply(x.flatten(0, -2), rows), target.flatten()[rows]  # type: ignore[no-untyped-call]
+        return _Rows.apply(x.flatten(0, -2), rows), self.target.flatten()[rows]  # type: ignore[no-untyped-call]
 
 
 class LigerLMHead(nn.Linear):

@@ -256,7 +256,7 @@ class Sequence:
             # Asking the device costs one wait; attention without a mask is worth far more. Not so for a single token,
             # and not in a compiled graph.
             if T == 1 or torch.compiler.is_compiling() or not bool(attention_mask.all()):
-                documents = (attention_mask != 0).to(device, torch.int64) - 1
+                documents = mark_padding(attention_mask, device)
         if position_ids is not None:
             positions = position_ids[None] if position_ids.dim() == 1 else position_ids
             check(
@@ -298,6 +298,11 @@ class Sequence:
         last = torch.ones_like(labels[:, :1], dtype=torch.bool)
         ends = torch.cat([self.documents[:, 1:] != self.documents[:, :-1], last], 1)
         return target.masked_fill(ends | (self.documents < 0), ignore_index)
+
+
+def mark_padding(attention_mask: Tensor, device: torch.device) -> Tensor:
+    """Each token's document number, [B, S] int64, where a row is one document with padding, which is −1."""
+    return (attention_mask != 0).to(device, torch.int64) - 1
 
 
 def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -415,14 +420,20 @@ def _block_mask(
     return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(T, S))
 
 
-def parts_mask(visible: Tensor, part: Tensor, *, dense: bool = False) -> Mask:
+def parts_mask(
+    visible: Tensor, part: Tensor, *, dense: bool = False, segments: bool = False, recurring: bool = False
+) -> Mask:
     """Mask of keys that are seen part by part: tiles of images, whose patches are all seen or none.
 
     Args:
         visible: [B, T, N] bool, which of the N parts each query sees.
         part: [S] int64, ascending, the part of each key.
         dense: in that form on every device, for single-token decoding.
+        segments: otherwise in that form, but in a compiled graph, which can't ask for their lengths.
+        recurring: see `Segments`.
     """
+    if segments and not dense and not torch.compiler.is_compiling():
+        return Mask(segments=Segments.of_parts(visible, part, recurring))
     if dense or visible.device.type not in ACCELERATORS:
         return Mask(dense=visible[:, None, :, part])
     return Mask(block=_parts_block_mask(visible, part))

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from liger_models.convert.ranks import several, world_size
 from liger_models.kernels.dispatch import check
-from liger_models.layers.sequence import Sequence, number_documents
+from liger_models.layers.sequence import Sequence, mark_padding, number_documents
 
 
 def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], device: Any = None) -> Tensor:
@@ -49,7 +49,7 @@ def _targets(batch: Mapping[str, Any]) -> Tensor:
         B, T = labels.shape
         documents, _ = number_documents(cu_seqlens, B, T, labels.device)
     elif attention_mask is not None:
-        documents = (attention_mask != 0).to(labels.device, torch.int64) - 1
+        documents = mark_padding(attention_mask, labels.device)
     target = Sequence(labels, {}, documents).shift(labels)
     return (target != -100).sum()
 

@@ -284,7 +284,10 @@ def test_every_layout_of_towers_gives_one_model_and_one_export(arch: str, varian
         folder = tmp_path / str(number)
         shutil.copytree(tmp_path / "hub", folder)
         named = {n: t for name, p in parameters(model).items() for n, t in weights.entries[name].unpack(p.data).items()}
-        assert {n: t.shape for n, t in named.items()} != {n: t.shape for n, t in hub.items()}
+        if arch == "qwen3_vl_moe":  # the one whose layouts have the same names
+            assert {n: t.shape for n, t in named.items()} != {n: t.shape for n, t in hub.items()}
+        else:
+            assert named.keys() != hub.keys()
         rewrite(folder, named)
         again = load(arch, folder)
         assert_same_bits(parameters(again), parameters(model))

@@ -70,6 +70,7 @@ def test_a_storage_moves_once_and_parameters_stay(device, tiny_limits, sent, mon
         y = x * 1.0
         views = y[:20] * y[20:] + (y.t() @ weight.t())[:20]
     assert [kept.nbytes for kept in sent] == [y.nbytes]
+    assert sum(data.nbytes for data, _ in moved._leaving) == (y.nbytes if leaving else 0)
     moved.settle()
     assert not moved._leaving
     (got,) = torch.autograd.grad(views.sum(), x)
