@@ -6,7 +6,7 @@ import torch
 
 from .kernels.linear_cross_entropy import chunk_rows
 from .layers.attention import LigerAttention
-from .layers.causal_lm import CHECKPOINTING_POLICIES, CausalLM
+from .layers.causal_lm import CHECKPOINTING_POLICIES, CausalLM, keeps_input_alone
 from .layers.mlp import GatedMLP
 from .layers.moe import LigerMoE
 
@@ -51,6 +51,8 @@ def training_memory(model: CausalLM, tokens: int, dtype: torch.dtype = torch.bfl
 
 def _kept(block: torch.nn.Module, C: int, policy: str, size: int) -> int:
     """Bytes for each token."""
+    if keeps_input_alone(block, policy):
+        return C * size
     elements, numbers = 2 * C, 1 if policy == "full" else 2  # the streams; each norm's scale in fp32
     for layer in block.modules():
         if isinstance(layer, LigerAttention) and policy != "full":

@@ -105,7 +105,7 @@ def gated_mlp_reference(
 LIBRARY.define(
     "gated_mlp(Tensor? x, Tensor residual, Tensor? norm_weight, Tensor gate_up_weight, Tensor down_weight,"
     " Tensor? gate_up_bias, Tensor? down_bias, str act, float eps, float weight_offset, bool scale_in_fp32,"
-    " bool recompute, str group='', int ranks=1, bool sequence=False) -> (Tensor, Tensor, Tensor, Tensor)"
+    " bool recompute, bool result, str group='', int ranks=1, bool sequence=False) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "gated_mlp_backward(Tensor dy, Tensor? dh, Tensor h, Tensor rstd, Tensor? gate_up, Tensor? norm_weight,"
@@ -119,12 +119,12 @@ LIBRARY.define(
 def _gated_mlp(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
-    eps: float, weight_offset: float, scale_in_fp32: bool, recompute: bool, *rest: Any,
+    eps: float, weight_offset: float, scale_in_fp32: bool, recompute: bool, result: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     ranks = ranks_again(*rest)
     constants = (
         norm_weight, gate_up_weight, down_weight, gate_up_bias, down_bias,
-        act, eps, weight_offset, scale_in_fp32, recompute, ranks,
+        act, eps, weight_offset, scale_in_fp32, recompute, result, ranks,
     )  # fmt: skip
     C, shape = residual.shape[-1], residual.shape[:-1]
     N = shape.numel()
@@ -140,7 +140,8 @@ def _gated_mlp(
         for start in range(0, N, rows):
             part = slice(start, start + rows)
             y, h[part], rstd[part], gate_up = _forward_rows(None if x is None else x[part], residual[part], *constants)
-            parts[:, part] = y.unflatten(0, (copies, -1))
+            if result:
+                parts[:, part] = y.unflatten(0, (copies, -1))
         y = parts.flatten(0, 1)
     h = h if x is None else h.view(*shape, C)
     rstd = rstd if norm_weight is None else rstd.view(shape)
@@ -159,7 +160,7 @@ def _split_rows(N: int, gate_up_weight: Tensor, ranks: Ranks | None, recompute: 
 def _forward_rows(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
-    eps: float, weight_offset: float, scale_in_fp32: bool, recompute: bool, ranks: Ranks | None,
+    eps: float, weight_offset: float, scale_in_fp32: bool, recompute: bool, result: bool, ranks: Ranks | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The op's outputs for all rows [N, C], or those of a chunk."""
     if norm_weight is None:
@@ -168,13 +169,17 @@ def _forward_rows(
     else:
         first, second = (residual, None) if x is None else (x, residual)
         normed, h, rstd = rms_norm_forward(first, second, norm_weight, eps, weight_offset, scale_in_fp32)
+    # An op's output may not be its input: without x the second output is empty.
+    h = residual.new_empty(0) if x is None else h
+    if recompute and not result:
+        copies = ranks.size if ranks is not None and ranks.sequence else 1
+        return down_weight.new_empty(copies * len(normed), len(down_weight)), h, rstd, gate_up_weight.new_empty(0)
     gate_up = linear(gather_rows(normed, ranks), gate_up_weight, gate_up_bias)
     del normed
     product = gated_act_forward(gate_up, act)
     if recompute:
         gate_up = gate_up.new_empty(0)
-    # An op's output may not be its input: without x the second output is empty.
-    return linear(product, down_weight, down_bias), residual.new_empty(0) if x is None else h, rstd, gate_up
+    return linear(product, down_weight, down_bias), h, rstd, gate_up
 
 
 @torch.library.impl(LIBRARY, "gated_mlp_backward", "CompositeExplicitAutograd")
@@ -278,7 +283,7 @@ def _likes(h: Tensor, norm_weight: Tensor | None, gate_up_weight: Tensor, down_w
 def _gated_mlp_fake(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
-    eps: float, weight_offset: float, scale_in_fp32: bool, recompute: bool, *rest: Any,
+    eps: float, weight_offset: float, scale_in_fp32: bool, recompute: bool, result: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows = all_tokens_shape(residual.shape[:-1], ranks_again(*rest))
     y = down_weight.new_empty(*rows, down_weight.shape[0])
@@ -300,7 +305,7 @@ def _gated_mlp_backward_fake(
 
 def _setup(ctx, inputs, output):
     x, residual, norm_weight, gate_up_weight, down_weight, gate_up_bias, down_bias, ctx.act, *constants = inputs
-    _, weight_offset, scale_in_fp32, recompute, *ranks = constants
+    _, weight_offset, scale_in_fp32, recompute, _, *ranks = constants
     ctx.constants, ctx.ranks = (weight_offset, scale_in_fp32), ranks
     _, h, rstd, gate_up = output
     ctx.set_materialize_grads(False)
@@ -317,7 +322,7 @@ def _backward(ctx, dy, dh, _drstd, _dgate_up):
     need_x, need_residual, *need_weights = ctx.needs_input_grad[:7]
     x_dtype, gate_up_bias_dtype, down_bias_dtype = ctx.dtypes
     if dy is None:  # only the residual stream is used further on
-        return dh.to(x_dtype) if need_x and dh is not None else None, dh, *(None,) * 13
+        return dh.to(x_dtype) if need_x and dh is not None else None, dh, *(None,) * 14
     needs = [need_x or need_residual, *need_weights]
     dx, *grads = torch.ops.liger_models.gated_mlp_backward(
         dy, dh, *ctx.saved_tensors, ctx.act, *ctx.constants, needs, *ctx.ranks
@@ -333,7 +338,7 @@ def _backward(ctx, dy, dh, _drstd, _dgate_up):
         d_down,
         None if d_gate_up_bias is None else d_gate_up_bias.to(gate_up_bias_dtype),
         None if d_down_bias is None else d_down_bias.to(down_bias_dtype),
-        *(None,) * 8,
+        *(None,) * 9,
     )
 
 
@@ -354,6 +359,7 @@ def gated_mlp(
     weight_offset: float = 0.0,
     scale_in_fp32: bool = False,
     recompute: bool = False,
+    result: bool = True,
     ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``residual = residual + x``, then ``y = gated_act(rms_norm(residual) @ Wguᵀ + bgu) @ Wdᵀ + bd``.
@@ -371,6 +377,8 @@ def gated_mlp(
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.
         recompute: don't keep gate and up for the backward but make them again, for one more matrix product. The
             gradients are the same. (The reference backend takes no notice.)
+        result: False, with ``recompute``, for a y of which only the gradient is wanted: it holds no numbers then. (The
+            reference backend takes no notice.)
         ranks: of which each has its own pairs of gate and up, None for one rank. y is then the rank's part of a sum
             (down_bias goes to its end, so it must be None). With ``ranks.sequence`` x and residual are the rank's own
             tokens, y is of all of them, and norm_weight's gradient is the own tokens' share.
@@ -405,6 +413,6 @@ def gated_mlp(
     # Without gradients nothing is kept, and gate and up are freed before the last product.
     recompute = recompute or not torch.is_grad_enabled()
     y, h, _, _ = torch.ops.liger_models.gated_mlp(
-        *tensors, act, eps, weight_offset, scale_in_fp32, recompute, *for_op(ranks)
+        *tensors, act, eps, weight_offset, scale_in_fp32, recompute, result, *for_op(ranks)
     )
     return y, residual if x is None else h

@@ -21,6 +21,7 @@ from liger_models.kernels.rms_norm import scale_normed
 from liger_models.kernels.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
 
 from .norm import LigerRMSNorm, Norm, add_norm, add_norm_linear
+from .recompute import recomputes
 from .sequence import VARLEN_OPTIONS, Segments, Sequence, takes_segments
 from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, check_parts
 
@@ -322,7 +323,7 @@ class LigerAttention(nn.Module):
         """
         if norm is None:
             x, (residual, _) = None, add_norm(norm, x, residual)  # the sum is all that is kept
-        if self.recompute and torch.is_grad_enabled():
+        if recomputes(self):
             y, residual = checkpoint(
                 self._add_norm, norm, x, residual, sequence,
                 use_reentrant=False, preserve_rng_state=self.training and self._draws(),

@@ -1,5 +1,6 @@
 """The shell that every text model shares: embedding -> blocks -> norm -> head or loss; loading, saving, generating."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import is_dataclass, replace
@@ -22,6 +23,7 @@ from .mlp import GatedMLP, LigerMLP
 from .moe import LigerMoE
 from .norm import LigerLayerNorm, LigerRMSNorm
 from .offload import Offload
+from .recompute import is_compiled, run_again
 from .sequence import DecodeCache, Sequence
 
 if TYPE_CHECKING:
@@ -79,6 +81,11 @@ def check_policy(name: str, policy: str) -> None:
     check(known, f"set_checkpointing: {name} must be one of {CHECKPOINTING_POLICIES}, got {policy!r}.")
 
 
+def keeps_input_alone(block: nn.Module, policy: str) -> bool:
+    """Whether a block is made again as a whole; with routed experts the backward could choose others."""
+    return policy == "full" and not any(isinstance(module, LigerMoE) for module in block.modules())
+
+
 def set_recompute(block: nn.Module, policy: str) -> None:
     """Set what a block makes again in the backward, by one of `CHECKPOINTING_POLICIES`."""
     for module in block.modules():
@@ -132,6 +139,8 @@ class CausalLM(nn.Module):
         self.config: Any = config
         self.kernels = kernels or KernelOptions()
         self.checkpointing: str | list[str] = "none"
+        self.recomputed: frozenset[int] = frozenset()
+        """Blocks that are made again as a whole."""
         self.offloaded: frozenset[int] = frozenset()
         """Blocks whose activations go to host memory."""
         self.ranks: Ranks | None = None
@@ -297,8 +306,9 @@ class CausalLM(nn.Module):
 
         Args:
             policy: of all blocks, or of each. "none" keeps what the fused ops need; "selective" makes the MLP's gate
-                and up projection again (the largest activations); "full" keeps only the inputs of attention and MLP,
-                and makes all else again but the two output projections, whose results nothing needs.
+                and up projection again (the largest activations); "full" keeps only the block's input, and makes all
+                else again but a last projection whose result nothing keeps. A block with routed experts keeps their
+                input, too, so that the backward cannot choose others; compiled blocks and models do so with the MLP's.
             offload_layers: what so many blocks keep is in host memory in the meantime, copied while the GPU computes.
                 They are spread evenly and leave out the last two if they can: the blocks between and behind them give
                 the copies time. Not within a compiled model (blocks may be compiled).
@@ -319,6 +329,8 @@ class CausalLM(nn.Module):
         for each in policies:
             check_policy("policy", each)
         self.checkpointing = policy
+        pairs = enumerate(zip(self.layers, policies, strict=True))
+        self.recomputed = frozenset(index for index, pair in pairs if keeps_input_alone(*pair))
         span = max(blocks - 2, offload_layers)
         self.offloaded = frozenset(i * span // offload_layers for i in range(offload_layers))
         for block, each in zip(self.layers, policies, strict=True):
@@ -489,9 +501,11 @@ class CausalLM(nn.Module):
             offload is None or not torch.compiler.is_compiling(),
             "forward: offload_layers must be 0 in a compiled model. Compile the blocks, or don't set it.",
         )
+        again = self.recomputed if torch.is_grad_enabled() and not _in_graph(inputs_embeds) else frozenset()
         for index, block in enumerate(self.layers):
+            run = functools.partial(run_again, block) if index in again and not is_compiled(block) else block
             with offload.saving(index in self.offloaded) if offload else nullcontext():
-                x, residual, *routed = block(x, residual, sequence)
+                x, residual, *routed = run(x, residual, sequence)
             router_logits += routed
             if index < len(deepstack):
                 residual = residual + deepstack[index]

@@ -12,6 +12,7 @@ from liger_models.kernels.dispatch import check
 
 from .attention import attention, check_heads
 from .norm import LigerRMSNorm, add_norm_linear
+from .recompute import recomputes
 from .sequence import DecodeCache, Sequence, number_documents, parts_mask, takes_segments
 from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -172,7 +173,7 @@ class LigerCrossAttention(nn.Module):
         self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
     ) -> tuple[Tensor, Tensor]:
         """``residual = residual + x; attention(norm(residual), images)``: ``(y, residual)``, each [B, T, C]."""
-        if self.recompute and torch.is_grad_enabled():
+        if recomputes(self):
             y, residual = checkpoint(
                 self._add_norm, norm, x, residual, images,
                 use_reentrant=False, preserve_rng_state=self.training and self.dropout > 0,

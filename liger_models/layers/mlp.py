@@ -2,7 +2,6 @@
 
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,6 +12,7 @@ from liger_models.kernels.gated_act import gated_act, gated_act_reference
 from liger_models.kernels.gated_mlp import gated_mlp
 
 from .norm import LigerRMSNorm, Norm, add_norm, autocast_weights, is_plain
+from .recompute import block_again, recomputes
 from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, check_parts, own, own_or_none
 
 ACTIVATIONS = {
@@ -85,7 +85,7 @@ class GatedMLP(nn.Module):
         if norm is not None:
             fused = fused and isinstance(norm, LigerRMSNorm) and norm.kernel and is_plain(norm)
         if not (fused and use_triton(residual)):
-            if self.recompute and torch.is_grad_enabled():
+            if recomputes(self):
                 residual, _ = add_norm(None, x, residual)  # the sum is all that is kept
                 return checkpoint(self._behind, norm, residual, use_reentrant=False), residual
             normed, residual = add_norm(norm, x, residual)
@@ -96,16 +96,18 @@ class GatedMLP(nn.Module):
         )  # fmt: skip
         assert gate_up is not None
         assert down is not None
+        again = block_again()
         options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
+        options["result"] = again is None or again.needs_result
         norm_weight = None
         if isinstance(norm, LigerRMSNorm):
             options |= {"eps": norm.eps, "weight_offset": norm.offset, "scale_in_fp32": norm.scale_in_fp32}
             norm_weight = norm.own_weight()
         tensors = (x, residual, norm_weight, gate_up, down, gate_up_bias, down_bias)
-        if not isinstance(self.down_proj, RowParallelLinear):
-            return gated_mlp(*tensors, **options)
-        y, residual = gated_mlp(*tensors, **options, ranks=self.down_proj.ranks)
-        return self.down_proj.sum(y), residual
+        partial = self.down_proj if isinstance(self.down_proj, RowParallelLinear) else None
+        y, residual = gated_mlp(*tensors, **options, ranks=partial.ranks if partial else None)
+        y = partial.sum(y) if partial else y
+        return again.made(y, residual) if again else (y, residual)
 
     def _behind(self, norm: Norm | None, residual: Tensor) -> Tensor:
         y: Tensor = self(residual if norm is None else norm(residual))
@@ -161,7 +163,7 @@ class LigerMLP(nn.Module):
 
     def add_norm(self, norm: Norm | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual = residual + x; mlp(norm(residual))``: ``(y, residual)``, each [..., C]."""
-        if self.recompute and torch.is_grad_enabled():
+        if recomputes(self):
             residual, _ = add_norm(None, x, residual)  # the sum is all that is kept
             return checkpoint(self._behind, norm, residual, use_reentrant=False), residual
         normed, residual = add_norm(norm, x, residual)

@@ -305,14 +305,14 @@ def test_opcheck(kernel_device):
     for tensor in inputs:
         tensor.requires_grad_()
     constants = ("silu", 1e-6, 0.0, False)
-    opcheck(torch.ops.liger_models.gated_mlp, (*inputs, *constants, False))
-    opcheck(torch.ops.liger_models.gated_mlp, (*inputs, *constants, True))
+    opcheck(torch.ops.liger_models.gated_mlp, (*inputs, *constants, False, True))
+    opcheck(torch.ops.liger_models.gated_mlp, (*inputs, *constants, True, True))
     _, residual, norm_weight, gate_up_weight, down_weight, *_ = inputs
     weights = (gate_up_weight, down_weight, None, None)
-    opcheck(torch.ops.liger_models.gated_mlp, (None, residual, None, *weights, *constants, False))
+    opcheck(torch.ops.liger_models.gated_mlp, (None, residual, None, *weights, *constants, False, True))
     strided = [t.detach()[:, None].expand(3, 2, 24).transpose(0, 1).requires_grad_() for t in inputs[:2]]
     for stream in (strided, (None, strided[1])):
-        opcheck(torch.ops.liger_models.gated_mlp, (*stream, None, *inputs[3:], *constants, True))
+        opcheck(torch.ops.liger_models.gated_mlp, (*stream, None, *inputs[3:], *constants, True, True))
     residual, norm_weight, gate_up_weight, down_weight = (t.detach() for t in inputs[1:5])
     rstd, gate_up = torch.ones(3, device=kernel_device), torch.ones(3, 16, device=kernel_device).half()
     for kept, needs in ((gate_up, [True] * 6), (None, [False, False, True, False, False, False]), (None, [True] * 6)):

@@ -96,15 +96,18 @@ def test_a_storage_that_is_written_to_moves_again(device, tiny_limits, sent, mon
     assert torch.equal(got, was + 3 * was)
 
 
-def test_a_stream_moves_once_however_long_it_is(tiny_limits, sent, monkeypatch):
-    """Block and following block save the stream between them: the inputs of attention and of the MLP are all."""
+@pytest.mark.parametrize(("compiled", "streams"), [(False, 4), (True, 8)])
+def test_a_stream_moves_once_however_long_it_is(tiny_limits, sent, monkeypatch, compiled, streams):
+    """Of a block its input, which the one before it saves, too; of a compiled one that of the MLP besides."""
     monkeypatch.setattr(offload, "LEAVING", 0)
     monkeypatch.setattr(offload, "SMALLEST", 24 * 32 * 4)
     model = LigerLlama.from_config(CONFIG)
     model.set_checkpointing("full", offload_layers=4)
+    for block in model.layers if compiled else ():
+        block.compile(backend="eager")
     ids = torch.randint(0, 64, (1, 24))
     model(ids, labels=ids)
-    assert [kept.nbytes for kept in sent] == [24 * 32 * 4] * 8
+    assert [kept.nbytes for kept in sent] == [24 * 32 * 4] * streams
 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])

@@ -1,0 +1,65 @@
+"""Blocks of which only the input is kept."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from liger_models import LigerGemma2, LigerGranite, LigerLlama
+from liger_models.kernels import gated_mlp
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+
+
+def build(cls, device):
+    config = cls.config_class(**SIZES, num_key_value_heads=2, num_hidden_layers=3)
+    return cls.from_config(config, device=device)
+
+
+def gradients(model, policy, device):
+    model.set_checkpointing(policy)
+    model.zero_grad()
+    torch.manual_seed(1)
+    ids = torch.randint(0, 64, (2, 9), device=device)
+    model(ids, labels=ids).loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("cls", "again"), [(LigerLlama, 0), (LigerGemma2, 3), (LigerGranite, 3)])
+@pytest.mark.parametrize("workspace", [1024, 0])
+def test_a_last_projection_is_made_again_only_where_something_keeps_its_result(
+    kernel_device, poisoned_empty, monkeypatch, cls, again, workspace
+):
+    """Gemma 2 norms it and Granite multiplies it. What is left out holds NaN here."""
+    made = []
+    linear = gated_mlp.linear
+    monkeypatch.setattr(gated_mlp, "linear", lambda x, *weights: (made.append(x.shape[-1]), linear(x, *weights))[1])
+    monkeypatch.setattr(gated_mlp, "WORKSPACE_MIB", workspace)
+    monkeypatch.setattr(gated_mlp, "MIN_CHUNK", 7)
+    model = build(cls, kernel_device)
+    want = gradients(model, "selective", kernel_device)
+    made.clear()
+    got = gradients(model, "full", kernel_device)
+    chunks = 1 if workspace else 3
+    assert made.count(SIZES["intermediate_size"]) == (3 + again) * chunks
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_a_hook_draws_is_drawn_again(backend, training):
+    model = build(LigerLlama, backend).train(training)
+    model.layers[1].register_forward_hook(lambda block, args, out: (F.dropout(out[0], 0.5, training), out[1]))
+    want = gradients(model, "none", backend)
+    torch.testing.assert_close(gradients(model, "full", backend), want)
+
+
+def test_a_second_backward(backend):
+    model = build(LigerLlama, backend)
+    want = gradients(model, "none", backend)
+    model.set_checkpointing("full")
+    model.zero_grad()
+    torch.manual_seed(1)
+    ids = torch.randint(0, 64, (2, 9), device=backend)
+    loss = model(ids, labels=ids).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close([parameter.grad / 2 for parameter in model.parameters()], want)
