@@ -20,7 +20,7 @@ import torch
 from . import measure, ops, report, train
 
 ERRORS_AT_ONCE = 3
-REASON = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\b")
+REASON = re.compile(r"(?P<rank>\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\b")
 """Last line of a traceback; other lines may stand behind it."""
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels")
 
@@ -77,7 +77,11 @@ class Measurement:
         rows = [self.row | json.loads(line) for line in out.splitlines() if line.startswith("{")]
         if self.process.returncode:
             lines, status = err.strip().splitlines(), self.process.returncode
-            said = [line for line in lines if REASON.match(line)] or (lines if status > 0 else [])  # < 0: was killed
+            reasons = [reason for line in lines if (reason := REASON.match(line))]
+            # The first rank that fails says why; others follow it, and torchrun has the last word.
+            said = [reason.string for reason in reasons if reason["rank"]][:1] or [each.string for each in reasons]
+            if not said and status > 0:  # below 0 it was killed
+                said = lines
             rows.append(self.row | {"error": (said or [f"exit status {status}"])[-1]})
         print(self.row.get("model") or self.row["op"], self.row["mode"], file=sys.stderr, flush=True)
         return rows

@@ -132,18 +132,19 @@ def short_table(rows: Rows) -> str:
 
 
 def family_table(rows: Rows) -> str:
-    """One row per family; ratios to the faster and to the smaller of the two peers."""
+    """One row per family; ratios to the faster and to the smaller of the two peers. What was not measured is empty."""
     lines = []
     for (family,), group in grouped(rows, "model").items():
         by_mode = {row["mode"]: row for row in group}
         peers = [row for row in group if row["mode"].startswith("hf") and "error" not in row]
-        ours, error = by_mode.get("ours", {}), by_mode.get("error", {})
+        ours = by_mode.get("ours", {})
 
         def show(key: str, by_mode: dict[str, Row] = by_mode) -> list[str]:
-            return [str(by_mode.get(mode, {}).get(key, "failed")) for mode in ("hf", "hf+liger", "ours")]
+            modes = [by_mode.get(mode) for mode in ("hf", "hf+liger", "ours")]
+            return ["" if row is None else str(row.get(key, "failed")) for row in modes]
 
-        def pair(what: str, error: Row = error) -> str:
-            found = [error.get(f"{who}_{what}") for who in ("hf", "ours")]
+        def pair(what: str, error: Row | None = by_mode.get("error")) -> str:
+            found = [error.get(f"{who}_{what}") for who in ("hf", "ours")] if error else []
             return " / ".join("failed" if value is None else f"{value:.2e}" for value in found)
 
         lines.append((

@@ -142,6 +142,8 @@ def test_processes_run_in_turn_and_their_rows_are_kept(tmp_path, monkeypatch):
     )
     (tmp_path / "op_process.py").write_text(code + f"print(json.dumps({result}))\n" + failure)
     (tmp_path / "killed_process.py").write_text(code + "import os\nos.kill(os.getpid(), 9)\n")
+    of_ranks = "[rank1]: MemoryError: on one\n[rank0]: ConnectionError: to the other\nChildFailedError: \n"
+    (tmp_path / "ranks_process.py").write_text(code + f"sys.stderr.write({of_ranks!r})\nraise SystemExit(1)\n")
     (tmp_path / "ended_process.py").write_text(code + "raise SystemExit('out of memory')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("COMMIT", "abc")
@@ -153,12 +155,14 @@ def test_processes_run_in_turn_and_their_rows_are_kept(tmp_path, monkeypatch):
             ("rms_norm", "op_process"),
             ("swiglu", "killed_process"),
             ("geglu", "ended_process"),
+            ("rope", "ranks_process"),
         )
     ]
     rows = command.measure_all(planned, command.with_fractions())
     assert [json.loads(line) for line in file.read_text().splitlines()] == rows
     assert rows[1]["fraction"] == {"total": 0.5}
-    assert [row["error"] for row in rows[2:]] == ["MemoryError: none left", "exit status -9", "out of memory"]
+    reasons = ["MemoryError: none left", "exit status -9", "out of memory", "[rank1]: MemoryError: on one"]
+    assert [row["error"] for row in rows[2:]] == reasons
     assert all(row["commit"] == "abc" and row["versions"]["torch"] and row["date"] for row in rows)
 
 
@@ -242,13 +246,16 @@ def test_op_tables_compare_with_the_fastest_peer():
     assert by_mode["cce"][3] == "wrong: d x"
 
 
-def test_family_table_says_what_failed():
+def test_family_table_says_what_failed_and_what_was_not_measured():
     steps = {"hf": 2.0, "ours": 1.0}
     rows = [train_row(mode, 1.0, step_ms=ms, first_step_s=3.0, model="gemma") for mode, ms in steps.items()]
     rows.append({"model": "gemma", "mode": "hf+liger", "error": "none"})
     (line,) = cells(report.family_table(rows))
     assert line[:5] == ["gemma", "2.0", "failed", "1.0", "2.000"]
-    assert line[-1] == "failed / failed"
+    assert line[-2:] == ["", ""]
+    (line,) = cells(report.family_table([*rows[1:2], {"model": "gemma", "mode": "error", "error": "none"}]))
+    assert line[:4] == ["gemma", "", "", "1.0"]
+    assert line[-2:] == ["failed / failed"] * 2
 
 
 def test_a_part_that_is_unknown_or_not_measured():

@@ -1,6 +1,7 @@
 """Every registered architecture with its tiny configurations, and the same model in transformers beside ours."""
 
 import copy
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Collection, Mapping
@@ -81,7 +82,11 @@ def auto_class(arch: str):
 
 def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
     arch = json.loads((folder / "config.json").read_text())["model_type"]
-    return auto_class(arch).from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model = auto_class(arch).from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        # In transformers 5.17 a model with images doesn't read it from its config.
+        model.forward = functools.partial(model.forward, output_router_logits=True)
+    return model
 
 
 def hf_gradients(model) -> dict[str, Tensor]:
