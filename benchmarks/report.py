@@ -137,13 +137,13 @@ def family_table(rows: Rows) -> str:
     for (family,), group in grouped(rows, "model").items():
         by_mode = {row["mode"]: row for row in group}
         peers = [row for row in group if row["mode"].startswith("hf") and "error" not in row]
-        ours = by_mode.get("ours", {})
+        ours, error = by_mode.get("ours", {}), by_mode.get("error")
 
         def show(key: str, by_mode: dict[str, Row] = by_mode) -> list[str]:
             modes = [by_mode.get(mode) for mode in ("hf", "hf+liger", "ours")]
             return ["" if row is None else str(row.get(key, "failed")) for row in modes]
 
-        def pair(what: str, error: Row | None = by_mode.get("error")) -> str:
+        def pair(what: str, error: Row | None = error) -> str:
             found = [error.get(f"{who}_{what}") for who in ("hf", "ours")] if error else []
             return " / ".join("failed" if value is None else f"{value:.2e}" for value in found)
 
