@@ -1,7 +1,9 @@
 """Gated MLPs on the packed gate and up projection, and the plain MLP of vision towers."""
 
+import functools
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -96,18 +98,23 @@ class GatedMLP(nn.Module):
         )  # fmt: skip
         assert gate_up is not None
         assert down is not None
-        again = block_again()
         options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
-        options["result"] = again is None or again.needs_result
         norm_weight = None
         if isinstance(norm, LigerRMSNorm):
             options |= {"eps": norm.eps, "weight_offset": norm.offset, "scale_in_fp32": norm.scale_in_fp32}
             norm_weight = norm.own_weight()
         tensors = (x, residual, norm_weight, gate_up, down, gate_up_bias, down_bias)
         partial = self.down_proj if isinstance(self.down_proj, RowParallelLinear) else None
-        y, residual = gated_mlp(*tensors, **options, ranks=partial.ranks if partial else None)
-        y = partial.sum(y) if partial else y
-        return again.made(y, residual) if again else (y, residual)
+        mlp = functools.partial(gated_mlp, *tensors, **options, ranks=partial.ranks if partial else None)
+        again = block_again()
+        if again is not None and again.repeats:
+            # The repetition ends in this call if nothing is saved behind it. Else what is behind it needs the numbers.
+            y, residual = mlp(result=False)
+            with torch.no_grad():
+                y.data.copy_(mlp()[0])  # autograd lets nobody write into one of several results
+        else:
+            y, residual = mlp()
+        return (partial.sum(y) if partial else y), residual
 
     def _behind(self, norm: Norm | None, residual: Tensor) -> Tensor:
         y: Tensor = self(residual if norm is None else norm(residual))

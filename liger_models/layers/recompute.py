@@ -11,38 +11,23 @@ _CURRENT: ContextVar["Again | None"] = ContextVar("current", default=None)
 
 
 class Again:
-    """A block's forward, and its repetition in the backward: what the block's parts need to know of it.
+    """A block's forward, and its repetition in the backward.
 
     Attributes:
-        ends: whether the block has returned what its MLP did. Nothing keeps that, so it needn't be made again.
+        repeats: whether this is the repetition, which ends where the last tensor is saved that the backward needs.
     """
 
     def __init__(self, block: nn.Module) -> None:
-        self.block, self.ends, self._repeats = block, False, False
-        self._made: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def needs_result(self) -> bool:
-        """False where only what an MLP keeps for its backward is asked for."""
-        return not (self._repeats and self.ends)
-
-    def made(self, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """To be told what an MLP returns, which may be what the block returns."""
-        self._made = y, residual
-        return y, residual
+        self.block, self.repeats = block, False
 
     def __call__(self, residual: Tensor, sequence: Any) -> Any:
         """The block's result."""
         token = _CURRENT.set(self)
         try:
-            result = self.block(None, residual, sequence)
-            if not self._repeats:
-                last = self._made or ()
-                self.ends = len(result) == len(last) and all(a is b for a, b in zip(result, last, strict=True))
+            return self.block(None, residual, sequence)
         finally:
             _CURRENT.reset(token)
-            self._made, self._repeats = None, True
-        return result
+            self.repeats = True
 
 
 def block_again() -> Again | None:
