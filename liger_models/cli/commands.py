@@ -172,7 +172,7 @@ def verify(
     """
     import torch
 
-    from liger_models.convert import get_map, get_other_maps
+    from liger_models.convert import get_maps
     from liger_models.convert.auto import AutoLigerModel
     from liger_models.convert.checkpoint import pick_map, read_headers, read_json_config, read_model_type
     from liger_models.layers.vision_language import VisionLanguageModel
@@ -180,7 +180,7 @@ def verify(
     kind = read_model_type(read_json_config(folder))
     empty, stored = _empty_model(str(folder), None), read_headers(folder)
     parameters = dict(empty.named_parameters())
-    weights = pick_map([get_map(kind)(empty.config), *get_other_maps(kind)(empty.config)], stored, parameters)
+    weights = pick_map(get_maps(kind)(empty.config), stored, parameters)
     expected = weights.shapes(parameters)
     result: dict[str, Any] = {
         "tensors": len(stored),

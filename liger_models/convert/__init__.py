@@ -181,9 +181,15 @@ def get_map(model_type: str) -> "Callable[[Any], WeightMap]":
     return cast("Callable[[Any], WeightMap]", _family(model_type).weight_map)
 
 
-def get_other_maps(model_type: str) -> "Callable[[Any], list[WeightMap]]":
-    """The function config -> the ``WeightMap`` of each further layout that an architecture's checkpoints may have."""
-    return cast("Callable[[Any], list[WeightMap]]", getattr(_family(model_type), "other_maps", lambda config: []))
+def get_maps(model_type: str) -> "Callable[[Any], list[WeightMap]]":
+    """The function config -> the ``WeightMap`` of each layout that checkpoints may have; the first is `get_map`'s."""
+    family = _family(model_type)
+
+    def maps(config: Any) -> "list[WeightMap]":
+        others = family.other_maps(config) if hasattr(family, "other_maps") else []
+        return [family.weight_map(config), *others]
+
+    return maps
 
 
 def get_module_map(model_type: str) -> "Callable[[Any], WeightMap]":
@@ -194,7 +200,7 @@ def get_module_map(model_type: str) -> "Callable[[Any], WeightMap]":
     inside = "model.language_model.norm.weight"
 
     def module_map(config: Any) -> "WeightMap":
-        maps = [get_map(model_type)(config), *get_other_maps(model_type)(config)]
+        maps = get_maps(model_type)(config)
         named = (each for each in maps if any(inside in entry.names() for entry in each.entries.values()))
         return next(named, maps[0])
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from liger_models.convert import get_map, get_other_maps, model_type_of
+from liger_models.convert import get_map, get_maps, model_type_of
 from liger_models.convert.config_map import read_config, write_config
 from liger_models.convert.ranks import agreeing, by_first, this_rank
 from liger_models.convert.weight_map import Expression, WeightMap
@@ -116,7 +116,7 @@ def load_pretrained(
             model = model_class(config, kernels=kernels)
         stored = read_headers(folder)
         parameters = dict(model.named_parameters())
-        weights = pick_map([get_map(model_type)(config), *get_other_maps(model_type)(config)], stored, parameters)
+        weights = pick_map(get_maps(model_type)(config), stored, parameters)
         check_tensors(str(folder), weights, parameters, stored)
     if shard is not None:
         _load_parts(model, shard, weights, stored, target, device, progress)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from liger_models.arch import get_arch, list_archs
-from liger_models.convert import get_map, get_other_maps
+from liger_models.convert import get_maps
 from liger_models.convert.checkpoint import pick_map
 from liger_models.layers.causal_lm import CausalLM
 
@@ -112,7 +112,7 @@ def taken_apart(model: CausalLM, theirs: Mapping[str, Tensor], tensor: Callable[
     """``tensor`` of each parameter under Hugging Face's names, on the CPU."""
     arch = type(model).__module__.rpartition(".")[2]
     parameters = dict(model.named_parameters())
-    weights = pick_map([get_map(arch)(model.config), *get_other_maps(arch)(model.config)], theirs, parameters)
+    weights = pick_map(get_maps(arch)(model.config), theirs, parameters)
     return {n: t.cpu() for name, p in parameters.items() for n, t in weights.entries[name].unpack(tensor(p)).items()}
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from liger_models.arch import get_arch
 from liger_models.arch.llama import LlamaConfig
-from liger_models.convert import checkpoint, get_other_maps
+from liger_models.convert import checkpoint, get_maps
 from liger_models.convert.config_map import read_config
 from liger_models.convert.weight_map import Stack, WeightMap, expert_rows, fused_expert_rows
 from liger_models.layers.causal_lm import CausalLM
@@ -146,7 +146,7 @@ def test_fused_rows_are_the_experts_rows() -> None:
 )
 def test_every_map_is_of_the_whole_model(config_file: Path) -> None:
     model, weights = meta_model(config_file)
-    others = get_other_maps(config_file.parent.name)(model.config)
+    _, *others = get_maps(config_file.parent.name)(model.config)
     assert others
     count = sum(tensor.numel() for tensor in model.parameters())
     for other in others:
@@ -174,7 +174,7 @@ def test_the_map_with_most_of_the_parameters_is_picked() -> None:
     ]:
         assert checkpoint.pick_map([hub, fused], dict.fromkeys(names), {}) is want, names
     assert checkpoint.pick_map([hub], dict.fromkeys("xy"), {}) is hub
-    assert get_other_maps("llama")(LlamaConfig()) == []
+    assert len(get_maps("llama")(LlamaConfig())) == 1
 
 
 GATE_UP, DOWN = (f"model.layers.2.mlp.experts.{part}_proj" for part in ("gate_up", "down"))
@@ -278,7 +278,7 @@ def test_every_layout_of_towers_gives_one_model_and_one_export(arch: str, varian
     model = model_class.from_config(read_config(model_class.config_class, theirs, strict=True))
     model.save_pretrained(tmp_path / "hub")
     hub = read_tensors(tmp_path / "hub")
-    maps = get_other_maps(arch)(model.config)
+    _, *maps = get_maps(arch)(model.config)
     assert maps
     for number, weights in enumerate(maps):
         folder = tmp_path / str(number)
