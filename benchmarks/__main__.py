@@ -22,7 +22,10 @@ from . import measure, ops, report, train
 ERRORS_AT_ONCE = 3
 REASON = re.compile(r"(?P<rank>\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\b")
 """Last line of a traceback; other lines may stand behind it."""
-PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels")
+PACKAGES = (
+    "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels",
+    "torchao", "peft", "bitsandbytes",
+)  # fmt: skip
 
 
 def versions() -> dict[str, str]:
@@ -39,8 +42,11 @@ def commit() -> str:
     """Of the code measured: from $COMMIT where the tree travels without its repository, else from git."""
     if "COMMIT" in os.environ:
         return os.environ["COMMIT"]
-    run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
-    return run.stdout.strip()
+    try:
+        command = ["git", "-C", str(report.ROOT), "describe", "--always", "--dirty"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 @dataclass(frozen=True)
@@ -93,9 +99,11 @@ def measure_all(planned: list[Plan], complete: Callable[[dict], dict] = lambda r
     Every row goes through ``complete`` and into its file as soon as it is there.
     """
 
+    for plan in planned:  # a folder that can't be made is known before anything is measured
+        plan.file.parent.mkdir(parents=True, exist_ok=True)
+
     def finish(measurement: Measurement) -> list[dict]:
         rows = [complete(row) for row in measurement.finish()]
-        measurement.file.parent.mkdir(parents=True, exist_ok=True)
         with measurement.file.open("a") as out:
             out.writelines(json.dumps(row) + "\n" for row in rows)
         return rows
@@ -166,48 +174,85 @@ def with_fractions() -> Callable[[dict], dict]:
     return complete
 
 
+def matching(pattern: str, what: str = "") -> Callable[[str], str]:
+    """The type of an argument: what the regular expression matches as a whole."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"must be {what or pattern}, got {text!r}")
+        return text
+
+    return parse
+
+
+def several(pattern: str) -> Callable[[str], list[str]]:
+    """The type of a comma-separated argument."""
+    return lambda text: [matching(pattern)(part) for part in text.split(",")]
+
+
+def count(text: str) -> int:
+    return int(matching("0*[1-9][0-9]*", "a number above 0")(text))
+
+
 def main(arguments: list[str] | None = None) -> None:
+    modes = several(train.MODE)
+    batch = matching("[1-9][0-9]*x[1-9][0-9]*", "rows x tokens per row, as 8x2048")
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("train", help="a full fine-tuning step: tokens/s, peak memory, losses")
     one.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
-    one.add_argument("--modes", default="hf,hf+liger,ours", help=f"comma-separated, of {', '.join(train.MODES)}")
+    one.add_argument(
+        "--modes", type=modes, default="hf,hf+liger,ours", help=f"comma-separated, of {', '.join(train.MODES)}"
+    )
     every = commands.add_parser("families", help="a few layers of each family: speed, memory, error against fp32")
-    every.add_argument("--families", default=",".join(train.FAMILIES), help="comma-separated")
-    every.add_argument("--modes", default="hf,hf+liger,ours,error", help="comma-separated, of these")
+    every.add_argument(
+        "--families", type=several("|".join(train.FAMILIES)), default=",".join(train.FAMILIES),
+        help="comma-separated",
+    )  # fmt: skip
+    every.add_argument(
+        "--modes", type=several(f"{train.MODE}|error"), default="hf,hf+liger,ours,error",
+        help='comma-separated, as of train, and "error"',
+    )  # fmt: skip
     for command in (one, every):
-        command.add_argument("--batch", default="1x8192", help="rows x tokens per row")
-        command.add_argument("--steps", type=int, default=10, help="timed steps, after 5 whose losses are kept")
+        command.add_argument("--batch", type=batch, default="1x8192", help="rows x tokens per row")
+        command.add_argument("--steps", type=count, default=10, help="timed steps, after 5 whose losses are kept")
     where = commands.add_parser("profile", help="where a training step's time goes, by class of kernel")
     where.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
-    where.add_argument("--modes", default="hf+liger,ours", help="comma-separated, as of train")
-    where.add_argument("--batch", default="1x8192", help="rows x tokens per row")
-    where.add_argument("--steps", type=int, default=8, help="timed steps, of which two are repeated and profiled")
+    where.add_argument("--modes", type=modes, default="hf+liger,ours", help="comma-separated, as of train")
+    where.add_argument("--batch", type=batch, default="1x8192", help="rows x tokens per row")
+    where.add_argument("--steps", type=count, default=8, help="timed steps, of which two are repeated and profiled")
     most = commands.add_parser("longest", help="sequences of growing length, until one has no room")
     most.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
-    most.add_argument("--modes", default="hf+liger+ac,ours+adamw+inbackward+full+offload", help="as of train")
-    most.add_argument("--lengths", default="65536,98304,131072,163840,196608,262144,327680,393216", help="tokens")
-    most.add_argument("--gpus", type=int, default=1, help="on several as fsdp; with +cp they share a sequence")
+    most.add_argument(
+        "--modes", type=modes, default="hf+liger+ac,ours+adamw+inbackward+full+offload", help="as of train"
+    )
+    lengths = "65536,98304,131072,163840,196608,262144,327680,393216"
+    most.add_argument("--lengths", type=several("[1-9][0-9]*"), default=lengths, help="tokens")
+    most.add_argument("--gpus", type=count, default=1, help="on several as fsdp; with +cp they share a sequence")
     many = commands.add_parser("fsdp", help="training on all GPUs of this machine, with weights in fp32")
     many.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
-    many.add_argument("--modes", default="hf+liger,hf+liger+ac,ours,ours+selective", help="as of train")
-    many.add_argument("--batch", default="1x8192", help="rows x tokens per row, of each GPU")
-    many.add_argument("--steps", type=int, default=10)
-    many.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    many.add_argument("--modes", type=modes, default="hf+liger,hf+liger+ac,ours,ours+selective", help="as of train")
+    many.add_argument("--batch", type=batch, default="1x8192", help="rows x tokens per row, of each GPU")
+    many.add_argument("--steps", type=count, default=10)
+    many.add_argument("--gpus", type=count, default=torch.cuda.device_count())
     whole = commands.add_parser("load", help="a checkpoint onto all GPUs of this machine: seconds, host memory")
     whole.add_argument("--model", default="llama-3-8b", choices=[*train.MODELS, *train.FAMILIES])
-    whole.add_argument("--modes", default="hf,ours", help="of these")
-    whole.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    whole.add_argument("--modes", type=several("hf|ours"), default="hf,ours", help="of these")
+    whole.add_argument("--gpus", type=count, default=torch.cuda.device_count())
     long = commands.add_parser("curves", help="the loss of every step, from the same weights and data")
     long.add_argument("--model", default="llama-3.2-1b", choices=[*train.MODELS, *train.FAMILIES])
     long.add_argument(
-        "--modes", default="hf,hf+compile,hf+liger,ours,ours+fp8+blocks", help="comma-separated, of train's"
-    )
-    long.add_argument("--batch", default="8x2048", help="rows x tokens per row")
-    long.add_argument("--steps", type=int, default=200)
+        "--modes", type=modes, default="hf,hf+compile,hf+liger,ours,ours+fp8+blocks",
+        help="comma-separated, as of train",
+    )  # fmt: skip
+    long.add_argument("--batch", type=batch, default="8x2048", help="rows x tokens per row")
+    long.add_argument("--steps", type=count, default=200)
     each = commands.add_parser("ops", help="each op against its peers: errors, times, memory, fraction of the limits")
-    each.add_argument("--ops", default=",".join(ops.OPS), help="comma-separated")
-    each.add_argument("--peers", help="comma-separated; without it all that are installed")
+    each.add_argument("--ops", type=several("|".join(ops.OPS)), default=",".join(ops.OPS), help="comma-separated")
+    peers = dict.fromkeys(peer for op in ops.OPS.values() for peer in ("compile", *op.peers))
+    each.add_argument(
+        "--peers", type=several("|".join(peers)), help="comma-separated; without it all that are installed"
+    )
     for command in (one, every, where, most, many, whole, long, each):
         command.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the JSON lines")
     tables = commands.add_parser("report", help="tables and plots of all results into the pages")
@@ -215,29 +260,33 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     if options.command == "report":
+        if not any(options.results.glob("*.jsonl")):
+            parser.error(f"--results must be a folder with JSON lines, {options.results} has none")
         report.write(options.results)
-    elif options.command == "ops":
-        unknown = {*options.ops.split(",")} - {*ops.OPS}
-        if unknown:
-            parser.error(f"--ops: {', '.join(sorted(unknown))} is none of {', '.join(ops.OPS)}")
-        peers = options.peers.split(",") if options.peers else None
-        planned = plan_ops(options.ops.split(","), peers, options.out / "ops.jsonl")
+        return
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        parser.error(f"{options.command} needs a GPU, and torch {torch.__version__} finds none")
+    if getattr(options, "gpus", 1) > gpus:
+        parser.error(f"--gpus must be at most {gpus}, which this machine has, got {options.gpus}")
+    if options.command == "ops":
+        planned = plan_ops(options.ops, options.peers, options.out / "ops.jsonl")
         print(report.every_op_table(measure_all(planned, with_fractions())))
     elif options.command in ("fsdp", "load"):
-        name, modes, loads = options.command, options.modes.split(","), options.command == "load"
-        batch, steps = ("", 0) if loads else (options.batch, options.steps)
-        file = options.out / ("-".join(filter(None, (name, options.model, batch))) + ".jsonl")
+        name, loads = options.command, options.command == "load"
+        size, steps = ("", 0) if loads else (options.batch, options.steps)
+        file = options.out / ("-".join(filter(None, (name, options.model, size))) + ".jsonl")
         rows = []
         with common_start("save", options.model, "") if loads else nullcontext():
-            for plan in plan_steps(name, [options.model], modes, batch, steps, file):
+            for plan in plan_steps(name, [options.model], options.modes, size, steps, file):
                 rows += measure_all([on_gpus(plan, options.gpus)])
         print(report.PARTS[name][1](rows))
     elif options.command == "longest":
         # What PyTorch's message advises when there is no room: memory that is free in pieces then counts as free.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         rows = []
-        for mode in options.modes.split(","):
-            for length in options.lengths.split(","):
+        for mode in options.modes:
+            for length in options.lengths:
                 file = options.out / f"longest-{options.model}.jsonl"
                 (plan,) = plan_steps("longest", [options.model], [mode], f"1x{length}", 1, file)
                 rows += measure_all([on_gpus(plan, options.gpus) if options.gpus > 1 else plan])
@@ -245,16 +294,15 @@ def main(arguments: list[str] | None = None) -> None:
                     break
         print(report.longest_table(rows))
     elif options.command in ("train", "curves", "profile"):
-        name, modes = options.command, options.modes.split(",")
+        name = options.command
         file = options.out / f"{name}-{options.model}-{options.batch}.jsonl"
-        plans = plan_steps(name, [options.model], modes, options.batch, options.steps, file)
+        plans = plan_steps(name, [options.model], options.modes, options.batch, options.steps, file)
         with common_start("start", options.model, options.batch) if name == "curves" else nullcontext():
             rows = measure_all(plans)
         print(report.PARTS[name][1](rows))
     else:
         file = options.out / f"families-{options.batch}.jsonl"
-        models, modes = options.families.split(","), options.modes.split(",")
-        planned = plan_steps("families", models, modes, options.batch, options.steps, file)
+        planned = plan_steps("families", options.families, options.modes, options.batch, options.steps, file)
         print(report.family_table(measure_all(planned)))
 
 

@@ -95,6 +95,10 @@ def ratio(over: Any, under: Any) -> str:
     return f"{over / under:.3f}" if over and under else ""
 
 
+def mfu(row: Row) -> str:
+    return f"{row['mfu']:.3f}" if "mfu" in row else ""  # not counted with images or adapters
+
+
 def trained(row: Row) -> set[str]:
     """What tells a mode that trains adapters from others."""
     return {"lora", "nf4"} & {*row["mode"].split("+")}
@@ -114,7 +118,7 @@ def train_table(rows: Rows) -> str:
             losses = " → ".join(f"{row['losses'][at]:.3f}" for at in (0, -1))
             lines.append((
                 *names, f"{row['tokens_per_s']:,.0f}", f"{row['step_ms']:.1f}", f"{row['peak_gib']:.1f}",
-                f"{row['mfu']:.3f}" if "mfu" in row else "", ratio(best.get("step_ms"), row["step_ms"]),
+                mfu(row), ratio(best.get("step_ms"), row["step_ms"]),
                 ratio(row["peak_gib"], best.get("peak_gib")), losses,
             ))  # fmt: skip
     return table("model|tokens/step||tokens/s|ms/step|peak GiB|MFU|speed ratio|memory ratio|loss, steps 1 → 5", lines)
@@ -189,7 +193,7 @@ def fsdp_table(rows: Rows) -> str:
                 lines.append((*names, row["error"], "", "", "", ""))
                 continue
             lines.append((
-                *names, f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.1f}", f"{row['mfu']:.3f}",
+                *names, f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.1f}", mfu(row),
                 ratio(best.get("step_ms"), row["step_ms"]), ratio(row["peak_gib"], best.get("peak_gib")),
             ))  # fmt: skip
     return table("model|GPUs|tokens/step||tokens/s|peak GiB|MFU|speed ratio|memory ratio", lines)
@@ -205,13 +209,16 @@ def load_table(rows: Rows) -> str:
 
 
 def longest_table(rows: Rows) -> str:
-    """One row per mode: the longest sequence that was trained on, and the next, which was not."""
+    """One row per mode: the longest sequence that was trained on, and the next, with the reason unless it is memory."""
     lines = []
     for (model, mode, gpus), group in grouped([{"gpus": 1} | row for row in rows], "model", "mode", "gpus").items():
         length = lambda row: int(row["batch"].rpartition("x")[2])
         fit = max((row for row in group if "error" not in row), key=length, default={})
         failed = min((row for row in group if "error" in row), key=length, default={})
         shown = [f"{length(row):,}" if row else "" for row in (fit, failed)]
+        error = failed.get("error", "")
+        if error and "OutOfMemory" not in error and "out of memory" not in error:
+            shown[1] += f": {error}"
         lines.append((model, gpus, title(mode), shown[0], fit.get("peak_gib", ""), shown[1]))
     return table("model|GPUs||longest sequence|peak GiB|too long", lines)
 

@@ -80,6 +80,11 @@ blocks keep goes to the host), a number of blocks behind "selective" and "full":
 (each compiled by itself), and "fp8" or "fp8rowwise" (float8 products by torchao, which are fast with "blocks" only).
 "lora" trains adapters of rank 16 of all linear layers of the blocks, transformers' by PEFT; with "nf4" the frozen
 weights have 4 bits, transformers' by bitsandbytes."""
+MODE = (
+    r"hf(\+(ac|compile|liger|lora(\+nf4)?))*"
+    r"|ours(\+(adamw|blocks|compile|cp|fp8|fp8rowwise|inbackward|lora(\+nf4)?|(full|offload|selective)\d*))*"
+)
+"""What a mode may be, as a regular expression."""
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 KEPT_LOSSES = 5
 ERROR_TOKENS = 1024

@@ -50,7 +50,7 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
     Raises:
         ImportError: torchao is not installed.
         RuntimeError: the model is on an NVIDIA GPU without float8 (older than sm_89).
-        TypeError: the weights are neither float32 nor bfloat16.
+        TypeError: the weights are neither float32 nor bfloat16, or a recipe of another type.
         ValueError: an unknown recipe, or no linear layer to convert.
     """
     try:
@@ -63,8 +63,13 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
         names = [name.value for name in Float8LinearRecipeName]
         check(recipe in names, f"convert_to_float8: recipe must be one of {', '.join(names)}, got {recipe!r}.")
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
-    else:
+    elif isinstance(recipe, Float8LinearConfig):
         config = recipe
+    else:
+        raise TypeError(
+            f"convert_to_float8: recipe must be a name or a Float8LinearConfig, got {type(recipe).__name__}. "
+            f"Names are {', '.join(name.value for name in Float8LinearRecipeName)}."
+        )
     _check_model(model, config.emulate)
 
     found = {

@@ -9,6 +9,7 @@ from .layers.attention import LigerAttention
 from .layers.causal_lm import CHECKPOINTING_POLICIES, CausalLM, keeps_input_alone
 from .layers.mlp import GatedMLP
 from .layers.moe import LigerMoE
+from .layers.norm import LigerRMSNorm
 
 
 class TrainingMemory(NamedTuple):
@@ -36,6 +37,8 @@ class TrainingMemory(NamedTuple):
 def training_memory(model: CausalLM, tokens: int, dtype: torch.dtype = torch.bfloat16) -> TrainingMemory:
     """Estimate of a full fine-tuning step on one GPU: AdamW, weights, gradients and moments in one dtype, no sharding.
 
+    Activations of vision towers, and of attention to images, are not counted.
+
     Args:
         model: may be on the meta device, where it needs no memory.
         tokens: B · T.
@@ -53,10 +56,15 @@ def _kept(block: torch.nn.Module, C: int, policy: str, size: int) -> int:
     """Bytes for each token."""
     if keeps_input_alone(block, policy):
         return C * size
-    elements, numbers = 2 * C, 1 if policy == "full" else 2  # the streams; each norm's scale in fp32
+    norms = sum(isinstance(layer, LigerRMSNorm) for layer in block.children())
+    # Norms of what attention and MLP return keep that; the others read the streams.
+    returned = max(norms - 2 * hasattr(block, "input_layernorm"), 0)
+    elements, numbers = (2 + returned) * C, 1 if policy == "full" else norms  # each norm's scale in fp32
     for layer in block.modules():
         if isinstance(layer, LigerAttention) and policy != "full":
             elements += 2 * (layer.num_heads + layer.num_kv_heads) * layer.head_dim
+            if hasattr(layer, "q_norm"):  # the projection, which their backward reads
+                elements += (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
             numbers += layer.num_heads
         elif isinstance(layer, GatedMLP) and policy == "none":
             elements += layer.gate_up_proj.out_features

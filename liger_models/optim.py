@@ -15,6 +15,7 @@ from .kernels.adamw import Hyper, Update, adamw_
 from .kernels.dispatch import check
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class LigerAdamW(torch.optim.Optimizer):
@@ -59,6 +60,10 @@ class LigerAdamW(torch.optim.Optimizer):
         check(all(0 <= beta < 1 for beta in betas), f"LigerAdamW: betas must be in [0, 1), got {betas}.")
         check(eps >= 0, f"LigerAdamW: eps must not be negative, got {eps}.")
         check(weight_decay >= 0, f"LigerAdamW: weight_decay must not be negative, got {weight_decay}.")
+        check(
+            state_dtype is None or state_dtype in STATE_DTYPES,
+            f"LigerAdamW: state_dtype must be None or one of {', '.join(map(str, STATE_DTYPES))}, got {state_dtype}.",
+        )
         self.stochastic_rounding, self.state_dtype, self.seed = stochastic_rounding, state_dtype, seed
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, options)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,6 +174,38 @@ def test_ops_are_planned_behind_the_ceilings(tmp_path):
     ]  # fmt: skip
 
 
+def test_arguments_that_say_nothing_measurable_are_refused(tmp_path, monkeypatch, capsys):
+    """At once, and nothing is written: the latest row of a mode counts, be it an error."""
+    for arguments, message in {
+        "train --modes ours+selektive": "--modes: must be hf.*, got 'ours.selektive'",
+        "train --batch 8by2048": "--batch: must be rows x tokens per row, as 8x2048, got '8by2048'",
+        "train --steps 0": "--steps: must be a number above 0, got '0'",
+        "families --families gemma,nope": "--families: must be llama.*, got 'nope'",
+        "ops --peers nobody": "--peers: must be compile.*, got 'nobody'",
+        "longest --lengths 128,abc": "--lengths: must be .*, got 'abc'",
+        "fsdp --gpus 2 --modes ours,ours+offload10+adamw": "fsdp needs a GPU, and torch .* finds none",
+        "ops --ops rms_norm": "ops needs a GPU",
+        f"report --results {tmp_path}": "--results must be a folder with JSON lines",
+    }.items():
+        folder = [] if "report" in arguments else ["--out", str(tmp_path)]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        with pytest.raises(SystemExit, match="2"):
+            command.main([*arguments.split(), *folder])
+        assert re.search(message, capsys.readouterr().err)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["load", "--gpus", "3", "--out", str(tmp_path)])
+    assert "--gpus must be at most 2" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+    assert all(re.fullmatch(train.MODE, mode) for mode in train.MODES)
+
+
+def test_commit_without_a_repository(tmp_path, monkeypatch):
+    monkeypatch.delenv("COMMIT", raising=False)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    assert command.commit() == "unknown"
+
+
 # The report
 
 
@@ -329,16 +362,21 @@ def test_fsdp_table_compares_on_as_many_gpus():
     rows = [
         train_row(mode, rate, gpus=gpus) for gpus in (1, 2) for mode, rate in (("hf", 100.0), ("ours", 100.0 * gpus))
     ]
-    assert [line[-2] for line in cells(report.fsdp_table(rows))] == ["1.000", "1.000", "1.000", "2.000"]
+    del rows[-1]["mfu"]  # as with images
+    lines = cells(report.fsdp_table(rows))
+    assert [line[-2] for line in lines] == ["1.000", "1.000", "1.000", "2.000"]
+    assert [line[-3] for line in lines] == ["0.500", "0.500", "0.500", ""]
 
 
 def test_longest_table():
     row = {"model": "m", "mode": "ours", "peak_gib": 100.0}
     rows = [row | {"batch": "1x8192"}, row | {"batch": "1x16384"}, row | {"batch": "1x32768", "error": "out of memory"}]
     rows.append(row | {"batch": "1x65536", "mode": "ours+cp", "gpus": 4})
+    rows.append(row | {"batch": "1x8", "mode": "hf", "error": "ImportError: none"})
     assert cells(report.longest_table(rows)) == [
         ["m", "1", "liger_models", "16,384", "100.0", "32,768"],
         ["m", "4", "liger_models, context parallel", "65,536", "100.0", ""],
+        ["m", "1", "transformers", "", "", "8: ImportError: none"],
     ]
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import huggingface_hub
@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import liger_models
 from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, list_archs, register
+from liger_models.arch import get_arch
 from liger_models.cli import commands
 from liger_models.lora import LoRAConfig, apply_lora, save_adapter
 from liger_models.memory import training_memory
@@ -103,6 +104,34 @@ def test_memory_of_a_mixture():
     hf = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4, **sizes}
     kept = training_memory(AutoLigerModel.from_config(hf, device="meta"), 1).activations
     assert kept["none"] - kept["selective"] == 2 * 2 * 48 * 2  # gates and ups of two experts
+
+
+@pytest.mark.parametrize(("arch", "policy"), [("qwen3", "none"), ("glm4", "selective"), ("olmo2", "selective")])
+def test_memory_is_what_a_block_keeps(arch, policy, kernel_device):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes |= {"intermediate_size": 48}
+    names = {field.name for field in fields(get_arch(arch).config_class)}
+    chosen = {name: size for name, size in sizes.items() if name in names}
+    model = AutoLigerModel.from_config({"model_type": arch, "num_hidden_layers": 2, **chosen}, device=kernel_device)
+    model.set_checkpointing(policy)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept, alive, of_first = {}, [], []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept.setdefault(storage.data_ptr(), storage.nbytes())
+            alive.append(tensor)
+        return tensor
+
+    model.layers[1].register_forward_pre_hook(lambda *_: of_first.append(sum(kept.values())))
+    last = []
+    model.layers[1].register_forward_hook(lambda *_: last.append(sum(kept.values())))
+    ids = torch.arange(8, device=kernel_device)[None]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(ids, labels=ids)
+    counted = training_memory(model, 8, torch.float32).activations[policy] / 2
+    assert last[0] - of_first[0] == pytest.approx(counted, rel=0.02)
 
 
 def test_download(folder, monkeypatch):

@@ -194,6 +194,8 @@ def test_odd_sizes_stay_and_are_named():
 def test_errors(monkeypatch):
     with pytest.raises(ValueError, match="recipe must be one of tensorwise, rowwise, rowwise_with_gw_hp, got 'fp8'"):
         convert_to_float8(llama(), "fp8")
+    with pytest.raises(TypeError, match="recipe must be a name or a Float8LinearConfig, got NoneType"):
+        convert_to_float8(llama(), None)
     with pytest.raises(TypeError, match=r"weights must be float32 or bfloat16, got torch\.float16"):
         convert_to_float8(llama(torch.float16))
     with pytest.raises(ValueError, match=r"multiples of 16 in its blocks, got none\. Don't convert it \(again\)"):

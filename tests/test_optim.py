@@ -226,6 +226,8 @@ def test_errors():
         ({"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\)"),
         ({"eps": -1.0}, "eps must not be negative"),
         ({"weight_decay": -1.0}, "weight_decay must not be negative"),
+        ({"state_dtype": torch.int32}, "state_dtype must be None or one of .*, got torch.int32"),
+        ({"state_dtype": torch.float8_e4m3fn}, "state_dtype must be None or one of .*, got torch.float8_e4m3fn"),
     ]:
         with pytest.raises(ValueError, match=message):
             LigerAdamW([weight], **options)
