@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -98,16 +99,20 @@ class GatedMLP(nn.Module):
         assert down is not None
         again = block_again()
         options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
-        options["result"] = again is None or again.needs_result
         norm_weight = None
         if isinstance(norm, LigerRMSNorm):
             options |= {"eps": norm.eps, "weight_offset": norm.offset, "scale_in_fp32": norm.scale_in_fp32}
             norm_weight = norm.own_weight()
         tensors = (x, residual, norm_weight, gate_up, down, gate_up_bias, down_bias)
         partial = self.down_proj if isinstance(self.down_proj, RowParallelLinear) else None
-        y, residual = gated_mlp(*tensors, **options, ranks=partial.ranks if partial else None)
+        options["ranks"] = partial.ranks if partial else None
+        may_end = again is not None and again.may_end(self)
+        y, total = gated_mlp(*tensors, **options, result=not may_end)
+        if may_end:  # it has not: what follows keeps something, and may have made it of y
+            with torch.no_grad():
+                y.data.copy_(gated_mlp(*tensors, **options)[0])  # autograd need not know: nothing has y yet
         y = partial.sum(y) if partial else y
-        return again.made(y, residual) if again else (y, residual)
+        return again.made(self, y, total) if again else (y, total)
 
     def _behind(self, norm: Norm | None, residual: Tensor) -> Tensor:
         y: Tensor = self(residual if norm is None else norm(residual))

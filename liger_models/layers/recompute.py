@@ -11,24 +11,21 @@ _CURRENT: ContextVar["Again | None"] = ContextVar("current", default=None)
 
 
 class Again:
-    """A block's forward, and its repetition in the backward: what the block's parts need to know of it.
-
-    Attributes:
-        ends: whether the block has returned what its MLP did. Nothing keeps that, so it needn't be made again.
-    """
+    """A block's forward, and its repetition in the backward: what the block's parts need to know of it."""
 
     def __init__(self, block: nn.Module) -> None:
-        self.block, self.ends, self._repeats = block, False, False
-        self._made: tuple[Tensor, Tensor] | None = None
+        self.block, self._repeats = block, False
+        self._made: tuple[nn.Module | None, tuple[Tensor, ...]] = None, ()
+        self._last: nn.Module | None = None
+        """The MLP whose result the block has returned as it is."""
 
-    @property
-    def needs_result(self) -> bool:
-        """False where only what an MLP keeps for its backward is asked for."""
-        return not (self._repeats and self.ends)
+    def may_end(self, mlp: nn.Module) -> bool:
+        """Whether the repetition may end within an MLP, so that its result is made only if it goes on behind it."""
+        return self._repeats and self._last is mlp
 
-    def made(self, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def made(self, mlp: nn.Module, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """To be told what an MLP returns, which may be what the block returns."""
-        self._made = y, residual
+        self._made = mlp, (y, residual)
         return y, residual
 
     def __call__(self, residual: Tensor, sequence: Any) -> Any:
@@ -36,12 +33,12 @@ class Again:
         token = _CURRENT.set(self)
         try:
             result = self.block(None, residual, sequence)
-            if not self._repeats:
-                last = self._made or ()
-                self.ends = len(result) == len(last) and all(a is b for a, b in zip(result, last, strict=True))
+            mlp, last = self._made
+            if not self._repeats and len(result) == len(last):
+                self._last = mlp if all(a is b for a, b in zip(result, last, strict=True)) else None
         finally:
             _CURRENT.reset(token)
-            self._made, self._repeats = None, True
+            self._made, self._repeats = (None, ()), True
         return result
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from liger_models import LigerGemma2, LigerGranite, LigerLlama
@@ -10,17 +11,17 @@ from liger_models.kernels import gated_mlp
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
 
 
-def build(cls, device):
-    config = cls.config_class(**SIZES, num_key_value_heads=2, num_hidden_layers=3)
+def build(cls, device, layers=3):
+    config = cls.config_class(**SIZES, num_key_value_heads=2, num_hidden_layers=layers)
     return cls.from_config(config, device=device)
 
 
-def gradients(model, policy, device):
+def gradients(model, policy, device, with_own=lambda loss: loss):
     model.set_checkpointing(policy)
     model.zero_grad()
     torch.manual_seed(1)
     ids = torch.randint(0, 64, (2, 9), device=device)
-    model(ids, labels=ids).loss.backward()
+    with_own(model(ids, labels=ids).loss).backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
@@ -48,6 +49,36 @@ def test_a_last_projection_is_made_again_only_where_something_keeps_its_result(
     got = gradients(model, "full", kernel_device)
     chunks = 1 if workspace else 3
     assert made.count(SIZES["intermediate_size"]) == (3 + again) * chunks
+    torch.testing.assert_close(got, want)
+
+
+class Twice(nn.Module):
+    """A block that runs its MLP once more, and another behind it."""
+
+    def __init__(self, block, other):
+        super().__init__()
+        self.block, self.mlp = block, other.mlp
+
+    def forward(self, x, residual, sequence):
+        norm = self.block.post_attention_layernorm
+        x, residual = self.block.mlp.add_norm(norm, *self.block(x, residual, sequence))
+        return self.mlp.add_norm(norm, x, residual)
+
+
+def test_what_an_mlp_returns_is_made_again_where_it_is_used_besides(kernel_device, monkeypatch):
+    """By MLPs behind it, by a hook. What is left out holds NaN here."""
+    op = gated_mlp._forward_rows
+
+    def forward_rows(*args):
+        y, *kept = op(*args)
+        return y if args[-2] else y.fill_(float("nan")), *kept
+
+    monkeypatch.setattr(gated_mlp, "_forward_rows", forward_rows)
+    model, other = (build(LigerLlama, kernel_device, layers=1) for _ in range(2))
+    model.layers[0], read = Twice(model.layers[0], other.layers[0]), []
+    model.layers[0].register_forward_hook(lambda block, args, out: read.append(out[0].sin().mean()))
+    want = gradients(model, "none", kernel_device, lambda loss: loss + read[-1])
+    got = gradients(model, "full", kernel_device, lambda loss: loss + read[-1])
     torch.testing.assert_close(got, want)
 
 
