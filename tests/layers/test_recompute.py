@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from liger_models import LigerGemma2, LigerGranite, LigerLlama
 from liger_models.kernels import gated_mlp
+from liger_models.layers.sequence import DecodeCache
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
 
@@ -88,6 +89,15 @@ def test_what_a_hook_draws_is_drawn_again(backend, training):
     model.layers[1].register_forward_hook(lambda block, args, out: (F.dropout(out[0], 0.5, training), out[1]))
     want = gradients(model, "none", backend)
     torch.testing.assert_close(gradients(model, "full", backend), want)
+
+
+def test_keys_and_values_of_a_decode_cache_are_appended_once():
+    model = build(LigerLlama, "cpu", layers=1)
+    ids, found = torch.arange(6)[None], []
+    for policy in ("none", "full"):
+        model.set_checkpointing(policy)
+        found.append(torch.autograd.grad(model(ids, cache=DecodeCache(6)).logits.sum(), list(model.parameters())))
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_a_second_backward(backend):
