@@ -31,8 +31,8 @@ WINDOW = 4096
 """Documents among which the packing looks for those that fill a row. Of a stream they are read ahead."""
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
 """Examples that are tokenised at a time, and the characters that are enough for that."""
-FORMAT = 1
-"""Of the files of `TokenFile`; part of their name."""
+FORMAT = 2
+"""Of the files of `TokenFile`, and of what examples become in them; part of their name."""
 
 Batch = dict[str, Tensor]
 """What a model's forward takes: ``input_ids`` [B, T] int64, ``labels`` [B, T] int64, ``cu_seqlens`` [n + 1] int32."""
@@ -105,6 +105,11 @@ class PackedDataset(IterableDataset[Batch]):
         )
         self.length, self.batch_size, self.overflow = length, batch_size, overflow
         self.shuffle, self.seed = shuffle, seed
+        check(
+            not isinstance(source, Mapping),
+            f"PackedDataset: source must be files, a data set or other examples, got {type(source).__name__} of "
+            f"{', '.join(map(str, source)) if isinstance(source, Mapping) else ''}. Take one of its parts.",
+        )
         self.encoder = Encoder(tokenizer, field)
         self.source = _paths(source)
         self._rows: PackedRows | None = None
@@ -592,8 +597,7 @@ def _of_texts(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None) 
     if not any(texts):
         same = 0 if "prompt" in pair else _shared(pair["chosen"], pair["rejected"])
         prompt = pair["prompt"] if "prompt" in pair else pair["chosen"][:same]
-        tools = pair.get("tools")
-        variables = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
+        variables = {"tools": _tools(pair)}
         variables |= pair.get("chat_template_kwargs") or {}
         return [_chat(prompt, pair[answer][same:], tokenizer, variables) for answer in ANSWERS]
     eos = tokenizer.eos_token_id
@@ -620,6 +624,12 @@ def _chat(prompt: Any, answer: Any, tokenizer: Tokenizer, variables: Mapping[str
     check(any(mask), f"preference_batch: an answer must be a message of the assistant, got {answer}.")
     first, last = mask.index(True), len(mask) - mask[::-1].index(True)
     return encoding.ids[:first], encoding.ids[first:last]
+
+
+def _tools(example: Mapping[str, Any]) -> Any:
+    """Those of a chat; as JSON where they have too many forms for a column."""
+    tools = example.get("tools")
+    return json.loads(tools) if isinstance(tools, str) else tools
 
 
 class Encoder:
@@ -659,7 +669,7 @@ class Encoder:
         value = value if isinstance(value, list) else _plain(value)
         if isinstance(value, Sequence) and value and all(isinstance(message, Mapping) for message in value):
             try:
-                text, spans = self.tokenizer.render_answers(value, tools=example.get("tools"))
+                text, spans = self.tokenizer.render_answers(value, tools=_tools(example))
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
             check(bool(spans), f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
@@ -778,8 +788,9 @@ def _located(source: Any, encoder: Encoder, start: int = 0) -> Iterator[Located]
         examples = itertools.chain.from_iterable(map(_unbatched, source))
     elif not hasattr(source, "__iter__"):
         examples = (source[i] for i in range(len(source)))
+    columns = hasattr(source, "features")  # of `datasets`
     for number, example in enumerate(examples, start + 1):
-        yield f"{type(source).__name__}, example {number}", example
+        yield f"{type(source).__name__}, example {number}", _present(example) if columns else example
 
 
 def _unbatched(batch: Any) -> Iterator[Any]:
@@ -822,9 +833,17 @@ def _parquet(path: Path, fields: Sequence[str]) -> Iterator[Located]:
             batches = file.iter_batches(GROUP, columns=[name for name in names if name in columns])
             rows = (row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
-                yield f"{path}, row {number}", row
-    except ArrowException as error:
+                yield f"{path}, row {number}", _present(row)
+    except (ArrowException, OSError) as error:
         raise ValueError(f"{path}: must be a Parquet file, got: {error}. Write it again.") from error
+
+
+def _present(value: Any) -> Any:
+    """Without keys that have no value: a column has the keys of all rows in each, and templates ask what is there."""
+    if isinstance(value, Mapping):
+        return {key: _present(each) for key, each in value.items() if each is not None}
+    listed = isinstance(value, list) and any(isinstance(each, Mapping) for each in value)
+    return [_present(each) for each in value] if listed else value
 
 
 def _generator(*seeds: int) -> torch.Generator:

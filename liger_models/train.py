@@ -98,6 +98,9 @@ class TrainOptions:
         for name in ("epochs", "lr", "max_norm"):
             value = getattr(self, name)
             check(value > 0, f"TrainOptions: {name} must be more than 0, got {value}.")
+        for name in ("epochs", "lr", "weight_decay"):
+            value = getattr(self, name)
+            check(value < math.inf, f"TrainOptions: {name} must be finite, got {value}.")
         for name, known in KNOWN.items():
             value = getattr(self, name)
             check(value in known, f"TrainOptions: {name} must be one of {', '.join(known)}, got {value!r}.")

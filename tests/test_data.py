@@ -334,6 +334,37 @@ def test_parquet(make, tmp_path):
     (tmp_path / "d.parquet").write_bytes(b"no parquet")
     with pytest.raises(ValueError, match=r"d\.parquet: must be a Parquet file"):
         make(tmp_path / "d.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "e.parquet").write_bytes(whole[:10] + bytes(40) + whole[50:])
+    with pytest.raises(ValueError, match=r"e\.parquet: must be a Parquet file"):
+        make(tmp_path / "e.parquet")
+
+
+def test_keys_that_another_row_of_a_table_has(make, tokenizer, tmp_path):
+    """A column of messages has the keys of all of them, a table the columns of all its parts."""
+    pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    template = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in messages %}{{ m.role }}"
+    template += (
+        "{% if 'calls' in m %}{% for c in m.calls %}({{ c }}){% endfor %}{% else %}{{ m.content }}{% endif %}</s>"
+    )
+    own = Tokenizer(tokenizer.backend, {"eos_token": "</s>", "chat_template": template + "{% endfor %}"})
+    user, call = {"role": "user", "content": "a"}, {"role": "assistant", "calls": [{"x": "1"}, {"y": "2"}]}
+    rows = [
+        {"messages": [user, call], "tools": '[{"name": "f"}]'},
+        {"messages": [user, {"role": "assistant", "content": "b"}]},
+        {"text": "c"},
+        {"input_ids": [5, 6]},
+    ]
+    expected = {"[f]usera</s>assistant({'x': '1'})({'y': '2'})</s>", "usera</s>assistantb</s>", "<s>c</s>"}
+    expected.add(tokenizer.decode([5, 6]))
+    columns = {name: [row.get(name) for row in rows] for name in ("messages", "tools", "text", "input_ids")}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    files = write(tmp_path / "a.jsonl", rows), tmp_path / "a.parquet"
+    for source in (*files, datasets.Dataset.from_dict(columns)):
+        data = PackedDataset(source, own, length=256, cache_dir=tmp_path / "cache", progress=False)
+        found = {own.decode(list(ids), skip_special_tokens=False) for ids in counted(data)}
+        assert found == expected
 
 
 def test_parquet_without_pyarrow(make, tmp_path, monkeypatch):
@@ -475,6 +506,8 @@ def test_more_bad_input(make, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             make(texts(3), **options)
+    with pytest.raises(ValueError, match="source must be files, a data set or other examples, got dict of train, test"):
+        make({"train": texts(3), "test": texts(3)})
     once = make(iter(texts(3)))
     assert counted(once) == counted(make(texts(3)))
     with pytest.raises(ValueError, match="must hold documents, got none in epoch 1"):

@@ -307,6 +307,8 @@ def test_options_that_cannot_be(capsys):
         ("--epochs=0", "epochs must be more than 0, got 0"),
         ("--max-norm=-1", "max_norm must be more than 0, got -1"),
         ("--lr=nan", "lr must be more than 0, got nan"),
+        ("--lr=inf", "lr must be finite, got inf"),
+        ("--epochs=inf", "epochs must be finite, got inf"),
         ("--warmup=2", "warmup must be a share from 0 to 1, got 2"),
         ("--dtype=int99", "dtype must be one of float32, bfloat16, got 'int99'"),
         ("--export-dtype=int64", "export_dtype must be one of float32, bfloat16, float16, got 'int64'"),

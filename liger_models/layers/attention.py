@@ -323,7 +323,7 @@ class LigerAttention(nn.Module):
         """
         if norm is None:
             x, (residual, _) = None, add_norm(norm, x, residual)  # the sum is all that is kept
-        if recomputes(self):
+        if recomputes(self) and sequence.cache is None:  # which would be appended to again
             y, residual = checkpoint(
                 self._add_norm, norm, x, residual, sequence,
                 use_reentrant=False, preserve_rng_state=self.training and self._draws(),

@@ -501,7 +501,9 @@ class CausalLM(nn.Module):
             offload is None or not torch.compiler.is_compiling(),
             "forward: offload_layers must be 0 in a compiled model. Compile the blocks, or don't set it.",
         )
-        again = self.recomputed if torch.is_grad_enabled() and not _in_graph(inputs_embeds) else frozenset()
+        # A block that ran again would append to the decode cache again.
+        once = not torch.is_grad_enabled() or sequence.cache is not None or _in_graph(inputs_embeds)
+        again: frozenset[int] = frozenset() if once else self.recomputed
         for index, block in enumerate(self.layers):
             run = functools.partial(run_again, block) if index in again and not is_compiled(block) else block
             with offload.saving(index in self.offloaded) if offload else nullcontext():

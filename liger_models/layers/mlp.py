@@ -14,7 +14,7 @@ from liger_models.kernels.gated_act import gated_act, gated_act_reference
 from liger_models.kernels.gated_mlp import gated_mlp
 
 from .norm import LigerRMSNorm, Norm, add_norm, autocast_weights, is_plain
-from .recompute import block_again, recomputes
+from .recompute import recomputes, repeats
 from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, check_parts, own, own_or_none
 
 ACTIVATIONS = {
@@ -106,8 +106,7 @@ class GatedMLP(nn.Module):
         tensors = (x, residual, norm_weight, gate_up, down, gate_up_bias, down_bias)
         partial = self.down_proj if isinstance(self.down_proj, RowParallelLinear) else None
         mlp = functools.partial(gated_mlp, *tensors, **options, ranks=partial.ranks if partial else None)
-        again = block_again()
-        if again is not None and again.repeats:
+        if repeats():
             # The repetition ends in this call if nothing is saved behind it. Else what is behind it needs the numbers.
             y, residual = mlp(result=False)
             with torch.no_grad():

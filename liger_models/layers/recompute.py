@@ -7,37 +7,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-_CURRENT: ContextVar["Again | None"] = ContextVar("current", default=None)
+_REPEATS: ContextVar[bool | None] = ContextVar("repeats", default=None)
 
 
-class Again:
-    """A block's forward, and its repetition in the backward.
+def repeats() -> bool | None:
+    """Whether what runs is the repetition of a block in the backward; None outside of blocks that will be repeated.
 
-    Attributes:
-        repeats: whether this is the repetition, which ends where the last tensor is saved that the backward needs.
+    A repetition ends where the last tensor is saved that the backward needs.
     """
-
-    def __init__(self, block: nn.Module) -> None:
-        self.block, self.repeats = block, False
-
-    def __call__(self, residual: Tensor, sequence: Any) -> Any:
-        """The block's result."""
-        token = _CURRENT.set(self)
-        try:
-            return self.block(None, residual, sequence)
-        finally:
-            _CURRENT.reset(token)
-            self.repeats = True
-
-
-def block_again() -> Again | None:
-    """The block that is being run and keeps its input alone, if there is one."""
-    return None if torch.compiler.is_compiling() else _CURRENT.get()
+    return None if torch.compiler.is_compiling() else _REPEATS.get()
 
 
 def recomputes(part: Any) -> bool:
     """Whether a part of a block is to be made again by itself: not where all of the block is."""
-    return bool(part.recompute) and torch.is_grad_enabled() and block_again() is None
+    return bool(part.recompute) and torch.is_grad_enabled() and repeats() is None
 
 
 def is_compiled(block: nn.Module) -> bool:
@@ -47,5 +30,16 @@ def is_compiled(block: nn.Module) -> bool:
 
 def run_again(block: nn.Module, x: Tensor | None, residual: Tensor, sequence: Any) -> Any:
     """``block(x, residual, sequence)``, which keeps ``residual + x`` [B, T, C] and nothing else."""
+    repeated = False
+
+    def run(total: Tensor, sequence: Any) -> Any:
+        nonlocal repeated
+        token = _REPEATS.set(repeated)
+        try:
+            return block(None, total, sequence)
+        finally:
+            _REPEATS.reset(token)
+            repeated = True
+
     total = residual if x is None else (residual + x).to(residual.dtype)
-    return checkpoint(Again(block), total, sequence, use_reentrant=False, preserve_rng_state=block.training)
+    return checkpoint(run, total, sequence, use_reentrant=False, preserve_rng_state=block.training)

@@ -2,37 +2,34 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from liger_models import LigerGemma2, LigerGranite, LigerLlama
 from liger_models.kernels import gated_mlp
+from liger_models.layers.sequence import DecodeCache
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
 
 
-def build(cls, device):
-    config = cls.config_class(**SIZES, num_key_value_heads=2, num_hidden_layers=3)
+def build(cls, device, layers=3):
+    config = cls.config_class(**SIZES, num_key_value_heads=2, num_hidden_layers=layers)
     return cls.from_config(config, device=device)
 
 
-def gradients(model, policy, device):
+def gradients(model, policy, device, with_own=lambda loss: loss):
     model.set_checkpointing(policy)
     model.zero_grad()
     torch.manual_seed(1)
     ids = torch.randint(0, 64, (2, 9), device=device)
-    model(ids, labels=ids).loss.backward()
+    with_own(model(ids, labels=ids).loss).backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize(("cls", "again"), [(LigerLlama, 0), (LigerGemma2, 3), (LigerGranite, 0)])
-@pytest.mark.parametrize("workspace", [1024, 0])
-def test_a_last_projection_is_made_again_only_where_something_keeps_its_result(
-    kernel_device, monkeypatch, cls, again, workspace
-):
-    """Gemma 2 norms it, which Granite's factor, a constant, does not need. What is left out holds NaN here."""
-    made = []
-    linear, op = gated_mlp.linear, gated_mlp._forward_rows
-    monkeypatch.setattr(gated_mlp, "linear", lambda x, *weights: (made.append(x.shape[-1]), linear(x, *weights))[1])
+@pytest.fixture
+def nan_left_out(monkeypatch):
+    """Results that are not made hold NaN."""
+    op = gated_mlp._forward_rows
 
     def forward_rows(*args):
         y, *kept = op(*args)
@@ -40,6 +37,17 @@ def test_a_last_projection_is_made_again_only_where_something_keeps_its_result(
         return y if result else y.fill_(float("nan")), *kept
 
     monkeypatch.setattr(gated_mlp, "_forward_rows", forward_rows)
+
+
+@pytest.mark.parametrize(("cls", "again"), [(LigerLlama, 0), (LigerGemma2, 3), (LigerGranite, 0)])
+@pytest.mark.parametrize("workspace", [1024, 0])
+def test_a_last_projection_is_made_again_only_where_something_keeps_its_result(
+    kernel_device, nan_left_out, monkeypatch, cls, again, workspace
+):
+    """Gemma 2 norms it, which Granite's factor, a constant, does not need."""
+    made = []
+    linear = gated_mlp.linear
+    monkeypatch.setattr(gated_mlp, "linear", lambda x, *weights: (made.append(x.shape[-1]), linear(x, *weights))[1])
     monkeypatch.setattr(gated_mlp, "WORKSPACE_MIB", workspace)
     monkeypatch.setattr(gated_mlp, "MIN_CHUNK", 7)
     model = build(cls, kernel_device)
@@ -51,22 +59,27 @@ def test_a_last_projection_is_made_again_only_where_something_keeps_its_result(
     torch.testing.assert_close(got, want)
 
 
-def test_what_uses_the_last_result_besides(kernel_device):
-    """A hook that keeps the block's result as it is, and a loss of its own on it."""
-    model, losses = build(LigerLlama, kernel_device), []
-    for block in model.layers:
-        block.register_forward_hook(lambda block, args, out: losses.append(out[0].square().sum()))
+class Twice(nn.Module):
+    """A block that runs its MLP once more, and another behind it."""
 
-    def gradients_of_all(policy):
-        model.set_checkpointing(policy)
-        model.zero_grad()
-        losses.clear()
-        ids = torch.arange(9, device=kernel_device)[None]
-        loss = model(ids, labels=ids).loss
-        (loss + sum(losses)).backward()
-        return [parameter.grad for parameter in model.parameters()]
+    def __init__(self, block, other):
+        super().__init__()
+        self.block, self.mlp = block, other.mlp
 
-    torch.testing.assert_close(gradients_of_all("full"), gradients_of_all("none"))
+    def forward(self, x, residual, sequence):
+        norm = self.block.post_attention_layernorm
+        x, residual = self.block.mlp.add_norm(norm, *self.block(x, residual, sequence))
+        return self.mlp.add_norm(norm, x, residual)
+
+
+def test_what_an_mlp_returns_is_made_again_where_it_is_used_besides(kernel_device, nan_left_out):
+    """By MLPs behind it, by a hook."""
+    model, other = (build(LigerLlama, kernel_device, layers=1) for _ in range(2))
+    model.layers[0], read = Twice(model.layers[0], other.layers[0]), []
+    model.layers[0].register_forward_hook(lambda block, args, out: read.append(out[0].sin().mean()))
+    want = gradients(model, "none", kernel_device, lambda loss: loss + read[-1])
+    got = gradients(model, "full", kernel_device, lambda loss: loss + read[-1])
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -75,6 +88,15 @@ def test_what_a_hook_draws_is_drawn_again(backend, training):
     model.layers[1].register_forward_hook(lambda block, args, out: (F.dropout(out[0], 0.5, training), out[1]))
     want = gradients(model, "none", backend)
     torch.testing.assert_close(gradients(model, "full", backend), want)
+
+
+def test_keys_and_values_of_a_decode_cache_are_appended_once():
+    model = build(LigerLlama, "cpu", layers=1)
+    ids, found = torch.arange(6)[None], []
+    for policy in ("none", "full"):
+        model.set_checkpointing(policy)
+        found.append(torch.autograd.grad(model(ids, cache=DecodeCache(6)).logits.sum(), list(model.parameters())))
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_a_second_backward(backend):
