@@ -172,8 +172,8 @@ def _forward_rows(
     # An op's output may not be its input: without x the second output is empty.
     h = residual.new_empty(0) if x is None else h
     if recompute and not result:
-        copies = ranks.size if ranks is not None and ranks.sequence else 1
-        return down_weight.new_empty(copies * len(normed), len(down_weight)), h, rstd, gate_up_weight.new_empty(0)
+        y = down_weight.new_empty(*all_tokens_shape(normed.shape[:-1], ranks), down_weight.shape[0])
+        return y, h, rstd, gate_up_weight.new_empty(0)
     gate_up = linear(gather_rows(normed, ranks), gate_up_weight, gate_up_bias)
     del normed
     product = gated_act_forward(gate_up, act)
