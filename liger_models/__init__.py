@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from .parallel import apply_fsdp as apply_fsdp
     from .seed import seed_all as seed_all
     from .tokenizer import Tokenizer as Tokenizer
+    from .warm import warm_up as warm_up
 
 _HOMES = {
     name.name: node.module

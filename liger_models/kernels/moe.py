@@ -377,6 +377,9 @@ def _route_tile(X: int) -> dict[str, int]:
     return {"ROWS": max(min(ROUTE_ROWS, ROUTE_TILE // block), 1), "BLOCK_X": block}
 
 
+_route_kernel.decides = _sort_kernel.decides = True  # where others read and write
+
+
 def _sort(experts: Tensor, X: int) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the sort: the copies n · K + k by row [N K], the row of each copy [N K], each expert's end [X]; int32."""
     experts = experts.contiguous().to(torch.int16)

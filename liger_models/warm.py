@@ -1,0 +1,67 @@
+"""The Triton kernels of a training step, compiled ahead and many at a time."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+
+from .kernels.dispatch import HAS_TRITON, INTERPRET, check
+
+
+def warm_up(model: nn.Module, **batch: Any) -> int:
+    """Compile every Triton kernel that ``model(**batch)`` and its backward launch, and have not launched before.
+
+    Kernels are compiled when they are first launched, one by one, while the GPU waits. Here a first pass finds out
+    which they are, without launching them, and threads compile them together. Triton's cache on disk keeps them for
+    later processes.
+
+    Args:
+        model: in the mode, and with the precision, compilation and sharding, that it will train with. Weights, buffers
+            and random number generators are left as they are.
+        batch: what the model is called with, of the sizes to come; with labels, or there is no backward. Results would
+            be wrong, so there are none.
+
+    Returns:
+        How many kernels were compiled: 0 on a CPU, or a second time.
+
+    Raises:
+        ValueError: a parameter has a gradient, which the backward would add to, or a hook that takes a step with it.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    check(
+        all(parameter.grad is None for parameter in trained),
+        "warm_up: a parameter has a gradient. Call zero_grad() first.",
+    )
+    check(
+        not any(parameter._post_accumulate_grad_hooks for parameter in trained),
+        "warm_up: a parameter has hooks that would act on its gradient. Call warm_up before step_in_backward.",
+    )
+    if not HAS_TRITON or INTERPRET or not torch.cuda.is_available():
+        return 0
+    from triton import AsyncCompileMode, knobs
+
+    found: dict[Any, tuple[Any, int, str]] = {}
+
+    def find(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        kernel = fn.jit_function
+        if getattr(kernel, "decides", False):
+            return False
+        found[kernel, compile["device"], compile["key"]] = kernel, compile["device"], compile["specialization_data"]
+        return True  # neither compile nor launch
+
+    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, find
+    try:
+        with torch.random.fork_rng({parameter.device for parameter in trained if parameter.is_cuda}):
+            loss = model(**batch).loss
+            if loss is not None and loss.requires_grad:
+                loss.backward()
+    finally:
+        knobs.runtime.jit_cache_hook = before
+        model.zero_grad(set_to_none=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool):
+        for kernel, device, specialization in found.values():
+            with torch.cuda.device(device):
+                kernel.preload(specialization)
+    return len(found)
