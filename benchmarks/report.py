@@ -27,6 +27,7 @@ TITLES = {
     "hf": "transformers", "ours": "liger_models", "liger": " + Liger Kernel", "ac": ", activation checkpointing",
     "selective": ', policy "selective"', "full": ', policy "full"', "compile": ", torch.compile",
     "adamw": ", LigerAdamW", "inbackward": ", step in the backward", "offload": ", offload",
+    "moments": ", host memory for the moments", "warm": ", warmed up",
     "fp8": ", float8", "fp8rowwise": ", float8 by rows", "blocks": ", blocks compiled",
     "cp": ", context parallel", "lora": ", LoRA", "nf4": " on 4 bits",
 }  # fmt: skip

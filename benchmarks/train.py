@@ -75,14 +75,15 @@ MODES = (
     "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8+blocks",
     "hf+liger+lora", "ours+lora", "hf+liger+lora+nf4", "ours+lora+nf4",
 )  # fmt: skip
-"""Ours also takes "adamw" (`LigerAdamW`), "inbackward" (its step as soon as a gradient is there), "offloadK" (what K
-blocks keep goes to the host), a number of blocks behind "selective" and "full": first of those that stay; "blocks"
-(each compiled by itself), and "fp8" or "fp8rowwise" (float8 products by torchao, which are fast with "blocks" only).
-"lora" trains adapters of rank 16 of all linear layers of the blocks, transformers' by PEFT; with "nf4" the frozen
-weights have 4 bits, transformers' by bitsandbytes."""
+"""Ours also takes "warm" (`warm_up` before the first step), "adamw" (`LigerAdamW`), "inbackward" (its step as soon as a
+gradient is there), "offloadK" (what K blocks keep goes to the host), "momentsK" (those of K others live there), a
+number of blocks behind "selective" and "full": first of those that stay; "blocks" (each compiled by itself), and "fp8"
+or "fp8rowwise" (float8 products by torchao, which are fast with "blocks" only). "lora" trains adapters of rank 16 of
+all linear layers of the blocks, transformers' by PEFT; with "nf4" the frozen weights have 4 bits, transformers' by
+bitsandbytes."""
 MODE = (
     r"hf(\+(ac|compile|liger|lora(\+nf4)?))*"
-    r"|ours(\+(adamw|blocks|compile|cp|fp8|fp8rowwise|inbackward|lora(\+nf4)?|(full|offload|selective)\d*))*"
+    r"|ours(\+(adamw|blocks|compile|cp|fp8|fp8rowwise|inbackward|lora(\+nf4)?|(full|moments|offload|selective)\d*|warm))*"
 )
 """What a mode may be, as a regular expression."""
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
@@ -266,7 +267,7 @@ def build_ours(config: dict, extras: list[str]) -> nn.Module:
         if "nf4" in extras:
             quantize_base(model)
     blocks = len(model.layers)
-    counts = {word: int(count) if count else blocks for word, count in map(split_number, extras)}
+    counts = count_blocks(extras, blocks)
     model.set_checkpointing("none", offload_layers=counts.get("offload", 0))
     stay = [i for i in range(blocks) if i not in model.offloaded] or list(range(blocks))
     policies = ["none"] * blocks
@@ -284,9 +285,10 @@ def build_ours(config: dict, extras: list[str]) -> nn.Module:
     return model
 
 
-def split_number(extra: str) -> tuple[str, str]:
-    word = extra.rstrip("0123456789")
-    return word, extra[len(word) :]
+def count_blocks(extras: list[str], blocks: int) -> dict[str, int]:
+    """The number behind each extra; all blocks where there is none."""
+    words = [(extra, extra.rstrip("0123456789")) for extra in extras]
+    return {word: int(extra[len(word) :] or blocks) for extra, word in words}
 
 
 def flops_per_token(config: dict, T: int) -> float:
@@ -346,7 +348,11 @@ def make_step(mode: str, config: dict, lr: float, sharded: bool = False) -> Step
     if {"adamw", "inbackward"} & set(extras):
         from liger_models.optim import LigerAdamW, step_in_backward
 
-        optimizer: torch.optim.Optimizer = LigerAdamW(trained, lr=lr)
+        moments = count_blocks(extras, len(model.layers)).get("moments", 0)
+        stay = [block for i, block in enumerate(model.layers) if i not in model.offloaded]
+        blocks = stay if moments <= len(stay) else model.layers
+        away = [parameter for i in range(moments) for parameter in blocks[i * len(blocks) // moments].parameters()]
+        optimizer: torch.optim.Optimizer = LigerAdamW(trained, lr=lr, offload=away)
         if "inbackward" in extras:
             step_in_backward(optimizer)
     else:
@@ -375,6 +381,10 @@ def run(mode: str, name: str, batch: str, steps: int, imported_s: float, sharded
     def step() -> Tensor:
         return train(draw(config, B, T, generator))
 
+    if "warm" in mode.split("+"):
+        from liger_models import warm_up
+
+        warm_up(train.model, **draw(config, B, T, torch.Generator("cuda")))
     losses = [step().item()]
     first_step_s = imported_s + time.monotonic() - begun
     losses += [step().item() for _ in range(KEPT_LOSSES - 1)]

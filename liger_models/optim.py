@@ -1,7 +1,8 @@
-"""AdamW in one kernel launch for all parameters, and the step inside the backward."""
+"""AdamW in one kernel launch for all parameters, the step inside the backward, and moments in host memory."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,123 @@ from .kernels.dispatch import check
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SMALLEST = 2**20
+"""Bytes below which moments stay on the GPU."""
+
+
+@dataclass
+class _Visit:
+    """The moments of one parameter, in the bytes from ``start`` to ``end`` of the room.
+
+    Attributes:
+        host: where they live.
+        versions: of these when they left.
+        here: on the GPU.
+        arrived: event after the copies here.
+        left: event after the copies back, once there are any.
+    """
+
+    host: list[Tensor]
+    versions: list[int]
+    here: list[Tensor]
+    start: int
+    end: int
+    arrived: torch.cuda.Event
+    left: torch.cuda.Event | None = None
+
+    def meets(self, start: int, end: int) -> bool:
+        return self.start < end and start < self.end
+
+
+class _Staging:
+    """Moments that live in host memory, on their way to the updates on a GPU and back.
+
+    They pass through a ring of memory there, filled ahead of the updates, in the order of the last time, and emptied
+    behind them. The copies run on streams of their own; the host waits for nothing.
+    """
+
+    def __init__(self, device: torch.device, room: int) -> None:
+        self._room = torch.empty(room, dtype=torch.uint8, device=device)
+        self._at = 0
+        self._coming: dict[Tensor, _Visit] = {}
+        self._gone: list[_Visit] = []
+        """Whose place is not taken again."""
+        self._left: dict[Tensor, torch.cuda.Event] = {}
+        self._next: dict[Tensor, Tensor] = {}
+        self._last: Tensor | None = None
+        self._into, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._into.wait_stream(torch.cuda.current_stream(device))  # which may still use the memory of the room
+
+    def take(self, param: Tensor, state: Mapping[Tensor, Any]) -> _Visit:
+        """The moments, on the GPU, for what the current stream computes next."""
+        if self._last is not None:
+            self._next[self._last] = param
+        self._last = param
+        host, visit = [state[param][name] for name in MOMENTS], None
+        while self._coming and visit is None:  # what comes before it was fetched in vain
+            found = self._coming.pop(first := next(iter(self._coming)))
+            same = first is param and all(a is b for a, b in zip(found.host, host, strict=True))
+            if same and found.versions == [moment._version for moment in host]:
+                visit = found
+        visit = visit or self._fetch(param, host)
+        assert visit is not None  # the room is empty
+        torch.cuda.current_stream(self._room.device).wait_event(visit.arrived)
+        return visit
+
+    def give(self, param: Tensor, visit: _Visit, state: Mapping[Tensor, Any]) -> None:
+        """Send them back after what the current stream computes, and fetch those of the next parameters."""
+        self._out.wait_stream(torch.cuda.current_stream(self._room.device))
+        with torch.cuda.stream(self._out):
+            for host, here in zip(visit.host, visit.here, strict=True):
+                host.copy_(here, non_blocking=True)
+        visit.left = self._left[param] = self._out.record_event()
+        self._gone.append(visit)
+        ahead = self._next.get(next(reversed(self._coming), param))
+        while ahead is not None and ahead not in self._coming and ahead in state:
+            visit_ahead = self._fetch(ahead, [state[ahead][name] for name in MOMENTS])
+            if visit_ahead is None:
+                break
+            self._coming[ahead] = visit_ahead
+            ahead = self._next.get(ahead)
+
+    def _fetch(self, param: Tensor, host: list[Tensor]) -> _Visit | None:
+        """Begin to copy moments here; None where there is no room."""
+        places, end = [], self._at
+        if end + _staged_bytes(host) > len(self._room):
+            end = 0
+        start = end
+        for moment in host:
+            places.append(self._room[end : end + moment.nbytes])
+            end += _aligned(moment.nbytes)
+        if any(visit.meets(start, end) for visit in self._coming.values()):
+            return None
+        self._at = end
+        for visit in self._gone:
+            if visit.meets(start, end) and visit.left is not None:
+                self._into.wait_event(visit.left)
+        self._gone = [visit for visit in self._gone if not visit.meets(start, end)]
+        if param in self._left:
+            self._into.wait_event(self._left[param])
+        here = [
+            place.view(moment.dtype).as_strided(moment.shape, moment.stride())
+            for place, moment in zip(places, host, strict=True)
+        ]
+        with torch.cuda.stream(self._into):
+            for moment, copy in zip(host, here, strict=True):
+                copy.copy_(moment, non_blocking=True)
+        return _Visit(host, [moment._version for moment in host], here, start, end, self._into.record_event())
+
+    def settle(self) -> None:
+        """Wait until all that was given is in host memory."""
+        self._out.synchronize()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 256) * 256
+
+
+def _staged_bytes(host: list[Tensor]) -> int:
+    return sum(_aligned(moment.nbytes) for moment in host)
 
 
 class LigerAdamW(torch.optim.Optimizer):
@@ -30,11 +148,14 @@ class LigerAdamW(torch.optim.Optimizer):
         stochastic_rounding: round bfloat16 parameters and moments stochastically, so that updates smaller than half a
             bfloat16 step are not lost but made in that share of the cases. Other dtypes are rounded to nearest.
         state_dtype: of the moments; None is the parameter's.
+        offload: those of the parameters, on a GPU, whose moments live in page-locked host memory. Each update has them
+            for a moment, in a room for the largest two. Copies run beside the computation, best of all with
+            `step_in_backward`; ``state_dict()`` waits for them.
         seed: of the stochastic rounding, which depends on it, the step and the place of an element alone: one run is as
             the next, and replicas stay equal.
 
     Raises:
-        ValueError: an option out of its range, or the state of an AMSGrad.
+        ValueError: an option out of its range, or the state of an AMSGrad; DTensors in ``offload``.
         RuntimeError: sparse gradients; see also `step_in_backward`.
 
     Source: https://arxiv.org/abs/1711.05101.
@@ -42,6 +163,8 @@ class LigerAdamW(torch.optim.Optimizer):
 
     _backwards: Counter[Tensor] | None = None
     """Backward passes that each parameter took a step in since the last call of `step`; None without the hooks."""
+
+    _staging: dict[torch.device, _Staging] | None = None
 
     def __init__(
         self,
@@ -54,6 +177,7 @@ class LigerAdamW(torch.optim.Optimizer):
         maximize: bool = False,
         stochastic_rounding: bool = False,
         state_dtype: torch.dtype | None = None,
+        offload: Iterable[Tensor] = (),
         seed: int = 0,
     ) -> None:
         check(lr >= 0, f"LigerAdamW: lr must not be negative, got {lr}.")
@@ -65,11 +189,19 @@ class LigerAdamW(torch.optim.Optimizer):
             f"LigerAdamW: state_dtype must be None or one of {', '.join(map(str, STATE_DTYPES))}, got {state_dtype}.",
         )
         self.stochastic_rounding, self.state_dtype, self.seed = stochastic_rounding, state_dtype, seed
+        self.offload = set(offload)
+        check(
+            not any(hasattr(param, "to_local") for param in self.offload),
+            "LigerAdamW: offload must hold plain tensors, got a DTensor. FSDP2 has apply_fsdp(..., cpu_offload=True).",
+        )
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, options)
+        owned = {param for _, param, _ in self._parameters()}
+        check(self.offload <= owned, "LigerAdamW: offload must hold parameters of params only, got another tensor.")
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("stochastic_rounding", "state_dtype", "seed")}
+        self._settle()
+        own = {name: getattr(self, name) for name in ("stochastic_rounding", "state_dtype", "offload", "seed")}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -84,6 +216,15 @@ class LigerAdamW(torch.optim.Optimizer):
                     if callable(value):
                         self.state[param][name] = self._loaded(param, name, value())
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; with ``offload`` the host waits for moments that are under way."""
+        self._settle()
+        return super().state_dict()
+
+    def _settle(self) -> None:
+        for staging in (self._staging or {}).values():
+            staging.settle()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this or torch's AdamW saved; moments become `state_dtype`."""
         # PyTorch would round the moments to the parameter's dtype; what is no tensor it passes on.
@@ -96,8 +237,25 @@ class LigerAdamW(torch.optim.Optimizer):
     def _loaded(self, param: Tensor, name: str, value: Any) -> Any:
         if name not in MOMENTS:  # the step: a tensor of its own, on the CPU, where reading it does not wait
             return torch.tensor(float(value), dtype=torch.float32)
-        value = value.to(param.device, self.state_dtype or param.dtype)
-        return value if value.stride() == param.stride() else torch.empty_like(param, dtype=value.dtype).copy_(value)
+        dtype = self.state_dtype or param.dtype
+        if self._offloads(param):
+            return torch.empty_like(param, dtype=dtype, device="cpu", pin_memory=True).copy_(value)
+        value = value.to(param.device, dtype)
+        return value if value.stride() == param.stride() else torch.empty_like(param, dtype=dtype).copy_(value)
+
+    def _offloads(self, param: Tensor) -> bool:
+        size = param.numel() * (self.state_dtype or param.dtype).itemsize
+        return param.device.type == "cuda" and param in self.offload and size >= SMALLEST
+
+    def _stage(self, device: torch.device) -> _Staging:
+        if self._staging is None:
+            self._staging = {}
+        if device not in self._staging:
+            like = [
+                torch.empty_like(p, dtype=self.state_dtype, device="meta") for p in self.offload if p.device == device
+            ]
+            self._staging[device] = _Staging(device, 2 * max(_staged_bytes([each, each]) for each in like))
+        return self._staging[device]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
@@ -127,17 +285,20 @@ class LigerAdamW(torch.optim.Optimizer):
     def _apply(self, parameters: Iterable[tuple[int, Tensor, int]]) -> None:
         """One step of those that have a gradient."""
         updates, steps, wrappers = [], [], []
+        run = partial(adamw_, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
         for number, param, stream in parameters:
             grad: Any = param.grad
             if grad is None:
                 continue
             if grad.layout != torch.strided:
                 raise RuntimeError("LigerAdamW: no sparse gradients. Use torch.optim.SparseAdam for this parameter.")
-            state, group = self.state[param], self.param_groups[number]
+            state, group, offloads = self.state[param], self.param_groups[number], self._offloads(param)
             if not state:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                state.update({name: torch.zeros_like(param, dtype=self.state_dtype) for name in MOMENTS})
-            tensors: list[Any] = [param, grad, *(state[name] for name in MOMENTS)]
+                place: dict[str, Any] = {"device": "cpu", "pin_memory": True} if offloads else {}
+                state.update({name: torch.zeros_like(param, dtype=self.state_dtype, **place) for name in MOMENTS})
+            visit = self._stage(param.device).take(param, self.state) if offloads else None
+            tensors: list[Any] = [param, grad, *(visit.here if visit else (state[name] for name in MOMENTS))]
             if hasattr(param, "to_local"):
                 wrappers.append(param)
                 if grad.placements != tensors[0].placements:
@@ -153,10 +314,16 @@ class LigerAdamW(torch.optim.Optimizer):
                 step=int(state["step"]) + 1,
             )
             p, g, m, v = tensors
-            updates.append(Update(p, g, m, v, hyper, stream))
+            update = Update(p, g, m, v, hyper, stream)
             steps.append(state["step"])
+            if visit:
+                run([update])
+                self._stage(param.device).give(param, visit, self.state)
+            else:
+                updates.append(update)
         if updates:
-            adamw_(updates, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
+            run(updates)
+        if steps:
             torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)  # a number would become a tensor for each step
             torch.autograd.graph.increment_version(wrappers)
 

@@ -1,4 +1,5 @@
 import copy
+import itertools
 import multiprocessing
 import pickle
 import socket
@@ -217,6 +218,17 @@ def test_closure(backend):
 
     assert optimizer.step(closure).item() == 3
     assert (weight < 1).all()
+
+
+def test_offload_of_parameters_on_the_cpu():
+    params = parameters()
+    optimizer = LigerAdamW(params, offload=params[:2])
+    give_gradients(0, params)
+    optimizer.step()
+    other = copy.deepcopy(optimizer)
+    assert other.offload == {*other.param_groups[0]["params"][:2]}
+    with pytest.raises(ValueError, match="offload must hold parameters of params only"):
+        LigerAdamW(params[1:], offload=params[:1])
 
 
 def test_errors():
@@ -487,6 +499,49 @@ def test_in_backward_on_a_gpu():
             losses.append(loss.detach())
     assert_same(losses[::2], losses[1::2])
     assert_same(models[0].parameters(), models[1].parameters())
+
+
+def wide_model(device="cuda"):
+    torch.manual_seed(0)
+    sizes = (1024, 2048, 768, 1536, 1024)
+    layers = [nn.Linear(n, m) for n, m in itertools.pairwise(sizes)]
+    return nn.ModuleList(layers).to(device, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_moments_on_the_host(in_backward):
+    """The same numbers, however late the copies are, whichever parameters take part, and after loading."""
+    models = [wide_model() for _ in range(2)]
+    options = {"lr": 1e-2, "stochastic_rounding": True}
+    optimizers = [
+        LigerAdamW(models[0].parameters(), **options),
+        LigerAdamW(models[1].parameters(), offload=models[1][1:].parameters(), **options),
+    ]
+    if in_backward:
+        step_in_backward(optimizers[1])
+    for step in range(8):
+        x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for staging in (optimizer._staging or {}).values():
+                for late in (staging._into, staging._out):
+                    with torch.cuda.stream(late):
+                        torch.cuda._sleep(20_000_000)
+            y = x
+            for number, layer in enumerate(model):
+                left_out = step == 4 and number in (1, 2)
+                y = y.repeat(1, 2)[:, : layer.out_features] if left_out else layer(y)
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 5:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert_same(models[0].parameters(), models[1].parameters())
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    moments = [[state[key]["exp_avg_sq"] for key in range(8)] for state in states]
+    assert_same(moments[0], [moment.cuda() for moment in moments[1]])
+    host = [param in optimizers[1].offload and param.dim() == 2 for param in models[1].parameters()]
+    assert [moment.is_pinned() for moment in moments[1]] == host  # small ones stay
 
 
 @pytest.mark.gpu
