@@ -361,6 +361,8 @@ def test_compiled_training_step(in_backward):
 @pytest.fixture
 def mesh(backend):
     communication = "gloo" if backend == "cpu" else "nccl"
+    if backend != "cpu":
+        torch.cuda.init()  # as the first test of a process it would be warned, which is an error
     dist.init_process_group(communication, store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh(backend, (1,))
     dist.destroy_process_group()
