@@ -468,10 +468,13 @@ def test_fsdp_and_distributed_checkpoint(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_no_wait_for_the_device(in_backward):
+def test_no_wait_for_the_device(in_backward, offload, monkeypatch):
+    monkeypatch.setattr(liger_models.optim, "SMALLEST", 0)
     model = small_model("cuda").bfloat16()
-    optimizer = LigerAdamW(model.parameters(), stochastic_rounding=True)
+    away = model.parameters() if offload else ()
+    optimizer = LigerAdamW(model.parameters(), stochastic_rounding=True, offload=away)
     if in_backward:
         step_in_backward(optimizer)
     for step in range(3):
