@@ -19,7 +19,10 @@ PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
 IMAGES = ROOT / "docs" / "images"
 MARKED = re.compile(r"(<!-- begin: ([a-z-]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
-SHORT_MODES = "hf hf+liger hf+liger+ac ours ours+adamw ours+adamw+offload10+selective12 ours+adamw+fp8+blocks"
+SHORT_MODES = """
+hf hf+liger hf+liger+ac ours ours+adamw ours+adamw+offload10+selective12
+ours+adamw+inbackward+moments16+offload12+selective5 ours+adamw+fp8+blocks
+"""
 SHORT = ("llama-3-8b", tuple(SHORT_MODES.split()))
 """Model and modes of the short table."""
 
@@ -40,7 +43,10 @@ Rows = list[Row]
 
 
 def read(folder: Path) -> Rows:
-    """The latest row of each measurement. One that failed early has no device: it ran where the row before it did."""
+    """The latest row of each measurement; of training, in each run, which its commit tells from others.
+
+    One that failed early has no device: it ran where the row before it did.
+    """
     latest: dict[tuple[str, ...], Row] = {}
     for file in sorted(folder.glob("*.jsonl")):
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -50,6 +56,7 @@ def read(folder: Path) -> Rows:
             key = (
                 *(row.get(name, "") for name in ("benchmark", "model", "op", "gpus", "batch", "shape", "mode")),
                 device,
+                row["commit"] if row["benchmark"] == "train" else "",
             )
             if key not in latest or row["date"] >= latest[key]["date"]:
                 latest[key] = row
@@ -105,35 +112,53 @@ def trained(row: Row) -> set[str]:
     return {"lora", "nf4"} & {*row["mode"].split("+")}
 
 
+def of_transformers(row: Row) -> bool:
+    return bool(row["mode"].startswith("hf"))
+
+
+def last_of_each_mode(rows: Rows) -> Rows:
+    return list({row["mode"]: row for row in sorted(rows, key=lambda row: row["date"])}.values())
+
+
+def ratios(row: Row, rows: Rows) -> tuple[str, str]:
+    """Speed and memory against the fastest mode of transformers that trains as much, of those in the same run."""
+    alike = [other for other in rows if other["commit"] == row["commit"] and trained(other) == trained(row)]
+    best = fastest([other for other in alike if of_transformers(other)], "step_ms")
+    return ratio(best.get("step_ms"), row["step_ms"]), ratio(row["peak_gib"], best.get("peak_gib"))
+
+
 def train_table(rows: Rows) -> str:
-    """One row per mode; speed and memory against the fastest mode of transformers that trains as much."""
+    """Each mode's last row, and those of transformers in the same runs, which it is compared with."""
     lines = []
     for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
-        for row in sorted(group, key=lambda row: row["mode"]):
-            alike = [other for other in group if trained(other) == trained(row)]
-            best = fastest([other for other in alike if other["mode"].startswith("hf")], "step_ms")
-            names = (model, tokens(batch), title(row["mode"]))
+        last = last_of_each_mode(group)
+        runs = {row["commit"] for row in last if not of_transformers(row)}
+        shown = last + [r for r in group if r not in last and of_transformers(r) and r["commit"] in runs]
+        for row in sorted(shown, key=lambda row: (row["date"], row["commit"], row["mode"])):
+            names = (model, tokens(batch), row["commit"], title(row["mode"]))
             if "error" in row:
                 lines.append((*names, row["error"], "", "", "", "", "", ""))
                 continue
             losses = " → ".join(f"{row['losses'][at]:.3f}" for at in (0, -1))
             lines.append((
                 *names, f"{row['tokens_per_s']:,.0f}", f"{row['step_ms']:.1f}", f"{row['peak_gib']:.1f}",
-                mfu(row), ratio(best.get("step_ms"), row["step_ms"]),
-                ratio(row["peak_gib"], best.get("peak_gib")), losses,
+                mfu(row), *ratios(row, group), losses,
             ))  # fmt: skip
-    return table("model|tokens/step||tokens/s|ms/step|peak GiB|MFU|speed ratio|memory ratio|loss, steps 1 → 5", lines)
+    return table(
+        "model|tokens/step|run||tokens/s|ms/step|peak GiB|MFU|speed ratio|memory ratio|loss, steps 1 → 5", lines
+    )
 
 
 def short_table(rows: Rows) -> str:
     model, modes = SHORT
     lines = []
     for (batch,), group in sorted(grouped([row for row in rows if row["model"] == model], "batch").items()):
-        by_mode = {row["mode"]: row for row in group if "error" not in row}
+        by_mode = {row["mode"]: row for row in last_of_each_mode(group) if "error" not in row}
         for index, row in enumerate(by_mode[mode] for mode in modes if mode in by_mode):
             where = "" if index else tokens(batch)
-            lines.append((where, title(row["mode"]), f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.1f}"))
-    return table("tokens/step||tokens/s|peak GiB", lines)
+            rate, speed, memory = f"{row['tokens_per_s']:,.0f}", *ratios(row, group)
+            lines.append((where, title(row["mode"]), rate, speed, f"{row['peak_gib']:.1f}", memory))
+    return table("tokens/step||tokens/s|speed ratio|peak GiB|memory ratio", lines)
 
 
 def family_table(rows: Rows) -> str:
@@ -142,7 +167,8 @@ def family_table(rows: Rows) -> str:
     for (family,), group in grouped(rows, "model").items():
         by_mode = {row["mode"]: row for row in group}
         peers = [row for row in group if row["mode"].startswith("hf") and "error" not in row]
-        ours, error = by_mode.get("ours", {}), by_mode.get("error")
+        ours, error, warm = by_mode.get("ours", {}), by_mode.get("error"), by_mode.get("ours+warm")
+        warmed = f" ({warm.get('first_step_s', 'failed')})" if warm else ""
 
         def show(key: str, by_mode: dict[str, Row] = by_mode) -> list[str]:
             modes = [by_mode.get(mode) for mode in ("hf", "hf+liger", "ours")]
@@ -155,11 +181,11 @@ def family_table(rows: Rows) -> str:
         lines.append((
             family, *show("step_ms"), ratio(fastest(peers, "step_ms").get("step_ms"), ours.get("step_ms")),
             *show("peak_gib"), ratio(ours.get("peak_gib"), fastest(peers, "peak_gib").get("peak_gib")),
-            " / ".join(show("first_step_s")), pair("logits"), pair("gradients"),
+            " / ".join(show("first_step_s")) + warmed, pair("logits"), pair("gradients"),
         ))  # fmt: skip
     return table(
         "family|HF ms|HF + Liger ms|ours ms|speed ratio|HF GiB|HF + Liger GiB|ours GiB|memory ratio"
-        "|first step s, HF / HF + Liger / ours|logits error, HF / ours|gradients error, HF / ours",
+        "|first step s, HF / HF + Liger / ours (after warm_up)|logits error, HF / ours|gradients error, HF / ours",
         lines,
     )
 
@@ -357,7 +383,8 @@ def bars(name: str, rows: Rows) -> list[tuple[str, float, str]]:
     found = []
     if name == "train":
         for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
-            for row in sorted((row for row in group if "error" not in row), key=lambda row: row["mode"]):
+            last = [row for row in last_of_each_mode(group) if "error" not in row]
+            for row in sorted(last, key=lambda row: row["mode"]):
                 text = f"{row['tokens_per_s']:,.0f} tokens/s, {row['peak_gib']:.0f} GiB"
                 found.append((f"{model} {tokens(batch)}, {title(row['mode'])}", row["tokens_per_s"], text))
         return found

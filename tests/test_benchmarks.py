@@ -253,12 +253,34 @@ def test_train_table_compares_with_the_fastest_peer():
         train_row("hf+liger", 8000.0, peak_gib=40.0),
         train_row("ours", 10000.0, peak_gib=30.0),
     ]
-    rows.append({name: rows[0][name] for name in ("model", "batch")} | {"mode": "hf+ac", "error": "out | of memory"})
-    by_mode = {line[2]: line for line in cells(report.train_table(rows))}
+    failed = {name: rows[0][name] for name in ("model", "batch", "date", "commit")}
+    rows.append(failed | {"mode": "hf+ac", "error": "out | of memory"})
+    by_mode = {line[3]: line for line in cells(report.train_table(rows))}
     assert by_mode["liger_models"][-3:-1] == ["1.250", "0.750"]
     assert by_mode["transformers + Liger Kernel"][-3:-1] == ["1.000", "1.000"]
-    assert by_mode["transformers, activation checkpointing"][3] == "out / of memory"
-    assert cells(report.short_table(rows))[-1] == ["", "liger_models", "10,000", "30.0"]
+    assert by_mode["transformers, activation checkpointing"][4] == "out / of memory"
+    assert cells(report.short_table(rows))[-1] == ["", "liger_models", "10,000", "1.250", "30.0", "0.750"]
+
+
+def test_train_table_compares_within_a_run():
+    later = {"commit": "def", "date": "2026-01-02"}
+    rows = [
+        train_row("hf+liger", 100.0),
+        train_row("ours", 110.0),
+        train_row("ours+fp8+blocks", 130.0),
+        train_row("hf+liger", 50.0, **later),
+        train_row("ours", 60.0, **later),
+    ]
+    shown = {(line[2], line[3]): line[8] for line in cells(report.train_table(rows))}
+    assert shown == {
+        ("abc", "transformers + Liger Kernel"): "1.000",
+        ("abc", "liger_models, float8, blocks compiled"): "1.300",
+        ("def", "transformers + Liger Kernel"): "1.000",
+        ("def", "liger_models"): "1.200",
+    }
+    short = {line[1]: line[3] for line in cells(report.short_table(rows))}
+    assert short == {"transformers + Liger Kernel": "1.000", "liger_models": "1.200"}
+    assert [length for _, length, _ in report.bars("train", rows)] == [50.0, 60.0, 130.0]
 
 
 def test_modes_have_names():
@@ -285,6 +307,9 @@ def test_family_table_says_what_failed_and_what_was_not_measured():
     rows.append({"model": "gemma", "mode": "hf+liger", "error": "none"})
     (line,) = cells(report.family_table(rows))
     assert line[:5] == ["gemma", "2.0", "failed", "1.0", "2.000"]
+    assert line[-3] == "3.0 / failed / 3.0"
+    warm = train_row("ours+warm", 1.0, first_step_s=2.5, model="gemma")
+    assert cells(report.family_table([*rows, warm]))[0][-3] == "3.0 / failed / 3.0 (2.5)"
     assert line[-2:] == ["", ""]
     (line,) = cells(report.family_table([*rows[1:2], {"model": "gemma", "mode": "error", "error": "none"}]))
     assert line[:4] == ["gemma", "", "", "1.0"]
@@ -389,10 +414,11 @@ def test_load_table():
 
 
 def test_adapters_are_compared_with_adapters():
-    row = {"model": "m", "batch": "1x8", "tokens_per_s": 1.0, "peak_gib": 1.0, "losses": [1.0]}
+    run = {"commit": "abc", "date": "2026-01-01"}
+    row = run | {"model": "m", "batch": "1x8", "tokens_per_s": 1.0, "peak_gib": 1.0, "losses": [1.0]}
     speeds = {"hf": 1.0, "hf+liger+lora": 3.0, "ours+lora": 2.0, "ours": 0.5}
     lines = cells(report.train_table([row | {"mode": mode, "step_ms": ms} for mode, ms in speeds.items()]))
-    assert [line[7] for line in lines] == ["1.000", "1.000", "2.000", "1.500"]
+    assert [line[8] for line in lines] == ["1.000", "1.000", "2.000", "1.500"]
 
 
 def test_the_chain_can_be_learned():
