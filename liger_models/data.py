@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import zlib
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ WINDOW = 4096
 """Documents among which the packing looks for those that fill a row. Of a stream they are read ahead."""
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
 """Examples that are tokenised at a time, and the characters that are enough for that."""
-FORMAT = 2
+FORMAT = 3
 """Of the files of `TokenFile`, and of what examples become in them; part of their name."""
 
 Batch = dict[str, Tensor]
@@ -173,8 +174,9 @@ class PackedDataset(IterableDataset[Batch]):
 
     def _identity(self) -> dict[str, Any]:
         made = {"length": self.length, "overflow": self.overflow, "shuffle": self.shuffle, "seed": self.seed}
-        size = None if self._rows is None else [self._rows.tokens.documents, len(self._rows.tokens.ids)]
-        return {**made, "documents and tokens": size}
+        tokens = None if self._rows is None else self._rows.tokens
+        found = None if tokens is None else [tokens.documents, len(tokens.ids), tokens.checksum]
+        return {**made, "documents, tokens and checksum": found}
 
     def __iter__(self) -> Iterator[Batch]:
         if not self._loaded:
@@ -311,7 +313,7 @@ class TokenFile:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.documents, tokens = json.loads((folder / "sizes.json").read_text())
+        self.documents, tokens, self.checksum = json.loads((folder / "sizes.json").read_text())
         self.ids = torch.from_file(str(folder / "ids.bin"), size=tokens, dtype=torch.int32)
         self.ends = torch.from_file(str(folder / "ends.bin"), size=self.documents, dtype=torch.int64)
 
@@ -321,15 +323,16 @@ class TokenFile:
     @staticmethod
     def write(folder: Path, documents: "Iterable[array[int]]") -> None:
         """Write documents into a new folder; empty ones are left out."""
-        count = total = 0
+        count = total = checksum = 0
         with (folder / "ids.bin").open("wb") as ids, (folder / "ends.bin").open("wb") as ends:
             for document in documents:
                 if document:
                     count, total = count + 1, total + len(document)
                     document.tofile(ids)
+                    checksum = zlib.crc32(document, checksum)
                     array("q", [total]).tofile(ends)
         check(count > 0, "PackedDataset: the source must hold documents, got none.")
-        (folder / "sizes.json").write_text(json.dumps([count, total]))
+        (folder / "sizes.json").write_text(json.dumps([count, total, checksum]))
 
 
 class PackedRows(Dataset[Batch]):
