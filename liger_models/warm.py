@@ -11,11 +11,11 @@ from .kernels.dispatch import HAS_TRITON, INTERPRET, check
 
 
 def warm_up(model: nn.Module, **batch: Any) -> int:
-    """Compile every Triton kernel that ``model(**batch)`` and its backward launch, and have not launched before.
+    """Compile every kernel of this package that ``model(**batch)`` and its backward launch, and have not before.
 
-    Kernels are compiled when they are first launched, one by one, while the GPU waits. Here a first pass finds out
+    Triton compiles kernels when they are first launched, one by one, while the GPU waits. Here a first pass finds out
     which they are, without launching them, and threads compile them together. Triton's cache on disk keeps them for
-    later processes.
+    later processes. Kernels of other packages run as ever.
 
     Args:
         model: in the mode, and with the precision, compilation and sharding, that it will train with. Weights, buffers
@@ -46,7 +46,8 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
 
     def find(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         kernel = fn.jit_function
-        if getattr(kernel, "decides", False):
+        # Of others' kernels nobody here knows which decide where the next ones read; an autotuner would time nothing.
+        if not fn.module.startswith("liger_models.") or getattr(kernel, "decides", False):
             return False
         found[kernel, compile["device"], compile["key"]] = kernel, compile["device"], compile["specialization_data"]
         return True  # neither compile nor launch
