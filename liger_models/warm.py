@@ -2,6 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -61,8 +62,15 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
     finally:
         knobs.runtime.jit_cache_hook = before
         model.zero_grad(set_to_none=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool):
-        for kernel, device, specialization in found.values():
-            with torch.cuda.device(device):
-                kernel.preload(specialization)
+
+    def compile_all(wanted: int) -> None:
+        with AsyncCompileMode(pool), torch.cuda.device(wanted):
+            for kernel, device, specialization in found.values():
+                if device == wanted:
+                    kernel.preload(specialization)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # A mode would give all devices one kernel, which the first of them loads; one that is interrupted stays active.
+        for wanted in sorted({device for _, device, _ in found.values()}):
+            copy_context().run(compile_all, wanted)
     return len(found)

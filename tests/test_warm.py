@@ -104,6 +104,22 @@ def test_kernels_of_others_run(kernels):
     assert other.caches == {0: {}, 1: {}}
 
 
+def test_each_device_has_kernels_of_its_own(kernels):
+    own, _, warm, _ = kernels
+    warm()
+    made = [cache["key"] for cache in own.caches.values()]
+    assert [type(each) for each in made] == [object, object]  # none is still to be waited for
+    assert made[0] is not made[1]
+
+
+def test_what_fails_to_compile_leaves_no_mode_active(kernels, monkeypatch):
+    _, _, warm, _ = kernels
+    monkeypatch.setattr(Kernel, "make", staticmethod(lambda: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        warm()
+    assert active_mode.get() is None
+
+
 PROGRAM = """
 import os
 import sys
