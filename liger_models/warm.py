@@ -53,9 +53,11 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
         found[kernel, compile["device"], compile["key"]] = kernel, compile["device"], compile["specialization_data"]
         return True  # neither compile nor launch
 
+    computing = torch.device("cuda", torch.cuda.current_device())  # on which the weights need not be
+    devices = {computing, *(parameter.device for parameter in trained if parameter.is_cuda)}
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, find
     try:
-        with torch.random.fork_rng({parameter.device for parameter in trained if parameter.is_cuda}):
+        with torch.random.fork_rng(devices):
             loss = model(**batch).loss
             if loss is not None and loss.requires_grad:
                 loss.backward()

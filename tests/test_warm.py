@@ -120,6 +120,12 @@ def test_what_fails_to_compile_leaves_no_mode_active(kernels, monkeypatch):
     assert active_mode.get() is None
 
 
+def test_generators_of_the_device_that_computes_are_kept(kernels):
+    *_, warm, forked = kernels
+    warm()
+    assert forked == [{torch.device("cuda", 0)}]
+
+
 PROGRAM = """
 import os
 import sys
