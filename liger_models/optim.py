@@ -227,6 +227,7 @@ class LigerAdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this or torch's AdamW saved; moments become `state_dtype`."""
+        self._settle()  # of which the state may be
         # PyTorch would round the moments to the parameter's dtype; what is no tensor it passes on.
         wrapped = {
             key: {name: lambda value=value: value for name, value in values.items()}

@@ -4,6 +4,7 @@ import multiprocessing
 import pickle
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -229,6 +230,15 @@ def test_offload_of_parameters_on_the_cpu():
     assert other.offload == {*other.param_groups[0]["params"][:2]}
     with pytest.raises(ValueError, match="offload must hold parameters of params only"):
         LigerAdamW(params[1:], offload=params[:1])
+
+
+def test_loading_waits_for_moments_under_way():
+    """What is loaded may be the optimizer's own, saved before."""
+    optimizer, settled = LigerAdamW(parameters()), []
+    state = optimizer.state_dict()
+    optimizer._staging = {torch.device("cuda"): SimpleNamespace(settle=lambda: settled.append(True))}
+    optimizer.load_state_dict(state)
+    assert settled
 
 
 def test_errors():
