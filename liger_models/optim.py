@@ -63,6 +63,8 @@ class _Staging:
         self._last: Tensor | None = None
         self._into, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._into.wait_stream(torch.cuda.current_stream(device))  # which may still use the memory of the room
+        for stream in (self._into, self._out):  # and these, when others want it
+            self._room.record_stream(stream)
 
     def take(self, param: Tensor, state: Mapping[Tensor, Any]) -> _Visit:
         """The moments, on the GPU, for what the current stream computes next."""

@@ -560,6 +560,21 @@ def test_moments_on_the_host(in_backward):
 
 
 @pytest.mark.gpu
+def test_memory_of_the_room_is_not_taken_while_copies_are_under_way():
+    device, moments = torch.device("cuda"), [torch.ones(2**20, pin_memory=True) for _ in range(2)]
+    room = 2 * sum(moment.nbytes for moment in moments)
+    staging = liger_models.optim._Staging(device, room)
+    with torch.cuda.stream(staging._into):
+        torch.cuda._sleep(100_000_000)
+    for _ in range(2):
+        staging._fetch(moments[0], moments)
+    del staging
+    others = torch.zeros(room, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    assert not others.any()
+
+
+@pytest.mark.gpu
 def test_fused_torch_state_loads():
     """Its steps are on the GPU; ours are read without waiting."""
     params = parameters("cuda")
