@@ -241,6 +241,23 @@ def test_loading_waits_for_moments_under_way():
     assert settled
 
 
+def test_moments_of_parameters_that_were_moved(monkeypatch):
+    """On the CPU, step waits for them; the next GPU waits for what the last one has sent."""
+    monkeypatch.setattr(liger_models.optim, "_Staging", lambda device, room, left: SimpleNamespace(_left=left))
+    params = parameters()
+    optimizer, settled = LigerAdamW(params, offload=params[:2]), []
+    first, second = (optimizer._stage(torch.device("cuda", i)) for i in range(2))
+    assert first is not second
+    assert first._left is second._left
+    first.settle = second.settle = lambda: settled.append(True)
+    give_gradients(0, params[2:])
+    optimizer.step()
+    assert not settled
+    give_gradients(0, params)
+    optimizer.step()
+    assert settled
+
+
 def test_errors():
     weight = nn.Parameter(torch.ones(3, 2))
     for options, message in [
@@ -563,7 +580,7 @@ def test_moments_on_the_host(in_backward):
 def test_memory_of_the_room_is_not_taken_while_copies_are_under_way():
     device, moments = torch.device("cuda"), [torch.ones(2**20, pin_memory=True) for _ in range(2)]
     room = 2 * sum(moment.nbytes for moment in moments)
-    staging = liger_models.optim._Staging(device, room)
+    staging = liger_models.optim._Staging(device, room, left={})
     with torch.cuda.stream(staging._into):
         torch.cuda._sleep(100_000_000)
     for _ in range(2):
