@@ -59,6 +59,8 @@ def read(folder: Path) -> Rows:
                 row["commit"] if row["benchmark"] == "train" else "",
             )
             if key not in latest or row["date"] >= latest[key]["date"]:
+                if row["benchmark"] == "train":  # behind those of other runs of the day, if it is measured again
+                    latest.pop(key, None)
                 latest[key] = row
     return list(latest.values())
 

@@ -111,6 +111,10 @@ class PackedDataset(IterableDataset[Batch]):
             f"PackedDataset: source must be files, a data set or other examples, got {type(source).__name__} of "
             f"{', '.join(map(str, source)) if isinstance(source, Mapping) else ''}. Take one of its parts.",
         )
+        check(
+            isinstance(source, PathLike) or hasattr(source, "__iter__") or hasattr(source, "__getitem__"),
+            f"PackedDataset: source must be files, a data set or other examples, got {source!r}.",
+        )
         self.encoder = Encoder(tokenizer, field)
         self.source = _paths(source)
         self._rows: PackedRows | None = None

@@ -52,17 +52,20 @@ class _Staging:
     behind them. The copies run on streams of their own; the host waits for nothing.
     """
 
-    def __init__(self, device: torch.device, room: int) -> None:
+    def __init__(self, device: torch.device, room: int, left: dict[Tensor, torch.cuda.Event]) -> None:
         self._room = torch.empty(room, dtype=torch.uint8, device=device)
         self._at = 0
         self._coming: dict[Tensor, _Visit] = {}
         self._gone: list[_Visit] = []
         """Whose place is not taken again."""
-        self._left: dict[Tensor, torch.cuda.Event] = {}
+        self._left = left
+        """After the last copy back of each parameter's, from whichever device."""
         self._next: dict[Tensor, Tensor] = {}
         self._last: Tensor | None = None
         self._into, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._into.wait_stream(torch.cuda.current_stream(device))  # which may still use the memory of the room
+        for stream in (self._into, self._out):  # and these, when others want it
+            self._room.record_stream(stream)
 
     def take(self, param: Tensor, state: Mapping[Tensor, Any]) -> _Visit:
         """The moments, on the GPU, for what the current stream computes next."""
@@ -227,6 +230,7 @@ class LigerAdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this or torch's AdamW saved; moments become `state_dtype`."""
+        self._settle()  # of which the state may be
         # PyTorch would round the moments to the parameter's dtype; what is no tensor it passes on.
         wrapped = {
             key: {name: lambda value=value: value for name, value in values.items()}
@@ -251,10 +255,10 @@ class LigerAdamW(torch.optim.Optimizer):
         if self._staging is None:
             self._staging = {}
         if device not in self._staging:
-            like = [
-                torch.empty_like(p, dtype=self.state_dtype, device="meta") for p in self.offload if p.device == device
-            ]
-            self._staging[device] = _Staging(device, 2 * max(_staged_bytes([each, each]) for each in like))
+            like = [torch.empty_like(param, dtype=self.state_dtype, device="meta") for param in self.offload]
+            room = 2 * max(_staged_bytes([each, each]) for each in like)
+            left = next((other._left for other in self._staging.values()), {})
+            self._staging[device] = _Staging(device, room, left)
         return self._staging[device]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -297,6 +301,8 @@ class LigerAdamW(torch.optim.Optimizer):
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 place: dict[str, Any] = {"device": "cpu", "pin_memory": True} if offloads else {}
                 state.update({name: torch.zeros_like(param, dtype=self.state_dtype, **place) for name in MOMENTS})
+            if param.device.type == "cpu" and param in self.offload:  # it was moved here
+                self._settle()
             visit = self._stage(param.device).take(param, self.state) if offloads else None
             tensors: list[Any] = [param, grad, *(visit.here if visit else (state[name] for name in MOMENTS))]
             if hasattr(param, "to_local"):

@@ -92,6 +92,7 @@ class TrainOptions:
     export_dtype: str = option(default="bfloat16", metadata={"help": "of the model in output/model"})
 
     def __post_init__(self) -> None:
+        check(len(self.data) > 0, "TrainOptions: data must be files or folders, got none. Name one.")
         for name, least in LEAST.items():
             value = getattr(self, name)
             check(value is None or value >= least, f"TrainOptions: {name} must be at least {least}, got {value}.")

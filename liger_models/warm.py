@@ -2,6 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from .kernels.dispatch import HAS_TRITON, INTERPRET, check
 
 
 def warm_up(model: nn.Module, **batch: Any) -> int:
-    """Compile every Triton kernel that ``model(**batch)`` and its backward launch, and have not launched before.
+    """Compile every kernel of this package that ``model(**batch)`` and its backward launch, and have not before.
 
-    Kernels are compiled when they are first launched, one by one, while the GPU waits. Here a first pass finds out
+    Triton compiles kernels when they are first launched, one by one, while the GPU waits. Here a first pass finds out
     which they are, without launching them, and threads compile them together. Triton's cache on disk keeps them for
-    later processes.
+    later processes. Kernels of other packages run as ever.
 
     Args:
         model: in the mode, and with the precision, compilation and sharding, that it will train with. Weights, buffers
@@ -46,22 +47,32 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
 
     def find(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         kernel = fn.jit_function
-        if getattr(kernel, "decides", False):
+        # Of others' kernels nobody here knows which decide where the next ones read; an autotuner would time nothing.
+        if not fn.module.startswith("liger_models.") or getattr(kernel, "decides", False):
             return False
         found[kernel, compile["device"], compile["key"]] = kernel, compile["device"], compile["specialization_data"]
         return True  # neither compile nor launch
 
+    computing = torch.device("cuda", torch.cuda.current_device())  # on which the weights need not be
+    devices = {computing, *(parameter.device for parameter in trained if parameter.is_cuda)}
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, find
     try:
-        with torch.random.fork_rng({parameter.device for parameter in trained if parameter.is_cuda}):
+        with torch.random.fork_rng(devices):
             loss = model(**batch).loss
             if loss is not None and loss.requires_grad:
                 loss.backward()
     finally:
         knobs.runtime.jit_cache_hook = before
         model.zero_grad(set_to_none=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool):
-        for kernel, device, specialization in found.values():
-            with torch.cuda.device(device):
-                kernel.preload(specialization)
+
+    def compile_all(wanted: int) -> None:
+        with AsyncCompileMode(pool), torch.cuda.device(wanted):
+            for kernel, device, specialization in found.values():
+                if device == wanted:
+                    kernel.preload(specialization)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # A mode would give all devices one kernel, which the first of them loads; one that is interrupted stays active.
+        for wanted in sorted({device for _, device, _ in found.values()}):
+            copy_context().run(compile_all, wanted)
     return len(found)

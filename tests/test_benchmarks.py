@@ -283,6 +283,12 @@ def test_train_table_compares_within_a_run():
     assert [length for _, length, _ in report.bars("train", rows)] == [50.0, 60.0, 130.0]
 
 
+def test_a_run_of_the_same_day_that_is_measured_again_is_the_last(tmp_path):
+    rows = [train_row("ours", rate, commit=commit) for rate, commit in ((1.0, "abc"), (2.0, "def"), (3.0, "abc"))]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["tokens_per_s"] for row in report.last_of_each_mode(report.read(tmp_path))] == [3.0]
+
+
 def test_modes_have_names():
     assert report.title("hf+liger+ac") == "transformers + Liger Kernel, activation checkpointing"
     assert report.title("ours+offload20+new") == "liger_models, offload of 20 blocks, new"

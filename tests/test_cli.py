@@ -224,6 +224,11 @@ def test_convert(folder):
         assert theirs.equal(ours.half()), name
 
 
+def test_convert_does_not_load_for_a_place_that_is_a_file(folder):
+    folder.with_name("file").touch()
+    assert "'file' is a file" in run("convert", "not/loaded", "file", code=2)
+
+
 def test_convert_merges_adapters(folder):
     model = apply_lora(LigerLlama.from_pretrained("model", dtype=torch.float32, progress=False), LoRAConfig(r=4))
     for parameter in model.parameters():

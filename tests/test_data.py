@@ -508,6 +508,8 @@ def test_more_bad_input(make, tmp_path):
             make(texts(3), **options)
     with pytest.raises(ValueError, match="source must be files, a data set or other examples, got dict of train, test"):
         make({"train": texts(3), "test": texts(3)})
+    with pytest.raises(ValueError, match="source must be files, a data set or other examples, got None"):
+        make(None)
     once = make(iter(texts(3)))
     assert counted(once) == counted(make(texts(3)))
     with pytest.raises(ValueError, match="must hold documents, got none in epoch 1"):

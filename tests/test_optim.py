@@ -4,6 +4,7 @@ import multiprocessing
 import pickle
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -229,6 +230,32 @@ def test_offload_of_parameters_on_the_cpu():
     assert other.offload == {*other.param_groups[0]["params"][:2]}
     with pytest.raises(ValueError, match="offload must hold parameters of params only"):
         LigerAdamW(params[1:], offload=params[:1])
+
+
+def test_loading_waits_for_moments_under_way():
+    """What is loaded may be the optimizer's own, saved before."""
+    optimizer, settled = LigerAdamW(parameters()), []
+    state = optimizer.state_dict()
+    optimizer._staging = {torch.device("cuda"): SimpleNamespace(settle=lambda: settled.append(True))}
+    optimizer.load_state_dict(state)
+    assert settled
+
+
+def test_moments_of_parameters_that_were_moved(monkeypatch):
+    """On the CPU, step waits for them; the next GPU waits for what the last one has sent."""
+    monkeypatch.setattr(liger_models.optim, "_Staging", lambda device, room, left: SimpleNamespace(_left=left))
+    params = parameters()
+    optimizer, settled = LigerAdamW(params, offload=params[:2]), []
+    first, second = (optimizer._stage(torch.device("cuda", i)) for i in range(2))
+    assert first is not second
+    assert first._left is second._left
+    first.settle = second.settle = lambda: settled.append(True)
+    give_gradients(0, params[2:])
+    optimizer.step()
+    assert not settled
+    give_gradients(0, params)
+    optimizer.step()
+    assert settled
 
 
 def test_errors():
@@ -547,6 +574,21 @@ def test_moments_on_the_host(in_backward):
     assert_same(moments[0], [moment.cuda() for moment in moments[1]])
     host = [param in optimizers[1].offload and param.dim() == 2 for param in models[1].parameters()]
     assert [moment.is_pinned() for moment in moments[1]] == host  # small ones stay
+
+
+@pytest.mark.gpu
+def test_memory_of_the_room_is_not_taken_while_copies_are_under_way():
+    device, moments = torch.device("cuda"), [torch.ones(2**20, pin_memory=True) for _ in range(2)]
+    room = 2 * sum(moment.nbytes for moment in moments)
+    staging = liger_models.optim._Staging(device, room, left={})
+    with torch.cuda.stream(staging._into):
+        torch.cuda._sleep(100_000_000)
+    for _ in range(2):
+        staging._fetch(moments[0], moments)
+    del staging
+    others = torch.zeros(room, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    assert not others.any()
 
 
 @pytest.mark.gpu

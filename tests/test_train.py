@@ -326,6 +326,8 @@ def test_options_that_cannot_be(capsys):
 
 
 def test_files_are_looked_for_before_the_model_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match="TrainOptions: data must be files or folders, got none"):
+        TrainOptions(model="no/model", output=str(tmp_path / "run"), data=[])
     for missing in ({"data": ["no.jsonl"]}, {"data": [str(tmp_path)], "eval_data": ["no.jsonl"]}):
         with pytest.raises(ValueError, match=r"train: data must be files or folders, got no\.jsonl"):
             train(TrainOptions(model="no/model", output=str(tmp_path / "run"), **missing))

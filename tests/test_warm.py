@@ -1,11 +1,20 @@
 import os
 import subprocess
 import sys
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import liger_models.warm
 from liger_models import LigerAdamW, LigerLlama, LlamaConfig, step_in_backward, warm_up
+
+try:
+    from triton import knobs
+    from triton.runtime._async_compile import active_mode
+except ImportError:
+    knobs = None
 
 SIZES = {
     "vocab_size": 256,
@@ -36,6 +45,85 @@ def test_gradients_are_not_added_to():
     step_in_backward(LigerAdamW(model.parameters()))
     with pytest.raises(ValueError, match="Call warm_up before step_in_backward"):
         warm_up(model, **batch())
+
+
+class Kernel:
+    """As `triton.JITFunction`: asks the hook, then runs; compiles through what mode is active."""
+
+    def __init__(self, module):
+        self.module, self.caches, self.launched = module, {0: {}, 1: {}}, 0
+
+    def __call__(self, device):
+        compiling = {"device": device, "key": "key", "specialization_data": "data"}
+        about = SimpleNamespace(module=self.module, jit_function=self)
+        self.launched += not knobs.runtime.jit_cache_hook(fn=about, compile=compiling)
+
+    def preload(self, specialization):
+        cache = self.caches[self.device()]
+        cache["key"] = active_mode.get().submit(id(self), self.make, lambda made: cache.update(key=made))
+
+    make = object
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """One of this package and one of another, and a function that warms them up on two devices."""
+    if knobs is None:
+        pytest.skip("needs triton")
+    current = [0]
+
+    @contextmanager
+    def on(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    def both(**_):
+        for device in (1, 0):
+            for kernel in made:
+                kernel(device)
+        return SimpleNamespace(loss=None)
+
+    monkeypatch.setattr(Kernel, "device", lambda self: current[-1], raising=False)
+    monkeypatch.setattr(liger_models.warm, "INTERPRET", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    forked = []
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: forked.append({*devices}) or nullcontext())
+    made = Kernel("liger_models.kernels.rope"), Kernel("another.package")
+    model = torch.nn.Identity()
+    model.forward = both
+    return *made, lambda: warm_up(model), forked
+
+
+def test_kernels_of_others_run(kernels):
+    own, other, warm, _ = kernels
+    assert warm() == 2
+    assert (own.launched, other.launched) == (0, 2)
+    assert other.caches == {0: {}, 1: {}}
+
+
+def test_each_device_has_kernels_of_its_own(kernels):
+    own, _, warm, _ = kernels
+    warm()
+    made = [cache["key"] for cache in own.caches.values()]
+    assert [type(each) for each in made] == [object, object]  # none is still to be waited for
+    assert made[0] is not made[1]
+
+
+def test_what_fails_to_compile_leaves_no_mode_active(kernels, monkeypatch):
+    _, _, warm, _ = kernels
+    monkeypatch.setattr(Kernel, "make", staticmethod(lambda: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        warm()
+    assert active_mode.get() is None
+
+
+def test_generators_of_the_device_that_computes_are_kept(kernels):
+    *_, warm, forked = kernels
+    warm()
+    assert forked == [{torch.device("cuda", 0)}]
 
 
 PROGRAM = """

@@ -232,7 +232,9 @@ def verify(
 @app.command()
 def convert(
     model: Model,
-    output: Annotated[Path, typer.Argument(help="Folder to write; a checkpoint that stands there is replaced.")],
+    output: Annotated[
+        Path, typer.Argument(file_okay=False, help="Folder to write; a checkpoint that stands there is replaced.")
+    ],
     revision: Revision = None,
     dtype: Dtype = "auto",
     adapter: Adapter = None,
