@@ -92,7 +92,7 @@ class _Staging:
         visit.left = self._left[param] = self._out.record_event()
         self._gone.append(visit)
         ahead = self._next.get(next(reversed(self._coming), param))
-        while ahead is not None and ahead not in self._coming and ahead in state:
+        while ahead is not None and ahead not in self._coming and state.get(ahead):
             visit_ahead = self._fetch(ahead, [state[ahead][name] for name in MOMENTS])
             if visit_ahead is None:
                 break
