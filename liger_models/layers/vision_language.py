@@ -186,7 +186,7 @@ class MRopeModel(VisionLanguageModel):
         self, input_ids: Tensor, images: tuple[Tensor, Tensor] | None, videos: tuple[Tensor, Tensor] | None
     ) -> None:
         """Refuse placeholders and patches that do not fit. Asks the device once."""
-        merged = self.config.vision_config.spatial_merge_size**2
+        side, width = self.config.vision_config.spatial_merge_size, self.visual.patch_embed.in_features
         placeholders = [
             (input_ids == token).sum() for token in (self.config.image_token_id, self.config.video_token_id)
         ]
@@ -194,14 +194,29 @@ class MRopeModel(VisionLanguageModel):
             placeholders[0] * 0 if given is None else given[1].prod(1).sum().to(input_ids.device)
             for given in (images, videos)
         ]
-        numbers = torch.stack([*placeholders, *patches]).tolist()
-        for kind, given, tokens, expected in zip(
-            ("image", "video"), (images, videos), numbers[:2], numbers[2:], strict=True
+        uneven = [
+            placeholders[0] * 0
+            if given is None
+            else ((given[1] < 1).sum() + (given[1][:, 1:] % side).sum()).to(input_ids)
+            for given in (images, videos)
+        ]
+        numbers = torch.stack([*placeholders, *patches, *uneven]).tolist()
+        for kind, given, tokens, expected, wrong in zip(
+            ("image", "video"), (images, videos), numbers[:2], numbers[2:4], numbers[4:], strict=True
         ):
             pixels, grid = ("pixel_values", "image_grid_thw") if kind == "image" else (
                 "pixel_values_videos", "video_grid_thw"
             )  # fmt: skip
             rows = 0 if given is None else given[0].shape[0]
+            check(
+                given is None or given[0].shape[1] == width,
+                f"forward: {pixels} must be [patches, {width}], got {given and list(given[0].shape)}.",
+            )
+            check(
+                not wrong,
+                f"forward: {grid} must have frames, and rows and columns of patches that are multiples of {side}, got "
+                f"{given[1].tolist() if given is not None and wrong else None}.",
+            )
             check(
                 tokens == 0 or given is not None,
                 f"forward: {tokens} {kind} placeholders in input_ids must have {pixels}, got none. Pass what the "
@@ -212,8 +227,8 @@ class MRopeModel(VisionLanguageModel):
                 f"forward: {pixels} must hold the {expected} patches that {grid} describes, got {rows}.",
             )
             check(
-                tokens * merged == rows,
-                f"forward: input_ids must have one {kind} placeholder for each of the {rows // merged} {kind} tokens, "
+                tokens * side**2 == rows,
+                f"forward: input_ids must have one {kind} placeholder for each of the {rows // side**2} {kind} tokens, "
                 f"got {tokens}. Expand them as the processor does; was the text cut off?",
             )
 
@@ -255,10 +270,20 @@ class MRopeModel(VisionLanguageModel):
             rate is not None or second_per_grid_ts is None,
             f"forward: second_per_grid_ts must not be given, {type(self).__name__}'s positions do not depend on it.",
         )
+        check(
+            mask is None or mask.shape == input_ids.shape,
+            f"forward: attention_mask must be {list(input_ids.shape)} like input_ids, or with what is cached in front, "
+            f"got {None if mask is None else list(mask.shape)}.",
+        )
         interval = None
         if rate is not None and video_grid_thw is not None:
             seconds = torch.ones(len(video_grid_thw)) if second_per_grid_ts is None else second_per_grid_ts
             interval = torch.as_tensor(seconds, dtype=torch.float32) * rate
+            check(
+                interval.shape == video_grid_thw.shape[:1],
+                f"forward: second_per_grid_ts must have a number for each of the {len(video_grid_thw)} videos, got "
+                f"{list(interval.shape)}.",
+            )
         kinds = (input_ids == self.config.image_token_id).long() + 2 * (input_ids == self.config.video_token_id)
         return mrope_positions(
             kinds, [image_grid_thw, video_grid_thw],
@@ -281,7 +306,7 @@ class MRopeModel(VisionLanguageModel):
         if image_grid_thw is None and video_grid_thw is None and plain:
             return None
         B, T = input_ids.shape
-        mask = None if attention_mask is None else attention_mask[:, -T:]
+        mask = None if attention_mask is None else attention_mask[..., -T:]
         positions, following = self._count(
             input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, mask, cu_seqlens
         )

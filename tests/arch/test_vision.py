@@ -356,6 +356,13 @@ def test_wrong_numbers_are_named(pair):
         ours(batch.ids, pixel_values=pixels)
     with pytest.raises(ValueError, match=r"pixel_values must be \[patches, values\] and image_grid_thw \[items, 3\]"):
         ours(batch.ids, pixel_values=pixels, image_grid_thw=grid[0])
+    with pytest.raises(ValueError, match=rf"pixel_values must be \[patches, {pixels.shape[1]}\], got \[{rows}, 5\]"):
+        ours(batch.ids, pixel_values=pixels[:, :5], image_grid_thw=grid)
+    for wrong in ([[1, 3, 8]], [[1, 8, 3]], [[1, 1, 24]], [[1, -4, -6]], [[1, 4, 6], [0, 4, 6]]):  # as many patches
+        with pytest.raises(ValueError, match=r"image_grid_thw must have .* multiples of 2, got \[\[\d, -?\d"):
+            ours(batch.ids, pixel_values=pixels, image_grid_thw=torch.tensor(wrong))
+    with pytest.raises(ValueError, match=r"attention_mask must be \[1, 13\] like input_ids, .*, got \[1, 3\]"):
+        ours(batch.ids, attention_mask=torch.ones(1, 3), **batch.inputs)
     with pytest.raises(ValueError, match="video placeholders in input_ids must have pixel_values_videos"):
         ours(torch.full((1, 3), ours.config.video_token_id))
     with pytest.raises(ValueError, match="pixels need input_ids"):
@@ -365,6 +372,11 @@ def test_wrong_numbers_are_named(pair):
     if not hasattr(ours.config.vision_config, "tokens_per_second"):
         with pytest.raises(ValueError, match="second_per_grid_ts must not be given"):
             ours(batch.ids, second_per_grid_ts=[1.0], **batch.inputs)
+        return
+    video = Batch(ours, LONG_VIDEO)
+    for seconds in ([], [1.0, 2.0]):
+        with pytest.raises(ValueError, match=rf"for each of the 1 videos, got \[{len(seconds)}\]"):
+            ours(video.ids, second_per_grid_ts=seconds, **video.inputs)
 
 
 @one_video_case_each
