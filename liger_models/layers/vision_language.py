@@ -346,7 +346,7 @@ def _pair(pixels_name: str, pixels: Tensor | None, grid_name: str, grid: Tensor 
         f"forward: {pixels_name} must be [patches, values] and {grid_name} [items, 3], "
         f"got {list(pixels.shape)} and {list(grid.shape)}.",
     )
-    return pixels, grid
+    return (pixels, grid) if len(pixels) or len(grid) else None  # a collator's batch without any
 
 
 class SquareImageModel(VisionLanguageModel):

@@ -380,6 +380,19 @@ def test_wrong_numbers_are_named(pair):
 
 
 @one_video_case_each
+def test_pixels_of_no_image_are_none(pair):
+    """What a collator makes of a batch of texts."""
+    _, _, _, ours = pair
+    batch = Batch(ours, ONE)
+    nothing = {name: tensor[:0] for name, tensor in batch.inputs.items()}
+    text = batch.ids[:, -4:]
+    assert torch.equal(ours(text, **nothing).logits, ours(text).logits)
+    assert torch.equal(ours.generate(text, max_new_tokens=2, **nothing), ours.generate(text, max_new_tokens=2))
+    with pytest.raises(ValueError, match="6 image placeholders in input_ids must have pixel_values, got none"):
+        ours(batch.ids, **nothing)
+
+
+@one_video_case_each
 def test_configurations_that_do_not_fit_are_refused(pair):
     _, _, _, ours = pair
     config = ours.config
