@@ -510,8 +510,9 @@ class TiledImageModel(VisionLanguageModel):
             not (given and past), "forward: images must come with the first tokens of a cache. Begin with all of them."
         )
         here = input_ids == self.config.image_token_index
-        if not past and not torch.compiler.is_compiling():
-            self._check_images(here, pixel_values, aspect_ratio_ids)
+        checked = not past and not torch.compiler.is_compiling()
+        if checked and not self._check_images(here, pixel_values, aspect_ratio_ids):
+            pixel_values = None  # places for images, such as rows without any of a batch with some
         if pixel_values is not None and aspect_ratio_ids is not None:
             images = self._look(here, pixel_values, aspect_ratio_ids, cross_attention_mask, cu_seqlens, cache)
         elif past:
@@ -574,8 +575,8 @@ class TiledImageModel(VisionLanguageModel):
             self.context_ranks,
         )  # fmt: skip
 
-    def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> None:
-        """Refuse placeholders and images that do not fit. Asks the device once."""
+    def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> int:
+        """The number of images; refuses placeholders and images that do not fit. Asks the device once."""
         if pixels is None or ratios is None:
             found = int(here.sum())
             check(
@@ -583,7 +584,7 @@ class TiledImageModel(VisionLanguageModel):
                 f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
                 "processor returns.",
             )
-            return
+            return 0
         vision = self.config.vision_config
         size = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
         check(
@@ -604,3 +605,4 @@ class TiledImageModel(VisionLanguageModel):
             f"forward: input_ids must have a placeholder for each image of a row ({images}), got {placeholders}. "
             "Pass what the processor returns; was the text cut off?",
         )
+        return sum(images)
