@@ -140,6 +140,8 @@ def test_parts_of_messages():
     with pytest.raises(ValueError, match="must not have a size of its own, got max_pixels, min_pixels"):
         of({"type": "image", "image": "b.png", "min_pixels": 4, "max_pixels": 8})
     assert image_parts([{"role": "assistant", "content": None}, {"role": "assistant"}]) == []
+    with pytest.raises(ValueError, match="content must be a text or a list of parts, got dict"):
+        image_parts([{"role": "user", "content": {"type": "image", "image": "b.png"}}])
     with pytest.raises(ValueError, match="must be of type text or image, got 'video'"):
         of(clip)
     with pytest.raises(ValueError, match="must be of type text or image or video, got 'image_url'"):
