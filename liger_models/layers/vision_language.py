@@ -9,7 +9,7 @@ from liger_models.kernels.dispatch import check
 
 from .causal_lm import CausalLM, CausalLMOutput, check_policy, set_recompute
 from .cross_attention import ImageStates, tiles_seen
-from .patches import mrope_positions
+from .patches import count_torn, mrope_positions
 from .sequence import DecodeCache
 
 if TYPE_CHECKING:
@@ -187,22 +187,17 @@ class MRopeModel(VisionLanguageModel):
     ) -> None:
         """Refuse placeholders and patches that do not fit. Asks the device once."""
         side, width = self.config.vision_config.spatial_merge_size, self.visual.patch_embed.in_features
-        placeholders = [
-            (input_ids == token).sum() for token in (self.config.image_token_id, self.config.video_token_id)
-        ]
-        patches = [
-            placeholders[0] * 0 if given is None else given[1].prod(1).sum().to(input_ids.device)
-            for given in (images, videos)
-        ]
-        uneven = [
-            placeholders[0] * 0
-            if given is None
-            else ((given[1] < 1).sum() + (given[1][:, 1:] % side).sum()).to(input_ids)
-            for given in (images, videos)
-        ]
-        numbers = torch.stack([*placeholders, *patches, *uneven]).tolist()
-        for kind, given, tokens, expected, wrong in zip(
-            ("image", "video"), (images, videos), numbers[:2], numbers[2:4], numbers[4:], strict=True
+        counts = []
+        for given, token in (images, self.config.image_token_id), (videos, self.config.video_token_id):
+            here = input_ids == token
+            thw = input_ids.new_zeros(0, 3) if given is None else given[1].to(input_ids)
+            frame, apart = thw[:, 1:].prod(1) // side**2, self.frames_apart and given is videos
+            size = frame * thw[:, 0]
+            uneven = (thw < 1).sum() + (thw[:, 1:] % side).sum()
+            counts += [here.sum(), thw.prod(1).sum(), uneven, count_torn(here, size, frame if apart else size)]
+        numbers = torch.stack(counts).tolist()
+        for kind, given, (tokens, expected, wrong, torn) in zip(
+            ("image", "video"), (images, videos), (numbers[:4], numbers[4:]), strict=True
         ):
             pixels, grid = ("pixel_values", "image_grid_thw") if kind == "image" else (
                 "pixel_values_videos", "video_grid_thw"
@@ -230,6 +225,11 @@ class MRopeModel(VisionLanguageModel):
                 tokens * side**2 == rows,
                 f"forward: input_ids must have one {kind} placeholder for each of the {rows // side**2} {kind} tokens, "
                 f"got {tokens}. Expand them as the processor does; was the text cut off?",
+            )
+            check(
+                torn == 0,
+                f"forward: the placeholders of each {kind} must stand together in input_ids, got {torn} apart from the "
+                f"one before. Must {pixels} and {grid} be in another order?",
             )
 
     def multimodal_positions(

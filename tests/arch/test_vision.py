@@ -363,6 +363,10 @@ def test_wrong_numbers_are_named(pair):
             ours(batch.ids, pixel_values=pixels, image_grid_thw=torch.tensor(wrong))
     with pytest.raises(ValueError, match=r"attention_mask must be \[1, 13\] like input_ids, .*, got \[1, 3\]"):
         ours(batch.ids, attention_mask=torch.ones(1, 3), **batch.inputs)
+    swapped = Batch(ours, [[2, ("image", (1, 2, 3)), 4], [2, ("video", (2, 1, 2)), ("image", (1, 1, 2)), 3]])
+    swapped.inputs["image_grid_thw"] = swapped.inputs["image_grid_thw"].flip(0)
+    with pytest.raises(ValueError, match=r"of each image must stand together in input_ids, got 1 apart .* order"):
+        ours(swapped.ids, **swapped.inputs)
     with pytest.raises(ValueError, match="video placeholders in input_ids must have pixel_values_videos"):
         ours(torch.full((1, 3), ours.config.video_token_id))
     with pytest.raises(ValueError, match="pixels need input_ids"):
