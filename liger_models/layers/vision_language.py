@@ -406,7 +406,9 @@ class SquareImageModel(VisionLanguageModel):
         here = input_ids == self.config.image_token_index
         decoding = cache is not None and cache.length > 0 and pixel_values is None
         if not decoding and not torch.compiler.is_compiling():
-            found, images = int(here.sum()), 0 if pixel_values is None else len(pixel_values)
+            images = 0 if pixel_values is None else len(pixel_values)
+            sizes = input_ids.new_full((images,), per_image)
+            found, torn = torch.stack([here.sum(), count_torn(here, sizes, sizes)]).tolist()
             check(
                 found == 0 or pixel_values is not None,
                 f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
@@ -416,6 +418,11 @@ class SquareImageModel(VisionLanguageModel):
                 found == images * per_image,
                 f"forward: input_ids must have one image placeholder for each of the {images * per_image} image tokens "
                 f"({images} images), got {found}. Expand them as the processor does; was the text cut off?",
+            )
+            check(
+                torn == 0,
+                f"forward: the {per_image} placeholders of each image must stand together in input_ids, got {torn} "
+                "apart from the one before. Expand them as the processor does.",
             )
         embeds = self.embed_tokens(input_ids.masked_fill(here, 0))  # the placeholder may be no word
         if pixel_values is None and self.tower_is_sharded and not decoding:
