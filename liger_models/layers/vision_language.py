@@ -332,9 +332,18 @@ class MRopeModel(VisionLanguageModel):
         return torch.cat([positions, following.expand(3, -1, -1)], -1)
 
 
+def _check_tensors(**given: object) -> None:
+    for name, value in given.items():
+        check(
+            value is None or isinstance(value, Tensor),
+            f"forward: {name} must be a tensor, got {type(value).__name__}. Ask a processor for return_tensors='pt'.",
+        )
+
+
 def _pair(pixels_name: str, pixels: Tensor | None, grid_name: str, grid: Tensor | None) -> tuple[Tensor, Tensor] | None:
     if pixels is None and grid is None:
         return None
+    _check_tensors(**{pixels_name: pixels, grid_name: grid})
     check(
         pixels is not None and grid is not None,
         f"forward: {pixels_name} and {grid_name} must be given together, got only one of them.",
@@ -396,6 +405,7 @@ class SquareImageModel(VisionLanguageModel):
             check(pixel_values is None, "forward: pixels need input_ids, which say where images stand.")
             return super().forward(input_ids, inputs_embeds=inputs_embeds, cache=cache, **options)
         check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+        _check_tensors(pixel_values=pixel_values)
         vision, per_image = self.config.vision_config, self.config.mm_tokens_per_image
         size = (vision.num_channels, vision.image_size, vision.image_size)
         check(
@@ -515,6 +525,9 @@ class TiledImageModel(VisionLanguageModel):
         check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
         check(
             not (given and past), "forward: images must come with the first tokens of a cache. Begin with all of them."
+        )
+        _check_tensors(
+            pixel_values=pixel_values, aspect_ratio_ids=aspect_ratio_ids, cross_attention_mask=cross_attention_mask
         )
         here = input_ids == self.config.image_token_index
         checked = not past and not torch.compiler.is_compiling()

@@ -334,6 +334,8 @@ def test_what_does_not_fit_is_named(pair):
         ours(ids, cross_attention_mask=inputs["cross_attention_mask"])
     with pytest.raises(ValueError, match=r"must be \[1, images, 4, 3, 16, 16\], got \[1, 1, 4, 3, 8, 16\]"):
         ours(ids, **inputs | {"pixel_values": inputs["pixel_values"][..., :8, :]})
+    with pytest.raises(ValueError, match="aspect_ratio_ids must be a tensor, got list"):
+        ours(ids, **inputs | {"aspect_ratio_ids": inputs["aspect_ratio_ids"].tolist()})
     with pytest.raises(ValueError, match=r"aspect_ratio_ids must be \[1, 1\] like pixel_values, got \[1\]"):
         ours(ids, **inputs | {"aspect_ratio_ids": inputs["aspect_ratio_ids"][0]})
     with pytest.raises(ValueError, match=r"aspect_ratio_ids must be 0 \(no image\) to 8, got \[\[9\]\]"):

@@ -358,6 +358,8 @@ def test_wrong_numbers_are_named(pair):
         ours(batch.ids, pixel_values=pixels, image_grid_thw=grid[0])
     with pytest.raises(ValueError, match=rf"pixel_values must be \[patches, {pixels.shape[1]}\], got \[{rows}, 5\]"):
         ours(batch.ids, pixel_values=pixels[:, :5], image_grid_thw=grid)
+    with pytest.raises(ValueError, match="image_grid_thw must be a tensor, got list"):
+        ours(batch.ids, pixel_values=pixels, image_grid_thw=grid.tolist())
     for wrong in ([[1, 3, 8]], [[1, 8, 3]], [[1, 1, 24]], [[1, -4, -6]], [[1, 4, 6], [0, 4, 6]]):  # as many patches
         with pytest.raises(ValueError, match=r"image_grid_thw must have .* multiples of 2, got \[\[\d, -?\d"):
             ours(batch.ids, pixel_values=pixels, image_grid_thw=torch.tensor(wrong))
