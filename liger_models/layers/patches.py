@@ -145,6 +145,22 @@ def mrope_positions(
     return positions if mask is None else positions * (mask != 0), (start + step)[:, -1:]
 
 
+def count_torn(here: Tensor, sizes: Tensor, parts: Tensor) -> Tensor:
+    """How many tokens do not stand behind the one before in the same part of an image or a video.
+
+    Args:
+        here: [B, T] bool, which tokens are of images.
+        sizes: [n] int64, number of tokens of each image, in the order of the text.
+        parts: [n] int64, of each how many tokens stand together.
+    """
+    if len(sizes) == 0:
+        return here.sum() * 0
+    rank = (here.flatten().cumsum(0) - 1).view(here.shape).clamp_min(0)
+    item, index = _split_by(sizes, rank)
+    begins = index % parts.clamp_min(1)[item] == 0
+    return (here & ~begins & ~torch.nn.functional.pad(here[:, :-1], (1, 0))).sum()
+
+
 def interpolate_positions(weight: Tensor, patches: Patches) -> Tensor:
     """Learned positions of a square grid, stretched over each image's: bilinear, corners on corners.
 

@@ -9,7 +9,7 @@ from liger_models.kernels.dispatch import check
 
 from .causal_lm import CausalLM, CausalLMOutput, check_policy, set_recompute
 from .cross_attention import ImageStates, tiles_seen
-from .patches import mrope_positions
+from .patches import count_torn, mrope_positions
 from .sequence import DecodeCache
 
 if TYPE_CHECKING:
@@ -186,22 +186,32 @@ class MRopeModel(VisionLanguageModel):
         self, input_ids: Tensor, images: tuple[Tensor, Tensor] | None, videos: tuple[Tensor, Tensor] | None
     ) -> None:
         """Refuse placeholders and patches that do not fit. Asks the device once."""
-        merged = self.config.vision_config.spatial_merge_size**2
-        placeholders = [
-            (input_ids == token).sum() for token in (self.config.image_token_id, self.config.video_token_id)
-        ]
-        patches = [
-            placeholders[0] * 0 if given is None else given[1].prod(1).sum().to(input_ids.device)
-            for given in (images, videos)
-        ]
-        numbers = torch.stack([*placeholders, *patches]).tolist()
-        for kind, given, tokens, expected in zip(
-            ("image", "video"), (images, videos), numbers[:2], numbers[2:], strict=True
+        side, width = self.config.vision_config.spatial_merge_size, self.visual.patch_embed.in_features
+        counts = []
+        for given, token in (images, self.config.image_token_id), (videos, self.config.video_token_id):
+            here = input_ids == token
+            thw = input_ids.new_zeros(0, 3) if given is None else given[1].to(input_ids)
+            frame, apart = thw[:, 1:].prod(1) // side**2, self.frames_apart and given is videos
+            size = frame * thw[:, 0]
+            uneven = (thw < 1).sum() + (thw[:, 1:] % side).sum()
+            counts += [here.sum(), thw.prod(1).sum(), uneven, count_torn(here, size, frame if apart else size)]
+        numbers = torch.stack(counts).tolist()
+        for kind, given, (tokens, expected, wrong, torn) in zip(
+            ("image", "video"), (images, videos), (numbers[:4], numbers[4:]), strict=True
         ):
             pixels, grid = ("pixel_values", "image_grid_thw") if kind == "image" else (
                 "pixel_values_videos", "video_grid_thw"
             )  # fmt: skip
             rows = 0 if given is None else given[0].shape[0]
+            check(
+                given is None or given[0].shape[1] == width,
+                f"forward: {pixels} must be [patches, {width}], got {given and list(given[0].shape)}.",
+            )
+            check(
+                not wrong,
+                f"forward: {grid} must have frames, and rows and columns of patches that are multiples of {side}, got "
+                f"{given[1].tolist() if given is not None and wrong else None}.",
+            )
             check(
                 tokens == 0 or given is not None,
                 f"forward: {tokens} {kind} placeholders in input_ids must have {pixels}, got none. Pass what the "
@@ -212,9 +222,14 @@ class MRopeModel(VisionLanguageModel):
                 f"forward: {pixels} must hold the {expected} patches that {grid} describes, got {rows}.",
             )
             check(
-                tokens * merged == rows,
-                f"forward: input_ids must have one {kind} placeholder for each of the {rows // merged} {kind} tokens, "
+                tokens * side**2 == rows,
+                f"forward: input_ids must have one {kind} placeholder for each of the {rows // side**2} {kind} tokens, "
                 f"got {tokens}. Expand them as the processor does; was the text cut off?",
+            )
+            check(
+                torn == 0,
+                f"forward: the placeholders of each {kind} must stand together in input_ids, got {torn} apart from the "
+                f"one before. Must {pixels} and {grid} be in another order?",
             )
 
     def multimodal_positions(
@@ -255,10 +270,20 @@ class MRopeModel(VisionLanguageModel):
             rate is not None or second_per_grid_ts is None,
             f"forward: second_per_grid_ts must not be given, {type(self).__name__}'s positions do not depend on it.",
         )
+        check(
+            mask is None or mask.shape == input_ids.shape,
+            f"forward: attention_mask must be {list(input_ids.shape)} like input_ids, or with what is cached in front, "
+            f"got {None if mask is None else list(mask.shape)}.",
+        )
         interval = None
         if rate is not None and video_grid_thw is not None:
             seconds = torch.ones(len(video_grid_thw)) if second_per_grid_ts is None else second_per_grid_ts
             interval = torch.as_tensor(seconds, dtype=torch.float32) * rate
+            check(
+                interval.shape == video_grid_thw.shape[:1],
+                f"forward: second_per_grid_ts must have a number for each of the {len(video_grid_thw)} videos, got "
+                f"{list(interval.shape)}.",
+            )
         kinds = (input_ids == self.config.image_token_id).long() + 2 * (input_ids == self.config.video_token_id)
         return mrope_positions(
             kinds, [image_grid_thw, video_grid_thw],
@@ -281,7 +306,7 @@ class MRopeModel(VisionLanguageModel):
         if image_grid_thw is None and video_grid_thw is None and plain:
             return None
         B, T = input_ids.shape
-        mask = None if attention_mask is None else attention_mask[:, -T:]
+        mask = None if attention_mask is None else attention_mask[..., -T:]
         positions, following = self._count(
             input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, mask, cu_seqlens
         )
@@ -307,9 +332,18 @@ class MRopeModel(VisionLanguageModel):
         return torch.cat([positions, following.expand(3, -1, -1)], -1)
 
 
+def _check_tensors(**given: object) -> None:
+    for name, value in given.items():
+        check(
+            value is None or isinstance(value, Tensor),
+            f"forward: {name} must be a tensor, got {type(value).__name__}. Ask a processor for return_tensors='pt'.",
+        )
+
+
 def _pair(pixels_name: str, pixels: Tensor | None, grid_name: str, grid: Tensor | None) -> tuple[Tensor, Tensor] | None:
     if pixels is None and grid is None:
         return None
+    _check_tensors(**{pixels_name: pixels, grid_name: grid})
     check(
         pixels is not None and grid is not None,
         f"forward: {pixels_name} and {grid_name} must be given together, got only one of them.",
@@ -321,7 +355,7 @@ def _pair(pixels_name: str, pixels: Tensor | None, grid_name: str, grid: Tensor 
         f"forward: {pixels_name} must be [patches, values] and {grid_name} [items, 3], "
         f"got {list(pixels.shape)} and {list(grid.shape)}.",
     )
-    return pixels, grid
+    return (pixels, grid) if len(pixels) or len(grid) else None  # a collator's batch without any
 
 
 class SquareImageModel(VisionLanguageModel):
@@ -371,6 +405,7 @@ class SquareImageModel(VisionLanguageModel):
             check(pixel_values is None, "forward: pixels need input_ids, which say where images stand.")
             return super().forward(input_ids, inputs_embeds=inputs_embeds, cache=cache, **options)
         check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+        _check_tensors(pixel_values=pixel_values)
         vision, per_image = self.config.vision_config, self.config.mm_tokens_per_image
         size = (vision.num_channels, vision.image_size, vision.image_size)
         check(
@@ -381,7 +416,9 @@ class SquareImageModel(VisionLanguageModel):
         here = input_ids == self.config.image_token_index
         decoding = cache is not None and cache.length > 0 and pixel_values is None
         if not decoding and not torch.compiler.is_compiling():
-            found, images = int(here.sum()), 0 if pixel_values is None else len(pixel_values)
+            images = 0 if pixel_values is None else len(pixel_values)
+            sizes = input_ids.new_full((images,), per_image)
+            found, torn = torch.stack([here.sum(), count_torn(here, sizes, sizes)]).tolist()
             check(
                 found == 0 or pixel_values is not None,
                 f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
@@ -391,6 +428,11 @@ class SquareImageModel(VisionLanguageModel):
                 found == images * per_image,
                 f"forward: input_ids must have one image placeholder for each of the {images * per_image} image tokens "
                 f"({images} images), got {found}. Expand them as the processor does; was the text cut off?",
+            )
+            check(
+                torn == 0,
+                f"forward: the {per_image} placeholders of each image must stand together in input_ids, got {torn} "
+                "apart from the one before. Expand them as the processor does.",
             )
         embeds = self.embed_tokens(input_ids.masked_fill(here, 0))  # the placeholder may be no word
         if pixel_values is None and self.tower_is_sharded and not decoding:
@@ -484,9 +526,13 @@ class TiledImageModel(VisionLanguageModel):
         check(
             not (given and past), "forward: images must come with the first tokens of a cache. Begin with all of them."
         )
+        _check_tensors(
+            pixel_values=pixel_values, aspect_ratio_ids=aspect_ratio_ids, cross_attention_mask=cross_attention_mask
+        )
         here = input_ids == self.config.image_token_index
-        if not past and not torch.compiler.is_compiling():
-            self._check_images(here, pixel_values, aspect_ratio_ids)
+        checked = not past and not torch.compiler.is_compiling()
+        if checked and not self._check_images(here, pixel_values, aspect_ratio_ids):
+            pixel_values = None  # places for images, such as rows without any of a batch with some
         if pixel_values is not None and aspect_ratio_ids is not None:
             images = self._look(here, pixel_values, aspect_ratio_ids, cross_attention_mask, cu_seqlens, cache)
         elif past:
@@ -549,8 +595,8 @@ class TiledImageModel(VisionLanguageModel):
             self.context_ranks,
         )  # fmt: skip
 
-    def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> None:
-        """Refuse placeholders and images that do not fit. Asks the device once."""
+    def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> int:
+        """The number of images; refuses placeholders and images that do not fit. Asks the device once."""
         if pixels is None or ratios is None:
             found = int(here.sum())
             check(
@@ -558,7 +604,7 @@ class TiledImageModel(VisionLanguageModel):
                 f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
                 "processor returns.",
             )
-            return
+            return 0
         vision = self.config.vision_config
         size = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
         check(
@@ -579,3 +625,4 @@ class TiledImageModel(VisionLanguageModel):
             f"forward: input_ids must have a placeholder for each image of a row ({images}), got {placeholders}. "
             "Pass what the processor returns; was the text cut off?",
         )
+        return sum(images)

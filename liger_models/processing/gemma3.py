@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_models.kernels.dispatch import check
 
-from .images import Normalize, check_settings, one_list, read_image, settings_of, to_tensor
+from .images import Normalize, check_given, check_settings, one_list, read_image, settings_of, to_tensor
 from .messages import image_parts, rendered
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Gemma3Processor:
         """The processor whose settings came with a model's checkpoint.
 
         Raises:
-            ValueError: the checkpoint had no tokenizer, or one without the placeholders; settings that do not fit.
+            ValueError: the checkpoint had no tokenizer, or one without the placeholders; no settings, or wrong ones.
         """
         config = model.config
         settings = settings_of(model.assets, "image_processor")
@@ -110,6 +110,7 @@ class Gemma3Processor:
             f"Gemma3Processor: the tokenizer must have the ids {', '.join(map(str, ids))} around and of an image, got "
             f"{len(model.tokenizer)} tokens. Take the checkpoint's own tokenizer.",
         )
+        check_given(settings)
         images = Gemma3Images(settings, config.vision_config.image_size)
         return cls(model.tokenizer, images, begin=begin, image=image, end=end, tokens=config.mm_tokens_per_image)
 

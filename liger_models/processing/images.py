@@ -101,8 +101,26 @@ def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
     their own.
     """
     own = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}[part]
-    found = json.loads(assets.get("processor_config.json", b"{}")).get(part)
-    return found if isinstance(found, dict) else json.loads(assets.get(own, b"{}"))
+    found = _read(assets, "processor_config.json").get(part)
+    return found if isinstance(found, dict) else _read(assets, own)
+
+
+def check_given(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if a checkpoint has no settings of images: means and sizes that are guessed may be others."""
+    check(
+        bool(settings),
+        "preprocessor_config.json: must be among the checkpoint's files, got none. Save it beside the model: "
+        "AutoProcessor.from_pretrained(...).save_pretrained(folder).",
+    )
+
+
+def _read(assets: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    try:
+        content = json.loads(assets.get(name, b"{}"))
+    except ValueError as error:
+        raise ValueError(f"{name}: must be JSON, got {error}. Download it again.") from error
+    check(isinstance(content, dict), f"{name}: must be a JSON object, got {type(content).__name__}.")
+    return dict(content)
 
 
 def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list[Source]":

@@ -28,9 +28,15 @@ def image_parts(conversations: Sequence[Any], *, videos: bool = False) -> list[t
         "image" or "video", what it is, and the whole part, of each.
 
     Raises:
-        ValueError: a part of another type, or without what its type says.
+        ValueError: content that is neither a text nor a list, a part of another type, or without what its type says.
     """
     contents = [message.get("content") for messages in _batch(conversations) for message in messages]
+    for content in contents:
+        check(
+            content is None or isinstance(content, str | list | tuple),
+            f"apply_chat_template: a message's content must be a text or a list of parts, got "
+            f"{type(content).__name__}.",
+        )
     parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
     names = {"image": ("image", "path", "url")} | ({"video": ("video",)} if videos else {})
     found: list[tuple[str, Any, Mapping[str, Any]]] = []

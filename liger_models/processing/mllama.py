@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_models.kernels.dispatch import check
 
-from .images import Normalize, check_settings, one_list, read_image, settings_of, to_tensor
+from .images import Normalize, check_given, check_settings, one_list, read_image, settings_of, to_tensor
 from .messages import image_parts, rendered
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class MllamaProcessor:
         """The processor whose settings came with a model's checkpoint.
 
         Raises:
-            ValueError: the checkpoint had no tokenizer, or one without the placeholder; settings that do not fit.
+            ValueError: the checkpoint had no tokenizer, or one without the placeholder; no settings, or wrong ones.
         """
         config, vision = model.config, model.config.vision_config
         settings = settings_of(model.assets, "image_processor")
@@ -120,6 +120,7 @@ class MllamaProcessor:
             f"MllamaProcessor: the tokenizer must have the ids {ids[0]} of an image and {ids[1]} of a beginning, got "
             f"{len(model.tokenizer)} tokens. Take the checkpoint's own tokenizer.",
         )
+        check_given(settings)
         images = MllamaImages(settings, vision.image_size, vision.max_num_tiles, vision.supported_aspect_ratios)
         return cls(model.tokenizer, images, image=image, bos=bos)
 

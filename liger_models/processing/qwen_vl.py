@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_models.kernels.dispatch import check
 
-from .images import Normalize, check_settings, one_list, read_image, settings_of, to_tensor
+from .images import Normalize, check_given, check_settings, one_list, read_image, settings_of, to_tensor
 from .messages import image_parts, rendered
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class QwenVLProcessor:
         """The processor whose settings came with a model's checkpoint.
 
         Raises:
-            ValueError: the checkpoint had no tokenizer, or one without the placeholders.
+            ValueError: the checkpoint had no tokenizer, or one without the placeholders; no settings, or other sizes.
         """
         images, videos = (settings_of(model.assets, part) for part in ("image_processor", "video_processor"))
         vision, config = model.config.vision_config, model.config
@@ -206,6 +206,7 @@ class QwenVLProcessor:
             f"QwenVLProcessor: the tokenizer must have the ids {config.image_token_id} and {config.video_token_id} of "
             f"the placeholders, got {len(model.tokenizer)} tokens. Take the checkpoint's own tokenizer.",
         )
+        check_given(images)
         apart = model.frames_apart
         bounds = {"min_pixels": 131072, "max_pixels": 786432} if apart else {"min_pixels": 100352, "max_pixels": 602112}
         return cls(

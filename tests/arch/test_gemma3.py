@@ -221,6 +221,11 @@ def test_wrong_numbers_are_named(pair):
         ours(ids[:, torch.arange(ids.shape[1]) != 5], pixel_values=pixels)
     with pytest.raises(ValueError, match="16 image placeholders in input_ids must have pixel_values, got none"):
         ours(ids)
+    with pytest.raises(ValueError, match="pixel_values must be a tensor, got ndarray"):
+        ours(ids, pixel_values=pixels.numpy())
+    torn = torch.cat([ids[:, :5], torch.tensor([[9]]), ids[:, 5:]], 1)
+    with pytest.raises(ValueError, match=r"the 16 placeholders of each image must stand together .*, got 1 apart"):
+        ours(torn, pixel_values=pixels)
     with pytest.raises(ValueError, match=r"must be \[images, 3, 32, 32\], got \[1, 3, 16, 32\]"):
         ours(ids, pixel_values=pixels[:, :, :16])
     with pytest.raises(ValueError, match="pixels need input_ids"):

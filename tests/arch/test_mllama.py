@@ -202,6 +202,21 @@ def test_pieces_with_a_cache_are_the_whole(pair):
 
 
 @one_case
+def test_places_without_any_image(pair):
+    """A row of a batch whose other rows have images, taken alone: a text."""
+    _, _, _, ours = pair
+    ids, mask, _, inputs = joined([make(ours, row, seed) for seed, row in enumerate(ROWS)])
+    row, own = slice(2, 3), mask[2].bool()
+    alone = {name: tensor[row] for name, tensor in inputs.items()}
+    got = ours(ids[row], attention_mask=mask[row], **alone).logits
+    assert torch.equal(got, ours(ids[row], attention_mask=mask[row]).logits)
+    assert error(got[0, own], ours(ids, attention_mask=mask, **inputs).logits[2, own]) <= LIMIT
+    nowhere = {name: tensor[:, :0] for name, tensor in alone.items()}
+    want = ours.generate(ids[row], attention_mask=mask[row], max_new_tokens=2)
+    assert torch.equal(ours.generate(ids[row], attention_mask=mask[row], max_new_tokens=2, **nowhere), want)
+
+
+@one_case
 def test_states_that_enter_the_layers(pair, monkeypatch):
     """What the weights of the releases were trained on; early versions of transformers took it."""
     _, _, theirs, ours = pair
@@ -319,6 +334,8 @@ def test_what_does_not_fit_is_named(pair):
         ours(ids, cross_attention_mask=inputs["cross_attention_mask"])
     with pytest.raises(ValueError, match=r"must be \[1, images, 4, 3, 16, 16\], got \[1, 1, 4, 3, 8, 16\]"):
         ours(ids, **inputs | {"pixel_values": inputs["pixel_values"][..., :8, :]})
+    with pytest.raises(ValueError, match="aspect_ratio_ids must be a tensor, got list"):
+        ours(ids, **inputs | {"aspect_ratio_ids": inputs["aspect_ratio_ids"].tolist()})
     with pytest.raises(ValueError, match=r"aspect_ratio_ids must be \[1, 1\] like pixel_values, got \[1\]"):
         ours(ids, **inputs | {"aspect_ratio_ids": inputs["aspect_ratio_ids"][0]})
     with pytest.raises(ValueError, match=r"aspect_ratio_ids must be 0 \(no image\) to 8, got \[\[9\]\]"):

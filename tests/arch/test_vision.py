@@ -356,6 +356,19 @@ def test_wrong_numbers_are_named(pair):
         ours(batch.ids, pixel_values=pixels)
     with pytest.raises(ValueError, match=r"pixel_values must be \[patches, values\] and image_grid_thw \[items, 3\]"):
         ours(batch.ids, pixel_values=pixels, image_grid_thw=grid[0])
+    with pytest.raises(ValueError, match=rf"pixel_values must be \[patches, {pixels.shape[1]}\], got \[{rows}, 5\]"):
+        ours(batch.ids, pixel_values=pixels[:, :5], image_grid_thw=grid)
+    with pytest.raises(ValueError, match="image_grid_thw must be a tensor, got list"):
+        ours(batch.ids, pixel_values=pixels, image_grid_thw=grid.tolist())
+    for wrong in ([[1, 3, 8]], [[1, 8, 3]], [[1, 1, 24]], [[1, -4, -6]], [[1, 4, 6], [0, 4, 6]]):  # as many patches
+        with pytest.raises(ValueError, match=r"image_grid_thw must have .* multiples of 2, got \[\[\d, -?\d"):
+            ours(batch.ids, pixel_values=pixels, image_grid_thw=torch.tensor(wrong))
+    with pytest.raises(ValueError, match=r"attention_mask must be \[1, 13\] like input_ids, .*, got \[1, 3\]"):
+        ours(batch.ids, attention_mask=torch.ones(1, 3), **batch.inputs)
+    swapped = Batch(ours, [[2, ("image", (1, 2, 3)), 4], [2, ("video", (2, 1, 2)), ("image", (1, 1, 2)), 3]])
+    swapped.inputs["image_grid_thw"] = swapped.inputs["image_grid_thw"].flip(0)
+    with pytest.raises(ValueError, match=r"of each image must stand together in input_ids, got 1 apart .* order"):
+        ours(swapped.ids, **swapped.inputs)
     with pytest.raises(ValueError, match="video placeholders in input_ids must have pixel_values_videos"):
         ours(torch.full((1, 3), ours.config.video_token_id))
     with pytest.raises(ValueError, match="pixels need input_ids"):
@@ -365,6 +378,24 @@ def test_wrong_numbers_are_named(pair):
     if not hasattr(ours.config.vision_config, "tokens_per_second"):
         with pytest.raises(ValueError, match="second_per_grid_ts must not be given"):
             ours(batch.ids, second_per_grid_ts=[1.0], **batch.inputs)
+        return
+    video = Batch(ours, LONG_VIDEO)
+    for seconds in ([], [1.0, 2.0]):
+        with pytest.raises(ValueError, match=rf"for each of the 1 videos, got \[{len(seconds)}\]"):
+            ours(video.ids, second_per_grid_ts=seconds, **video.inputs)
+
+
+@one_video_case_each
+def test_pixels_of_no_image_are_none(pair):
+    """What a collator makes of a batch of texts."""
+    _, _, _, ours = pair
+    batch = Batch(ours, ONE)
+    nothing = {name: tensor[:0] for name, tensor in batch.inputs.items()}
+    text = batch.ids[:, -4:]
+    assert torch.equal(ours(text, **nothing).logits, ours(text).logits)
+    assert torch.equal(ours.generate(text, max_new_tokens=2, **nothing), ours.generate(text, max_new_tokens=2))
+    with pytest.raises(ValueError, match="6 image placeholders in input_ids must have pixel_values, got none"):
+        ours(batch.ids, **nothing)
 
 
 @one_video_case_each

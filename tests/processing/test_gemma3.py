@@ -106,6 +106,10 @@ def test_what_does_not_fit_is_named():
     object.__setattr__(model.config, "boi_token_index", 9999)
     with pytest.raises(ValueError, match="must have the ids 9999, 256, 258 around and of an image, got 262 tokens"):
         _ = model.processor
+    model = make()
+    del model.assets["preprocessor_config.json"]
+    with pytest.raises(ValueError, match=r"preprocessor_config.json: must be among the checkpoint's files, got none"):
+        _ = model.processor
 
 
 def test_settings_that_transformers_5_wrote(tmp_path):

@@ -108,6 +108,9 @@ def test_settings_of_transformers_5_come_first():
     assets["processor_config.json"] = b'{"image_processor": {"a": 3}, "video_processor": {"a": 4}}'
     assert [settings_of(assets, part) for part in parts] == [{"a": 3}, {"a": 4}]
     assert settings_of({}, "image_processor") == {}
+    for content, message in ((b"{", "must be JSON, got Expecting"), (b"[]", "must be a JSON object, got list")):
+        with pytest.raises(ValueError, match=f"^preprocessor_config.json: {message}"):
+            settings_of({"preprocessor_config.json": content}, "image_processor")
 
 
 def test_images_in_one_list_or_one_for_each_text():
@@ -137,6 +140,8 @@ def test_parts_of_messages():
     with pytest.raises(ValueError, match="must not have a size of its own, got max_pixels, min_pixels"):
         of({"type": "image", "image": "b.png", "min_pixels": 4, "max_pixels": 8})
     assert image_parts([{"role": "assistant", "content": None}, {"role": "assistant"}]) == []
+    with pytest.raises(ValueError, match="content must be a text or a list of parts, got dict"):
+        image_parts([{"role": "user", "content": {"type": "image", "image": "b.png"}}])
     with pytest.raises(ValueError, match="must be of type text or image, got 'video'"):
         of(clip)
     with pytest.raises(ValueError, match="must be of type text or image or video, got 'image_url'"):

@@ -121,3 +121,7 @@ def test_what_does_not_fit_is_named():
     object.__setattr__(model.config, "image_token_index", 9999)
     with pytest.raises(ValueError, match="must have the ids 9999 of an image and 256 of a beginning, got 260 tokens"):
         _ = model.processor
+    model = make()
+    del model.assets["preprocessor_config.json"]
+    with pytest.raises(ValueError, match=r"preprocessor_config.json: must be among the checkpoint's files, got none"):
+        _ = model.processor

@@ -237,6 +237,15 @@ def test_files_that_do_not_belong_together():
         _ = model.processor
 
 
+def test_settings_that_are_not_there(arch):
+    """Qwen3-VL's mean is not that of transformers' class: a guess would be wrong without a word."""
+    for other in ({}, {"video_preprocessor_config": {}}, {"processor_config": {"processor_class": "Qwen"}}):
+        with pytest.raises(
+            ValueError, match=r"preprocessor_config.json: must be among the checkpoint's files, got none"
+        ):
+            _ = make_model(arch, **other).processor
+
+
 def test_settings_that_transformers_5_wrote(arch):
     """In processor_config.json, before files of older versions beside it."""
     small = {"size": {"shortest_edge": 64, "longest_edge": 400}}
