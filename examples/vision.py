@@ -142,7 +142,7 @@ def main() -> None:
     """Read the options, then go through all of it."""
     parser = argparse.ArgumentParser(description="Teach a small Qwen2-VL to describe coloured shapes.")
     parser.add_argument("--output", type=Path, default=Path("vision_output"), help="folder of checkpoints and picture")
-    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     if args.steps < 1:
