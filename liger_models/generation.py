@@ -205,8 +205,12 @@ def _resolve(model: "CausalLM", max_new_tokens: int, options: Options) -> _Setti
 
 
 def _inputs(model: "CausalLM", options: Options) -> dict[str, Any]:
-    """What belongs to the prompts besides their tokens."""
-    return {name: value for name, value in options.items() if name in model.prompt_inputs}
+    """What belongs to the prompts besides their tokens, on the model's device like these."""
+    return {
+        name: value.to(model.device) if isinstance(value, Tensor) else value
+        for name, value in options.items()
+        if name in model.prompt_inputs
+    }
 
 
 def _generation_config(model: "CausalLM") -> dict[str, Any]:

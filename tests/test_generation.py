@@ -21,6 +21,7 @@ from liger_models.generation import (
     Options,
     PromptInputs,
     _choose,
+    _inputs,
     _resolve,
     generate,
     keep_top_k,
@@ -241,6 +242,14 @@ def test_lists_of_prompts_are_padded(ours):
     assert torch.equal(got, want)
     for single in (PROMPTS[1], torch.tensor(PROMPTS[1])):
         assert torch.equal(generate(ours, single, max_new_tokens=4)[0, 3:], want[1, 9:])
+
+
+def test_what_comes_with_prompts_goes_to_the_models_device():
+    elsewhere = SimpleNamespace(device=torch.device("meta"), prompt_inputs=("pixel_values", "second_per_grid_ts"))
+    found = _inputs(elsewhere, {"pixel_values": torch.ones(2), "second_per_grid_ts": [1.0], "top_k": 3})
+    assert found["pixel_values"].device == elsewhere.device
+    assert found["second_per_grid_ts"] == [1.0]
+    assert len(found) == 2
 
 
 def test_padding_tokens_without_a_mask(pair):
