@@ -118,8 +118,7 @@ def mrope_positions(
         here = kinds == kind
         tokens = (grid[:, 0], grid[:, 1] // merge, grid[:, 2] // merge)
         size = tokens[0] * tokens[1] * tokens[2]
-        rank = (here.flatten().cumsum(0) - 1).view(B, T).clamp_min(0)  # among all tokens of its kind
-        item, index = _split_by(size, rank)
+        item, index = _share_out(here, size)
         height, width = tokens[1][item], tokens[2][item]
         frame, cell = _divide(index, height * width)
         row, column = _divide(cell, width)
@@ -155,8 +154,7 @@ def count_torn(here: Tensor, sizes: Tensor, parts: Tensor) -> Tensor:
     """
     if len(sizes) == 0:
         return here.sum() * 0
-    rank = (here.flatten().cumsum(0) - 1).view(here.shape).clamp_min(0)
-    item, index = _split_by(sizes, rank)
+    item, index = _share_out(here, sizes)
     begins = index % parts.clamp_min(1)[item] == 0
     return (here & ~begins & ~torch.nn.functional.pad(here[:, :-1], (1, 0))).sum()
 
@@ -197,6 +195,12 @@ def _between(index: Tensor, length: Tensor, side: int) -> tuple[Tensor, Tensor, 
 def _divide(index: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
     quotient = index // by
     return quotient, index - quotient * by
+
+
+def _share_out(here: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [B, T], where they are ``here``, to things of these sizes: as `_split_by`."""
+    rank = (here.flatten().cumsum(0) - 1).view(here.shape).clamp_min(0)  # among all tokens of its kind
+    return _split_by(sizes, rank)
 
 
 def _split_by(sizes: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
