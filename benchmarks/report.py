@@ -168,7 +168,7 @@ def family_table(rows: Rows) -> str:
     lines = []
     for (family,), group in grouped(rows, "model").items():
         by_mode = {row["mode"]: row for row in group}
-        peers = [row for row in group if row["mode"].startswith("hf") and "error" not in row]
+        peers = [row for row in group if of_transformers(row) and "error" not in row]
         ours, error, warm = by_mode.get("ours", {}), by_mode.get("error"), by_mode.get("ours+warm")
         warmed = f" ({warm.get('first_step_s', 'failed')})" if warm else ""
 
@@ -215,7 +215,7 @@ def fsdp_table(rows: Rows) -> str:
     """One row per mode, of each GPU; speed and memory against the fastest mode of transformers on as many."""
     lines = []
     for (model, gpus, batch), group in sorted(grouped(rows, "model", "gpus", "batch").items()):
-        best = fastest([row for row in group if row["mode"].startswith("hf")], "step_ms")
+        best = fastest([row for row in group if of_transformers(row)], "step_ms")
         for row in sorted(group, key=lambda row: row["mode"]):
             names = (model, gpus, tokens(batch), title(row["mode"]))
             if "error" in row:

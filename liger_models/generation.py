@@ -5,7 +5,6 @@ config.json: so a chat model samples as its authors meant it to. Where this diff
 unless somebody asks for it (transformers keeps 50 tokens), and padding does not count as a repeated token.
 """
 
-import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoint import parse_json
 from liger_models.kernels.dispatch import check
 from liger_models.layers.sequence import DecodeCache
 
@@ -215,16 +215,13 @@ def _inputs(model: "CausalLM", options: Options) -> dict[str, Any]:
 
 def _generation_config(model: "CausalLM") -> dict[str, Any]:
     """The content of the checkpoint's generation_config.json, {} without one."""
-    try:
-        stored = json.loads(model.assets.get("generation_config.json", b"{}"))
-    except ValueError as error:
-        raise ValueError(f"generation_config.json: must be JSON, got {error}. Download it again.") from error
-    check(isinstance(stored, dict), f"generation_config.json: must be a JSON object, got {type(stored).__name__}.")
+    name = "generation_config.json"
+    stored = parse_json(model.assets.get(name, b"{}"), name)
     absent = [key for key in NOT_HERE if stored.get(key) not in (None, 0, 1, [])]
     if absent:
         names = ", ".join(absent)
         warnings.warn(f"generation_config.json: not implemented and without effect: {names}.", stacklevel=4)
-    return dict(stored)
+    return stored
 
 
 def _first(*values: Any) -> Any:

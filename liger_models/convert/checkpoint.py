@@ -395,12 +395,17 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError, with its name, if there is none."""
+    return parse_json(path.read_bytes(), path)
+
+
+def parse_json(text: bytes, name: object) -> dict[str, Any]:
+    """The object that a file of this name holds as JSON; ValueError, with the name, if there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path}: must be JSON, got {error}. Download it again.") from error
+        raise ValueError(f"{name}: must be JSON, got {error}. Download it again.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: must be a JSON object, got {type(content).__name__}. Download it again.")
+        raise ValueError(f"{name}: must be a JSON object, got {type(content).__name__}. Download it again.")
     return content
 
 

@@ -1,7 +1,6 @@
 """Images from files, bytes or Pillow, resized and normalised: tensors bit for bit as transformers' Pillow backend."""
 
 import io
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from liger_models.convert.checkpoint import parse_json
 from liger_models.kernels.dispatch import check
 
 if TYPE_CHECKING:
@@ -101,8 +101,9 @@ def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
     their own.
     """
     own = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}[part]
-    found = _read(assets, "processor_config.json").get(part)
-    return found if isinstance(found, dict) else _read(assets, own)
+    common = "processor_config.json"
+    found = parse_json(assets.get(common, b"{}"), common).get(part)
+    return found if isinstance(found, dict) else parse_json(assets.get(own, b"{}"), own)
 
 
 def check_given(settings: Mapping[str, Any]) -> None:
@@ -112,15 +113,6 @@ def check_given(settings: Mapping[str, Any]) -> None:
         "preprocessor_config.json: must be among the checkpoint's files, got none. Save it beside the model: "
         "AutoProcessor.from_pretrained(...).save_pretrained(folder).",
     )
-
-
-def _read(assets: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    try:
-        content = json.loads(assets.get(name, b"{}"))
-    except ValueError as error:
-        raise ValueError(f"{name}: must be JSON, got {error}. Download it again.") from error
-    check(isinstance(content, dict), f"{name}: must be a JSON object, got {type(content).__name__}.")
-    return dict(content)
 
 
 def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list[Source]":
