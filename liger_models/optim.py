@@ -247,16 +247,17 @@ class LigerAdamW(torch.optim.Optimizer):
         value = value.to(param.device, dtype)
         return value if value.stride() == param.stride() else torch.empty_like(param, dtype=dtype).copy_(value)
 
+    def _moment_bytes(self, param: Tensor) -> int:
+        return param.numel() * (self.state_dtype or param.dtype).itemsize
+
     def _offloads(self, param: Tensor) -> bool:
-        size = param.numel() * (self.state_dtype or param.dtype).itemsize
-        return param.device.type == "cuda" and param in self.offload and size >= SMALLEST
+        return param.device.type == "cuda" and param in self.offload and self._moment_bytes(param) >= SMALLEST
 
     def _stage(self, device: torch.device) -> _Staging:
         if self._staging is None:
             self._staging = {}
         if device not in self._staging:
-            like = [torch.empty_like(param, dtype=self.state_dtype, device="meta") for param in self.offload]
-            room = 2 * max(_staged_bytes([each, each]) for each in like)
+            room = 2 * len(MOMENTS) * max(_aligned(self._moment_bytes(param)) for param in self.offload)
             left = next((other._left for other in self._staging.values()), {})
             self._staging[device] = _Staging(device, room, left)
         return self._staging[device]
@@ -303,7 +304,8 @@ class LigerAdamW(torch.optim.Optimizer):
                 state.update({name: torch.zeros_like(param, dtype=self.state_dtype, **place) for name in MOMENTS})
             if param.device.type == "cpu" and param in self.offload:  # it was moved here
                 self._settle()
-            visit = self._stage(param.device).take(param, self.state) if offloads else None
+            staging = self._stage(param.device) if offloads else None
+            visit = staging.take(param, self.state) if staging else None
             tensors: list[Any] = [param, grad, *(visit.here if visit else (state[name] for name in MOMENTS))]
             if hasattr(param, "to_local"):
                 wrappers.append(param)
@@ -322,9 +324,9 @@ class LigerAdamW(torch.optim.Optimizer):
             p, g, m, v = tensors
             update = Update(p, g, m, v, hyper, stream)
             steps.append(state["step"])
-            if visit:
+            if staging and visit:
                 run([update])
-                self._stage(param.device).give(param, visit, self.state)
+                staging.give(param, visit, self.state)
             else:
                 updates.append(update)
         if updates:

@@ -16,6 +16,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
+from .convert.checkpoint import parse_json
+
 if TYPE_CHECKING:
     import jinja2
 
@@ -416,10 +418,7 @@ def _text(token: str | Mapping[str, Any]) -> str:
 
 
 def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(files.get(name, b"{}")))
-    except ValueError as error:
-        raise ValueError(f"{name}: must be a JSON object, got {error}. Download it again.") from error
+    return parse_json(files.get(name, b"{}"), name)
 
 
 def _clean_up(text: str) -> str:
