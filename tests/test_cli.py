@@ -112,7 +112,9 @@ def test_memory_is_what_a_block_keeps(arch, policy, kernel_device):
     sizes |= {"intermediate_size": 48}
     names = {field.name for field in fields(get_arch(arch).config_class)}
     chosen = {name: size for name, size in sizes.items() if name in names}
-    model = AutoLigerModel.from_config({"model_type": arch, "num_hidden_layers": 2, **chosen}, device=kernel_device)
+    tokens, dtype = (8, torch.float32) if kernel_device == "cpu" else (128, torch.bfloat16)  # flash attention
+    hf = {"model_type": arch, "num_hidden_layers": 2, **chosen}
+    model = AutoLigerModel.from_config(hf, device=kernel_device, dtype=dtype)
     model.set_checkpointing(policy)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept, alive, of_first = {}, [], []
@@ -127,10 +129,10 @@ def test_memory_is_what_a_block_keeps(arch, policy, kernel_device):
     model.layers[1].register_forward_pre_hook(lambda *_: of_first.append(sum(kept.values())))
     last = []
     model.layers[1].register_forward_hook(lambda *_: last.append(sum(kept.values())))
-    ids = torch.arange(8, device=kernel_device)[None]
+    ids = torch.arange(tokens, device=kernel_device)[None] % sizes["vocab_size"]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(ids, labels=ids)
-    counted = training_memory(model, 8, torch.float32).activations[policy] / 2
+    counted = training_memory(model, tokens, dtype).activations[policy] / 2
     assert last[0] - of_first[0] == pytest.approx(counted, rel=0.02)
 
 

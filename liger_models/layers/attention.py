@@ -22,7 +22,7 @@ from liger_models.kernels.rope import rope, rope_qkv, rope_qkv_reference, rope_r
 
 from .norm import LigerRMSNorm, Norm, add_norm, add_norm_linear
 from .recompute import recomputes
-from .sequence import VARLEN_OPTIONS, Segments, Sequence, takes_segments
+from .sequence import VARLEN_OPTIONS, Segments, Sequence, takes_flash, takes_segments
 from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, check_parts
 
 CAUSAL_BACKENDS = [
@@ -85,11 +85,23 @@ def _flex_attention(
     return y[..., :D]
 
 
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """PyTorch's, of [B, heads, T, D], where the heads of a group share keys and values.
+
+    On GPUs only flash attention and cuDNN share them. Others have copies, else PyTorch would keep all scores.
+    """
+    shared = q.shape[1] != k.shape[1]
+    if shared and q.device.type in ACCELERATORS and not takes_flash(q.dtype, q.shape[3]):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        shared = False
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=shared, **options)
+
+
 def _within_segments(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: tuple[int, int]
 ) -> Tensor:
     """Attention of [B, T, H, D] within segments: one kernel for all, or a call for each length."""
-    seen, gqa = segments.keys or segments, q.shape[2] != k.shape[2]
+    seen = segments.keys or segments
     queries, keys, values = (
         x.flatten(0, 1) if each.at is None else x.flatten(0, 1).index_select(0, each.at)
         for x, each in ((q, segments), (k, seen), (v, seen))
@@ -105,7 +117,7 @@ def _within_segments(
         queries, keys, values = (F.pad(x, (0, padding)) if padding else x for x in (queries, keys, values))
         options: dict[str, Any] = {"scale": scale, "window_size": window}
         if "enable_gqa" in VARLEN_OPTIONS:  # else it is always so
-            options["enable_gqa"] = gqa
+            options["enable_gqa"] = q.shape[2] != k.shape[2]
         bounds = segments.bounds, seen.bounds, segments.longest, seen.longest
         out: Any = varlen_attn(queries, keys, values, *bounds, **options)
         y: Tensor = out[..., : q.shape[3]]
@@ -118,7 +130,7 @@ def _within_segments(
                 x.unflatten(0, (-1, size)).transpose(1, 2) for x, size in zip(run, (n, m, m), strict=True)
             )
             with _unmasked(q, 0 if segments.recurring else math.gcd(n, m)):
-                out = F.scaled_dot_product_attention(queries, keys, values, scale=scale, enable_gqa=gqa)
+                out = _sdpa(queries, keys, values, scale=scale)
             results.append(out.transpose(1, 2).flatten(0, 1))
         y = torch.cat(results)
     if segments.at is not None:
@@ -199,10 +211,8 @@ def attention(
         return out.reshape(q.shape)
     else:
         with _unmasked(q, T):
-            out = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=dense, dropout_p=dropout, is_causal=dense is None and sequence.causal,
-                scale=scale, enable_gqa=H != G,
-            )  # fmt: skip
+            causal = dense is None and sequence.causal
+            out = _sdpa(queries, keys, values, attn_mask=dense, dropout_p=dropout, is_causal=causal, scale=scale)
     y: Tensor = out.transpose(1, 2)
     return y
 

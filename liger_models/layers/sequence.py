@@ -132,10 +132,14 @@ MOST_DOCUMENTS = 32
 than a row, and starts programs for as many tokens of each."""
 
 
+def takes_flash(dtype: torch.dtype | None, head_dim: int = 0) -> bool:
+    """Whether flash attention takes such heads."""
+    return dtype in (torch.bfloat16, torch.float16) and head_dim <= 256
+
+
 def takes_segments(device: torch.device, dtype: torch.dtype | None, head_dim: int = 0) -> bool:
-    """Whether a kernel for attention within segments takes such heads: of torch 2.11 on, half precision, up to 256."""
-    fits = dtype in (torch.bfloat16, torch.float16) and head_dim <= 256
-    return fits and device.type in ACCELERATORS and "scale" in VARLEN_OPTIONS
+    """Whether a kernel for attention within segments takes such heads: flash attention, of torch 2.11 on."""
+    return takes_flash(dtype, head_dim) and device.type in ACCELERATORS and "scale" in VARLEN_OPTIONS
 
 
 @dataclass(frozen=True, eq=False)

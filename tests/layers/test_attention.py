@@ -103,6 +103,20 @@ def test_cudnn_runs_where_nothing_but_causality_is_asked():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bounds", [None, [0, 1024, 4096]], ids=str)
+def test_shared_heads_have_no_scores_in_memory(dtype, bounds):
+    T, H, G, D = 4096, 8, 2, 64
+    q, k, v = (torch.randn(1, T, h, D, device="cuda", dtype=dtype, requires_grad=True) for h in (H, G, G))
+    bounds = None if bounds is None else torch.tensor(bounds, device="cuda")
+    s = Sequence.build((1, T), torch.device("cuda"), {}, windows={None: False}, cu_seqlens=bounds)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attention(q, k, v, s, scale=0.1).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < H * T * T  # a byte of each
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("H", "G", "D"), [(4, 4, 64), (8, 2, 128), (4, 1, 256)])
 @pytest.mark.parametrize(
     ("window", "softcap", "bounds"),
