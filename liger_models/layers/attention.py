@@ -44,6 +44,14 @@ LEAST_CALL = 1024
 LEAST_HEAD_DIM = 16
 """Of flex_attention's kernel; smaller heads are filled up with zeros."""
 
+LARGE_HEAD_OPTIONS = {
+    "fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_stages": 2, "fwd_num_warps": 8,
+    "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64, "bwd_num_stages": 2,
+    "bwd_num_warps": 8,
+}  # fmt: skip
+"""Of flex_attention's kernels, for heads of more than 128 in half precision on Hopper. PyTorch's own options have four
+warps, which such a head's sums do not fit in the registers of."""
+
 RECOMPILE_LIMIT = 256
 """Each dtype, head size and batch shape compiles flex_attention once; from PyTorch's own limit of 8 on it would run
 unfused, with all scores in memory."""
@@ -52,6 +60,11 @@ unfused, with all scores in memory."""
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def _score(softcap: float) -> Callable[..., Tensor]:
@@ -75,6 +88,8 @@ def _flex_attention(
     options: dict[str, Any] = {"block_mask": block_mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     # The kernel for few queries has no configuration for some head sizes.
     options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
+    if 128 < D <= 256 and takes_flash(q.dtype, D) and q.is_cuda and _on_hopper():
+        options["kernel_options"] |= LARGE_HEAD_OPTIONS
     out: Any
     if torch.compiler.is_compiling():  # compiled with the rest of the graph
         out = flex_attention(q, k, v, None if softcap is None else _score(softcap), **options)

@@ -136,6 +136,19 @@ def test_flex_attention_against_the_formula(dtype, H, G, D, window, softcap, bou
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 160, 256])
+def test_flex_attention_in_a_graph(D):
+    q, k = (torch.randn(1, 600, h, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2))
+    s = Sequence.build((1, 600), q.device, {}, windows={100: True})
+    dy, results = torch.randn_like(q), []
+    for function in (attention, torch.compile(attention, fullgraph=True)):
+        y = function(q, k, k, s, scale=0.1, window=100, softcap=20.0)
+        results.append([y, *torch.autograd.grad(y, (q, k), dy)])
+    for eager, compiled in zip(*results, strict=True):
+        assert (eager - compiled).norm() <= 1e-2 * eager.norm()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("H", "G", "D"), [(4, 4, 64), (8, 2, 128), (4, 1, 256), (4, 2, 12)])
 @pytest.mark.parametrize(("window", "bounds"), [(100, None), (100, [0, 170, 171, 600]), (None, [0, 300, 300, 1200])])
 def test_half_precision_within_segments(H, G, D, window, bounds):
