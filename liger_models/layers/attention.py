@@ -46,7 +46,7 @@ LEAST_HEAD_DIM = 16
 
 LARGE_HEAD_OPTIONS = {
     "fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_stages": 2, "fwd_num_warps": 8,
-    "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64, "bwd_num_stages": 2,
+    "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32, "bwd_num_stages": 2,
     "bwd_num_warps": 8,
 }  # fmt: skip
 """Of flex_attention's kernels, for heads of more than 128 in half precision on Hopper. PyTorch's own options have four
