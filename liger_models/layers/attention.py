@@ -44,6 +44,10 @@ LEAST_CALL = 1024
 LEAST_HEAD_DIM = 16
 """Of flex_attention's kernel; smaller heads are filled up with zeros."""
 
+MOST_SCORES = 2**28
+"""Bytes. On GPUs only flash attention and cuDNN, which are for half precision, let heads share keys and values. In fp32
+PyTorch keeps all scores then. That is its most exact way; beyond this size each head has copies, and a fused kernel."""
+
 LARGE_HEAD_OPTIONS = {
     "fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_stages": 2, "fwd_num_warps": 8,
     "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32, "bwd_num_stages": 2,
@@ -101,12 +105,10 @@ def _flex_attention(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """PyTorch's, of [B, heads, T, D], where the heads of a group share keys and values.
-
-    On GPUs only flash attention and cuDNN share them. Others have copies, else PyTorch would keep all scores.
-    """
+    """PyTorch's, of [B, heads, T, D], where the heads of a group share keys and values."""
     shared = q.shape[1] != k.shape[1]
-    if shared and q.device.type in ACCELERATORS and not takes_flash(q.dtype, q.shape[3]):
+    by_formula = shared and q.device.type in ACCELERATORS and not takes_flash(q.dtype, q.shape[3])
+    if by_formula and math.prod(q.shape[:3]) * k.shape[2] * q.itemsize > MOST_SCORES:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         shared = False
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=shared, **options)
@@ -180,9 +182,9 @@ def attention(
 ) -> Tensor:
     """Attention within each document of ``sequence``, and within a window; causal unless it is of patches.
 
-    SDPA on the fastest backend where causality is all there is. On an accelerator no T × T mask or score exists:
-    documents and windows go through a kernel for segments in half precision, else, and where there are padding and
-    softcaps, through flex_attention. SDPA with a mask on the CPU and for single-token decoding.
+    SDPA on the fastest backend where causality is all there is. On an accelerator no T × T mask exists, and scores only
+    up to `MOST_SCORES`: documents and windows go through a kernel for segments in half precision, else, and where there
+    are padding and softcaps, through flex_attention. SDPA with a mask on the CPU and for single-token decoding.
 
     Args:
         q: [B, T, H, D].

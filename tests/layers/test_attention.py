@@ -1,10 +1,12 @@
 import math
+from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.nn import functional as F
 
-from liger_models.layers.attention import LigerAttention, attention
+from liger_models.layers.attention import MOST_SCORES, LigerAttention, attention
 from liger_models.layers.rope import RotaryEmbedding
 from liger_models.layers.sequence import DecodeCache, Mask, Segments, Sequence
 
@@ -31,6 +33,18 @@ def test_against_the_formula(H, G):
     packed = sequence(2, 6, cu_seqlens=torch.tensor([0, 4, 6, 7, 12]))
     visible = (packed.documents[:, None, :, None] == packed.documents[:, None, None, :]) & causal
     torch.testing.assert_close(attention(q, k, v, packed, scale=0.3), naive(q, k, v, visible, 0.3))
+
+
+@pytest.mark.parametrize(("most", "heads"), [(2 * 4 * 6 * 6 * 4, 2), (2 * 4 * 6 * 6 * 4 - 1, 4)])
+def test_shared_heads_have_copies_where_all_scores_would_be_kept(monkeypatch, most, heads):
+    q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8)
+    sdpa = mock.Mock(side_effect=F.scaled_dot_product_attention)
+    monkeypatch.setattr("liger_models.layers.attention.F.scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr("liger_models.layers.attention.ACCELERATORS", ("cpu",))
+    monkeypatch.setattr("liger_models.layers.attention.MOST_SCORES", most)
+    got = attention(q, k, v, sequence(2, 6), scale=0.3)
+    torch.testing.assert_close(got, naive(q, k, v, torch.ones(6, 6, dtype=torch.bool).tril(), 0.3))
+    assert [x.shape[1] for x in sdpa.call_args.args] == [4, heads, heads]
 
 
 def sees(T, window, documents=None):
@@ -105,6 +119,7 @@ def test_cudnn_runs_where_nothing_but_causality_is_asked():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bounds", [None, [0, 1024, 4096]], ids=str)
 def test_shared_heads_have_no_scores_in_memory(dtype, bounds):
+    """Of a long sequence."""
     T, H, G, D = 4096, 8, 2, 64
     q, k, v = (torch.randn(1, T, h, D, device="cuda", dtype=dtype, requires_grad=True) for h in (H, G, G))
     bounds = None if bounds is None else torch.tensor(bounds, device="cuda")
@@ -112,6 +127,7 @@ def test_shared_heads_have_no_scores_in_memory(dtype, bounds):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     attention(q, k, v, s, scale=0.1).sum().backward()
+    assert H * T * T * dtype.itemsize >= MOST_SCORES
     assert torch.cuda.max_memory_allocated() - before < H * T * T  # a byte of each
 
 
