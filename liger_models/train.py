@@ -271,10 +271,10 @@ def evaluate(model: CausalLM, data: PackedDataset, device: torch.device) -> floa
         num_items = targets_per_rank(batch)
         out = model(**batch, num_items_in_batch=num_items)
         total += (out.loss - (0 if out.aux_loss is None else out.aux_loss)) * num_items
-        targets += num_items
+        targets += (batch["labels"] != -100).sum()  # of rows without targets none, where num_items is at least one
     reshard(model)
     model.train()
-    return float(mean_over_ranks(total) / targets)
+    return float(mean_over_ranks(total) / mean_over_ranks(targets).clamp(min=1))
 
 
 def endless(loader: PackedLoader) -> Iterator[Batch]:

@@ -18,12 +18,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint import FileSystemReader
 
-from liger_models import LigerLlama, LlamaConfig
+from liger_models import LigerLlama, LlamaConfig, PackedDataset
+from liger_models.data import collate
 from liger_models.lora import load_adapter
 from liger_models.metrics import Log
 from liger_models.optim import LigerAdamW
 from liger_models.options import read_options
-from liger_models.train import TrainOptions, cosine, main, train
+from liger_models.train import TrainOptions, cosine, evaluate, main, train
 
 from .arch.families import load, make_folder, tiny
 from .parallel.conftest import two  # noqa: F401
@@ -372,6 +373,16 @@ def test_tokens_that_the_model_does_not_have(folder, tmp_path, monkeypatch):
     given = {"model": str(folder / "checkpoint"), "length": 64, "workers": 0, "output": str(tmp_path / "run")}
     with pytest.raises(ValueError, match=r"train: token ids must be less than the model's vocab_size \(258\), got 258"):
         train(TrainOptions(**given, data=[str(tmp_path / "ids.jsonl")], steps=1))
+
+
+def test_an_evaluation_counts_targets_and_not_rows_without(folder, tmp_path):
+    """As the rows of a prompt that is longer than a row are."""
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    ids = [2 + place % 200 for place in range(200)]
+    examples = [{"input_ids": ids, "labels": [-100] * 190 + ids[190:]}] * 3
+    data = PackedDataset(examples, model.tokenizer, length=64, cache_dir=tmp_path, progress=False)
+    rows = collate([data.rows[row] for row in range(len(data.rows))])
+    assert evaluate(model, data, torch.device("cpu")) == pytest.approx(model(**rows).loss.item(), rel=1e-6)
 
 
 def test_a_line_of_the_log_that_was_cut(tmp_path):
