@@ -487,6 +487,14 @@ def test_bad_input_is_named_by_file_and_line(make, tmp_path, lines, message):
     assert not list((tmp_path / "cache").iterdir()), "nothing half done is left"
 
 
+def test_a_template_that_joins_texts_meets_null(tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": None}, {"role": "assistant"}]}])
+    template = "{% for m in messages %}{{ '<' + m.content }}{% endfor %}"
+    joining = Tokenizer(tokenizer.backend, {"chat_template": template})
+    with pytest.raises(ValueError, match=r"line 1: .* must accept the messages, got: can only concatenate str"):
+        PackedDataset(path, joining, length=32, cache_dir=tmp_path / "cache", progress=False)
+
+
 def test_more_bad_input(make, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"fine\n\xff\n")
     with pytest.raises(ValueError, match=r"a\.txt, line 2: must be UTF-8 text"):
