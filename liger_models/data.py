@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import uuid
 import zlib
 from array import array
 from bisect import bisect_left, insort
@@ -728,14 +729,17 @@ def _tokenised(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | N
         folder = cache / _fingerprint(source, encoder)
         first = not several() or int(os.environ.get("LOCAL_RANK", this_rank())) == 0
         if first and not folder.is_dir():
-            temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+            temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
             temporary.mkdir(parents=True)
             try:
                 bar: Any = tqdm  # not typed
                 examples = bar(_located(source, encoder), desc="Tokenising", unit=" examples", disable=not progress)
                 TokenFile.write(temporary, encoder.in_groups(examples))
-                if not folder.is_dir():  # else another run was faster
+                try:
                     temporary.rename(folder)
+                except OSError:
+                    if not folder.is_dir():  # else another run was faster
+                        raise
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     return TokenFile(folder)

@@ -3,6 +3,7 @@
 import copy
 import json
 import multiprocessing
+import os
 import sys
 import tracemalloc
 from collections import Counter
@@ -18,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from liger_models import LigerLlama, LlamaConfig, PackedDataset, PackedLoader, Tokenizer, preference_batch
-from liger_models.data import WINDOW, collate, cut, pack
+from liger_models.data import WINDOW, TokenFile, collate, cut, pack
 from liger_models.parallel import load_state, save_state, targets_per_rank
 
 from .torchrun import torchrun
@@ -455,6 +456,29 @@ def test_tokens_are_made_once(make, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     make(path, cache_dir=None)
     assert len(list((tmp_path / "home" / "liger_models").iterdir())) == 1
+
+
+def test_what_a_run_that_died_has_left_is_in_nobodys_way(make, tmp_path):
+    """In containers every run has the same process id."""
+    make(texts(3))
+    (made,) = (tmp_path / "cache").iterdir()
+    made.rename(made.with_name(f".{made.name}.{os.getpid()}.tmp"))
+    make(texts(3))
+    assert made.is_dir()
+
+
+def test_two_runs_tokenise_at_the_same_time(make, tmp_path, monkeypatch):
+    write_tokens = TokenFile.write
+
+    def slow(*arguments: Any) -> None:
+        monkeypatch.setattr(TokenFile, "write", write_tokens)
+        write_tokens(*arguments)
+        make(texts(3))  # the other one, which is done first
+
+    monkeypatch.setattr(TokenFile, "write", slow)
+    expected = signature(make(texts(3)))
+    assert signature(make(texts(3))) == expected
+    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 @pytest.mark.parametrize(
