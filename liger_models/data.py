@@ -153,7 +153,7 @@ class PackedDataset(IterableDataset[Batch]):
             self.epoch, self._loaded = epoch, False
             self._rewind()
             if self._rows is not None:
-                self._rows.set_epoch(epoch)
+                self._rows.plan(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch and position, counted over all ranks: the same on each of them after the same number of batches."""
@@ -358,8 +358,8 @@ class PackedRows(Dataset[Batch]):
         self._start, self._size = cut(tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)), length, overflow)
         self._plan: tuple[Tensor, Tensor] | None = None
 
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle and pack for this epoch."""
+    def plan(self, epoch: int) -> None:
+        """Shuffle and pack for this epoch. Accelerate would call a ``set_epoch``, but not where it goes on in one."""
         if epoch != self.epoch and self.shuffle:
             self._plan = None
         self.epoch = epoch

@@ -165,6 +165,20 @@ def test_trainer_goes_on(folder, tokenizer, tied):  # noqa: F811
     torch.testing.assert_close(whole(ids).logits, theirs(ids).logits, atol=1e-4, rtol=1e-4)
 
 
+def test_trainer_goes_on_in_the_second_epoch(folder):
+    """With the same rows: engines shuffle them, and don't pack anew."""
+
+    def run(resume: str | None = None) -> LigerLlama:
+        model = load()
+        sizes = {"per_device_train_batch_size": 16, "num_train_epochs": 2, "max_steps": -1, "save_steps": 5}
+        trainer(model, dataset(model), **sizes).train(resume_from_checkpoint=resume)
+        return model
+
+    whole, resumed = run(), run("out/checkpoint-5")
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, resumed.get_parameter(name)), name
+
+
 def test_trainer_checkpoints_activations(folder):
     model = load()
     run = trainer(model, dataset(model), activation_checkpointing=True, max_steps=1, save_strategy="no")
