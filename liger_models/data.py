@@ -55,7 +55,8 @@ class PackedDataset(IterableDataset[Batch]):
     Every rank must make it then; the first of each host does the work. An iterable without a length is a stream: each
     rank (and each worker) reads it all, tokenises `WINDOW` examples ahead, and shuffles only among those.
 
-    Iterating begins an epoch anew, or where `load_state_dict` says, and ends by moving on to the next epoch.
+    Iterating begins an epoch anew, or where `load_state_dict` says, and ends by moving on to the next epoch. Where an
+    iteration stopped at the last batch, as those of some engines do, the next one moves on.
 
     Args:
         source: a file (.jsonl, .ndjson or .json: an example per line; .txt: a text per line; .parquet), a folder of
@@ -126,6 +127,17 @@ class PackedDataset(IterableDataset[Batch]):
         self._loaded = False
         self._rewind()
 
+    def _begin(self) -> None:
+        """An iteration does so: where `load_state_dict` says, or an epoch, the next one if all of this was taken."""
+        if self._taken():
+            self.set_epoch(self.epoch + 1)
+        elif not self._loaded:
+            self._rewind()
+
+    def _taken(self) -> bool:
+        """Whether an iteration has taken the last batch: engines that know the length don't ask for one more."""
+        return self._row > 0 and not self._loaded and self._rows is not None and self._row >= len(self._rows)
+
     def _rewind(self) -> None:
         self._start = self._row = 0  # rows of all ranks that were taken: at the start of the iteration, and until now
         self._read = self._first = 0  # of a stream: examples before the present window, and the number of its first row
@@ -149,7 +161,7 @@ class PackedDataset(IterableDataset[Batch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch with the next iteration; what `load_state_dict` has set stays if it is the same epoch."""
-        if epoch != self.epoch:
+        if epoch != self.epoch or self._taken():
             self.epoch, self._loaded = epoch, False
             self._rewind()
             if self._rows is not None:
@@ -184,8 +196,7 @@ class PackedDataset(IterableDataset[Batch]):
         return {**made, "documents, tokens and checksum": found}
 
     def __iter__(self) -> Iterator[Batch]:
-        if not self._loaded:
-            self._rewind()
+        self._begin()
         self._loaded = False
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
@@ -269,12 +280,11 @@ class PackedLoader(DataLoader[Batch]):
         super().__init__(_WithState(data), batch_size=None, **{"generator": torch.Generator(), **options})
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        self.data._begin()
         if self.data._rows is not None:
             len(self.data._rows)  # packed once, and not by each worker
         epoch, batches = self.data.epoch, super().__iter__()
         if self.num_workers:  # they have started, from the state of now
-            if not self.data._loaded:
-                self.data._rewind()
             self.data._loaded = False
         for batch, state in batches:
             self.data._follow(state)

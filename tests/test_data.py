@@ -243,6 +243,18 @@ def test_position_is_that_of_the_batches_taken_not_of_the_workers(make, workers,
         assert len(resumed) == len(expected[0])
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_whose_batches_were_all_taken_is_over(make, workers):
+    """Engines that know their number, as Lightning, do not ask for another."""
+    data = make(texts(100))
+    expected = [signature(data), signature(data)]
+    loader = PackedLoader(make(texts(100)), num_workers=workers)
+    assert [signature(islice(loader, len(loader))) for _ in range(2)] == expected
+    assert loader.state_dict()["epoch"] == 1
+    loader.set_epoch(1)  # once more
+    assert signature(islice(loader, len(loader))) == expected[1]
+
+
 def test_a_plain_dataloader_with_workers_has_the_same_batches_once(make):
     data = make(texts(120))
     expected = signature(data)
