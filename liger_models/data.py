@@ -124,6 +124,7 @@ class PackedDataset(IterableDataset[Batch]):
             tokens = _tokenised(self.source, self.encoder, cache_dir, progress)
             self._rows = PackedRows(tokens, length, self.encoder.filler, overflow, shuffle, seed)
         self.epoch = 0
+        self.passed = 0  # rows of all ranks in all epochs until now, with those that fill up steps
         self._loaded = False
         self._rewind()
 
@@ -169,7 +170,7 @@ class PackedDataset(IterableDataset[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch and position, counted over all ranks: the same on each of them after the same number of batches."""
-        position = {"epoch": self.epoch, "start": self._start, "row": self._row}
+        position = {"epoch": self.epoch, "passed": self.passed, "start": self._start, "row": self._row}
         return {**position, "read": self._read, "first": self._first, "data": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -211,6 +212,7 @@ class PackedDataset(IterableDataset[Batch]):
             if not taken:
                 break
             self._row += len(taken)
+            self.passed += step
             if turn % workers == number:
                 own = taken[self.rank * self.batch_size :][: self.batch_size]
                 rows = [self.rows[row] if isinstance(row, int) else self._make_row(row) for row in own]
@@ -221,6 +223,7 @@ class PackedDataset(IterableDataset[Batch]):
         return make_row(pieces, self.length, self.encoder.filler)
 
     def _follow(self, state: Mapping[str, int]) -> None:
+        self.passed = state["passed"]
         self._start, self._row, self._read, self._first = (state[key] for key in ("start", "row", "read", "first"))
 
     def _stream(self) -> Iterator[list[Tensor]]:
@@ -316,7 +319,7 @@ class _WithState(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
         for batch in self.data:
             state = self.data.state_dict()
-            yield batch, {key: state[key] for key in ("start", "row", "read", "first")}
+            yield batch, {key: state[key] for key in ("passed", "start", "row", "read", "first")}
 
 
 class TokenFile:

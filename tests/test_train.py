@@ -1,11 +1,13 @@
 """The training command: from a checkpoint and files to a model, whether it dies in between or not."""
 
 import json
+import math
 import os
 import shlex
 import shutil
 import sys
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -353,6 +355,23 @@ def test_options_of_now_hold_when_a_run_goes_on(folder, tmp_path, monkeypatch):
     rates = [line["lr"] for line in log(tmp_path / "run")]
     assert rates[2:] == pytest.approx([1e-3 * cosine(step, 1, 4, 0.1) for step in (2, 3)])
     assert [group["weight_decay"] for group in made[0].param_groups] == [0.3, 0.0]
+
+
+def test_epochs_end_with_the_data_whatever_the_size_of_a_step(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "workers": 0}
+    given |= {"output": str(tmp_path / "run"), "save_every": 4, "keep": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr("liger_models.train.endless", lambda loader: islice(loader, 10 * 2))
+        with pytest.raises(StopIteration):
+            train(TrainOptions(**given, batch_size=3, accumulate=2))
+    dist.destroy_process_group()
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    rows = len(PackedDataset(given["data"], model.tokenizer, length=64, progress=False).rows)
+    for batch_size, expected in ((12, 8 + math.ceil((rows - 8 * 6) / 12)), (1, 8 + math.ceil((rows - 8 * 6) / 12))):
+        train(TrainOptions(**given, batch_size=batch_size))
+        assert log(tmp_path / "run")[-1]["step"] == expected
 
 
 def test_weights_that_are_no_numbers_are_not_saved(folder, tmp_path, monkeypatch):
