@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import uuid
 import zlib
 from array import array
 from bisect import bisect_left, insort
@@ -54,7 +55,8 @@ class PackedDataset(IterableDataset[Batch]):
     Every rank must make it then; the first of each host does the work. An iterable without a length is a stream: each
     rank (and each worker) reads it all, tokenises `WINDOW` examples ahead, and shuffles only among those.
 
-    Iterating begins an epoch anew, or where `load_state_dict` says, and ends by moving on to the next epoch.
+    Iterating begins an epoch anew, or where `load_state_dict` says, and ends by moving on to the next epoch. Where an
+    iteration stopped at the last batch, as those of some engines do, the next one moves on.
 
     Args:
         source: a file (.jsonl, .ndjson or .json: an example per line; .txt: a text per line; .parquet), a folder of
@@ -122,8 +124,20 @@ class PackedDataset(IterableDataset[Batch]):
             tokens = _tokenised(self.source, self.encoder, cache_dir, progress)
             self._rows = PackedRows(tokens, length, self.encoder.filler, overflow, shuffle, seed)
         self.epoch = 0
+        self.passed = 0  # rows of all ranks in all epochs until now, with those that fill up steps
         self._loaded = False
         self._rewind()
+
+    def _begin(self) -> None:
+        """An iteration does so: where `load_state_dict` says, or an epoch, the next one if all of this was taken."""
+        if self._taken():
+            self.set_epoch(self.epoch + 1)
+        elif not self._loaded:
+            self._rewind()
+
+    def _taken(self) -> bool:
+        """Whether an iteration has taken the last batch: engines that know the length don't ask for one more."""
+        return self._row > 0 and not self._loaded and self._rows is not None and self._row >= len(self._rows)
 
     def _rewind(self) -> None:
         self._start = self._row = 0  # rows of all ranks that were taken: at the start of the iteration, and until now
@@ -148,15 +162,15 @@ class PackedDataset(IterableDataset[Batch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch with the next iteration; what `load_state_dict` has set stays if it is the same epoch."""
-        if epoch != self.epoch:
+        if epoch != self.epoch or self._taken():
             self.epoch, self._loaded = epoch, False
             self._rewind()
             if self._rows is not None:
-                self._rows.set_epoch(epoch)
+                self._rows.plan(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch and position, counted over all ranks: the same on each of them after the same number of batches."""
-        position = {"epoch": self.epoch, "start": self._start, "row": self._row}
+        position = {"epoch": self.epoch, "passed": self.passed, "start": self._start, "row": self._row}
         return {**position, "read": self._read, "first": self._first, "data": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -183,8 +197,7 @@ class PackedDataset(IterableDataset[Batch]):
         return {**made, "documents, tokens and checksum": found}
 
     def __iter__(self) -> Iterator[Batch]:
-        if not self._loaded:
-            self._rewind()
+        self._begin()
         self._loaded = False
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
@@ -199,6 +212,7 @@ class PackedDataset(IterableDataset[Batch]):
             if not taken:
                 break
             self._row += len(taken)
+            self.passed += step
             if turn % workers == number:
                 own = taken[self.rank * self.batch_size :][: self.batch_size]
                 rows = [self.rows[row] if isinstance(row, int) else self._make_row(row) for row in own]
@@ -209,6 +223,7 @@ class PackedDataset(IterableDataset[Batch]):
         return make_row(pieces, self.length, self.encoder.filler)
 
     def _follow(self, state: Mapping[str, int]) -> None:
+        self.passed = state["passed"]
         self._start, self._row, self._read, self._first = (state[key] for key in ("start", "row", "read", "first"))
 
     def _stream(self) -> Iterator[list[Tensor]]:
@@ -268,12 +283,11 @@ class PackedLoader(DataLoader[Batch]):
         super().__init__(_WithState(data), batch_size=None, **{"generator": torch.Generator(), **options})
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        self.data._begin()
         if self.data._rows is not None:
             len(self.data._rows)  # packed once, and not by each worker
         epoch, batches = self.data.epoch, super().__iter__()
         if self.num_workers:  # they have started, from the state of now
-            if not self.data._loaded:
-                self.data._rewind()
             self.data._loaded = False
         for batch, state in batches:
             self.data._follow(state)
@@ -305,7 +319,7 @@ class _WithState(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
         for batch in self.data:
             state = self.data.state_dict()
-            yield batch, {key: state[key] for key in ("start", "row", "read", "first")}
+            yield batch, {key: state[key] for key in ("passed", "start", "row", "read", "first")}
 
 
 class TokenFile:
@@ -357,8 +371,8 @@ class PackedRows(Dataset[Batch]):
         self._start, self._size = cut(tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)), length, overflow)
         self._plan: tuple[Tensor, Tensor] | None = None
 
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle and pack for this epoch."""
+    def plan(self, epoch: int) -> None:
+        """Shuffle and pack for this epoch. Accelerate would call a ``set_epoch``, but not where it goes on in one."""
         if epoch != self.epoch and self.shuffle:
             self._plan = None
         self.epoch = epoch
@@ -728,14 +742,17 @@ def _tokenised(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | N
         folder = cache / _fingerprint(source, encoder)
         first = not several() or int(os.environ.get("LOCAL_RANK", this_rank())) == 0
         if first and not folder.is_dir():
-            temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+            temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
             temporary.mkdir(parents=True)
             try:
                 bar: Any = tqdm  # not typed
                 examples = bar(_located(source, encoder), desc="Tokenising", unit=" examples", disable=not progress)
                 TokenFile.write(temporary, encoder.in_groups(examples))
-                if not folder.is_dir():  # else another run was faster
+                try:
                     temporary.rename(folder)
+                except OSError:
+                    if not folder.is_dir():  # else another run was faster
+                        raise
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     return TokenFile(folder)

@@ -362,7 +362,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **({"documents": None} | self.special_tokens | variables),
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:  # a template that joins texts meets null
             raise ValueError(f"Tokenizer: the chat template must accept the messages, got: {error}.") from error
 
     def _template(self, tools: object) -> str:

@@ -163,7 +163,8 @@ def train(options: TrainOptions) -> None:
     data = PackedDataset(options.data, model.tokenizer, **packing)
     loader = PackedLoader(data, num_workers=options.workers, pin_memory=device.type != "cpu")
     tests = PackedDataset(options.eval_data, model.tokenizer, shuffle=False, **packing) if options.eval_data else None
-    steps = options.steps or math.ceil(options.epochs * len(data) / options.accumulate)
+    of_epochs = options.epochs * len(data) / options.accumulate
+    steps = options.steps or math.ceil(of_epochs)
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.dim() > 1]
@@ -174,6 +175,10 @@ def train(options: TrainOptions) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: cosine(s, warmup, steps, options.min_lr))
 
     start = load_state(output, model, optimizer, scheduler, loader) or 0
+    passed = data.passed / (own["ranks"] * options.batch_size * options.accumulate)  # steps as they are now
+    if options.steps is None and passed != start:  # they were of another size
+        steps = start + max(math.ceil(of_epochs - passed), 0)
+        warmup = max(1, round(options.warmup * steps))
     scheduler.base_lrs = [options.lr] * len(groups)  # the options of now, not those that were saved
     for group, given in zip(optimizer.param_groups, groups, strict=True):
         group["lr"] = options.lr * cosine(start, warmup, steps, options.min_lr)
@@ -271,10 +276,10 @@ def evaluate(model: CausalLM, data: PackedDataset, device: torch.device) -> floa
         num_items = targets_per_rank(batch)
         out = model(**batch, num_items_in_batch=num_items)
         total += (out.loss - (0 if out.aux_loss is None else out.aux_loss)) * num_items
-        targets += num_items
+        targets += (batch["labels"] != -100).sum()  # of rows without targets none, where num_items is at least one
     reshard(model)
     model.train()
-    return float(mean_over_ranks(total) / targets)
+    return float(mean_over_ranks(total) / mean_over_ranks(targets).clamp(min=1))
 
 
 def endless(loader: PackedLoader) -> Iterator[Batch]:

@@ -3,6 +3,7 @@
 import copy
 import json
 import multiprocessing
+import os
 import sys
 import tracemalloc
 from collections import Counter
@@ -18,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from liger_models import LigerLlama, LlamaConfig, PackedDataset, PackedLoader, Tokenizer, preference_batch
-from liger_models.data import WINDOW, collate, cut, pack
+from liger_models.data import WINDOW, TokenFile, collate, cut, pack
 from liger_models.parallel import load_state, save_state, targets_per_rank
 
 from .torchrun import torchrun
@@ -242,6 +243,18 @@ def test_position_is_that_of_the_batches_taken_not_of_the_workers(make, workers,
         assert len(resumed) == len(expected[0])
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_whose_batches_were_all_taken_is_over(make, workers):
+    """Engines that know their number, as Lightning, do not ask for another."""
+    data = make(texts(100))
+    expected = [signature(data), signature(data)]
+    loader = PackedLoader(make(texts(100)), num_workers=workers)
+    assert [signature(islice(loader, len(loader))) for _ in range(2)] == expected
+    assert loader.state_dict()["epoch"] == 1
+    loader.set_epoch(1)  # once more
+    assert signature(islice(loader, len(loader))) == expected[1]
+
+
 def test_a_plain_dataloader_with_workers_has_the_same_batches_once(make):
     data = make(texts(120))
     expected = signature(data)
@@ -457,6 +470,29 @@ def test_tokens_are_made_once(make, tmp_path, monkeypatch):
     assert len(list((tmp_path / "home" / "liger_models").iterdir())) == 1
 
 
+def test_what_a_run_that_died_has_left_is_in_nobodys_way(make, tmp_path):
+    """In containers every run has the same process id."""
+    make(texts(3))
+    (made,) = (tmp_path / "cache").iterdir()
+    made.rename(made.with_name(f".{made.name}.{os.getpid()}.tmp"))
+    make(texts(3))
+    assert made.is_dir()
+
+
+def test_two_runs_tokenise_at_the_same_time(make, tmp_path, monkeypatch):
+    write_tokens = TokenFile.write
+
+    def slow(*arguments: Any) -> None:
+        monkeypatch.setattr(TokenFile, "write", write_tokens)
+        write_tokens(*arguments)
+        make(texts(3))  # the other one, which is done first
+
+    monkeypatch.setattr(TokenFile, "write", slow)
+    expected = signature(make(texts(3)))
+    assert signature(make(texts(3))) == expected
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -485,6 +521,14 @@ def test_bad_input_is_named_by_file_and_line(make, tmp_path, lines, message):
         make(path)
     assert not lines or str(error.value).startswith(f"{path}, line ")
     assert not list((tmp_path / "cache").iterdir()), "nothing half done is left"
+
+
+def test_a_template_that_joins_texts_meets_null(tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": None}, {"role": "assistant"}]}])
+    template = "{% for m in messages %}{{ '<' + m.content }}{% endfor %}"
+    joining = Tokenizer(tokenizer.backend, {"chat_template": template})
+    with pytest.raises(ValueError, match=r"line 1: .* must accept the messages, got: can only concatenate str"):
+        PackedDataset(path, joining, length=32, cache_dir=tmp_path / "cache", progress=False)
 
 
 def test_more_bad_input(make, tmp_path):

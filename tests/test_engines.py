@@ -165,6 +165,20 @@ def test_trainer_goes_on(folder, tokenizer, tied):  # noqa: F811
     torch.testing.assert_close(whole(ids).logits, theirs(ids).logits, atol=1e-4, rtol=1e-4)
 
 
+def test_trainer_goes_on_in_the_second_epoch(folder):
+    """With the same rows: engines shuffle them, and don't pack anew."""
+
+    def run(resume: str | None = None) -> LigerLlama:
+        model = load()
+        sizes = {"per_device_train_batch_size": 16, "num_train_epochs": 2, "max_steps": -1, "save_steps": 5}
+        trainer(model, dataset(model), **sizes).train(resume_from_checkpoint=resume)
+        return model
+
+    whole, resumed = run(), run("out/checkpoint-5")
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, resumed.get_parameter(name)), name
+
+
 def test_trainer_checkpoints_activations(folder):
     model = load()
     run = trainer(model, dataset(model), activation_checkpointing=True, max_steps=1, save_strategy="no")
@@ -209,7 +223,8 @@ def test_two_ranks_are_as_one(folder):
     assert json.loads(line.partition(" ")[2]) == pytest.approx(expected, rel=1e-4)
 
 
-def test_lightning_goes_on_in_the_middle_of_an_epoch(folder):
+@pytest.mark.parametrize("stopped", [2, 12])
+def test_lightning_goes_on_in_and_behind_an_epoch(folder, stopped):
     lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):
@@ -224,16 +239,16 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(folder):
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
-    def run(steps: int, checkpoint: str | None = None) -> Module:
+    def run(steps: int, checkpoint: str | None = None) -> Module:  # an epoch has 12
         module = Module(load())
         options = {"enable_model_summary": False, "enable_progress_bar": False, "accelerator": "cpu", "devices": 1}
         fitting = lightning.Trainer(max_steps=steps, logger=False, default_root_dir=folder, **options)
-        fitting.fit(module, PackedLoader(dataset(module.model, batch_size=2)), ckpt_path=checkpoint)
+        fitting.fit(module, PackedLoader(dataset(module.model, batch_size=8)), ckpt_path=checkpoint)
         fitting.save_checkpoint(f"{steps}.ckpt")
         return module
 
-    whole, half = run(4), run(2)
-    resumed = run(4, "2.ckpt")
+    whole, half = run(stopped + 2), run(stopped)
+    resumed = run(stopped + 2, f"{stopped}.ckpt")
     assert all(map(torch.equal, whole.seen, half.seen + resumed.seen))
     for name, parameter in whole.named_parameters():
         assert torch.equal(parameter, resumed.get_parameter(name)), name

@@ -1,11 +1,13 @@
 """The training command: from a checkpoint and files to a model, whether it dies in between or not."""
 
 import json
+import math
 import os
 import shlex
 import shutil
 import sys
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,12 +20,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint import FileSystemReader
 
-from liger_models import LigerLlama, LlamaConfig
+from liger_models import LigerLlama, LlamaConfig, PackedDataset
+from liger_models.data import collate
 from liger_models.lora import load_adapter
 from liger_models.metrics import Log
 from liger_models.optim import LigerAdamW
 from liger_models.options import read_options
-from liger_models.train import TrainOptions, cosine, main, train
+from liger_models.train import TrainOptions, cosine, evaluate, main, train
 
 from .arch.families import load, make_folder, tiny
 from .parallel.conftest import two  # noqa: F401
@@ -354,6 +357,23 @@ def test_options_of_now_hold_when_a_run_goes_on(folder, tmp_path, monkeypatch):
     assert [group["weight_decay"] for group in made[0].param_groups] == [0.3, 0.0]
 
 
+def test_epochs_end_with_the_data_whatever_the_size_of_a_step(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "workers": 0}
+    given |= {"output": str(tmp_path / "run"), "save_every": 4, "keep": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr("liger_models.train.endless", lambda loader: islice(loader, 10 * 2))
+        with pytest.raises(StopIteration):
+            train(TrainOptions(**given, batch_size=3, accumulate=2))
+    dist.destroy_process_group()
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    rows = len(PackedDataset(given["data"], model.tokenizer, length=64, progress=False).rows)
+    for batch_size, expected in ((12, 8 + math.ceil((rows - 8 * 6) / 12)), (1, 8 + math.ceil((rows - 8 * 6) / 12))):
+        train(TrainOptions(**given, batch_size=batch_size))
+        assert log(tmp_path / "run")[-1]["step"] == expected
+
+
 def test_weights_that_are_no_numbers_are_not_saved(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
@@ -372,6 +392,16 @@ def test_tokens_that_the_model_does_not_have(folder, tmp_path, monkeypatch):
     given = {"model": str(folder / "checkpoint"), "length": 64, "workers": 0, "output": str(tmp_path / "run")}
     with pytest.raises(ValueError, match=r"train: token ids must be less than the model's vocab_size \(258\), got 258"):
         train(TrainOptions(**given, data=[str(tmp_path / "ids.jsonl")], steps=1))
+
+
+def test_an_evaluation_counts_targets_and_not_rows_without(folder, tmp_path):
+    """As the rows of a prompt that is longer than a row are."""
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    ids = [2 + place % 200 for place in range(200)]
+    examples = [{"input_ids": ids, "labels": [-100] * 190 + ids[190:]}] * 3
+    data = PackedDataset(examples, model.tokenizer, length=64, cache_dir=tmp_path, progress=False)
+    rows = collate([data.rows[row] for row in range(len(data.rows))])
+    assert evaluate(model, data, torch.device("cpu")) == pytest.approx(model(**rows).loss.item(), rel=1e-6)
 
 
 def test_a_line_of_the_log_that_was_cut(tmp_path):
