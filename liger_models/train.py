@@ -279,7 +279,8 @@ def evaluate(model: CausalLM, data: PackedDataset, device: torch.device) -> floa
         targets += (batch["labels"] != -100).sum()  # of rows without targets none, where num_items is at least one
     reshard(model)
     model.train()
-    return float(mean_over_ranks(total) / mean_over_ranks(targets).clamp(min=1))
+    total, targets = mean_over_ranks(total), mean_over_ranks(targets)
+    return float(total / targets) if targets else 0.0
 
 
 def endless(loader: PackedLoader) -> Iterator[Batch]:

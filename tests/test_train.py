@@ -394,8 +394,10 @@ def test_tokens_that_the_model_does_not_have(folder, tmp_path, monkeypatch):
         train(TrainOptions(**given, data=[str(tmp_path / "ids.jsonl")], steps=1))
 
 
-def test_an_evaluation_counts_targets_and_not_rows_without(folder, tmp_path):
-    """As the rows of a prompt that is longer than a row are."""
+@pytest.mark.parametrize("ranks", [1, 64])
+def test_an_evaluation_counts_targets_and_not_rows_without(folder, tmp_path, monkeypatch, ranks):
+    """As the rows of a prompt that is longer than a row are; also where there are fewer targets than ranks."""
+    monkeypatch.setattr("liger_models.train.mean_over_ranks", lambda value: value / ranks)  # the others have none
     model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
     ids = [2 + place % 200 for place in range(200)]
     examples = [{"input_ids": ids, "labels": [-100] * 190 + ids[190:]}] * 3
