@@ -64,14 +64,14 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 
 
 def clip_grad_norm_(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Scale gradients so that their norm, all taken as one vector, is at most ``max_norm``.
 
     As torch's, but for any mixture of sharded and plain parameters, and the norm is that of all ranks.
 
     Args:
-        parameters: those without a gradient are left out. All ranks pass the same ones.
+        parameters: one or more; those without a gradient are left out. All ranks pass the same ones.
         max_norm: not scaled if the norm is less; ``inf`` only measures.
         norm_type: p of the p-norm; ``inf`` for the largest.
         error_if_nonfinite: raise, on all ranks, where the norm is not finite.
@@ -82,6 +82,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: a norm that is not finite, with ``error_if_nonfinite``.
     """
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters  # which would yield its rows
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:

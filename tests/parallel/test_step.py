@@ -121,6 +121,13 @@ def test_clipping(two, most, norm_type):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
 
 
+def test_clipping_one_parameter():
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.full((2, 2), 3.0)
+    assert clip_grad_norm_(parameter, 1.0) == 6
+    torch.testing.assert_close(parameter.grad, torch.full((2, 2), 0.5))
+
+
 def clip_nan() -> float:
     model = apply_fsdp(tiny())
     give_gradients(model)
