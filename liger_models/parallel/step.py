@@ -31,6 +31,10 @@ def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], d
         [] fp32, at least 1 / ranks.
     """
     batches = [batches] if isinstance(batches, Mapping) else list(batches)
+    check(
+        len(batches) > 0,
+        "targets_per_rank: batches must hold those of a step, got none. Give each rank as many.",
+    )
     total = torch.stack([_targets(batch) for batch in batches]).sum().to(device)
     if not several():
         return total.clamp(min=1).float()
@@ -59,7 +63,7 @@ def mean_over_ranks(value: Tensor) -> Tensor:
     value = value.detach().clone()
     if several():
         dist.all_reduce(value)
-        value /= world_size()
+        value = value / world_size()
     return value
 
 
