@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from liger_models.convert.ranks import agreeing, several, this_rank, world_size
+from liger_models.kernels.dispatch import check
 from liger_models.lora import adapter_config
 
 from .fsdp import reshard
@@ -175,7 +176,7 @@ def load_state(
 
     Raises:
         FileNotFoundError: there is none of this step.
-        ValueError: another number of ranks, and states of ``data`` that differ between them.
+        ValueError: another number of ranks, and states of ``data`` that differ between them; a part that was not saved.
     """
     folder = Path(folder).absolute()
     group = _cpu_group()
@@ -189,6 +190,11 @@ def load_state(
     with agreeing(group):
         shared = _load(place / SHARED)
         own = _own(place, shared["ranks"], data is not None)
+        for name, part, saved in (("scheduler", scheduler, shared["scheduler"]), ("data", data, own.get("data"))):
+            check(
+                part is None or saved is not None,
+                f"load_state: {name} must have a state in {place}, got none: save_state had none. Leave it out.",
+            )
         stored = FileSystemReader(place).read_metadata().planner_data or {}
     reshard(model)
     tensors = _tensors(model)
