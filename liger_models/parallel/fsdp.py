@@ -94,6 +94,11 @@ def apply_fsdp(
         f"apply_fsdp: mesh must have one dimension, or two with names, got {mesh}. Take the mesh of the data-parallel "
         "ranks; name its dimensions by mesh_dim_names.",
     )
+    check(
+        model.ranks is None or all(group.group_name != model.ranks.group for group in mesh.get_all_groups()),
+        "apply_fsdp: mesh must not have the dimension over which apply_tp has cut the model, got "
+        f'{mesh}. Pass the others: mesh["dp"].',
+    )
     experts_mesh = None
     experts = [module for module in model.modules() if isinstance(module, LigerMoE)]
     spread = next((module.expert_ranks.size for module in experts if module.expert_ranks is not None), None)

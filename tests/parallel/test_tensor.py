@@ -422,6 +422,9 @@ def refuse() -> None:
             apply(model, mesh)
     with pytest.raises(ValueError, match="apply_fsdp: mesh must be that of the data-parallel ranks"):
         apply_fsdp(model)
+    both = mesh_of(1, 2)
+    with pytest.raises(ValueError, match="apply_fsdp: mesh must not have the dimension over which apply_tp has cut"):
+        apply_fsdp(apply_tp(tiny(), both["tp"]), both)
     with pytest.raises(ValueError, match="must not be sharded yet"):
         apply_tp(apply_fsdp(tiny()), mesh)
     wrapped = tiny()
