@@ -14,6 +14,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 
 from liger_models.kernels.collectives import ranks_of
 from liger_models.kernels.dispatch import check
@@ -93,6 +94,11 @@ def apply_fsdp(
         f"apply_fsdp: mesh must have one dimension, or two with names, got {mesh}. Take the mesh of the data-parallel "
         "ranks; name its dimensions by mesh_dim_names.",
     )
+    check(
+        model.ranks is None or all(group.group_name != model.ranks.group for group in mesh.get_all_groups()),
+        "apply_fsdp: mesh must not have the dimension over which apply_tp has cut the model, got "
+        f'{mesh}. Pass the others: mesh["dp"].',
+    )
     experts_mesh = None
     experts = [module for module in model.modules() if isinstance(module, LigerMoE)]
     spread = next((module.expert_ranks.size for module in experts if module.expert_ranks is not None), None)
@@ -152,8 +158,16 @@ def _options(
 ) -> dict[str, Any]:
     """Of ``fully_shard``."""
     accelerated = mesh.device_type != "cpu"
+
+    def along(parameter: nn.Parameter) -> Shard | None:
+        # Of rows that `apply_tp` could not cut evenly (a vocabulary's) PyTorch loses track once they are cut again: the
+        # offsets that checkpoints go by are wrong. Columns then, where the ranks divide them.
+        uneven = isinstance(parameter, DTensor) and parameter.shape[0] % parameter.device_mesh.size() > 0
+        return Shard(1) if uneven and parameter.ndim > 1 and parameter.shape[1] % mesh.size(-1) == 0 else None
+
     return {
         "mesh": mesh,
+        "shard_placement_fn": along,
         # Inputs are not cast: it would reach into `Sequence` and round the rotary tables.
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=accelerated) if cpu_offload else OffloadPolicy(),

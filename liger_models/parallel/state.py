@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from liger_models.convert.ranks import agreeing, several, this_rank, world_size
+from liger_models.kernels.dispatch import check
 from liger_models.lora import adapter_config
 
 from .fsdp import reshard
@@ -97,7 +99,13 @@ def save_state(
     with agreeing(group):
         own = {"random": _random_state(), "data": None if data is None else data.state_dict()}
         torch.save(own, temporary / f"rank-{this_rank()}.pt")
-    tensors = _tensors(model, optimizer)
+    tensors = _tensors(model)
+    if optimizer is not None:
+        fresh = not optimizer.state
+        tensors["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        if fresh:  # PyTorch has taken a step on zeros, which counts
+            optimizer.state.clear()
+            tensors["optimizer"]["state"] = {}
     done: Future[None] = Future()
 
     def publish() -> None:
@@ -168,7 +176,7 @@ def load_state(
 
     Raises:
         FileNotFoundError: there is none of this step.
-        ValueError: another number of ranks, and states of ``data`` that differ between them.
+        ValueError: another number of ranks, and states of ``data`` that differ between them; a part that was not saved.
     """
     folder = Path(folder).absolute()
     group = _cpu_group()
@@ -182,12 +190,24 @@ def load_state(
     with agreeing(group):
         shared = _load(place / SHARED)
         own = _own(place, shared["ranks"], data is not None)
+        for name, part, saved in (("scheduler", scheduler, shared["scheduler"]), ("data", data, own.get("data"))):
+            check(
+                part is None or saved is not None,
+                f"load_state: {name} must have a state in {place}, got none: save_state had none. Leave it out.",
+            )
+        stored = FileSystemReader(place).read_metadata().planner_data or {}
     reshard(model)
-    tensors = _tensors(model, optimizer)
+    tensors = _tensors(model)
+    if optimizer is not None:
+        with_state = {path[2] for path in stored.values() if path[:2] == ("optimizer", "state")}
+        tensors["optimizer"] = _optimizer_state(model, optimizer, with_state)
+    parameters = [group["params"] for group in tensors.get("optimizer", {}).get("param_groups", [])]
     with _checkpoint_errors(place):
         load(tensors, checkpoint_id=place, process_group=group)
     if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, tensors["optimizer"])
+        for options, names in zip(tensors["optimizer"]["param_groups"], parameters, strict=True):
+            options["params"] = names  # which may be others by now: some were frozen
+        optimizer.load_state_dict(tensors["optimizer"])
     if scheduler is not None:
         scheduler.load_state_dict(shared["scheduler"])
     if data is not None:
@@ -197,16 +217,23 @@ def load_state(
     return int(shared["step"])
 
 
-def _tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def _tensors(model: nn.Module) -> dict[str, Any]:
     tensors: dict[int, tuple[str, Tensor]] = {}  # tied ones once
     adapted = adapter_config(model) is not None
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and (value.requires_grad or not adapted):
             tensors.setdefault(id(value), (name, value.detach()))
-    state: dict[str, Any] = {"model": dict(tensors.values())}
-    if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
-    return state
+    return {"model": dict(tensors.values())}
+
+
+def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) -> dict[str, Any]:
+    """The state to load into: of these parameters, since one that never had a gradient has none."""
+    found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    if not names <= found["state"].keys():  # PyTorch makes it only where there is neither state nor gradient
+        optimizer.state.clear()
+        optimizer.zero_grad()
+        found = get_optimizer_state_dict(model, optimizer)
+    return {**found, "state": {name: value for name, value in found["state"].items() if name in names}}
 
 
 def _place(folder: Path, step: int) -> Path:

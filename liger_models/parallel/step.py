@@ -31,6 +31,10 @@ def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], d
         [] fp32, at least 1 / ranks.
     """
     batches = [batches] if isinstance(batches, Mapping) else list(batches)
+    check(
+        len(batches) > 0,
+        "targets_per_rank: batches must hold those of a step, got none. Give each rank as many.",
+    )
     total = torch.stack([_targets(batch) for batch in batches]).sum().to(device)
     if not several():
         return total.clamp(min=1).float()
@@ -59,19 +63,19 @@ def mean_over_ranks(value: Tensor) -> Tensor:
     value = value.detach().clone()
     if several():
         dist.all_reduce(value)
-        value /= world_size()
+        value = value / world_size()
     return value
 
 
 def clip_grad_norm_(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Scale gradients so that their norm, all taken as one vector, is at most ``max_norm``.
 
     As torch's, but for any mixture of sharded and plain parameters, and the norm is that of all ranks.
 
     Args:
-        parameters: those without a gradient are left out. All ranks pass the same ones.
+        parameters: one or more; those without a gradient are left out. All ranks pass the same ones.
         max_norm: not scaled if the norm is less; ``inf`` only measures.
         norm_type: p of the p-norm; ``inf`` for the largest.
         error_if_nonfinite: raise, on all ranks, where the norm is not finite.
@@ -82,6 +86,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: a norm that is not finite, with ``error_if_nonfinite``.
     """
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters  # which would yield its rows
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:

@@ -163,6 +163,49 @@ def save_unshuffled(*arguments: Any) -> None:
         train_and_save(*arguments)
 
 
+def save_what_has_no_state(folder: Path) -> None:
+    """Checkpoints before the first step, and before the first gradient of one parameter (a tower's, among texts)."""
+    runs = [Run({"dropout": 0.0}) for _ in range(2)]
+    head = runs[0].model.lm_head.weight
+    for run, name in zip(runs, ("saved", "plain"), strict=True):
+        run.model.lm_head.requires_grad_(False)
+        if name == "saved":
+            save_state(folder, 0, *run.parts)
+        assert not run.optimizer.state
+        seed(0)
+        run.train(1)
+        run.model.lm_head.requires_grad_(True)
+    expected = runs[1].state()
+    assert all(torch.equal(value, expected[name]) for name, value in runs[0].state().items())
+    save_state(folder, 1, *runs[0].parts)
+
+    again = Run({"dropout": 0.0})
+    again.train(1)  # of which nothing is to stay
+    assert load_state(folder, *again.parts) == 1
+    assert again.state().keys() == expected.keys()
+    assert again.model.lm_head.weight not in again.optimizer.state
+    seed(1)
+    again.train(1)
+    seed(1)
+    runs[0].train(1)
+    expected = runs[0].state()
+    assert again.state().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in again.state().items())
+    save_state(folder, 2, *again.parts)
+
+    assert load_state(folder, *again.parts, step=0) == 0
+    assert not again.optimizer.state
+    again.model(**batch(0)).loss.backward()
+    assert load_state(folder, *again.parts) == 2
+    assert all(torch.equal(value, expected[name]) for name, value in again.state().items())
+    assert head in runs[0].optimizer.state
+
+
+def test_parameters_without_state(two, tmp_path):
+    save_what_has_no_state(tmp_path / "one")
+    two(save_what_has_no_state, tmp_path / "two")
+
+
 def save_different_positions(folder: Path) -> None:
     run = Run({})
     run.data.position = dist.get_rank()
@@ -201,6 +244,10 @@ def test_folder(tmp_path):
 
     with pytest.raises(FileNotFoundError, match="must be a checkpoint, got step-00000002"):
         load_state(tmp_path, *run.parts, step=7)
+    save_state(tmp_path, 5, run.model)
+    for name, part in zip(("scheduler", "data"), run.parts[2:], strict=True):
+        with pytest.raises(ValueError, match=f"load_state: {name} must have a state in .*step-00000005, got none"):
+            load_state(tmp_path, run.model, **{name: part})
     with pytest.raises(ValueError, match="keep must be at least 1"):
         save_state(tmp_path, 4, *run.parts, keep=0)
 

@@ -82,6 +82,8 @@ def test_batches_without_targets_or_labels():
     assert targets_per_rank({"labels": ids, "attention_mask": torch.tensor([[1, 1, 0, 0]])}) == 1
     with pytest.raises(ValueError, match=r"must have labels, got \['input_ids'\]"):
         targets_per_rank([{"input_ids": ids}])
+    with pytest.raises(ValueError, match=r"batches must hold those of a step, got none"):
+        targets_per_rank([])
 
 
 def give_gradients(model: nn.Module) -> None:
@@ -119,6 +121,21 @@ def test_clipping(two, most, norm_type):
     torch.testing.assert_close(expected["norm"], theirs)
     for got in two(clip, most, norm_type):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_clipping_one_parameter():
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.full((2, 2), 3.0)
+    assert clip_grad_norm_(parameter, 1.0) == 6
+    torch.testing.assert_close(parameter.grad, torch.full((2, 2), 0.5))
+
+
+def mean_of_counts() -> float:
+    return mean_over_ranks(torch.tensor(3 + dist.get_rank())).item()
+
+
+def test_the_mean_of_whole_numbers(two):
+    assert two(mean_of_counts) == [3.5, 3.5]
 
 
 def clip_nan() -> float:

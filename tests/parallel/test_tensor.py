@@ -34,6 +34,7 @@ from liger_models.parallel import (
     targets_per_rank,
 )
 
+from .conftest import group
 from .images import FAMILIES, IMAGE_BATCHES, IMAGE_MODELS, LENGTH, image_batch, image_config
 from .models import TINY, batch, gradients, make_optimizer, share, tiny, whole
 
@@ -421,6 +422,9 @@ def refuse() -> None:
             apply(model, mesh)
     with pytest.raises(ValueError, match="apply_fsdp: mesh must be that of the data-parallel ranks"):
         apply_fsdp(model)
+    both = mesh_of(1, 2)
+    with pytest.raises(ValueError, match="apply_fsdp: mesh must not have the dimension over which apply_tp has cut"):
+        apply_fsdp(apply_tp(tiny(), both["tp"]), both)
     with pytest.raises(ValueError, match="must not be sharded yet"):
         apply_tp(apply_fsdp(tiny()), mesh)
     wrapped = tiny()
@@ -583,6 +587,43 @@ def test_stopping_and_going_on(two, four, tmp_path, arch):
         assert_close(got, expected, rtol=0, atol=0)
     for got in two(stop_and_go_on, arch, tmp_path, (2,), True):  # on another number of ranks
         assert_same(got, expected)
+
+
+ODD = {**TINY, "vocab_size": 25, "hidden_size": 24, "head_dim": 8, "initializer_range": 0.1}
+"""Of 25 words two ranks have 13 and 12, of which three would have 5, 5 and 3, or 4 each."""
+
+
+def odd_rows(folder: Path) -> dict[str, Any]:
+    """In from a checkpoint, a step, and out into both kinds."""
+    cls = get_arch("llama")
+    shard = partial(shard_2d, shape=(3, 2)) if dist.is_initialized() else None
+    model = cls.from_pretrained(folder / "plain", progress=False, shard=shard)
+    optimizer = make_optimizer("liger", model)
+    ids = torch.arange(24).view(2, 12)
+    model(ids, labels=ids).loss.backward()
+    results = {"gradients": gradients(model), "norm": clip_grad_norm_(model.parameters(), 1.0)}
+    optimizer.step()
+    if dist.is_initialized():
+        save_state(folder / "run", 1, model, optimizer)
+        model.save_pretrained(folder / "saved")
+    return results | {"weights": whole(model.named_parameters())}
+
+
+def test_a_vocabulary_that_no_number_of_ranks_divides(tmp_path):
+    for six in group(6):
+        for tied in (False, True):
+            folder = tmp_path / str(tied)
+            model = build("llama", get_arch("llama").config_class(**ODD, tie_word_embeddings=tied))
+            model.save_pretrained(folder / "plain")
+            expected = odd_rows(folder)
+            for got in six(odd_rows, folder):
+                assert_close(got["norm"], expected["norm"])
+                assert_same(got["gradients"], expected["gradients"])
+                assert_same(got["weights"], expected["weights"])
+            assert load_state(folder / "run", model, make_optimizer("liger", model)) == 1
+            saved = get_arch("llama").from_pretrained(folder / "saved", progress=False)
+            for each in (model, saved):
+                assert_same(whole(each.named_parameters()), expected["weights"])
 
 
 def train_experts(case: tuple[str, Any], shape: tuple[int, int], policy: str) -> dict[str, Any]:
