@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from datasets import Dataset
 from tokenizers.models import BPE
 from torch import Tensor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -35,6 +34,7 @@ from ..test_data import tokenizer  # noqa: F401
 
 pytest.importorskip("trl")
 with mock.patch.dict("os.environ", TRL_EXPERIMENTAL_SILENCE="1"):
+    from datasets import Dataset
     from trl.experimental.cpo.cpo_trainer import CPOTrainer
     from trl.experimental.orpo.orpo_trainer import ORPOTrainer
     from trl.experimental.utils import DPODataCollatorWithPadding
