@@ -195,11 +195,10 @@ def load_state(
                 part is None or saved is not None,
                 f"load_state: {name} must have a state in {place}, got none: save_state had none. Leave it out.",
             )
-        stored = FileSystemReader(place).read_metadata().planner_data or {}
+        with_state = set() if optimizer is None else _with_state(place)
     reshard(model)
     tensors = _tensors(model)
     if optimizer is not None:
-        with_state = {path[2] for path in stored.values() if path[:2] == ("optimizer", "state")}
         tensors["optimizer"] = _optimizer_state(model, optimizer, with_state)
     parameters = [group["params"] for group in tensors.get("optimizer", {}).get("param_groups", [])]
     with _checkpoint_errors(place):
@@ -234,6 +233,15 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) ->
         optimizer.zero_grad()
         found = get_optimizer_state_dict(model, optimizer)
     return {**found, "state": {name: value for name, value in found["state"].items() if name in names}}
+
+
+def _with_state(place: Path) -> set[str]:
+    """Names of the parameters that the optimizer's saved state is of."""
+    try:
+        paths = FileSystemReader(place).read_metadata().planner_data or {}
+    except Exception as error:
+        raise _not_whole(place, this_rank(), error) from error
+    return {path[2] for path in paths.values() if path[:2] == ("optimizer", "state")}
 
 
 def _place(folder: Path, step: int) -> Path:
@@ -317,7 +325,11 @@ def _checkpoint_errors(place: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:  # which is no Exception
         rank, (reason, _) = next(iter(error.failures.items()))
-        raise OSError(
-            f"{place}: must be written and read whole by all ranks, got on rank {rank}: {reason!r}. What was saved "
-            "before is as it was; a run of another model or optimizer takes another folder."
-        ) from error
+        raise _not_whole(place, rank, reason) from error
+
+
+def _not_whole(place: Path, rank: int, reason: BaseException) -> OSError:
+    return OSError(
+        f"{place}: must be written and read whole by all ranks, got on rank {rank}: {reason!r}. What was saved "
+        "before is as it was; a run of another model or optimizer takes another folder."
+    )

@@ -206,6 +206,16 @@ def test_parameters_without_state(two, tmp_path):
     two(save_what_has_no_state, tmp_path / "two")
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:50])])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_damaged_list_of_tensors(tmp_path, damage, parts):
+    run = Run({})
+    save_state(tmp_path, 1, *run.parts)
+    damage(next(tmp_path.rglob(".metadata")))
+    with pytest.raises(OSError, match=r"step-00000001: must be written and read whole by all ranks, got on rank 0"):
+        load_state(tmp_path, *run.parts[:parts])
+
+
 def save_different_positions(folder: Path) -> None:
     run = Run({})
     run.data.position = dist.get_rank()
