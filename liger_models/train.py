@@ -171,17 +171,19 @@ def train(options: TrainOptions) -> None:
     vectors = [parameter for parameter in trained if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = LigerAdamW(groups, lr=options.lr, betas=(0.9, 0.95), stochastic_rounding=options.dtype == "bfloat16")
-    warmup = max(1, round(options.warmup * steps))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: cosine(s, warmup, steps, options.min_lr))
+
+    def share(step: int) -> float:
+        return cosine(step, max(1, round(options.warmup * steps)), steps, options.min_lr)
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
 
     start = load_state(output, model, optimizer, scheduler, loader) or 0
     passed = data.passed / (own["ranks"] * options.batch_size * options.accumulate)  # steps as they are now
     if options.steps is None and passed != start:  # they were of another size
         steps = start + max(math.ceil(of_epochs - passed), 0)
-        warmup = max(1, round(options.warmup * steps))
     scheduler.base_lrs = [options.lr] * len(groups)  # the options of now, not those that were saved
     for group, given in zip(optimizer.param_groups, groups, strict=True):
-        group["lr"] = options.lr * cosine(start, warmup, steps, options.min_lr)
+        group["lr"] = options.lr * share(start)
         group["weight_decay"] = given["weight_decay"]
     batches, saving = endless(loader), None
     log = Log(output, start, steps, options.tensorboard, device, own["ranks"])
@@ -273,10 +275,9 @@ def evaluate(model: CausalLM, data: PackedDataset, device: torch.device) -> floa
     total, targets = torch.zeros((), device=device), torch.zeros((), device=device)
     for batch in data:
         batch = to_device(batch, device, model)
-        num_items = targets_per_rank(batch)
-        out = model(**batch, num_items_in_batch=num_items)
-        total += (out.loss - (0 if out.aux_loss is None else out.aux_loss)) * num_items
-        targets += (batch["labels"] != -100).sum()  # of rows without targets none, where num_items is at least one
+        out = model(**batch, num_items_in_batch=1)  # the sum
+        total += out.loss - (0 if out.aux_loss is None else out.aux_loss)
+        targets += (batch["labels"] != -100).sum()
     reshard(model)
     model.train()
     total, targets = mean_over_ranks(total), mean_over_ranks(targets)
