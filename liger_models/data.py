@@ -170,8 +170,7 @@ class PackedDataset(IterableDataset[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch and position, counted over all ranks: the same on each of them after the same number of batches."""
-        position = {"epoch": self.epoch, "passed": self.passed, "start": self._start, "row": self._row}
-        return {**position, "read": self._read, "first": self._first, "data": self._identity()}
+        return {"epoch": self.epoch, **self._position(), "data": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind the batches that were taken, with any ``batch_size`` and number of ranks.
@@ -222,9 +221,13 @@ class PackedDataset(IterableDataset[Batch]):
     def _make_row(self, pieces: Sequence[Tensor]) -> Batch:
         return make_row(pieces, self.length, self.encoder.filler)
 
-    def _follow(self, state: Mapping[str, int]) -> None:
-        self.passed = state["passed"]
-        self._start, self._row, self._read, self._first = (state[key] for key in ("start", "row", "read", "first"))
+    def _position(self) -> dict[str, int]:
+        place = {"start": self._start, "row": self._row, "read": self._read, "first": self._first}
+        return {"passed": self.passed, **place}
+
+    def _follow(self, position: Mapping[str, Any]) -> None:
+        self.passed, self._start, self._row = (position[key] for key in ("passed", "start", "row"))
+        self._read, self._first = position["read"], position["first"]
 
     def _stream(self) -> Iterator[list[Tensor]]:
         """The rows of a stream from the present position; keeps `_read` and `_first` up to it."""
@@ -318,8 +321,7 @@ class _WithState(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
         for batch in self.data:
-            state = self.data.state_dict()
-            yield batch, {key: state[key] for key in ("passed", "start", "row", "read", "first")}
+            yield batch, self.data._position()
 
 
 class TokenFile:
