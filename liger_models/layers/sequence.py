@@ -132,7 +132,7 @@ MOST_DOCUMENTS = 32
 than a row, and starts programs for as many tokens of each."""
 
 
-def takes_flash(dtype: torch.dtype | None, head_dim: int = 0) -> bool:
+def takes_flash(dtype: torch.dtype | None, head_dim: int) -> bool:
     """Whether flash attention takes such heads."""
     return dtype in (torch.bfloat16, torch.float16) and head_dim <= 256
 
