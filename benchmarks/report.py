@@ -29,6 +29,7 @@ SHORT = ("llama-3-8b", tuple(SHORT_MODES.split()))
 TITLES = {
     "hf": "transformers", "ours": "liger_models", "liger": " + Liger Kernel", "ac": ", activation checkpointing",
     "selective": ', policy "selective"', "full": ', policy "full"', "compile": ", torch.compile",
+    "graph": ", CUDA graphs",
     "adamw": ", LigerAdamW", "inbackward": ", step in the backward", "offload": ", offload",
     "moments": ", host memory for the moments", "warm": ", warmed up",
     "fp8": ", float8", "fp8rowwise": ", float8 by rows", "blocks": ", blocks compiled",

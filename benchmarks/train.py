@@ -75,15 +75,16 @@ MODES = (
     "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8+blocks",
     "hf+liger+lora", "ours+lora", "hf+liger+lora+nf4", "ours+lora+nf4",
 )  # fmt: skip
-"""Ours also takes "warm" (`warm_up` before the first step), "adamw" (`LigerAdamW`), "inbackward" (its step as soon as a
-gradient is there), "offloadK" (what K blocks keep goes to the host), "momentsK" (those of K others live there), a
-number of blocks behind "selective" and "full": first of those that stay; "blocks" (each compiled by itself), and "fp8"
-or "fp8rowwise" (float8 products by torchao, which are fast with "blocks" only). "lora" trains adapters of rank 16 of
-all linear layers of the blocks, transformers' by PEFT; with "nf4" the frozen weights have 4 bits, transformers' by
-bitsandbytes."""
+"""With "graph" forward and backward are CUDA graphs. Ours also takes "warm" (`warm_up` before the first step), "adamw"
+(`LigerAdamW`), "inbackward" (its step as soon as a gradient is there), "offloadK" (what K blocks keep is on the host),
+"momentsK" (those of K others live there), a number of blocks behind "selective" and "full": first of those that stay;
+"blocks" (each compiled by itself), and "fp8" or "fp8rowwise" (float8 products by torchao, which are fast with "blocks"
+only). "lora" trains adapters of rank 16 of all linear layers of the blocks, transformers' by PEFT; with "nf4" frozen
+weights have 4 bits, transformers' by bitsandbytes."""
 MODE = (
-    r"hf(\+(ac|compile|liger|lora(\+nf4)?))*"
-    r"|ours(\+(adamw|blocks|compile|cp|fp8|fp8rowwise|inbackward|lora(\+nf4)?|(full|moments|offload|selective)\d*|warm))*"
+    r"hf(\+(ac|compile|graph|liger|lora(\+nf4)?))*"
+    r"|ours(\+(adamw|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+nf4)?|warm"
+    r"|(full|moments|offload|selective)\d*))*"
 )
 """What a mode may be, as a regular expression."""
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
@@ -334,6 +335,29 @@ class Step:
         return loss.detach()
 
 
+class Loss(nn.Module):
+    """Of a batch of text, by a model that is called with its tensors alone, as CUDA graphs have it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor]:
+        return (self.model(input_ids=input_ids, labels=labels).loss,)
+
+
+def graphed(model: nn.Module) -> Callable[..., Any]:
+    """The model, with forward and backward replayed from CUDA graphs for batches of the first one's shapes."""
+    replay: Any = None
+
+    def forward(input_ids: Tensor, labels: Tensor) -> Any:
+        nonlocal replay
+        replay = replay or torch.cuda.make_graphed_callables(Loss(model), (input_ids, labels))
+        return replay(input_ids, labels)
+
+    return forward
+
+
 def make_step(mode: str, config: dict, lr: float, sharded: bool = False) -> Step:
     """The step of a mode; ``sharded`` over the process group."""
     family, *extras = mode.split("+")
@@ -344,6 +368,8 @@ def make_step(mode: str, config: dict, lr: float, sharded: bool = False) -> Step
         model = shard(model, family == "ours", "cp" in extras)
     model.train()
     forward = torch.compile(model, fullgraph=family == "ours") if "compile" in extras else model
+    if "graph" in extras:
+        forward = graphed(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if {"adamw", "inbackward"} & set(extras):
         from liger_models.optim import LigerAdamW, step_in_backward
