@@ -27,7 +27,7 @@ from .dispatch import LIBRARY
 
 # Their names since torch 2.13, which warns of the others. PyTorch without distributed has neither.
 _gather_into: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
-_reduce_into: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
+reduce_into: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
 
 _groups: dict[str, Any] = {}
 """Process groups by the names that the ops know them by."""
@@ -84,7 +84,7 @@ def _all_gather(x: Tensor, group: str) -> Tensor:
 @torch.library.impl(LIBRARY, "reduce_scatter", "CompositeExplicitAutograd")
 def _reduce_scatter(x: Tensor, group: str) -> Tensor:
     total = x.new_empty(x.shape[1:])
-    _reduce_into(total.view(-1), x.contiguous().view(-1), group=_groups[group])
+    reduce_into(total.view(-1), x.contiguous().view(-1), group=_groups[group])
     return total
 
 

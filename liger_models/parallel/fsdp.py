@@ -1,11 +1,16 @@
 """FSDP2 on a model: every block is gathered for its own forward and backward only."""
 
+import os
 import warnings
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -15,8 +20,10 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves
 
-from liger_models.kernels.collectives import ranks_of
+from liger_models.kernels.add_parts import add_parts
+from liger_models.kernels.collectives import ranks_of, reduce_into
 from liger_models.kernels.dispatch import check
 from liger_models.layers.causal_lm import CausalLM
 from liger_models.layers.moe import LigerMoE
@@ -53,7 +60,9 @@ def apply_fsdp(
             `apply_tp` of a mesh's last dimension the others. After `apply_ep` the whole mesh of two dimensions, of
             which `apply_ep` got the second. Default: all ranks.
         param_dtype: of gathered parameters, and so of the computation; None for the parameters' own.
-        reduce_dtype: in which gradients are averaged over the ranks; None for ``param_dtype``.
+        reduce_dtype: in which gradients are averaged over the ranks; None for ``param_dtype``. Within a host they are
+            sent in that of the computation, in which they are made, unless several backward passes were added up before
+            (``set_requires_gradient_sync``).
         cpu_offload: parameters, gradients and optimizer state live on the CPU, and the optimizer runs there.
         reshard_after_forward: False keeps blocks gathered until their backward (ZeRO-2); a number shards them over so
             many ranks in the meantime.
@@ -115,9 +124,9 @@ def apply_fsdp(
     options = _options(mesh, param_dtype, reduce_dtype, cpu_offload)
     tied = model.lm_head.weight is model.embed_tokens.weight
     if tied:
-        fully_shard([model.embed_tokens, model.lm_head], reshard_after_forward=False, **options)
+        _shard([model.embed_tokens, model.lm_head], reshard_after_forward=False, **options)
     else:
-        fully_shard(model.embed_tokens, reshard_after_forward=reshard_after_forward, **options)
+        _shard(model.embed_tokens, reshard_after_forward=reshard_after_forward, **options)
     tower = list(getattr(getattr(model, "visual", None), "blocks", []))
     for block in [*tower, *model.layers]:
         # No layer writes in place, so a view is a result like any other.
@@ -126,14 +135,12 @@ def apply_fsdp(
         warnings.filterwarnings("ignore", message, UserWarning)
         for module in block.modules() if experts_mesh is not None else ():
             if isinstance(module, LigerMoE):
-                fully_shard(module.gate, reshard_after_forward=reshard_after_forward, **options)
+                _shard(module.gate, reshard_after_forward=reshard_after_forward, **options)
                 # A number of ranks is one of the whole mesh.
-                fully_shard(
-                    module, reshard_after_forward=bool(reshard_after_forward), **{**options, "mesh": experts_mesh}
-                )
-        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+                _shard(module, reshard_after_forward=bool(reshard_after_forward), **{**options, "mesh": experts_mesh})
+        _shard(block, reshard_after_forward=reshard_after_forward, **options)
     if not tied:
-        fully_shard(model.lm_head, reshard_after_forward=False, **options)
+        _shard(model.lm_head, reshard_after_forward=False, **options)
     # What is left, the final norm: the model calls its method `add`, past the hooks that a group of its own would have.
     fully_shard(model, reshard_after_forward=False, **options)
     if param_dtype is not None:
@@ -174,6 +181,79 @@ def _options(
     }
 
 
+def _shard(modules: nn.Module | list[nn.Module], **options: Any) -> None:
+    """``fully_shard``, with `_Exchange` where it saves bytes: among the GPUs of one host.
+
+    Between hosts PyTorch's own exchange sends less, since the gradients of a host are added up on the way.
+    """
+    fully_shard(modules, **options)
+    mesh, policy = options["mesh"], options["mp_policy"]
+    each = modules if isinstance(modules, list) else [modules]
+    group = each[0]
+    assert isinstance(group, FSDPModule)
+    made = policy.param_dtype or next(group.parameters()).dtype
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.accelerator.device_count() or dist.get_world_size()
+    hosts = {rank // on_host for rank in dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))}
+    if policy.reduce_dtype is not None and made.itemsize < policy.reduce_dtype.itemsize and len(hosts) == 1:
+        group.set_custom_reduce_scatter(_Exchange(each, made))  # type: ignore[arg-type]  # no public name to inherit
+
+
+class _Exchange:
+    """How FSDP2 brings a group's gradients together: sent in their own dtype, added up in that of the result.
+
+    The sum is that of PyTorch's own exchange, which sends and stores every gradient in the result's dtype, with twice
+    the bytes for bf16 and fp32. What has been added up over several backward passes is in that dtype too, and is sent
+    so.
+
+    Args:
+        modules: the group.
+        dtype: in which autograd makes their gradients.
+    """
+
+    def __init__(self, modules: list[nn.Module], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.backwards: Counter[nn.Module] = Counter()  # since the last exchange
+        self.sends = False
+        for module in modules:
+            module.register_forward_hook(self._watch)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if results:
+            register_multi_grad_hook(results, partial(self._count, module), mode="any")
+
+    def _count(self, module: nn.Module, _: Tensor) -> None:
+        self.backwards[module] += 1
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """For what is sent, then for what is received: FSDP2 asks in turn."""
+        self.sends = not self.sends
+        if self.sends:
+            once = max(self.backwards.values(), default=0) <= 1
+            self.backwards.clear()
+            dtype = self.dtype if once else dtype
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """FSDP2's interface: the part of this rank of what all ranks have, [ranks · size] -> [size]."""
+        divisor = {dist.ReduceOp.AVG: group.size(), dist.ReduceOp.SUM: 1}.get(op)
+        if input_tensor.dtype == output_tensor.dtype or divisor is None:
+            input_tensor = input_tensor.to(output_tensor.dtype)
+            return reduce_into(output_tensor, input_tensor, op, group, async_op)  # type: ignore[no-any-return]
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        add_parts(parts.view(group.size(), -1), output_tensor, divisor)
+        return None
+
+
 def _shard_medusa(
     medusa: LigerMedusa, mesh: DeviceMesh | None, *, reshard_after_forward: bool | int, prefetch: int, **given: Any
 ) -> None:
@@ -183,7 +263,7 @@ def _shard_medusa(
         apply_fsdp(medusa.model, mesh, reshard_after_forward=reshard_after_forward, prefetch=prefetch, **given)
     options = _options(mesh, **given)
     for head in medusa.heads:
-        fully_shard(head, reshard_after_forward=reshard_after_forward, **options)
+        _shard(head, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(medusa, reshard_after_forward=False, **options)
 
 

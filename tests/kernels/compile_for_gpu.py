@@ -20,6 +20,7 @@ from liger_models import kernels
 from liger_models.kernels import dispatch
 from liger_models.kernels.act_linear import ACTIVATIONS, act_linear
 from liger_models.kernels.adamw import Hyper, Update, adamw_
+from liger_models.kernels.add_parts import add_parts
 from liger_models.kernels.cross_entropy import cross_entropy
 from liger_models.kernels.divergence import KINDS, linear_divergence
 from liger_models.kernels.gated_act import gated_act
@@ -124,6 +125,12 @@ def run_optimizer() -> None:
             adamw_([Update(*tensors, hyper, 0)], stochastic_rounding=stochastic)
 
 
+def run_exchange() -> None:
+    for ranks, count in ((2, 4096), (3, 4097), (8, 2**31)):
+        parts = torch.zeros(1, dtype=torch.bfloat16).expand(ranks, count)
+        add_parts(parts, torch.zeros(1).expand(count), ranks)
+
+
 if __name__ == "__main__":
     driver.set_active(Hopper())
     JITFunction.__getitem__ = compile_instead
@@ -137,6 +144,7 @@ if __name__ == "__main__":
     run_experts(8, 2, 512)
     run_experts(128, 8, 256)
     run_optimizer()
+    run_exchange()
     modules = [
         importlib.import_module(f"{kernels.__name__}.{name}") for _, name, _ in pkgutil.iter_modules(kernels.__path__)
     ]

@@ -1,6 +1,7 @@
 """A model under FSDP2 trains as in one process."""
 
 import copy
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -93,7 +94,17 @@ def test_copies_of_shards(four, tied):
 def train_mixed(tied: bool) -> dict[str, Any]:
     model = apply_fsdp(tiny(tie_word_embeddings=tied))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    return train(model, {"packed": True}, dist.get_rank(), dist.get_world_size())
+    sent: list[torch.dtype] = []
+
+    def send(received, tensor, **given):
+        sent.append(tensor.dtype)
+        return send_all(received, tensor, **given)
+
+    send_all = dist.all_to_all_single
+    with mock.patch.object(dist, "all_to_all_single", send):
+        result = train(model, {"packed": True}, dist.get_rank(), dist.get_world_size())
+    assert sent == [torch.bfloat16] * STEPS * (4 if tied else 5)
+    return result
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -121,6 +132,33 @@ def test_bf16_computation_with_fp32_weights(two, tied):
     expected["weights"] = whole(master.named_parameters())
     for got in two(train_mixed, tied):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def add_up(kind: str) -> dict[str, torch.Tensor]:
+    """Gradients of two batches: of none but the last are the ranks' brought together, then of each."""
+    model = apply_fsdp(MODELS[kind]())
+    for together in (False, True):
+        for step in range(2):
+            model.set_requires_gradient_sync(together or step == 1)
+            model(**share(batch(step), dist.get_rank(), 2), num_items_in_batch=15).loss.backward()
+    return gradients(model)
+
+
+MODELS = {"untied": tiny, "tied": lambda: tiny(tie_word_embeddings=True), "mixture": mixture}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_bf16_gradients_of_several_passes_add_up_in_fp32(two, kind):
+    master = MODELS[kind]()
+    made = []
+    for rank, step in itertools.product(range(2), range(2)):
+        model = copy.deepcopy(master).bfloat16()
+        model(**share(batch(step), rank, 2), num_items_in_batch=15).loss.backward()
+        made.append([p.grad.float() for p in model.parameters()])
+    for parameter, a0, a1, b0, b1 in zip(master.parameters(), *made, strict=True):
+        parameter.grad = ((a0 + a1) + (b0 + b1)) / 2 + (a0 + b0) / 2 + (a1 + b1) / 2
+    for got in two(add_up, kind):
+        torch.testing.assert_close(got, gradients(master), rtol=0, atol=0)
 
 
 def see_inside(tied: bool) -> None:
