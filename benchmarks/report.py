@@ -1,7 +1,7 @@
 """Tables and plots of the results, written between the markers of the pages: ``python -m benchmarks report``.
 
 A page holds ``<!-- begin: NAME -->`` and ``<!-- end -->``; what stands between them comes from the JSON lines alone, so
-that a measurement is corrected by measuring again. Of each mode the latest row counts.
+that a measurement is corrected by measuring again. Of each mode the latest row counts, of training steps the last run.
 """
 
 import json
@@ -39,14 +39,18 @@ TITLES = {
 LABEL_WIDTH = 45
 """Of a plot, in characters."""
 
+RUNS = ("train", "fsdp")
+"""The benchmarks of training steps."""
+
 Row = dict[str, Any]
 Rows = list[Row]
 
 
 def read(folder: Path) -> Rows:
-    """The latest row of each measurement; of training, in each run, which its commit tells from others.
+    """The latest row of each measurement, and of training steps, which are compared with each other, the last run's.
 
-    One that failed early has no device: it ran where the row before it did.
+    Runs differ by their commits; the last is that of the last row of transformers. A row that failed early has no
+    device: it ran where the row before it did.
     """
     latest: dict[tuple[str, ...], Row] = {}
     for file in sorted(folder.glob("*.jsonl")):
@@ -57,13 +61,19 @@ def read(folder: Path) -> Rows:
             key = (
                 *(row.get(name, "") for name in ("benchmark", "model", "op", "gpus", "batch", "shape", "mode")),
                 device,
-                row["commit"] if row["benchmark"] == "train" else "",
+                row["commit"] if row["benchmark"] in RUNS else "",
             )
             if key not in latest or row["date"] >= latest[key]["date"]:
-                if row["benchmark"] == "train":  # behind those of other runs of the day, if it is measured again
+                if row["benchmark"] in RUNS:  # behind those of other runs of the day, if it is measured again
                     latest.pop(key, None)
                 latest[key] = row
-    return list(latest.values())
+    shown = [row for row in latest.values() if row["benchmark"] not in RUNS]
+    of_runs = [row for row in latest.values() if row["benchmark"] in RUNS]
+    for group in grouped(of_runs, "benchmark", "model", "gpus", "batch", "device").values():
+        peers = [row for row in group if of_transformers(row)] or group
+        last = sorted(peers, key=lambda row: row["date"])[-1]["commit"]
+        shown += [row for row in group if row["commit"] == last]
+    return shown
 
 
 def table(head: str, lines: Iterable[Iterable[object]]) -> str:
@@ -119,25 +129,16 @@ def of_transformers(row: Row) -> bool:
     return bool(row["mode"].startswith("hf"))
 
 
-def last_of_each_mode(rows: Rows) -> Rows:
-    return list({row["mode"]: row for row in sorted(rows, key=lambda row: row["date"])}.values())
-
-
 def ratios(row: Row, rows: Rows) -> tuple[str, str]:
-    """Speed and memory against the fastest mode of transformers that trains as much, of those in the same run."""
-    alike = [other for other in rows if other["commit"] == row["commit"] and trained(other) == trained(row)]
-    best = fastest([other for other in alike if of_transformers(other)], "step_ms")
+    """Speed and memory against the fastest mode of transformers that trains as much."""
+    best = fastest([other for other in rows if of_transformers(other) and trained(other) == trained(row)], "step_ms")
     return ratio(best.get("step_ms"), row["step_ms"]), ratio(row["peak_gib"], best.get("peak_gib"))
 
 
 def train_table(rows: Rows) -> str:
-    """Each mode's last row, and those of transformers in the same runs, which it is compared with."""
     lines = []
     for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
-        last = last_of_each_mode(group)
-        runs = {row["commit"] for row in last if not of_transformers(row)}
-        shown = last + [r for r in group if r not in last and of_transformers(r) and r["commit"] in runs]
-        for row in sorted(shown, key=lambda row: (row["date"], row["commit"], row["mode"])):
+        for row in sorted(group, key=lambda row: row["mode"]):
             names = (model, tokens(batch), row["commit"], title(row["mode"]))
             if "error" in row:
                 lines.append((*names, row["error"], "", "", "", "", "", ""))
@@ -156,7 +157,7 @@ def short_table(rows: Rows) -> str:
     model, modes = SHORT
     lines = []
     for (batch,), group in sorted(grouped([row for row in rows if row["model"] == model], "batch").items()):
-        by_mode = {row["mode"]: row for row in last_of_each_mode(group) if "error" not in row}
+        by_mode = {row["mode"]: row for row in group if "error" not in row}
         for index, row in enumerate(by_mode[mode] for mode in modes if mode in by_mode):
             where = "" if index else tokens(batch)
             rate, speed, memory = f"{row['tokens_per_s']:,.0f}", *ratios(row, group)
@@ -213,18 +214,16 @@ LOADED = ("checkpoint_gib", "load_s", "host_gib", "mapped_gib", "peak_gib")
 
 
 def fsdp_table(rows: Rows) -> str:
-    """One row per mode, of each GPU; speed and memory against the fastest mode of transformers on as many."""
+    """One row per mode, of each GPU."""
     lines = []
     for (model, gpus, batch), group in sorted(grouped(rows, "model", "gpus", "batch").items()):
-        best = fastest([row for row in group if of_transformers(row)], "step_ms")
         for row in sorted(group, key=lambda row: row["mode"]):
             names = (model, gpus, tokens(batch), title(row["mode"]))
             if "error" in row:
                 lines.append((*names, row["error"], "", "", "", ""))
                 continue
             lines.append((
-                *names, f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.1f}", mfu(row),
-                ratio(best.get("step_ms"), row["step_ms"]), ratio(row["peak_gib"], best.get("peak_gib")),
+                *names, f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.1f}", mfu(row), *ratios(row, group),
             ))  # fmt: skip
     return table("model|GPUs|tokens/step||tokens/s|peak GiB|MFU|speed ratio|memory ratio", lines)
 
@@ -386,8 +385,7 @@ def bars(name: str, rows: Rows) -> list[tuple[str, float, str]]:
     found = []
     if name == "train":
         for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
-            last = [row for row in last_of_each_mode(group) if "error" not in row]
-            for row in sorted(last, key=lambda row: row["mode"]):
+            for row in sorted((row for row in group if "error" not in row), key=lambda row: row["mode"]):
                 text = f"{row['tokens_per_s']:,.0f} tokens/s, {row['peak_gib']:.0f} GiB"
                 found.append((f"{model} {tokens(batch)}, {title(row['mode'])}", row["tokens_per_s"], text))
         return found

@@ -13,6 +13,8 @@ from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.head import LigerLMHead
 from liger_models.lora import LoRAConfig, apply_lora
 
+from ..test_readme import ROOT, blocks
+
 CONFIG = LlamaConfig(
     vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
     tie_word_embeddings=True,
@@ -311,23 +313,17 @@ def test_ignored_rows_cost_no_wait(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")  # PyTorch's own warm-up
 @pytest.mark.parametrize("policy", ["none", "selective"])
-def test_forward_and_backward_as_cuda_graphs(policy):
-    class Loss(torch.nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, input_ids, labels):
-            return (self.model(input_ids, labels=labels).loss,)
-
+def test_the_page_s_cuda_graphs(policy):
+    (code,) = (code for _, code in blocks(ROOT / "docs" / "quickstart.md", "py") if "make_graphed_callables" in code)
     model = LigerLlama(CONFIG).cuda()
     model.set_checkpointing(policy)
     plain = copy.deepcopy(model)
     batches = torch.randint(CONFIG.vocab_size, (3, 4, 64), device="cuda")
-    replay = torch.cuda.make_graphed_callables(Loss(model), (batches[0], batches[0]))
+    optimizer, other = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain))
+    exec(code, {"torch": torch, "model": model, "batch": batches[0], "batches": batches, "optimizer": optimizer})
     for ids in batches:
-        (loss,), want = replay(ids, ids), plain(ids, labels=ids).loss
-        torch.testing.assert_close(loss, want)
-        found = torch.autograd.grad(loss, model.parameters())
-        for ours, theirs in zip(found, torch.autograd.grad(want, plain.parameters()), strict=True):
-            torch.testing.assert_close(ours, theirs)
+        plain(ids, labels=ids).loss.backward()
+        other.step()
+        other.zero_grad()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)

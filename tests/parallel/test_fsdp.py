@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from liger_models import LigerFusedLinearDPOLoss
 from liger_models.layers import offload
 from liger_models.parallel import apply_fsdp, compile_blocks, reshard
+from liger_models.parallel.fsdp import _Exchange
 
 from .images import image_batch, image_config
 from .models import TINY, batch, gradients, make_optimizer, mean, mixture, share, tiny, whole
@@ -91,8 +93,9 @@ def test_copies_of_shards(four, tied):
         assert_close(got, expected)
 
 
-def train_mixed(tied: bool) -> dict[str, Any]:
-    model = apply_fsdp(tiny(tie_word_embeddings=tied))
+def train_mixed(tied: bool, gpus_per_host: str) -> dict[str, Any]:
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=gpus_per_host):
+        model = apply_fsdp(tiny(tie_word_embeddings=tied))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     sent: list[torch.dtype] = []
 
@@ -103,12 +106,12 @@ def train_mixed(tied: bool) -> dict[str, Any]:
     send_all = dist.all_to_all_single
     with mock.patch.object(dist, "all_to_all_single", send):
         result = train(model, {"packed": True}, dist.get_rank(), dist.get_world_size())
-    assert sent == [torch.bfloat16] * STEPS * (4 if tied else 5)
+    assert sent == ([torch.bfloat16] * STEPS * (4 if tied else 5) if gpus_per_host == "2" else [])
     return result
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_bf16_computation_with_fp32_weights(two, tied):
+@pytest.mark.parametrize(("tied", "gpus_per_host"), [(False, "2"), (True, "2"), (False, "1")])
+def test_bf16_computation_with_fp32_weights(two, tied, gpus_per_host):
     """Bit for bit what one process gets that casts the weights, and averages both ranks' gradients in fp32."""
     master = tiny(tie_word_embeddings=tied)
     optimizer = make_optimizer("liger", master)
@@ -130,7 +133,7 @@ def test_bf16_computation_with_fp32_weights(two, tied):
         optimizer.step()
         optimizer.zero_grad()
     expected["weights"] = whole(master.named_parameters())
-    for got in two(train_mixed, tied):
+    for got in two(train_mixed, tied, gpus_per_host):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
@@ -142,6 +145,20 @@ def add_up(kind: str) -> dict[str, torch.Tensor]:
             model.set_requires_gradient_sync(together or step == 1)
             model(**share(batch(step), dist.get_rank(), 2), num_items_in_batch=15).loss.backward()
     return gradients(model)
+
+
+def exchange(op) -> torch.Tensor:
+    part = torch.empty(2)
+    sent = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16) * (1 + dist.get_rank())
+    _Exchange([], torch.bfloat16)(part, sent, dist.group.WORLD, op)
+    return part
+
+
+@pytest.mark.parametrize("op", ["AVG", "SUM", "MAX"])
+def test_reductions_of_an_exchange(two, op):
+    """FSDP2 asks for the mean or the sum, or, with a factor set, for one that PyTorch's own exchange knows."""
+    expected = torch.tensor([1.0, 2.0, 3.0, 4.0]) * {"AVG": 1.5, "SUM": 3.0, "MAX": 2.0}[op]
+    torch.testing.assert_close(torch.cat(two(exchange, getattr(dist.ReduceOp, op))), expected)
 
 
 MODELS = {"untied": tiny, "tied": lambda: tiny(tie_word_embeddings=True), "mixture": mixture}
