@@ -147,6 +147,26 @@ def add_up(kind: str) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
+def compare_exchanges(device: str) -> None:
+    found = []
+    for gpus_per_host in ("2", "1"):
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=gpus_per_host):
+            model = apply_fsdp(tiny().to(device))
+        inputs = {name: value.to(device) for name, value in share(batch(0), dist.get_rank(), 2).items()}
+        model(**inputs).loss.backward()
+        found.append(gradients(model))
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-4)  # kernels of attention add up in any order
+
+
+@pytest.mark.gpu
+def test_gradients_are_those_of_torch_s_exchange_on_gpus(two_gpus):
+    two_gpus(compare_exchanges, "cuda")
+
+
+def test_what_the_gpus_are_to_run(two):
+    two(compare_exchanges, "cpu")
+
+
 def exchange(op) -> torch.Tensor:
     part = torch.empty(2)
     sent = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16) * (1 + dist.get_rank())
