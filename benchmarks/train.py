@@ -352,7 +352,7 @@ def graphed(model: nn.Module) -> Callable[..., Any]:
 
     def forward(input_ids: Tensor, labels: Tensor) -> Any:
         nonlocal replay
-        replay = replay or torch.cuda.make_graphed_callables(Loss(model), (input_ids, labels))
+        replay = replay or torch.cuda.make_graphed_callables(Loss(model), (input_ids.clone(), labels.clone()))
         return replay(input_ids, labels)
 
     return forward

@@ -313,16 +313,47 @@ def test_ignored_rows_cost_no_wait(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")  # PyTorch's own warm-up
 @pytest.mark.parametrize("policy", ["none", "selective"])
-def test_the_page_s_cuda_graphs(policy):
-    (code,) = (code for _, code in blocks(ROOT / "docs" / "quickstart.md", "py") if "make_graphed_callables" in code)
+def test_forward_and_backward_as_cuda_graphs(policy):
+    class Loss(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids, labels):
+            return (self.model(input_ids, labels=labels).loss,)
+
     model = LigerLlama(CONFIG).cuda()
     model.set_checkpointing(policy)
     plain = copy.deepcopy(model)
     batches = torch.randint(CONFIG.vocab_size, (3, 4, 64), device="cuda")
-    optimizer, other = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain))
-    exec(code, {"torch": torch, "model": model, "batch": batches[0], "batches": batches, "optimizer": optimizer})
+    replay = torch.cuda.make_graphed_callables(Loss(model), (batches[0], batches[0]))
     for ids in batches:
-        plain(ids, labels=ids).loss.backward()
+        (loss,), want = replay(ids, ids), plain(ids, labels=ids).loss
+        torch.testing.assert_close(loss, want)
+        found = torch.autograd.grad(loss, model.parameters())
+        for ours, theirs in zip(found, torch.autograd.grad(want, plain.parameters()), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_the_page_s_loop_over_cuda_graphs(monkeypatch):
+    def record(module, sample):
+        def replay(*given):  # as graphs do: from where they were recorded
+            for recorded, tensor in zip(sample, given, strict=True):
+                recorded.copy_(tensor)
+            return module(*sample)
+
+        return replay
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+    (code,) = (code for _, code in blocks(ROOT / "docs" / "quickstart.md", "py") if "make_graphed_callables" in code)
+    model = LigerLlama.from_config(CONFIG)
+    plain = copy.deepcopy(model)
+    optimizer, other = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain))
+    drawn = torch.randint(CONFIG.vocab_size, (3, 4, 512))
+    batches = [{"input_ids": ids, "labels": ids.where(ids > 4, -100)} for ids in drawn]
+    exec(code, {"torch": torch, "device": "cpu", "model": model, "batches": batches, "optimizer": optimizer})
+    for batch in batches:
+        plain(**batch).loss.backward()
         other.step()
         other.zero_grad()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
