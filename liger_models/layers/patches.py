@@ -144,19 +144,24 @@ def mrope_positions(
     return positions if mask is None else positions * (mask != 0), (start + step)[:, -1:]
 
 
-def count_torn(here: Tensor, sizes: Tensor, parts: Tensor) -> Tensor:
+def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """How many tokens do not stand behind the one before in the same part of an image or a video.
 
     Args:
         here: [B, T] bool, which tokens are of images.
         sizes: [n] int64, number of tokens of each image, in the order of the text.
         parts: [n] int64, of each how many tokens stand together.
+        cu_seqlens: [documents + 1], boundaries of packed documents, which part what they are between.
     """
     if len(sizes) == 0:
         return here.sum() * 0
     item, index = _share_out(here, sizes)
     begins = index % parts.clamp_min(1)[item] == 0
-    return (here & ~begins & ~torch.nn.functional.pad(here[:, :-1], (1, 0))).sum()
+    behind = torch.nn.functional.pad(here[:, :-1], (1, 0))
+    if cu_seqlens is not None:
+        B, T = here.shape
+        behind = behind & (number_documents(cu_seqlens, B, T, here.device)[1] > 0)
+    return (here & ~begins & ~behind).sum()
 
 
 def interpolate_positions(weight: Tensor, patches: Patches) -> Tensor:

@@ -133,7 +133,7 @@ class MRopeModel(VisionLanguageModel):
         check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
         decoding = cache is not None and cache.length > 0 and images is None and videos is None
         if not decoding and not torch.compiler.is_compiling():
-            self._check_counts(input_ids, images, videos)
+            self._check_counts(input_ids, images, videos, cu_seqlens)
         if position_ids is None:
             position_ids = self._positions(
                 input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask, cu_seqlens, cache
@@ -183,7 +183,11 @@ class MRopeModel(VisionLanguageModel):
         return place(embeds, features.tokens), deepstack
 
     def _check_counts(
-        self, input_ids: Tensor, images: tuple[Tensor, Tensor] | None, videos: tuple[Tensor, Tensor] | None
+        self,
+        input_ids: Tensor,
+        images: tuple[Tensor, Tensor] | None,
+        videos: tuple[Tensor, Tensor] | None,
+        cu_seqlens: Tensor | None,
     ) -> None:
         """Refuse placeholders and patches that do not fit. Asks the device once."""
         side, width = self.config.vision_config.spatial_merge_size, self.visual.patch_embed.in_features
@@ -194,7 +198,8 @@ class MRopeModel(VisionLanguageModel):
             frame, apart = thw[:, 1:].prod(1) // side**2, self.frames_apart and given is videos
             size = frame * thw[:, 0]
             uneven = (thw < 1).sum() + (thw[:, 1:] % side).sum()
-            counts += [here.sum(), thw.prod(1).sum(), uneven, count_torn(here, size, frame if apart else size)]
+            torn = count_torn(here, size, frame if apart else size, cu_seqlens)
+            counts += [here.sum(), thw.prod(1).sum(), uneven, torn]
         numbers = torch.stack(counts).tolist()
         for kind, given, (tokens, expected, wrong, torn) in zip(
             ("image", "video"), (images, videos), (numbers[:4], numbers[4:]), strict=True
@@ -228,8 +233,8 @@ class MRopeModel(VisionLanguageModel):
             )
             check(
                 torn == 0,
-                f"forward: the placeholders of each {kind} must stand together in input_ids, got {torn} apart from the "
-                f"one before. Must {pixels} and {grid} be in another order?",
+                f"forward: the placeholders of each {kind} must stand together in input_ids and in one document, got "
+                f"{torn} apart from the one before. Must {pixels} and {grid} be in another order?",
             )
 
     def multimodal_positions(
@@ -418,7 +423,7 @@ class SquareImageModel(VisionLanguageModel):
         if not decoding and not torch.compiler.is_compiling():
             images = 0 if pixel_values is None else len(pixel_values)
             sizes = input_ids.new_full((images,), per_image)
-            found, torn = torch.stack([here.sum(), count_torn(here, sizes, sizes)]).tolist()
+            found, torn = torch.stack([here.sum(), count_torn(here, sizes, sizes, options.get("cu_seqlens"))]).tolist()
             check(
                 found == 0 or pixel_values is not None,
                 f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
@@ -431,8 +436,8 @@ class SquareImageModel(VisionLanguageModel):
             )
             check(
                 torn == 0,
-                f"forward: the {per_image} placeholders of each image must stand together in input_ids, got {torn} "
-                "apart from the one before. Expand them as the processor does.",
+                f"forward: the {per_image} placeholders of each image must stand together in input_ids and in one "
+                f"document, got {torn} apart from the one before. Expand them as the processor does.",
             )
         embeds = self.embed_tokens(input_ids.masked_fill(here, 0))  # the placeholder may be no word
         if pixel_values is None and self.tower_is_sharded and not decoding:

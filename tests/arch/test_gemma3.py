@@ -226,6 +226,8 @@ def test_wrong_numbers_are_named(pair):
     torn = torch.cat([ids[:, :5], torch.tensor([[9]]), ids[:, 5:]], 1)
     with pytest.raises(ValueError, match=r"the 16 placeholders of each image must stand together .*, got 1 apart"):
         ours(torn, pixel_values=pixels)
+    with pytest.raises(ValueError, match=r"in one document, got 1 apart"):
+        ours(ids, pixel_values=pixels, cu_seqlens=torch.tensor([0, 6, ids.shape[1]]))
     with pytest.raises(ValueError, match=r"must be \[images, 3, 32, 32\], got \[1, 3, 16, 32\]"):
         ours(ids, pixel_values=pixels[:, :, :16])
     with pytest.raises(ValueError, match="pixels need input_ids"):

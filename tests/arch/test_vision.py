@@ -1,6 +1,7 @@
 """Vision-language models with images and videos, against transformers: positions, logits, loss, gradients, decoding."""
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -367,8 +368,13 @@ def test_wrong_numbers_are_named(pair):
         ours(batch.ids, attention_mask=torch.ones(1, 3), **batch.inputs)
     swapped = Batch(ours, [[2, ("image", (1, 2, 3)), 4], [2, ("video", (2, 1, 2)), ("image", (1, 1, 2)), 3]])
     swapped.inputs["image_grid_thw"] = swapped.inputs["image_grid_thw"].flip(0)
-    with pytest.raises(ValueError, match=r"of each image must stand together in input_ids, got 1 apart .* order"):
+    with pytest.raises(ValueError, match=r"of each image must stand together in input_ids .*, got 1 apart .* order"):
         ours(swapped.ids, **swapped.inputs)
+    start = int((batch.ids[0] == ours.config.image_token_id).nonzero()[0])
+    for cut, apart in ((start, False), (start + 3, True), (start + 6, False)):
+        bounds = torch.tensor([0, cut, batch.ids.shape[1]])
+        with pytest.raises(ValueError, match=r"in one document, got 1 apart") if apart else nullcontext():
+            ours(batch.ids, cu_seqlens=bounds, **batch.inputs)
     with pytest.raises(ValueError, match="video placeholders in input_ids must have pixel_values_videos"):
         ours(torch.full((1, 3), ours.config.video_token_id))
     with pytest.raises(ValueError, match="pixels need input_ids"):
