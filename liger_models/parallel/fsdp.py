@@ -234,15 +234,14 @@ class _Exchange:
     def __init__(self, passes: _Passes, dtype: torch.dtype) -> None:
         self.passes, self.dtype = passes, dtype
         self.done = 0  # passes until the last exchange
-        self.sends = False
+        self.sends = True  # what is asked for next; after one that failed what is sent is not narrowed
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """For what is sent, then for what is received: FSDP2 asks in turn."""
-        self.sends = not self.sends
-        if self.sends:
-            dtype = self.dtype if self.passes.count - self.done <= 1 else dtype
-            self.done = self.passes.count
-        return torch.empty(size, dtype=dtype, device=device)
+        dtype = self.dtype if self.sends and self.passes.count - self.done <= 1 else dtype
+        memory = torch.empty(size, dtype=dtype, device=device)
+        self.sends = False
+        return memory
 
     def __call__(
         self,
@@ -253,6 +252,7 @@ class _Exchange:
         async_op: bool = False,
     ) -> dist.Work | None:
         """FSDP2's interface: the part of this rank of what all ranks have, [ranks · size] -> [size]."""
+        self.sends, self.done = True, self.passes.count
         divisor = {dist.ReduceOp.AVG: group.size(), dist.ReduceOp.SUM: 1}.get(op)
         if input_tensor.dtype == output_tensor.dtype or divisor is None:
             input_tensor = input_tensor.to(output_tensor.dtype)

@@ -226,6 +226,35 @@ def test_passes_are_counted_alike_on_all_ranks_whatever_they_reach(two, case):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+def run_out_of_memory() -> list[dict[str, torch.Tensor]]:
+    """Gradients behind a backward that found no memory for what it was to send, and with PyTorch's own exchange."""
+    found, allocate = [], _Exchange.allocate
+
+    def fail(self, size, **options):
+        with mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError):
+            return allocate(self, size, **options)
+
+    for plain in (False, True):
+        with mock.patch.object(FSDPModule, "set_custom_reduce_scatter") if plain else nullcontext():
+            model = apply_fsdp(tiny())
+        if not plain:
+            loss = model(**share(batch(0), dist.get_rank(), 2)).loss
+            with mock.patch.object(_Exchange, "allocate", fail), pytest.raises(torch.OutOfMemoryError):
+                loss.backward()
+            model.reset_iter_state()
+        for step in (1, 2):
+            model.zero_grad()
+            model(**share(batch(step), dist.get_rank(), 2)).loss.backward()
+        found.append(gradients(model))
+    return found
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="nothing to go on with before torch 2.13")
+def test_going_on_after_a_backward_without_memory(two):
+    for got, expected in two(run_out_of_memory):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
 def see_inside(tied: bool) -> None:
     model = apply_fsdp(tiny(tie_word_embeddings=tied))
     rank = dist.get_rank()
