@@ -57,9 +57,9 @@ def apply_fsdp(
             `apply_tp` of a mesh's last dimension the others. After `apply_ep` the whole mesh of two dimensions, of
             which `apply_ep` got the second. Default: all ranks.
         param_dtype: of gathered parameters, and so of the computation; None for the parameters' own.
-        reduce_dtype: in which gradients are averaged over the ranks; None for ``param_dtype``. Within a host they are
-            sent in that of the computation, in which they are made, unless several backward passes were added up before
-            (``set_requires_gradient_sync``).
+        reduce_dtype: in which gradients are averaged over the ranks; None for ``param_dtype``. Within a host, for fp32,
+            they are sent in a narrower ``param_dtype``, in which they are made, unless several backward passes were
+            added up before (``set_requires_gradient_sync``).
         cpu_offload: parameters, gradients and optimizer state live on the CPU, and the optimizer runs there.
         reshard_after_forward: False keeps blocks gathered until their backward (ZeRO-2); a number shards them over so
             many ranks in the meantime.
@@ -208,12 +208,13 @@ def _shard(modules: nn.Module | list[nn.Module], passes: _Passes, **options: Any
     fully_shard(modules, **options)
     mesh, policy = options["mesh"], options["mp_policy"]
     each = modules if isinstance(modules, list) else [modules]
-    group = each[0]
+    group, made = each[0], policy.param_dtype
     assert isinstance(group, FSDPModule)
-    made = policy.param_dtype or next(group.parameters()).dtype
+    ranks = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.accelerator.device_count() or dist.get_world_size()
-    hosts = {rank // on_host for rank in dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))}
-    if policy.reduce_dtype is not None and made.itemsize < policy.reduce_dtype.itemsize and len(hosts) == 1:
+    together = len(ranks) > 1 and len({rank // on_host for rank in ranks}) == 1
+    # Without param_dtype gradients can be of several dtypes; and for other sums FSDP2 divides what is sent before.
+    if together and made in (torch.bfloat16, torch.float16) and policy.reduce_dtype == torch.float32:
         group.set_custom_reduce_scatter(_Exchange(passes, made))  # type: ignore[arg-type]  # no public name to inherit
         for module in each:
             module.register_forward_hook(passes.watch)

@@ -255,6 +255,39 @@ def test_going_on_after_a_backward_without_memory(two):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+def leave_to_torch(case: str) -> list[dict[str, torch.Tensor]]:
+    """Gradients as they come, and with PyTorch's own exchange."""
+    found = []
+    for plain in (False, True):
+        model, mesh, options = tiny(), None, {}
+        if case == "fp32 among frozen bf16, without a dtype":
+            model.bfloat16()
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("post_attention" in name)
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
+            options = {"param_dtype": None}
+        elif case == "fp64 sums":
+            options = {"param_dtype": torch.float16, "reduce_dtype": torch.float64}
+        else:
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))
+        with mock.patch.object(FSDPModule, "set_custom_reduce_scatter") if plain else nullcontext():
+            apply_fsdp(model, mesh, **options)
+        for block in model.layers if mesh is not None else []:
+            block.set_gradient_divide_factor(3.0)
+        (1e-3 * model(**share(batch(0), dist.get_rank(), 2)).loss).backward()
+        found.append(gradients(model))
+    return found
+
+
+@pytest.mark.parametrize(
+    "case", ["fp32 among frozen bf16, without a dtype", "fp64 sums", "whole copies, with a divisor"]
+)
+def test_gradients_that_cannot_be_sent_narrower(two, case):
+    for got, expected in two(leave_to_torch, case):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
 def see_inside(tied: bool) -> None:
     model = apply_fsdp(tiny(tie_word_embeddings=tied))
     rank = dist.get_rank()
