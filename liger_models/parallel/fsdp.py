@@ -2,15 +2,12 @@
 
 import os
 import warnings
-from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -60,9 +57,9 @@ def apply_fsdp(
             `apply_tp` of a mesh's last dimension the others. After `apply_ep` the whole mesh of two dimensions, of
             which `apply_ep` got the second. Default: all ranks.
         param_dtype: of gathered parameters, and so of the computation; None for the parameters' own.
-        reduce_dtype: in which gradients are averaged over the ranks; None for ``param_dtype``. Within a host they are
-            sent in that of the computation, in which they are made, unless several backward passes were added up before
-            (``set_requires_gradient_sync``).
+        reduce_dtype: in which gradients are averaged over the ranks; None for ``param_dtype``. Within a host, for fp32,
+            they are sent in a narrower ``param_dtype``, in which they are made, unless several backward passes were
+            added up before (``set_requires_gradient_sync``).
         cpu_offload: parameters, gradients and optimizer state live on the CPU, and the optimizer runs there.
         reshard_after_forward: False keeps blocks gathered until their backward (ZeRO-2); a number shards them over so
             many ranks in the meantime.
@@ -121,12 +118,12 @@ def apply_fsdp(
         experts_mesh = mesh[mesh.mesh_dim_names[0]]
         mesh = DeviceMesh(mesh.device_type, mesh.mesh.flatten(), mesh_dim_names=("data",))
         model.balance_ranks = ranks_of(mesh.get_group())
-    options = _options(mesh, param_dtype, reduce_dtype, cpu_offload)
+    passes, options = _Passes(), _options(mesh, param_dtype, reduce_dtype, cpu_offload)
     tied = model.lm_head.weight is model.embed_tokens.weight
     if tied:
-        _shard([model.embed_tokens, model.lm_head], reshard_after_forward=False, **options)
+        _shard([model.embed_tokens, model.lm_head], passes, reshard_after_forward=False, **options)
     else:
-        _shard(model.embed_tokens, reshard_after_forward=reshard_after_forward, **options)
+        _shard(model.embed_tokens, passes, reshard_after_forward=reshard_after_forward, **options)
     tower = list(getattr(getattr(model, "visual", None), "blocks", []))
     for block in [*tower, *model.layers]:
         # No layer writes in place, so a view is a result like any other.
@@ -135,12 +132,13 @@ def apply_fsdp(
         warnings.filterwarnings("ignore", message, UserWarning)
         for module in block.modules() if experts_mesh is not None else ():
             if isinstance(module, LigerMoE):
-                _shard(module.gate, reshard_after_forward=reshard_after_forward, **options)
+                _shard(module.gate, passes, reshard_after_forward=reshard_after_forward, **options)
                 # A number of ranks is one of the whole mesh.
-                _shard(module, reshard_after_forward=bool(reshard_after_forward), **{**options, "mesh": experts_mesh})
-        _shard(block, reshard_after_forward=reshard_after_forward, **options)
+                given = {**options, "mesh": experts_mesh, "reshard_after_forward": bool(reshard_after_forward)}
+                _shard(module, passes, **given)
+        _shard(block, passes, reshard_after_forward=reshard_after_forward, **options)
     if not tied:
-        _shard(model.lm_head, reshard_after_forward=False, **options)
+        _shard(model.lm_head, passes, reshard_after_forward=False, **options)
     # What is left, the final norm: the model calls its method `add`, past the hooks that a group of its own would have.
     fully_shard(model, reshard_after_forward=False, **options)
     if param_dtype is not None:
@@ -181,7 +179,28 @@ def _options(
     }
 
 
-def _shard(modules: nn.Module | list[nn.Module], **options: Any) -> None:
+class _Passes:
+    """How many backward passes have reached a model: the same number on all ranks, though of a batch on one of them the
+    loss may leave a group out.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.last = 0, -1
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A hook of the forward. A loss may hide in what it returns; then the gradient of what it got tells."""
+        for leaf in tree_leaves((args, output)):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._reach)
+
+    def _reach(self, _: Tensor) -> None:
+        number = torch._C._current_graph_task_id()  # no public function tells one pass from the next
+        self.count += number != self.last
+        self.last = number
+
+
+def _shard(modules: nn.Module | list[nn.Module], passes: _Passes, **options: Any) -> None:
     """``fully_shard``, with `_Exchange` where it saves bytes: among the GPUs of one host.
 
     Between hosts PyTorch's own exchange sends less, since the gradients of a host are added up on the way.
@@ -189,13 +208,16 @@ def _shard(modules: nn.Module | list[nn.Module], **options: Any) -> None:
     fully_shard(modules, **options)
     mesh, policy = options["mesh"], options["mp_policy"]
     each = modules if isinstance(modules, list) else [modules]
-    group = each[0]
+    group, made = each[0], policy.param_dtype
     assert isinstance(group, FSDPModule)
-    made = policy.param_dtype or next(group.parameters()).dtype
+    ranks = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.accelerator.device_count() or dist.get_world_size()
-    hosts = {rank // on_host for rank in dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))}
-    if policy.reduce_dtype is not None and made.itemsize < policy.reduce_dtype.itemsize and len(hosts) == 1:
-        group.set_custom_reduce_scatter(_Exchange(each, made))  # type: ignore[arg-type]  # no public name to inherit
+    together = len(ranks) > 1 and len({rank // on_host for rank in ranks}) == 1
+    # Without param_dtype gradients can be of several dtypes; and for other sums FSDP2 divides what is sent before.
+    if together and made in (torch.bfloat16, torch.float16) and policy.reduce_dtype == torch.float32:
+        group.set_custom_reduce_scatter(_Exchange(passes, made))  # type: ignore[arg-type]  # no public name to inherit
+        for module in each:
+            module.register_forward_hook(passes.watch)
 
 
 class _Exchange:
@@ -206,34 +228,21 @@ class _Exchange:
     so.
 
     Args:
-        modules: the group.
-        dtype: in which autograd makes their gradients.
+        passes: of the model.
+        dtype: in which autograd makes the group's gradients.
     """
 
-    def __init__(self, modules: list[nn.Module], dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.backwards: Counter[nn.Module] = Counter()  # since the last exchange
-        self.sends = False
-        for module in modules:
-            module.register_forward_hook(self._watch)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if results:
-            register_multi_grad_hook(results, partial(self._count, module), mode="any")
-
-    def _count(self, module: nn.Module, _: Tensor) -> None:
-        self.backwards[module] += 1
+    def __init__(self, passes: _Passes, dtype: torch.dtype) -> None:
+        self.passes, self.dtype = passes, dtype
+        self.done = 0  # passes until the last exchange
+        self.sends = True  # what is asked for next; after one that failed what is sent is not narrowed
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """For what is sent, then for what is received: FSDP2 asks in turn."""
-        self.sends = not self.sends
-        if self.sends:
-            once = max(self.backwards.values(), default=0) <= 1
-            self.backwards.clear()
-            dtype = self.dtype if once else dtype
-        return torch.empty(size, dtype=dtype, device=device)
+        dtype = self.dtype if self.sends and self.passes.count - self.done <= 1 else dtype
+        memory = torch.empty(size, dtype=dtype, device=device)
+        self.sends = False
+        return memory
 
     def __call__(
         self,
@@ -244,6 +253,7 @@ class _Exchange:
         async_op: bool = False,
     ) -> dist.Work | None:
         """FSDP2's interface: the part of this rank of what all ranks have, [ranks · size] -> [size]."""
+        self.sends, self.done = True, self.passes.count
         divisor = {dist.ReduceOp.AVG: group.size(), dist.ReduceOp.SUM: 1}.get(op)
         if input_tensor.dtype == output_tensor.dtype or divisor is None:
             input_tensor = input_tensor.to(output_tensor.dtype)
@@ -261,9 +271,9 @@ def _shard_medusa(
     mesh = _all_ranks() if mesh is None else mesh
     if not isinstance(medusa.model, FSDPModule):
         apply_fsdp(medusa.model, mesh, reshard_after_forward=reshard_after_forward, prefetch=prefetch, **given)
-    options = _options(mesh, **given)
+    passes, options = _Passes(), _options(mesh, **given)
     for head in medusa.heads:
-        _shard(head, reshard_after_forward=reshard_after_forward, **options)
+        _shard(head, passes, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(medusa, reshard_after_forward=False, **options)
 
 

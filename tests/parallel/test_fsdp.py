@@ -3,6 +3,8 @@
 import copy
 import itertools
 import os
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from liger_models import LigerFusedLinearDPOLoss
 from liger_models.layers import offload
 from liger_models.parallel import apply_fsdp, compile_blocks, reshard
-from liger_models.parallel.fsdp import _Exchange
+from liger_models.parallel.fsdp import _Exchange, _Passes
 
 from .images import image_batch, image_config
 from .models import TINY, batch, gradients, make_optimizer, mean, mixture, share, tiny, whole
@@ -170,7 +172,7 @@ def test_what_the_gpus_are_to_run(two):
 def exchange(op) -> torch.Tensor:
     part = torch.empty(2)
     sent = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16) * (1 + dist.get_rank())
-    _Exchange([], torch.bfloat16)(part, sent, dist.group.WORLD, op)
+    _Exchange(_Passes(), torch.bfloat16)(part, sent, dist.group.WORLD, op)
     return part
 
 
@@ -196,6 +198,94 @@ def test_bf16_gradients_of_several_passes_add_up_in_fp32(two, kind):
         parameter.grad = ((a0 + a1) + (b0 + b1)) / 2 + (a0 + b0) / 2 + (a1 + b1) / 2
     for got in two(add_up, kind):
         torch.testing.assert_close(got, gradients(master), rtol=0, atol=0)
+
+
+def two_passes(case: str, plain: bool) -> dict[str, torch.Tensor]:
+    """Gradients of two batches that are brought together with the second."""
+    with mock.patch.object(FSDPModule, "set_custom_reduce_scatter") if plain else nullcontext():
+        model = apply_fsdp(tiny(), reshard_after_forward=False)
+    for step in range(2):
+        model.set_requires_gradient_sync(step == 1)
+        inputs = share(batch(step), dist.get_rank(), 2)
+        if case == "a loss in an object":
+            model(
+                **inputs, loss_function=lambda x, weight, _: SimpleNamespace(value=(x @ weight.T).float().logsumexp(-1))
+            ).loss.value.mean().backward()
+            continue
+        states = []
+        handle = model.layers[1].register_forward_hook(lambda _, args, output, states=states: states.extend(output))
+        loss = model(**inputs).loss
+        handle.remove()
+        (sum(states).float().square().mean() if step == 0 and dist.get_rank() == 1 else loss).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("case", ["a loss in an object", "on one rank the first loss is of a block in the middle"])
+def test_passes_are_counted_alike_on_all_ranks_whatever_they_reach(two, case):
+    for got, expected in zip(two(two_passes, case, False), two(two_passes, case, True), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def run_out_of_memory() -> list[dict[str, torch.Tensor]]:
+    """Gradients behind a backward that found no memory for what it was to send, and with PyTorch's own exchange."""
+    found, allocate = [], _Exchange.allocate
+
+    def fail(self, size, **options):
+        with mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError):
+            return allocate(self, size, **options)
+
+    for plain in (False, True):
+        with mock.patch.object(FSDPModule, "set_custom_reduce_scatter") if plain else nullcontext():
+            model = apply_fsdp(tiny())
+        if not plain:
+            loss = model(**share(batch(0), dist.get_rank(), 2)).loss
+            with mock.patch.object(_Exchange, "allocate", fail), pytest.raises(torch.OutOfMemoryError):
+                loss.backward()
+            model.reset_iter_state()
+        for step in (1, 2):
+            model.zero_grad()
+            model(**share(batch(step), dist.get_rank(), 2)).loss.backward()
+        found.append(gradients(model))
+    return found
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="nothing to go on with before torch 2.13")
+def test_going_on_after_a_backward_without_memory(two):
+    for got, expected in two(run_out_of_memory):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def leave_to_torch(case: str) -> list[dict[str, torch.Tensor]]:
+    """Gradients as they come, and with PyTorch's own exchange."""
+    found = []
+    for plain in (False, True):
+        model, mesh, options = tiny(), None, {}
+        if case == "fp32 among frozen bf16, without a dtype":
+            model.bfloat16()
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("post_attention" in name)
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
+            options = {"param_dtype": None}
+        elif case == "fp64 sums":
+            options = {"param_dtype": torch.float16, "reduce_dtype": torch.float64}
+        else:
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))
+        with mock.patch.object(FSDPModule, "set_custom_reduce_scatter") if plain else nullcontext():
+            apply_fsdp(model, mesh, **options)
+        for block in model.layers if mesh is not None else []:
+            block.set_gradient_divide_factor(3.0)
+        (1e-3 * model(**share(batch(0), dist.get_rank(), 2)).loss).backward()
+        found.append(gradients(model))
+    return found
+
+
+@pytest.mark.parametrize(
+    "case", ["fp32 among frozen bf16, without a dtype", "fp64 sums", "whole copies, with a divisor"]
+)
+def test_gradients_that_cannot_be_sent_narrower(two, case):
+    for got, expected in two(leave_to_torch, case):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def see_inside(tied: bool) -> None:
