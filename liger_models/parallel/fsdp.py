@@ -1,6 +1,6 @@
 """FSDP2 on a model: every block is gathered for its own forward and backward only."""
 
-import os
+import socket
 import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -186,12 +186,20 @@ class _Passes:
 
     def __init__(self) -> None:
         self.count, self.last = 0, -1
+        self.hosts: dict[Any, list[Any]] = {}
+
+    def on_one_host(self, group: dist.ProcessGroup) -> bool:
+        """Whether several ranks share a host. They ask each other, so that all have the same answer."""
+        if group not in self.hosts:
+            self.hosts[group] = [None] * group.size()
+            dist.all_gather_object(self.hosts[group], socket.gethostname(), group=group)
+        return len(set(self.hosts[group])) == 1 < group.size()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
         """A hook of the forward. A loss may hide in what it returns; then the gradient of what it got tells."""
         for leaf in tree_leaves((args, output)):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._reach)
 
     def _reach(self, _: Tensor) -> None:
@@ -210,11 +218,9 @@ def _shard(modules: nn.Module | list[nn.Module], passes: _Passes, **options: Any
     each = modules if isinstance(modules, list) else [modules]
     group, made = each[0], policy.param_dtype
     assert isinstance(group, FSDPModule)
-    ranks = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.accelerator.device_count() or dist.get_world_size()
-    together = len(ranks) > 1 and len({rank // on_host for rank in ranks}) == 1
     # Without param_dtype gradients can be of several dtypes; and for other sums FSDP2 divides what is sent before.
-    if together and made in (torch.bfloat16, torch.float16) and policy.reduce_dtype == torch.float32:
+    narrow = made in (torch.bfloat16, torch.float16) and policy.reduce_dtype == torch.float32
+    if narrow and passes.on_one_host(mesh.get_group(mesh.ndim - 1)):
         group.set_custom_reduce_scatter(_Exchange(passes, made))  # type: ignore[arg-type]  # no public name to inherit
         for module in each:
             module.register_forward_hook(passes.watch)

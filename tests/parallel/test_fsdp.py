@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-import os
+import socket
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -95,8 +95,12 @@ def test_copies_of_shards(four, tied):
         assert_close(got, expected)
 
 
-def train_mixed(tied: bool, gpus_per_host: str) -> dict[str, Any]:
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=gpus_per_host):
+def hosts_of(ranks: int):
+    return mock.patch.object(socket, "gethostname", return_value=f"host-{dist.get_rank() // ranks}")
+
+
+def train_mixed(tied: bool, ranks_per_host: int) -> dict[str, Any]:
+    with hosts_of(ranks_per_host):
         model = apply_fsdp(tiny(tie_word_embeddings=tied))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     sent: list[torch.dtype] = []
@@ -108,12 +112,12 @@ def train_mixed(tied: bool, gpus_per_host: str) -> dict[str, Any]:
     send_all = dist.all_to_all_single
     with mock.patch.object(dist, "all_to_all_single", send):
         result = train(model, {"packed": True}, dist.get_rank(), dist.get_world_size())
-    assert sent == ([torch.bfloat16] * STEPS * (4 if tied else 5) if gpus_per_host == "2" else [])
+    assert sent == ([torch.bfloat16] * STEPS * (4 if tied else 5) if ranks_per_host == 2 else [])
     return result
 
 
-@pytest.mark.parametrize(("tied", "gpus_per_host"), [(False, "2"), (True, "2"), (False, "1")])
-def test_bf16_computation_with_fp32_weights(two, tied, gpus_per_host):
+@pytest.mark.parametrize(("tied", "ranks_per_host"), [(False, 2), (True, 2), (False, 1)])
+def test_bf16_computation_with_fp32_weights(two, tied, ranks_per_host):
     """Bit for bit what one process gets that casts the weights, and averages both ranks' gradients in fp32."""
     master = tiny(tie_word_embeddings=tied)
     optimizer = make_optimizer("liger", master)
@@ -135,7 +139,7 @@ def test_bf16_computation_with_fp32_weights(two, tied, gpus_per_host):
         optimizer.step()
         optimizer.zero_grad()
     expected["weights"] = whole(master.named_parameters())
-    for got in two(train_mixed, tied, gpus_per_host):
+    for got in two(train_mixed, tied, ranks_per_host):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
@@ -151,8 +155,8 @@ def add_up(kind: str) -> dict[str, torch.Tensor]:
 
 def compare_exchanges(device: str) -> None:
     found = []
-    for gpus_per_host in ("2", "1"):
-        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=gpus_per_host):
+    for ranks_per_host in (2, 1):
+        with hosts_of(ranks_per_host):
             model = apply_fsdp(tiny().to(device))
         inputs = {name: value.to(device) for name, value in share(batch(0), dist.get_rank(), 2).items()}
         model(**inputs).loss.backward()
