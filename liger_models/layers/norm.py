@@ -77,7 +77,8 @@ class LigerRMSNorm(nn.Module):
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
-        if x is None:
+        if x is None or is_hooked(self):
+            _, residual = add_norm(None, x, residual)
             return self(residual), residual
         function = add_rms_norm if self.kernel else add_rms_norm_reference
         return function(x, residual, self.own_weight(), self.eps, self.offset, self.scale_in_fp32)
@@ -128,7 +129,8 @@ class LigerLayerNorm(nn.Module):
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
-        if x is None:
+        if x is None or is_hooked(self):
+            _, residual = add_norm(None, x, residual)
             return self(residual), residual
         function = add_layer_norm if self.kernel else add_layer_norm_reference
         return function(x, residual, *self._own(), self.eps)
