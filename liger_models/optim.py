@@ -272,8 +272,9 @@ class LigerAdamW(torch.optim.Optimizer):
                 loss = closure()
         if self._backwards is not None:
             most = max(self._backwards.values(), default=0)
+            removed = any(param.grad is not None for param in self._backwards)  # the hooks leave none
             self._backwards.clear()
-            if most > 1:
+            if most > 1 and not removed:
                 raise RuntimeError(
                     f"LigerAdamW: {most} backward passes since the last step; with step_in_backward, each was a step. "
                     "Call step() after each backward, or remove the hooks to add up gradients."

@@ -360,6 +360,23 @@ def test_in_backward_errors():
     optimizer.step()
 
 
+def test_ordinary_steps_behind_a_loop_that_called_no_step():
+    models = [nn.Linear(4, 1) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [LigerAdamW(model.parameters(), lr=0.1) for model in models]
+    handles = step_in_backward(optimizers[1])
+    for step in range(4):
+        if step == 3:
+            for handle in handles:
+                handle.remove()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(1, 4)).sum().backward()
+            if optimizer is optimizers[0] or step == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same(models[0].parameters(), models[1].parameters())
+
+
 # With torch.compile and torch.distributed
 
 
