@@ -42,4 +42,4 @@ def run_again(block: nn.Module, x: Tensor | None, residual: Tensor, sequence: An
             repeated = True
 
     total = residual if x is None else (residual + x).to(residual.dtype)
-    return checkpoint(run, total, sequence, use_reentrant=False, preserve_rng_state=block.training)
+    return checkpoint(run, total, sequence, use_reentrant=False)
