@@ -369,7 +369,7 @@ def make_step(mode: str, config: dict, lr: float, sharded: bool = False) -> Step
     model.train()
     forward = torch.compile(model, fullgraph=family == "ours") if "compile" in extras else model
     if "graph" in extras:
-        forward = graphed(model)
+        forward = graphed(forward)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if {"adamw", "inbackward"} & set(extras):
         from liger_models.optim import LigerAdamW, step_in_backward

@@ -231,12 +231,11 @@ class LigerAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this or torch's AdamW saved; moments become `state_dtype`."""
         self._settle()  # of which the state may be
-        # PyTorch would round the moments to the parameter's dtype; what is no tensor it passes on.
-        wrapped = {
-            key: {name: lambda value=value: value for name, value in values.items()}
-            for key, values in state_dict["state"].items()
-        }
-        super().load_state_dict({**state_dict, "state": wrapped})
+        last = self.register_load_state_dict_pre_hook(_wrapped)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
 
     def _loaded(self, param: Tensor, name: str, value: Any) -> Any:
         if name not in MOMENTS:  # the step: a tensor of its own, on the CPU, where reading it does not wait
@@ -272,8 +271,9 @@ class LigerAdamW(torch.optim.Optimizer):
                 loss = closure()
         if self._backwards is not None:
             most = max(self._backwards.values(), default=0)
+            removed = any(param.grad is not None for param in self._backwards)  # the hooks leave none
             self._backwards.clear()
-            if most > 1:
+            if most > 1 and not removed:
                 raise RuntimeError(
                     f"LigerAdamW: {most} backward passes since the last step; with step_in_backward, each was a step. "
                     "Call step() after each backward, or remove the hooks to add up gradients."
@@ -334,6 +334,15 @@ class LigerAdamW(torch.optim.Optimizer):
         if steps:
             torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)  # a number would become a tensor for each step
             torch.autograd.graph.increment_version(wrappers)
+
+
+def _wrapped(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """With functions for the state's values: PyTorch would round the moments; what is no tensor it passes on."""
+    state = {
+        key: {name: lambda value=value: value for name, value in values.items()}
+        for key, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
 
 
 def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:

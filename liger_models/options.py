@@ -16,8 +16,8 @@ def read_options(cls: type[Options], arguments: Sequence[str] | None = None, com
     """The options of a command line: those of a YAML or JSON file, if one is named, and what is given behind it.
 
     Args:
-        cls: a dataclass with fields of str, int, float, bool, list[str], and ``| None`` of these; ``metadata["help"]``
-            says what each is.
+        cls: a dataclass with fields of str, int, float and bool, also with ``| None``, and of list[str];
+            ``metadata["help"]`` says what each is.
         arguments: default: those of the process.
         command: its name in messages; default: that of the process.
     """
@@ -89,7 +89,7 @@ def _items(value: Any) -> Sequence[Any]:
 def _scalar(value: Any, kind: type) -> Any:
     if not isinstance(value, str | int | float) or isinstance(value, bool) != (kind is bool):
         raise TypeError(value)
-    if kind is int and int(value) != float(value):
+    if kind is int and isinstance(value, float) and int(value) != value:
         raise ValueError(value)
     return kind(value)  # YAML 1.1 takes 2e-5 for a text
 

@@ -19,8 +19,8 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
     later processes. Kernels of other packages run as ever.
 
     Args:
-        model: in the mode, and with the precision, compilation and sharding, that it will train with. Weights, buffers
-            and random number generators are left as they are.
+        model: in the mode, and with the precision, compilation and sharding, that it will train with. Weights and
+            random number generators are left as they are; not so buffers that a forward writes: no model here has any.
         batch: what the model is called with, of the sizes to come; with labels, or there is no backward. Results would
             be wrong, so there are none.
 

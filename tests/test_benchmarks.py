@@ -287,6 +287,16 @@ def test_a_run_of_the_same_day_that_is_measured_again_is_the_last(tmp_path):
     assert [row["tokens_per_s"] for row in report.read(tmp_path)] == [3.0]
 
 
+@pytest.mark.parametrize("mode", ["ours+graph", "ours+compile+graph"])
+def test_graphs_are_of_what_the_mode_names(monkeypatch, mode):
+    recorded, compiled = [], torch.nn.Identity()
+    monkeypatch.setattr(train, "build_ours", lambda config, extras: torch.nn.Linear(1, 1))
+    monkeypatch.setattr(torch, "compile", lambda model, fullgraph: compiled)
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda loss, sample: recorded.append(loss) or print)
+    train.make_step(mode, {}, lr=0.1).forward(torch.ones(1), torch.ones(1))
+    assert (recorded[0].model is compiled) == ("compile" in mode)
+
+
 def test_modes_have_names():
     assert report.title("hf+liger+ac") == "transformers + Liger Kernel, activation checkpointing"
     assert report.title("ours+offload20+new") == "liger_models, offload of 20 blocks, new"

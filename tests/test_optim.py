@@ -172,6 +172,25 @@ def test_loading_casts_and_lays_out():
     assert narrow.state[second]["exp_avg"].dtype == torch.bfloat16
 
 
+def test_hooks_see_the_state_that_is_loaded():
+    """And may change it; moments are not rounded to the parameter's dtype behind them."""
+    source = LigerAdamW(first := parameters(dtype=torch.bfloat16), state_dtype=torch.float32)
+    give_gradients(0, first)
+    source.step()
+    optimizer = LigerAdamW(second := parameters(dtype=torch.bfloat16), state_dtype=torch.float32)
+
+    def double(_, state_dict):
+        state = {key: value | {"exp_avg": 2 * value["exp_avg"]} for key, value in state_dict["state"].items()}
+        return state_dict | {"state": state}
+
+    hook = optimizer.register_load_state_dict_pre_hook(double)
+    for factor in (2, 1):
+        optimizer.load_state_dict(source.state_dict())
+        moments = [source.state[param]["exp_avg"] * factor for param in first]
+        assert_same([optimizer.state[param]["exp_avg"] for param in second], moments)
+        hook.remove()
+
+
 def test_copies_keep_the_options():
     params = parameters()
     optimizer = LigerAdamW(params, stochastic_rounding=True, state_dtype=torch.float32, seed=7)
@@ -358,6 +377,23 @@ def test_in_backward_errors():
         optimizer.step()
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
+
+
+def test_ordinary_steps_behind_a_loop_that_called_no_step():
+    models = [nn.Linear(4, 1) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [LigerAdamW(model.parameters(), lr=0.1) for model in models]
+    handles = step_in_backward(optimizers[1])
+    for step in range(4):
+        if step == 3:
+            for handle in handles:
+                handle.remove()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(1, 4)).sum().backward()
+            if optimizer is optimizers[0] or step == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same(models[0].parameters(), models[1].parameters())
 
 
 # With torch.compile and torch.distributed

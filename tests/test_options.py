@@ -34,6 +34,9 @@ def test_a_file_and_what_takes_precedence(tmp_path):
     (tmp_path / "b.yaml").write_text("data: [a, b]\nrate: 2e-5\nsteps: 10\n")
     assert read_options(Options, [str(tmp_path / "b.yaml")]) == Options(data=["a", "b"], rate=2e-5, steps=10)
     assert read_options(Options, ["--data", "x"]) == Options(data=["x"])
+    exact = 2**63 - 1  # not a float
+    assert read_options(Options, ["--data", "x", "--steps", str(exact)]).steps == exact
+    assert options_from(Options, {"data": "x", "steps": exact}).steps == exact
 
 
 def test_help(capsys):

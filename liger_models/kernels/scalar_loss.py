@@ -89,7 +89,7 @@ class HandOver(torch.autograd.Function):
 
     ``op(*inputs, *options)`` with ``tensors`` inputs returns the loss, other results (no gradient), the gradients of
     the inputs at ``places`` (whatever it likes for those that need none), and a scale that these lack. A second
-    backward (``retain_graph``) runs it again.
+    backward (``retain_graph``) runs it again; a second derivative (``create_graph``) is an error.
     """
 
     @staticmethod
@@ -103,6 +103,10 @@ class HandOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph: what was made in the forward has no graph
+            raise RuntimeError(
+                "backward: a fused loss has no second derivative, got create_graph=True. Take a loss of the logits."
+            )
         saved = ctx.saved_tensors
         inputs, scale = saved[:-1], saved[-1]
         gradients: list[Tensor | None] = [None] * (3 + len(inputs) + len(ctx.rest))

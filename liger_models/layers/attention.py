@@ -21,7 +21,7 @@ from liger_models.kernels.rms_norm import scale_normed
 from liger_models.kernels.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
 
 from .norm import LigerRMSNorm, Norm, add_norm, add_norm_linear
-from .recompute import recomputes
+from .recompute import draws, recomputes
 from .sequence import VARLEN_OPTIONS, Segments, Sequence, takes_flash, takes_segments
 from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, check_parts
 
@@ -353,14 +353,10 @@ class LigerAttention(nn.Module):
         if recomputes(self) and sequence.cache is None:  # which would be appended to again
             y, residual = checkpoint(
                 self._add_norm, norm, x, residual, sequence,
-                use_reentrant=False, preserve_rng_state=self.training and self._draws(),
+                use_reentrant=False, preserve_rng_state=draws(self, self.dropout),
             )  # fmt: skip
             return y, residual
         return self._add_norm(norm, x, residual, sequence)
-
-    def _draws(self) -> bool:
-        """Whether training takes random numbers: for its own dropout, or that of what wraps a projection."""
-        return self.dropout > 0 or any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.modules())
 
     def _add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, sequence: Sequence

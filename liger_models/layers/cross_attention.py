@@ -12,7 +12,7 @@ from liger_models.kernels.dispatch import check
 
 from .attention import attention, check_heads
 from .norm import LigerRMSNorm, add_norm_linear
-from .recompute import recomputes
+from .recompute import draws, recomputes
 from .sequence import DecodeCache, Sequence, number_documents, parts_mask, takes_segments
 from .tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -176,7 +176,7 @@ class LigerCrossAttention(nn.Module):
         if recomputes(self):
             y, residual = checkpoint(
                 self._add_norm, norm, x, residual, images,
-                use_reentrant=False, preserve_rng_state=self.training and self.dropout > 0,
+                use_reentrant=False, preserve_rng_state=draws(self, self.dropout),
             )  # fmt: skip
             return y, residual
         return self._add_norm(norm, x, residual, images)

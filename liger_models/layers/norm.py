@@ -77,7 +77,8 @@ class LigerRMSNorm(nn.Module):
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
-        if x is None:
+        if x is None or is_hooked(self):
+            _, residual = add_norm(None, x, residual)
             return self(residual), residual
         function = add_rms_norm if self.kernel else add_rms_norm_reference
         return function(x, residual, self.own_weight(), self.eps, self.offset, self.scale_in_fp32)
@@ -128,7 +129,8 @@ class LigerLayerNorm(nn.Module):
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
-        if x is None:
+        if x is None or is_hooked(self):
+            _, residual = add_norm(None, x, residual)
             return self(residual), residual
         function = add_layer_norm if self.kernel else add_layer_norm_reference
         return function(x, residual, *self._own(), self.eps)
@@ -152,16 +154,22 @@ def is_plain(*modules: nn.Module) -> bool:
     """True if a fused op may read these modules' weights itself instead of calling them.
 
     Not so for anything that replaces or wraps a linear layer (adapters, quantised or float8 linears, weights that are
-    cut by others than `apply_tp`) and for modules with hooks: those are called.
+    cut by others than `apply_tp`) and for modules with hooks or a forward of their own: those are called.
     """
     ours = (LigerRMSNorm, ColumnParallelLinear, RowParallelLinear, WholeLinear)
     return all(
         type(module) in (nn.Linear, *ours)
         and not (isinstance(module, WholeLinear) and module.ranks is not None)
         and (type(module.weight) in (nn.Parameter, Tensor) or (type(module) in ours and is_cut(module.weight)))
-        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        and not is_hooked(module)
         for module in modules
     )
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a call of the module does more than the forward of its class."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or "forward" in vars(module)
 
 
 def autocast_weights(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .norm import is_hooked
+
 _REPEATS: ContextVar[bool | None] = ContextVar("repeats", default=None)
 
 
@@ -21,6 +23,14 @@ def repeats() -> bool | None:
 def recomputes(part: Any) -> bool:
     """Whether a part of a block is to be made again by itself: not where all of the block is."""
     return bool(part.recompute) and torch.is_grad_enabled() and repeats() is None
+
+
+def draws(part: nn.Module, dropout: float) -> bool:
+    """Whether a part of a block takes random numbers: for its dropout, or in what is hooked to or wraps its layers."""
+    return (part.training and dropout > 0) or any(
+        is_hooked(module) or (isinstance(module, nn.Dropout) and module.training and module.p > 0)
+        for module in part.modules()
+    )
 
 
 def is_compiled(block: nn.Module) -> bool:
@@ -42,4 +52,4 @@ def run_again(block: nn.Module, x: Tensor | None, residual: Tensor, sequence: An
             repeated = True
 
     total = residual if x is None else (residual + x).to(residual.dtype)
-    return checkpoint(run, total, sequence, use_reentrant=False, preserve_rng_state=block.training)
+    return checkpoint(run, total, sequence, use_reentrant=False)

@@ -260,6 +260,16 @@ def test_inputs_and_upstream_are_left_alone_and_a_second_backward_agrees(backend
         assert all(torch.equal(a, c) for a, c in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("head", [False, True])
+def test_a_second_derivative_is_an_error(backend, head):
+    """And not a gradient without a graph, of which a penalty would be nothing."""
+    x, weight, target = torch.randn(N, C, device=backend), torch.randn(V, C, device=backend), targets(backend)
+    x.requires_grad_()
+    loss = (linear_cross_entropy(x, weight, target) if head else cross_entropy(x @ weight.t(), target)).loss
+    with pytest.raises(RuntimeError, match="a fused loss has no second derivative"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
 def test_logits_that_another_op_saved_are_not_overwritten(backend):
     x = torch.randn(N, V, device=backend, requires_grad=True)
     logits = x.exp()  # exp saves its output

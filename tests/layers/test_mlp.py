@@ -39,7 +39,7 @@ class Doubled(nn.Linear):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("with_norm", [True, False], ids=["norm", "no-norm"])
 def test_norm_and_mlp_together(with_norm, recompute, kernel_device):
-    """The fused path, a replaced linear, and a hook: each is what the modules say."""
+    """The fused path, hooks, a replaced forward, a replaced linear: each is what the modules say."""
     torch.manual_seed(0)
     norm, mlp = LigerRMSNorm(8).to(kernel_device) if with_norm else None, LigerSwiGLUMLP(CONFIG).to(kernel_device)
     normed = norm or nn.Identity()
@@ -60,5 +60,12 @@ def test_norm_and_mlp_together(with_norm, recompute, kernel_device):
     check()
     assert calls
     hook.remove()
+    hook = mlp.down_proj.register_full_backward_pre_hook(lambda module, gradients: (3 * gradients[0],))
+    check()
+    hook.remove()
+    forward = mlp.down_proj.forward
+    mlp.down_proj.forward = lambda x: 2 * forward(x)
+    check()
+    del mlp.down_proj.forward
     mlp.gate_up_proj.__class__ = Doubled
     check()

@@ -4,7 +4,7 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from liger_models import LigerRMSNorm
+from liger_models import LigerLayerNorm, LigerRMSNorm
 from liger_models.layers.norm import add_norm_linear
 
 from .test_mlp import Doubled
@@ -48,6 +48,23 @@ def test_add_norm_linear(x, kernel_device):
     y, new = add_norm_linear(None, linear, x, residual)
     torch.testing.assert_close(new, total)
     torch.testing.assert_close(y, linear(total))
+
+
+@pytest.mark.parametrize("cls", [LigerRMSNorm, LigerLayerNorm])
+@pytest.mark.parametrize("x", [None, torch.full((3, 8), 0.5)], ids=["first", "add"])
+def test_hooks_of_a_norm_are_called(cls, x, kernel_device):
+    """Wherever it stands: the sum before it is then made by itself."""
+    torch.manual_seed(0)
+    norm, linear = cls(8).to(kernel_device), nn.Linear(8, 5).to(kernel_device)
+    residual = torch.randn(3, 8, device=kernel_device)
+    x = None if x is None else x.to(kernel_device)
+    total = residual if x is None else residual + x
+    expected = norm(total)
+    norm.register_forward_hook(lambda module, args, out: 2 * out)
+    y, new = norm.add(x, residual)
+    torch.testing.assert_close((y, new), (2 * expected, total))
+    y, new = add_norm_linear(norm, linear, x, residual)
+    torch.testing.assert_close((y, new), (linear(2 * expected), total))
 
 
 def test_bad_arguments():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from liger_models import LigerGemma2, LigerGranite, LigerLlama
+from liger_models import LigerGemma2, LigerGranite, LigerLlama, LigerMixtral
 from liger_models.kernels import gated_mlp
 from liger_models.layers.sequence import DecodeCache
 
@@ -84,10 +84,20 @@ def test_what_an_mlp_returns_is_made_again_where_it_is_used_besides(kernel_devic
 
 @pytest.mark.parametrize("training", [True, False])
 def test_what_a_hook_draws_is_drawn_again(backend, training):
+    """In evaluation, too, where only a dropout may be left on."""
     model = build(LigerLlama, backend).train(training)
-    model.layers[1].register_forward_hook(lambda block, args, out: (F.dropout(out[0], 0.5, training), out[1]))
+    model.layers[1].register_forward_hook(lambda block, args, out: (F.dropout(out[0], 0.5), out[1]))
     want = gradients(model, "none", backend)
     torch.testing.assert_close(gradients(model, "full", backend), want)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_drawn_in_attention_is_drawn_again(training):
+    """Where it is made again by itself: in a block with experts, in a compiled one."""
+    model = build(LigerMixtral, "cpu").train(training)
+    model.layers[1].self_attn.qkv_proj.register_forward_hook(lambda linear, args, out: F.dropout(out, 0.5))
+    want = gradients(model, "none", "cpu")
+    torch.testing.assert_close(gradients(model, "full", "cpu"), want)
 
 
 def test_keys_and_values_of_a_decode_cache_are_appended_once():
