@@ -281,8 +281,26 @@ def test_steps_are_those_of_the_last_run_with_transformers(tmp_path, benchmark):
     assert [line[-3 if benchmark == "train" else -2] for line in cells(table)] == ["1.000", "1.200", ""]
 
 
+def test_all_of_a_page_is_of_one_run(tmp_path):
+    later = {"commit": "def", "date": "2026-01-02"}
+    rows = [
+        train_row("hf+liger", 100.0),
+        train_row("ours", 110.0),
+        train_row("ours+fp8+blocks", 130.0),
+        train_row("hf+liger", 50.0, **later),
+        train_row("ours", 60.0, **later),
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = report.read(tmp_path)
+    shown = {(line[2], line[3]): line[8] for line in cells(report.train_table(rows))}
+    assert shown == {("def", "transformers + Liger Kernel"): "1.000", ("def", "liger_models"): "1.200"}
+    short = {line[1]: line[3] for line in cells(report.short_table(rows))}
+    assert short == {"transformers + Liger Kernel": "1.000", "liger_models": "1.200"}
+    assert [length for _, length, _ in report.bars("train", rows)] == [50.0, 60.0]
+
+
 def test_a_run_of_the_same_day_that_is_measured_again_is_the_last(tmp_path):
-    rows = [train_row("hf", rate, commit=commit) for rate, commit in ((1.0, "abc"), (2.0, "def"), (3.0, "abc"))]
+    rows = [train_row("ours", rate, commit=commit) for rate, commit in ((1.0, "abc"), (2.0, "def"), (3.0, "abc"))]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [row["tokens_per_s"] for row in report.read(tmp_path)] == [3.0]
 

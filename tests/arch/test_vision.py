@@ -368,7 +368,8 @@ def test_wrong_numbers_are_named(pair):
         ours(batch.ids, attention_mask=torch.ones(1, 3), **batch.inputs)
     swapped = Batch(ours, [[2, ("image", (1, 2, 3)), 4], [2, ("video", (2, 1, 2)), ("image", (1, 1, 2)), 3]])
     swapped.inputs["image_grid_thw"] = swapped.inputs["image_grid_thw"].flip(0)
-    with pytest.raises(ValueError, match=r"of each image must stand together in input_ids .*, got 1 apart .* order"):
+    message = r"of each image must stand together in input_ids and in one document, got 1 apart .* order"
+    with pytest.raises(ValueError, match=message):
         ours(swapped.ids, **swapped.inputs)
     start = int((batch.ids[0] == ours.config.image_token_id).nonzero()[0])
     for cut, apart in ((start, False), (start + 3, True), (start + 6, False)):
