@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from benchmarks.train import graphed
 from liger_models import KernelOptions, LigerFusedLinearDPOLoss, LigerLlama, LlamaConfig
 from liger_models.kernels.collectives import Ranks
 from liger_models.kernels.linear_cross_entropy import Words
@@ -314,19 +315,11 @@ def test_ignored_rows_cost_no_wait(monkeypatch):
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")  # PyTorch's own warm-up
 @pytest.mark.parametrize("policy", ["none", "selective"])
 def test_forward_and_backward_as_cuda_graphs(policy):
-    class Loss(torch.nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, input_ids, labels):
-            return (self.model(input_ids, labels=labels).loss,)
-
     model = LigerLlama(CONFIG).cuda()
     model.set_checkpointing(policy)
     plain = copy.deepcopy(model)
     batches = torch.randint(CONFIG.vocab_size, (3, 4, 64), device="cuda")
-    replay = torch.cuda.make_graphed_callables(Loss(model), (batches[0], batches[0]))
+    replay = graphed(model)
     for ids in batches:
         (loss,), want = replay(ids, ids), plain(ids, labels=ids).loss
         torch.testing.assert_close(loss, want)
