@@ -360,10 +360,16 @@ def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
         The hooks' handles: ``remove()`` each to go back to ordinary steps.
 
     Raises:
+        TypeError: another optimizer, which steps for all parameters together.
         RuntimeError: a parameter that has a gradient already, or one that only DistributedDataParallel could average.
 
     Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html.
     """
+    if not isinstance(optimizer, LigerAdamW):
+        raise TypeError(
+            f"step_in_backward: optimizer must be a LigerAdamW, got {type(optimizer).__name__}. Of others make one for "
+            "each parameter, and let a hook call its step, as the tutorial in the docstring does."
+        )
     backwards: Counter[Tensor] = Counter()
     trained = [entry for entry in optimizer._parameters() if entry[1].requires_grad]
     for _, param, _ in trained:

@@ -63,7 +63,8 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
                 loss.backward()
     finally:
         knobs.runtime.jit_cache_hook = before
-        model.zero_grad(set_to_none=True)
+        for parameter in trained:
+            parameter.grad = None
 
     def compile_all(wanted: int) -> None:
         with AsyncCompileMode(pool), torch.cuda.device(wanted):

@@ -187,6 +187,8 @@ def test_trainer_checkpoints_activations(folder):
     model.gradient_checkpointing_enable(every_n_layers=2, offload=True)
     assert model.checkpointing == ["full", "none"]
     assert model.offloaded == {0, 1}
+    with pytest.raises(ValueError, match=r'every_n_layers must be at least 1, got 0. set_checkpointing\("none"\)'):
+        model.gradient_checkpointing_enable(every_n_layers=0)
 
 
 def test_trainer_sets_use_cache_and_nothing_else():

@@ -365,6 +365,8 @@ def test_in_backward_frozen_parameters_and_loaded_state():
 
 def test_in_backward_errors():
     model = nn.Linear(4, 1)
+    with pytest.raises(TypeError, match="optimizer must be a LigerAdamW, got AdamW"):
+        step_in_backward(torch.optim.AdamW(model.parameters()))
     optimizer = LigerAdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     with pytest.raises(RuntimeError, match=r"has a gradient already. Call zero_grad\(\) first"):

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -94,7 +95,7 @@ def kernels(monkeypatch):
     made = Kernel("liger_models.kernels.rope"), Kernel("another.package")
     model = torch.nn.Identity()
     model.forward = both
-    return *made, lambda: warm_up(model), forked
+    return *made, partial(warm_up, model), forked
 
 
 def test_kernels_of_others_run(kernels):
@@ -124,6 +125,15 @@ def test_generators_of_the_device_that_computes_are_kept(kernels):
     *_, warm, forked = kernels
     warm()
     assert forked == [{torch.device("cuda", 0)}]
+
+
+def test_gradients_of_frozen_parameters_stay(kernels):
+    *_, warm, _ = kernels
+    frozen = warm.args[0].weight = torch.nn.Parameter(torch.ones(3))
+    frozen.sum().backward()
+    frozen.requires_grad_(False)
+    warm()
+    assert frozen.grad.tolist() == [1, 1, 1]
 
 
 PROGRAM = """

@@ -345,7 +345,14 @@ class CausalLM(nn.Module):
             activation_checkpointing_kwargs: of ``torch.utils.checkpoint``; not used.
             every_n_layers: policy "full" for the first of so many blocks.
             offload: what all blocks keep is in host memory in the meantime.
+
+        Raises:
+            ValueError: ``every_n_layers`` below 1.
         """
+        check(
+            every_n_layers >= 1,
+            f'every_n_layers must be at least 1, got {every_n_layers}. set_checkpointing("none") keeps everything.',
+        )
         blocks = len(self.layers)
         policies = ["none" if index % every_n_layers else "full" for index in range(blocks)]
         self.set_checkpointing(policies, offload_layers=blocks if offload else 0)
