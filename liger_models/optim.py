@@ -72,7 +72,7 @@ class _Staging:
         if self._last is not None:
             self._next[self._last] = param
         self._last = param
-        host, visit = [state[param][name] for name in MOMENTS], None
+        host, visit = _moments(state[param]), None
         while self._coming and visit is None:  # what comes before it was fetched in vain
             found = self._coming.pop(first := next(iter(self._coming)))
             same = first is param and all(a is b for a, b in zip(found.host, host, strict=True))
@@ -93,7 +93,7 @@ class _Staging:
         self._gone.append(visit)
         ahead = self._next.get(next(reversed(self._coming), param))
         while ahead is not None and ahead not in self._coming and state.get(ahead):
-            visit_ahead = self._fetch(ahead, [state[ahead][name] for name in MOMENTS])
+            visit_ahead = self._fetch(ahead, _moments(state[ahead]))
             if visit_ahead is None:
                 break
             self._coming[ahead] = visit_ahead
@@ -131,6 +131,16 @@ class _Staging:
         self._out.synchronize()
 
 
+def _local(tensor: Any) -> Tensor:
+    """This rank's part of a DTensor."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _moments(state: Mapping[str, Any]) -> list[Tensor]:
+    return [_local(state[name]) for name in MOMENTS]
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // 256) * 256
 
@@ -158,7 +168,7 @@ class LigerAdamW(torch.optim.Optimizer):
             the next, and replicas stay equal.
 
     Raises:
-        ValueError: an option out of its range, or the state of an AMSGrad; DTensors in ``offload``.
+        ValueError: an option out of its range, or the state of an AMSGrad.
         RuntimeError: sparse gradients; see also `step_in_backward`.
 
     Source: https://arxiv.org/abs/1711.05101.
@@ -193,10 +203,6 @@ class LigerAdamW(torch.optim.Optimizer):
         )
         self.stochastic_rounding, self.state_dtype, self.seed = stochastic_rounding, state_dtype, seed
         self.offload = set(offload)
-        check(
-            not any(hasattr(param, "to_local") for param in self.offload),
-            "LigerAdamW: offload must hold plain tensors, got a DTensor. FSDP2 has apply_fsdp(..., cpu_offload=True).",
-        )
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, options)
         owned = {param for _, param, _ in self._parameters()}
@@ -247,7 +253,7 @@ class LigerAdamW(torch.optim.Optimizer):
         return value if value.stride() == param.stride() else torch.empty_like(param, dtype=dtype).copy_(value)
 
     def _moment_bytes(self, param: Tensor) -> int:
-        return param.numel() * (self.state_dtype or param.dtype).itemsize
+        return _local(param).numel() * (self.state_dtype or param.dtype).itemsize
 
     def _offloads(self, param: Tensor) -> bool:
         return param.device.type == "cuda" and param in self.offload and self._moment_bytes(param) >= SMALLEST
@@ -306,12 +312,11 @@ class LigerAdamW(torch.optim.Optimizer):
                 self._settle()
             staging = self._stage(param.device) if offloads else None
             visit = staging.take(param, self.state) if staging else None
-            tensors: list[Any] = [param, grad, *(visit.here if visit else (state[name] for name in MOMENTS))]
-            if hasattr(param, "to_local"):
+            placements = getattr(param, "placements", None)
+            if placements is not None:
                 wrappers.append(param)
-                if grad.placements != tensors[0].placements:
-                    tensors[1] = grad.redistribute(placements=tensors[0].placements)
-                tensors = [tensor.to_local() for tensor in tensors]
+                if grad.placements != placements:
+                    grad = grad.redistribute(placements=placements)
             hyper = Hyper(
                 lr=float(group["lr"]),
                 beta1=group["betas"][0],
@@ -321,8 +326,8 @@ class LigerAdamW(torch.optim.Optimizer):
                 maximize=group["maximize"],
                 step=int(state["step"]) + 1,
             )
-            p, g, m, v = tensors
-            update = Update(p, g, m, v, hyper, stream)
+            first, second = visit.here if visit else _moments(state)
+            update = Update(_local(param), _local(grad), first, second, hyper, stream)
             steps.append(state["step"])
             if staging and visit:
                 run([update])

@@ -11,13 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from liger_models import LigerFusedLinearDPOLoss
+from liger_models import LigerAdamW, LigerFusedLinearDPOLoss, optim, step_in_backward
 from liger_models.layers import offload
-from liger_models.parallel import apply_fsdp, compile_blocks, reshard
+from liger_models.parallel import apply_fsdp, compile_blocks, load_state, reshard, save_state
 from liger_models.parallel.fsdp import _Exchange, _Passes
 
 from .images import image_batch, image_config
@@ -464,3 +465,51 @@ def test_images_on_one_rank_alone(two, arch, frozen):
 
 def share_with_images(arch: str, frozen: str) -> dict[str, Any]:
     return with_images(arch, frozen, dist.get_rank(), dist.get_world_size())
+
+
+def moments_away(device: str, folder: str, in_backward: bool) -> None:
+    mesh = init_device_mesh(device, (2,))
+
+    def make(away: bool):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64, device=device) for _ in range(4)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = LigerAdamW(model.parameters(), lr=1e-2, offload=model[1:].parameters() if away else ())
+        if in_backward:
+            step_in_backward(optimizer)
+        return model, optimizer
+
+    runs = [make(False), make(True)]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with mock.patch.object(optim, "SMALLEST", 0):
+        for step in range(6):
+            if step == 3:
+                for away, run in enumerate(runs):
+                    save_state(f"{folder}/{away}", step, *run)
+                runs = [make(False), make(True)]
+                for away, run in enumerate(runs):
+                    assert load_state(f"{folder}/{away}", *run) == step
+            x = torch.randn(8, 64, generator=generator).to(device)
+            for model, optimizer in runs:
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        (model, _), (other, away) = runs
+        for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours.to_local(), theirs.to_local())
+        for parameter, state in away.state_dict()["state"].items():
+            assert state["exp_avg"].placements == (Shard(0),)
+            assert state["exp_avg"].to_local().is_pinned() == (device == "cuda" and parameter >= 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_moments_on_the_host_of_gpus(two_gpus, tmp_path, in_backward):
+    two_gpus(moments_away, "cuda", str(tmp_path), in_backward)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_what_the_gpus_are_to_run_with_moments_away(two, tmp_path, in_backward):
+    two(moments_away, "cpu", str(tmp_path), in_backward)
