@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from .convert.ranks import world_size
 from .kernels.adamw import Hyper, Update, adamw_
 from .kernels.dispatch import check
+from .layers.offload import Inbound
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -38,8 +39,8 @@ class _Visit:
     here: list[Tensor]
     start: int
     end: int
-    arrived: torch.cuda.Event
-    left: torch.cuda.Event | None = None
+    arrived: torch.Event
+    left: torch.Event | None = None
 
     def meets(self, start: int, end: int) -> bool:
         return self.start < end and start < self.end
@@ -52,7 +53,7 @@ class _Staging:
     behind them. The copies run on streams of their own; the host waits for nothing.
     """
 
-    def __init__(self, device: torch.device, room: int, left: dict[Tensor, torch.cuda.Event]) -> None:
+    def __init__(self, device: torch.device, room: int, left: dict[Tensor, torch.Event]) -> None:
         self._room = torch.empty(room, dtype=torch.uint8, device=device)
         self._at = 0
         self._coming: dict[Tensor, _Visit] = {}
@@ -62,10 +63,11 @@ class _Staging:
         """After the last copy back of each parameter's, from whichever device."""
         self._next: dict[Tensor, Tensor] = {}
         self._last: Tensor | None = None
-        self._into, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._into.wait_stream(torch.cuda.current_stream(device))  # which may still use the memory of the room
-        for stream in (self._into, self._out):  # and these, when others want it
-            self._room.record_stream(stream)
+        self._into, self._out = Inbound(device), torch.Stream(device)
+        # Others may still use the memory of the room, and may not have it before the copies are over.
+        self._into.wait(torch.accelerator.current_stream(device).record_event())
+        self._into.holds(self._room)
+        self._room.record_stream(self._out)
 
     def take(self, param: Tensor, state: Mapping[Tensor, Any]) -> _Visit:
         """The moments, on the GPU, for what the current stream computes next."""
@@ -80,13 +82,13 @@ class _Staging:
                 visit = found
         visit = visit or self._fetch(param, host)
         assert visit is not None  # the room is empty
-        torch.cuda.current_stream(self._room.device).wait_event(visit.arrived)
+        torch.accelerator.current_stream(self._room.device).wait_event(visit.arrived)
         return visit
 
     def give(self, param: Tensor, visit: _Visit, state: Mapping[Tensor, Any]) -> None:
         """Send them back after what the current stream computes, and fetch those of the next parameters."""
-        self._out.wait_stream(torch.cuda.current_stream(self._room.device))
-        with torch.cuda.stream(self._out):
+        self._out.wait_stream(torch.accelerator.current_stream(self._room.device))
+        with self._out:
             for host, here in zip(visit.host, visit.here, strict=True):
                 host.copy_(here, non_blocking=True)
         visit.left = self._left[param] = self._out.record_event()
@@ -113,18 +115,17 @@ class _Staging:
         self._at = end
         for visit in self._gone:
             if visit.meets(start, end) and visit.left is not None:
-                self._into.wait_event(visit.left)
+                self._into.wait(visit.left)
         self._gone = [visit for visit in self._gone if not visit.meets(start, end)]
         if param in self._left:
-            self._into.wait_event(self._left[param])
+            self._into.wait(self._left[param])
         here = [
             place.view(moment.dtype).as_strided(moment.shape, moment.stride())
             for place, moment in zip(places, host, strict=True)
         ]
-        with torch.cuda.stream(self._into):
-            for moment, copy in zip(host, here, strict=True):
-                copy.copy_(moment, non_blocking=True)
-        return _Visit(host, [moment._version for moment in host], here, start, end, self._into.record_event())
+        stored = [moment.as_strided((moment.numel(),), (1,)).view(torch.uint8) for moment in host]
+        arrived = self._into.copy(zip(places, stored, strict=True))
+        return _Visit(host, [moment._version for moment in host], here, start, end, arrived)
 
     def settle(self) -> None:
         """Wait until all that was given is in host memory."""

@@ -594,8 +594,8 @@ def test_moments_on_the_host(in_backward):
         x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
         for model, optimizer in zip(models, optimizers, strict=True):
             for staging in (optimizer._staging or {}).values():
-                for late in (staging._into, staging._out):
-                    with torch.cuda.stream(late):
+                for late in (*staging._into.streams, staging._out):
+                    with late:
                         torch.cuda._sleep(20_000_000)
             y = x
             for number, layer in enumerate(model):
@@ -619,7 +619,7 @@ def test_memory_of_the_room_is_not_taken_while_copies_are_under_way():
     device, moments = torch.device("cuda"), [torch.ones(2**20, pin_memory=True) for _ in range(2)]
     room = 2 * sum(moment.nbytes for moment in moments)
     staging = liger_models.optim._Staging(device, room, left={})
-    with torch.cuda.stream(staging._into):
+    with staging._into.streams[0]:
         torch.cuda._sleep(100_000_000)
     for _ in range(2):
         staging._fetch(moments[0], moments)

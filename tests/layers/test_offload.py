@@ -5,7 +5,7 @@ import torch
 
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.layers import offload
-from liger_models.layers.offload import Kept, Offload
+from liger_models.layers.offload import Inbound, Kept, Offload
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -165,3 +165,16 @@ def test_memory_moves_to_the_host():
             loss.backward()
             model.zero_grad(set_to_none=True)
     assert held[8] <= held[0] * 0.2  # what is kept outside of the blocks
+
+
+@pytest.mark.gpu
+def test_copies_of_the_computation_come_in_between():
+    """A GPU takes up all copies of one stream first: those of FSDP2, on the computation's, would come last."""
+    host, small = (torch.ones(size, dtype=torch.uint8, pin_memory=True) for size in (2**26, 2**20))
+    place, last = (torch.zeros(size, dtype=torch.uint8, device="cuda") for size in (2**26, 8))
+    torch.cuda.synchronize()
+    arrived = Inbound(place.device).copy([*[(place, host)] * 64, (last, host[:8])])
+    copied, before = small.to("cuda", non_blocking=True), last.clone()
+    arrived.synchronize()
+    assert copied.all()
+    assert (before.tolist(), last.tolist()) == ([0] * 8, [1] * 8)
