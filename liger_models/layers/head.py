@@ -1,5 +1,6 @@
 """Language-model head, with the loss inside its forward."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,18 +39,28 @@ class _Rows(torch.autograd.Function):
         return dy.new_zeros(ctx.size, dy.shape[1]).index_copy_(0, rows, dy), None
 
 
+@functools.cache
+def _aside(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
 class Targets:
     """Targets [...] of which those with −100 need no logits: how many others there are is on its way to the host.
 
-    Made before the blocks run, it is known when the head wants it, and the device has not been waited for.
+    Made before the blocks run, it is known when the head wants it, and the device has not been waited for. The copy has
+    a stream of its own, so that the computation doesn't wait for moments that are on their way to the host before it.
     """
 
     def __init__(self, target: Tensor) -> None:
         self.target, self.ignored = target, (target == -100).flatten()
         self.count, self.copied = (~self.ignored).sum(), None
         if target.device.type in ACCELERATORS:
-            self.count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(self.count, non_blocking=True)
-            self.copied = torch.accelerator.current_stream(target.device).record_event()
+            stream, count = _aside(target.device), self.count
+            stream.wait_stream(torch.accelerator.current_stream(target.device))
+            count.record_stream(stream)
+            with stream:
+                self.count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(count, non_blocking=True)
+            self.copied = stream.record_event()
 
     def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [..., C] and the targets [...], or of both a multiple of 256 rows [n, ...], among them all that count."""

@@ -11,7 +11,7 @@ from liger_models.kernels.collectives import Ranks
 from liger_models.kernels.linear_cross_entropy import Words
 from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.head import LigerLMHead, Targets
 from liger_models.lora import LoRAConfig, apply_lora
 
 from ..test_readme import ROOT, blocks
@@ -309,6 +309,24 @@ def test_ignored_rows_cost_no_wait(monkeypatch):
         captured = model(ids, labels=labels).loss
     graph.replay()
     torch.testing.assert_close(captured, loss.detach())
+
+
+@pytest.mark.gpu
+def test_counting_targets_waits_for_no_copies_to_the_host():
+    many, last = (torch.zeros(size, dtype=torch.uint8, pin_memory=True) for size in (2**26, 8))
+    ones, before = torch.ones(2**26, dtype=torch.uint8, device="cuda"), torch.ones(8, dtype=torch.uint8, device="cuda")
+    target = torch.arange(1024, device="cuda").where(torch.arange(1024, device="cuda") < 300, -100)
+    torch.cuda.synchronize()
+    with torch.Stream("cuda"):
+        for _ in range(64):
+            many.copy_(ones, non_blocking=True)
+        last.copy_(ones[:8], non_blocking=True)
+    targets = Targets(target)
+    before.copy_(last, non_blocking=True)
+    rows, kept = targets.select(ones[:1024, None].bfloat16())
+    torch.cuda.synchronize()
+    assert (before.tolist(), last.tolist()) == ([0] * 8, [1] * 8)
+    assert (rows.shape, kept[:300].tolist()) == ((512, 1), list(range(300)))
 
 
 @pytest.mark.gpu
