@@ -39,14 +39,20 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the code measured: from $COMMIT where the tree travels without its repository, else from git."""
+    """Of the code measured: from $COMMIT where the tree travels without its repository, else from git.
+
+    "-dirty" says that this code was changed; results and pages are, too, by every run, and don't count.
+    """
     if "COMMIT" in os.environ:
         return os.environ["COMMIT"]
+    git = ["git", "-C", str(report.ROOT)]
     try:
-        command = ["git", "-C", str(report.ROOT), "describe", "--always", "--dirty"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        found = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    code = ["benchmarks", "liger_models", "tests/data", ":!benchmarks/results"]
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code]).returncode
+    return found.stdout.strip() + ("-dirty" if changed else "")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -204,6 +205,30 @@ def test_commit_without_a_repository(tmp_path, monkeypatch):
     monkeypatch.delenv("COMMIT", raising=False)
     monkeypatch.setattr(report, "ROOT", tmp_path)
     assert command.commit() == "unknown"
+
+
+def test_a_run_that_writes_results_and_pages_keeps_its_commit(tmp_path, monkeypatch):
+    """Tables are of one run by its commit, which was another as soon as a row was in a file of the repository."""
+
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    files = [tmp_path / name for name in ("README.md", "benchmarks/results/a.jsonl", "liger_models/a.py")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("a\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "a")
+    monkeypatch.delenv("COMMIT", raising=False)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    before = command.commit()
+    for file in files[:2]:
+        file.write_text("b\n")
+    assert command.commit() == before
+    files[2].write_text("b\n")
+    assert command.commit() == before + "-dirty"
 
 
 # The report
