@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -55,6 +56,13 @@ def commit() -> str:
     return found.stdout.strip() + ("-dirty" if changed else "")
 
 
+@functools.cache
+def device() -> str:
+    """The GPU's name, by a process that ends: this one takes none of its memory."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a process measures: the beginning of its rows, its command, the file that the rows go to."""
@@ -73,7 +81,7 @@ class Measurement:
     def __init__(self, plan: Plan) -> None:
         date = datetime.date.today().isoformat()
         self.file = plan.file
-        self.row = plan.row | {"date": date, "commit": commit(), "versions": versions()}
+        self.row = plan.row | {"date": date, "commit": commit(), "versions": versions(), "device": device()}
         self.folder = tempfile.TemporaryDirectory()
         caches = {name: f"{self.folder.name}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
         self.process = subprocess.Popen(

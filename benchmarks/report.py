@@ -49,7 +49,7 @@ Rows = list[Row]
 def read(folder: Path) -> Rows:
     """The latest row of each measurement, and of training steps, which are compared with each other, the last run's.
 
-    Runs differ by their commits; the last is that of the last row of transformers. A row that failed early has no
+    Runs differ by their commits; the last is that of the last row of transformers. An old row that failed early has no
     device: it ran where the row before it did.
     """
     latest: dict[tuple[str, ...], Row] = {}

@@ -149,6 +149,7 @@ def test_processes_run_in_turn_and_their_rows_are_kept(tmp_path, monkeypatch):
     (tmp_path / "ended_process.py").write_text(code + "raise SystemExit('out of memory')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("COMMIT", "abc")
+    monkeypatch.setattr(command, "device", lambda: "X")
     file = tmp_path / "results" / "ops.jsonl"
     planned = [
         command.Plan({"benchmark": "ops", "op": op, "mode": "torch"}, (module,), file)
@@ -166,6 +167,8 @@ def test_processes_run_in_turn_and_their_rows_are_kept(tmp_path, monkeypatch):
     reasons = ["MemoryError: none left", "exit status -9", "out of memory", "[rank1]: MemoryError: on one"]
     assert [row["error"] for row in rows[2:]] == reasons
     assert all(row["commit"] == "abc" and row["versions"]["torch"] and row["date"] for row in rows)
+    # Without it, a mode that fails on one GPU would take the place of its row of another.
+    assert {row["device"] for row in rows} == {"X"}
 
 
 def test_ops_are_planned_behind_the_ceilings(tmp_path):
