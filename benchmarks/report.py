@@ -49,8 +49,8 @@ Rows = list[Row]
 def read(folder: Path) -> Rows:
     """The latest row of each measurement, and of training steps, which are compared with each other, the last run's.
 
-    Runs differ by their commits; the last is that of the last row of transformers. An old row that failed early has no
-    device: it ran where the row before it did.
+    Runs differ by their commits; the last is that of the last row of transformers that is no error. An old row that
+    failed early has no device: it ran where the row before it did.
     """
     latest: dict[tuple[str, ...], Row] = {}
     for file in sorted(folder.glob("*.jsonl")):
@@ -70,7 +70,7 @@ def read(folder: Path) -> Rows:
     shown = [row for row in latest.values() if row["benchmark"] not in RUNS]
     of_runs = [row for row in latest.values() if row["benchmark"] in RUNS]
     for group in grouped(of_runs, "benchmark", "model", "gpus", "batch", "device").values():
-        peers = [row for row in group if of_transformers(row)] or group
+        peers = [row for row in group if of_transformers(row) and "error" not in row] or group
         last = sorted(peers, key=lambda row: row["date"])[-1]["commit"]
         shown += [row for row in group if row["commit"] == last]
     return shown

@@ -291,6 +291,15 @@ def test_train_table_compares_with_the_fastest_peer():
 
 
 @pytest.mark.parametrize("benchmark", ["train", "fsdp"])
+def test_a_run_in_which_transformers_only_fail_is_not_the_last(tmp_path, benchmark):
+    rows = [train_row("hf", 1.0), train_row("ours", 2.0)]
+    failed = {"date": "2026-01-02", "commit": "def", "error": "out of memory"}
+    rows.append({name: value for name, value in rows[0].items() if name != "tokens_per_s"} | failed)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row | {"benchmark": benchmark}) + "\n" for row in rows))
+    assert [row["commit"] for row in report.read(tmp_path)] == ["abc", "abc"]
+
+
+@pytest.mark.parametrize("benchmark", ["train", "fsdp"])
 def test_steps_are_those_of_the_last_run_with_transformers(tmp_path, benchmark):
     later = {"commit": "def", "date": "2026-01-02"}
     rows = [
