@@ -39,8 +39,8 @@ TITLES = {
 LABEL_WIDTH = 45
 """Of a plot, in characters."""
 
-RUNS = ("train", "fsdp")
-"""The benchmarks of training steps."""
+RUNS = ("train", "fsdp", "curves")
+"""The benchmarks that compare rows of one run: training steps, and curves, whose start each run makes anew."""
 
 Row = dict[str, Any]
 Rows = list[Row]

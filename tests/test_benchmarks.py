@@ -299,6 +299,12 @@ def test_a_run_in_which_transformers_only_fail_is_not_the_last(tmp_path, benchma
     assert [row["commit"] for row in report.read(tmp_path)] == ["abc", "abc"]
 
 
+def test_curves_are_of_one_run(tmp_path):
+    rows = [train_row("hf", 1.0), train_row("ours", 1.0), train_row("hf", 1.0, commit="def", date="2026-01-02")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row | {"benchmark": "curves"}) + "\n" for row in rows))
+    assert [(row["mode"], row["commit"]) for row in report.read(tmp_path)] == [("hf", "def")]
+
+
 @pytest.mark.parametrize("benchmark", ["train", "fsdp"])
 def test_steps_are_those_of_the_last_run_with_transformers(tmp_path, benchmark):
     later = {"commit": "def", "date": "2026-01-02"}
