@@ -276,7 +276,10 @@ def main(arguments: list[str] | None = None) -> None:
     if options.command == "report":
         if not any(options.results.glob("*.jsonl")):
             parser.error(f"--results must be a folder with JSON lines, {options.results} has none")
-        report.write(options.results)
+        try:
+            report.write(options.results)
+        except ValueError as error:
+            parser.error(str(error))
         return
     gpus = torch.cuda.device_count()
     if not gpus:

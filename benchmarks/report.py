@@ -42,8 +42,25 @@ LABEL_WIDTH = 45
 RUNS = ("train", "fsdp", "curves")
 """The benchmarks that compare rows of one run: training steps, and curves, whose start each run makes anew."""
 
+NEEDED = {"benchmark", "mode", "date", "commit", "versions"}
+"""What every row has."""
+
 Row = dict[str, Any]
 Rows = list[Row]
+
+
+def parse(file: Path, number: int, line: str) -> Row:
+    try:
+        row: Row = json.loads(line)
+        missing = NEEDED - row.keys()
+    except (ValueError, AttributeError):
+        missing = NEEDED
+    if missing:
+        raise ValueError(
+            f"report: {file}, line {number}: must be a JSON object with {distinct(NEEDED)}, "
+            f"it lacks {distinct(missing)}: {line[:60]!r}. Delete the line, and measure again what it was."
+        )
+    return row
 
 
 def read(folder: Path) -> Rows:
@@ -54,7 +71,9 @@ def read(folder: Path) -> Rows:
     """
     latest: dict[tuple[str, ...], Row] = {}
     for file in sorted(folder.glob("*.jsonl")):
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = [
+            parse(file, number, line) for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        ]
         device = next((row["device"] for row in rows if "device" in row), "unknown device")
         for row in rows:
             device = row.setdefault("device", device)

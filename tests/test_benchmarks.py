@@ -305,6 +305,16 @@ def test_curves_are_of_one_run(tmp_path):
     assert [(row["mode"], row["commit"]) for row in report.read(tmp_path)] == [("hf", "def")]
 
 
+@pytest.mark.parametrize("line", ['{"benchmark": "train", "mo', "", "3", '{"benchmark": "train", "mode": "hf"}'])
+def test_a_damaged_line_is_named(tmp_path, capsys, line):
+    (tmp_path / "a.jsonl").write_text(json.dumps(train_row("hf", 1.0)) + f"\n{line}\n")
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["report", "--results", str(tmp_path)])
+    assert re.search(
+        "a.jsonl, line 2: must be a JSON object with benchmark.* it lacks .*commit", capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("benchmark", ["train", "fsdp"])
 def test_steps_are_those_of_the_last_run_with_transformers(tmp_path, benchmark):
     later = {"commit": "def", "date": "2026-01-02"}
