@@ -385,9 +385,12 @@ def part(name: str, rows: Rows) -> str:
         raise ValueError(f"report: the parts are {', '.join(PARTS)}, a page asks for {name!r}.")
     benchmark, make, whole = PARTS[name]
     pieces = []
-    for (device,), group in sorted(grouped([row for row in rows if row["benchmark"] == benchmark], "device").items()):
+    devices = grouped([row for row in rows if row["benchmark"] == benchmark], "device")
+    for (device,), group in sorted(devices.items()):
         if whole:
             pieces.append(f"{device}; {origin(group)}")
+        elif len(devices) > 1:
+            pieces.append(f"{device}:")
         pieces.append(make(group))
     if whole and pieces:
         pieces.append(f"![{name}](images/{name}.svg)")
@@ -433,9 +436,11 @@ def plot(name: str, rows: Rows, folder: Path) -> None:
 
     if name == "curves":
         figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+        several = len(grouped(rows, "device")) > 1
         for row in rows:
             if "losses" in row:
-                axes.plot(row["losses"], label=f"{row['model']}, {title(row['mode'])}", linewidth=0.8)
+                label = f"{row['device']}: " * several + f"{row['model']}, {title(row['mode'])}"
+                axes.plot(row["losses"], label=label, linewidth=0.8)
         axes.set_xlabel("step")
         axes.set_ylabel("loss")
         axes.legend()

@@ -315,6 +315,12 @@ def test_a_damaged_line_is_named(tmp_path, capsys, line):
     )
 
 
+def test_tables_of_two_devices_name_them():
+    rows = [train_row("hf", 1.0), train_row("hf", 2.0, device="Y")]
+    assert [line for line in report.part("train-short", rows).splitlines() if line.endswith(":")] == ["X:", "Y:"]
+    assert report.part("train-short", rows[:1]).startswith("| tokens/step")
+
+
 @pytest.mark.parametrize("benchmark", ["train", "fsdp"])
 def test_steps_are_those_of_the_last_run_with_transformers(tmp_path, benchmark):
     later = {"commit": "def", "date": "2026-01-02"}
