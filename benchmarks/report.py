@@ -184,10 +184,17 @@ def short_table(rows: Rows) -> str:
     return table("tokens/step||tokens/s|speed ratio|peak GiB|memory ratio", lines)
 
 
+def families(rows: Rows) -> dict[str, Rows]:
+    """By name; with the batch where there are several."""
+    groups = grouped(rows, "model", "batch")
+    several = len({batch for _, batch in groups}) > 1
+    return {f"{model}, {tokens(batch)}" if several else model: group for (model, batch), group in groups.items()}
+
+
 def family_table(rows: Rows) -> str:
     """One row per family; ratios to the faster and to the smaller of the two peers. What was not measured is empty."""
     lines = []
-    for (family,), group in grouped(rows, "model").items():
+    for family, group in families(rows).items():
         by_mode = {row["mode"]: row for row in group}
         peers = [row for row in group if of_transformers(row) and "error" not in row]
         ours, error, warm = by_mode.get("ours", {}), by_mode.get("error"), by_mode.get("ours+warm")
@@ -411,9 +418,8 @@ def bars(name: str, rows: Rows) -> list[tuple[str, float, str]]:
                 text = f"{row['tokens_per_s']:,.0f} tokens/s, {row['peak_gib']:.0f} GiB"
                 found.append((f"{model} {tokens(batch)}, {title(row['mode'])}", row["tokens_per_s"], text))
         return found
-    for (subject, where), group in grouped(
-        rows, *(("model", "batch") if name == "families" else ("op", "shape"))
-    ).items():
+    ops = {f"{op} {shape}": group for (op, shape), group in grouped(rows, "op", "shape").items()}
+    for label, group in (families(rows) if name == "families" else ops).items():
         if name == "families":
             times = [{"mode": row["mode"], "ms": {"total": row["step_ms"]}} for row in group if "step_ms" in row]
         else:
@@ -422,7 +428,7 @@ def bars(name: str, rows: Rows) -> list[tuple[str, float, str]]:
         best = best_peer(times)
         if ours and best:
             speed = best["ms"]["total"] / ours["ms"]["total"]
-            label, peer = (subject, title(best["mode"])) if name == "families" else (f"{subject} {where}", best["mode"])
+            peer = title(best["mode"]) if name == "families" else best["mode"]
             found.append((label, speed, f"{speed:.2f} {TIMES} {peer}"))
     return found
 

@@ -321,6 +321,17 @@ def test_tables_of_two_devices_name_them():
     assert report.part("train-short", rows[:1]).startswith("| tokens/step")
 
 
+def test_families_are_compared_on_one_batch():
+    rows = [
+        train_row(mode, 1.0, model="gemma", batch=batch, step_ms=ms, first_step_s=3.0)
+        for mode, batch, ms in (("hf", "1x8", 4.0), ("ours", "1x8", 2.0), ("ours", "1x4", 1.0))
+    ]
+    found = {line[0]: line[4] for line in cells(report.family_table(rows))}
+    assert found == {"gemma, 1 \N{MULTIPLICATION SIGN} 8": "2.000", "gemma, 1 \N{MULTIPLICATION SIGN} 4": ""}
+    assert [label for label, _, _ in report.bars("families", rows)] == ["gemma, 1 \N{MULTIPLICATION SIGN} 8"]
+    assert [line[0] for line in cells(report.family_table(rows[:2]))] == ["gemma"]
+
+
 @pytest.mark.parametrize("benchmark", ["train", "fsdp"])
 def test_steps_are_those_of_the_last_run_with_transformers(tmp_path, benchmark):
     later = {"commit": "def", "date": "2026-01-02"}
@@ -395,14 +406,15 @@ def test_op_tables_compare_with_the_fastest_peer():
 def test_family_table_says_what_failed_and_what_was_not_measured():
     steps = {"hf": 2.0, "ours": 1.0}
     rows = [train_row(mode, 1.0, step_ms=ms, first_step_s=3.0, model="gemma") for mode, ms in steps.items()]
-    rows.append({"model": "gemma", "mode": "hf+liger", "error": "none"})
+    failed = {"model": "gemma", "batch": "1x8192", "error": "none"}
+    rows.append(failed | {"mode": "hf+liger"})
     (line,) = cells(report.family_table(rows))
     assert line[:5] == ["gemma", "2.0", "failed", "1.0", "2.000"]
     assert line[-3] == "3.0 / failed / 3.0"
     warm = train_row("ours+warm", 1.0, first_step_s=2.5, model="gemma")
     assert cells(report.family_table([*rows, warm]))[0][-3] == "3.0 / failed / 3.0 (2.5)"
     assert line[-2:] == ["", ""]
-    (line,) = cells(report.family_table([*rows[1:2], {"model": "gemma", "mode": "error", "error": "none"}]))
+    (line,) = cells(report.family_table([*rows[1:2], failed | {"mode": "error"}]))
     assert line[:4] == ["gemma", "", "", "1.0"]
     assert line[-2:] == ["failed / failed"] * 2
 
