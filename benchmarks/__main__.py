@@ -281,6 +281,12 @@ def main(arguments: list[str] | None = None) -> None:
         except ValueError as error:
             parser.error(str(error))
         return
+    for mode in getattr(options, "modes", ()):
+        extras = train.count_blocks(mode.split("+"), 0)
+        if "moments" in extras and not {"adamw", "inbackward"} & extras.keys():
+            parser.error(f"--modes: moments are LigerAdamW's, add +adamw or +inbackward, got {mode!r}")
+        if "cp" in extras and (options.command != "longest" or options.gpus == 1):
+            parser.error(f"--modes: cp is for longest with --gpus of 2 and more, got {mode!r} for {options.command}")
     gpus = torch.cuda.device_count()
     if not gpus:
         parser.error(f"{options.command} needs a GPU, and torch {torch.__version__} finds none")
