@@ -292,6 +292,11 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"{options.command} needs a GPU, and torch {torch.__version__} finds none")
     if getattr(options, "gpus", 1) > gpus:
         parser.error(f"--gpus must be at most {gpus}, which this machine has, got {options.gpus}")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.out).close()
+    except OSError as error:
+        parser.error(f"--out must be a folder to write to, got {options.out}: {error}")
     if options.command == "ops":
         planned = plan_ops(options.ops, options.peers, options.out / "ops.jsonl")
         print(report.every_op_table(measure_all(planned, with_fractions())))
