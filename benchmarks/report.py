@@ -63,6 +63,12 @@ def parse(file: Path, number: int, line: str) -> Row:
     return row
 
 
+def key_of(row: Row) -> tuple[str, ...]:
+    """What tells a measurement from others."""
+    names = ("benchmark", "model", "op", "gpus", "batch", "shape", "mode", "device")
+    return (*(row.get(name, "") for name in names), row["commit"] if row["benchmark"] in RUNS else "")
+
+
 def read(folder: Path) -> Rows:
     """The latest row of each measurement, and of training steps, which are compared with each other, the last run's.
 
@@ -77,11 +83,9 @@ def read(folder: Path) -> Rows:
         device = next((row["device"] for row in rows if "device" in row), "unknown device")
         for row in rows:
             device = row.setdefault("device", device)
-            key = (
-                *(row.get(name, "") for name in ("benchmark", "model", "op", "gpus", "batch", "shape", "mode")),
-                device,
-                row["commit"] if row["benchmark"] in RUNS else "",
-            )
+            key = key_of(row)
+            if row.get("shape"):  # it came further than one that failed before
+                latest.pop(key_of(row | {"shape": ""}), None)
             if key not in latest or row["date"] >= latest[key]["date"]:
                 if row["benchmark"] in RUNS:  # behind those of other runs of the day, if it is measured again
                     latest.pop(key, None)

@@ -281,6 +281,13 @@ def test_the_latest_row_counts(tmp_path):
     }
 
 
+def test_an_op_that_failed_before_its_first_shape_is_measured_again(tmp_path):
+    failed = {name: value for name, value in op_row("quack", 1.0).items() if name not in ("shape", "ms")}
+    rows = [failed | {"error": "ModuleNotFoundError"}, op_row("quack", 2.0), op_row("quack", 3.0, shape="N=2")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, failed | {"error": "late"}]))
+    assert [row.get("error") for row in report.read(tmp_path)] == [None, None, "late"]
+
+
 def test_train_table_compares_with_the_fastest_peer():
     rows = [
         train_row("hf", 5000.0),
