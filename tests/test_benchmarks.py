@@ -210,6 +210,17 @@ def test_arguments_that_say_nothing_measurable_are_refused(tmp_path, monkeypatch
     assert all(re.fullmatch(train.MODE, mode) for mode in train.MODES)
 
 
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
+def test_commands_of_the_pages_measure(page, capsys, monkeypatch):
+    """They are understood; without arguments nothing would be measured."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    found = re.findall(r'make bench(?: ARGS="([^"]*)")?|python -m benchmarks (.+)', page.read_text(encoding="utf-8"))
+    for arguments in {"".join(pair) for pair in found} - {"report"}:
+        with pytest.raises(SystemExit):
+            command.main(arguments.split())
+        assert "needs a GPU" in capsys.readouterr().err, arguments
+
+
 def test_commit_without_a_repository(tmp_path, monkeypatch):
     monkeypatch.delenv("COMMIT", raising=False)
     monkeypatch.setattr(report, "ROOT", tmp_path)
