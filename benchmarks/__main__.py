@@ -299,6 +299,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--out must be a folder to write to, got {options.out}: {error}")
     if options.command == "ops":
         planned = plan_ops(options.ops, options.peers, options.out / "ops.jsonl")
+        if len(planned) == 1:
+            parser.error(f"--peers: {','.join(options.ops)} cannot be measured with {','.join(options.peers)} here")
         print(report.every_op_table(measure_all(planned, with_fractions())))
     elif options.command in ("fsdp", "load"):
         name, loads = options.command, options.command == "load"

@@ -206,6 +206,9 @@ def test_arguments_that_say_nothing_measurable_are_refused(tmp_path, monkeypatch
     with pytest.raises(SystemExit, match="2"):
         command.main(["load", "--out", __file__])
     assert f"--out must be a folder to write to, got {__file__}" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["ops", "--ops", "swiglu", "--peers", "cce", "--out", str(tmp_path)])
+    assert "--peers: swiglu cannot be measured with cce here" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
     assert all(re.fullmatch(train.MODE, mode) for mode in train.MODES)
 
