@@ -118,6 +118,8 @@ def load_pretrained(
         parameters = dict(model.named_parameters())
         weights = pick_map(get_maps(model_type)(config), stored, parameters)
         check_tensors(str(folder), weights, parameters, stored)
+        if config.tie_word_embeddings and this_rank() == 0:
+            _check_head(weights, stored)
     if shard is not None:
         _load_parts(model, shard, weights, stored, target, device, progress)
     else:
@@ -363,6 +365,23 @@ def check_tensors(
                 f"{file}: {name} must have shape {tuple(tensor.shape)} by {CONFIG}, got {shape}. Check that {CONFIG} "
                 "and the weights are of the same model."
             )
+
+
+def _check_head(weights: WeightMap, stored: Mapping[str, Stored]) -> None:
+    """Refuse a head that is stored beside the embedding it is tied to, and is another."""
+    (embedding,) = weights.entries["embed_tokens.weight"].names()
+    for head in (name for name in weights.skip if name in stored and name.endswith("lm_head.weight")):
+        with open_safetensors(stored[embedding].file) as one, open_safetensors(stored[head].file) as other:
+            ours, theirs = one.get_slice(embedding), other.get_slice(head)
+            same = stored[embedding].shape == stored[head].shape and all(
+                torch.equal(ours[i : i + 4096].to(theirs[i : i + 4096].dtype), theirs[i : i + 4096])
+                for i in range(0, stored[head].shape[0], 4096)
+            )
+        check(
+            same,
+            f"{stored[head].file}: {head} must be {embedding} by tie_word_embeddings in {CONFIG}, got another tensor. "
+            "Set tie_word_embeddings to false to load both, or take the head out.",
+        )
 
 
 def _read(
