@@ -489,6 +489,8 @@ def save_pretrained(
     if config.tie_word_embeddings:
         del parameters["lm_head.weight"]
     weights = get_map(model_type_of(type(model)))(config)
+    once = dict(model.named_parameters())  # further names of what layers share are left out
+    parameters = {name: each for name, each in parameters.items() if name in once or name in weights.entries}
     shapes = {name: torch.empty(p.shape, dtype=dtype or p.dtype, device="meta") for name, p in parameters.items()}
     tensors = weights.shapes(shapes)
     plan = split_state_dict_into_shards_factory(

@@ -1,8 +1,8 @@
 """The shell that every text model shares: embedding -> blocks -> norm -> head or loss; loading, saving, generating."""
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -228,10 +228,27 @@ class CausalLM(nn.Module):
             if reset is not None and module is not self:
                 reset(module)
 
+    @contextmanager
+    def _sharing(self) -> Iterator[None]:
+        """Names that are one parameter are one again behind what makes a new parameter of each name."""
+        first: dict[int, str] = {}
+        named = [(name, id(each)) for name, each in self.named_parameters(remove_duplicate=False)]
+        again = {name: first[each] for name, each in named if first.setdefault(each, name) != name}
+        yield
+        for name, same in again.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.get_submodule(owner), attribute, self.get_parameter(same))
+        self.tie_weights()
+
     def _apply(self, fn: Any, recurse: bool = True) -> "Self":
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.tie_weights()  # moving from the meta device makes a new parameter of each name
+        with self._sharing():  # moved from the meta device
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of `torch.nn.Module`; with ``assign``, too, shared parameters stay shared."""
+        with self._sharing() if assign else nullcontext():
+            return super().load_state_dict(state_dict, strict, assign)
 
     @property
     def device(self) -> torch.device:
