@@ -173,7 +173,7 @@ class CausalLM(nn.Module):
         )
         self._windows = {}
         places: dict[int, str] = {}
-        for path, module in self.layers.named_modules():
+        for path, module in self.layers.named_modules(remove_duplicate=False):
             if isinstance(module, LigerAttention):
                 other = places.setdefault(module.layer, path)
                 check(

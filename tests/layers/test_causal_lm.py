@@ -74,6 +74,16 @@ def test_what_layers_share_stays_shared(own_registry, tmp_path):
         assert torch.equal(each(IDS).logits, model(IDS).logits)
 
 
+def test_one_block_in_two_places_is_refused():
+    class Twice(LigerLlama):
+        def post_init(self):
+            self.layers.append(self.layers[0])
+            super().post_init()
+
+    with pytest.raises(ValueError, match=r"layer=0 for layers\.0\.self_attn and layers\.1\.self_attn"):
+        Twice(CONFIG)
+
+
 def test_dtype_and_device():
     model = LigerLlama.from_config(CONFIG, dtype=torch.bfloat16, device="cpu")
     assert (model.dtype, model.device.type) == (torch.bfloat16, "cpu")
