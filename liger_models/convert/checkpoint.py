@@ -114,6 +114,7 @@ def load_pretrained(
         config = read_config(model_class.config_class, hf_config, strict=strict)
         with torch.device("meta"):
             model = model_class(config, kernels=kernels)
+        model.check_buffers()
         stored = read_headers(folder)
         parameters = dict(model.named_parameters())
         weights = pick_map(get_maps(model_type)(config), stored, parameters)

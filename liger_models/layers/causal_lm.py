@@ -165,12 +165,7 @@ class CausalLM(nn.Module):
         name = type(self).__name__
         absent = [part for part in ("embed_tokens", "layers", "norm", "lm_head", "rotary") if not hasattr(self, part)]
         check(not absent, f"{name}: must have {', '.join(absent)} when it calls post_init, got none. Set them before.")
-        buffers = [buffer for buffer, _ in self.named_buffers()]
-        check(
-            not buffers,
-            f"{name}: must have no buffers, which checkpoints and meta devices lose, got {', '.join(buffers[:5])}. "
-            "Make them parameters, or compute them from the config as layers.rope.RotaryEmbedding does.",
-        )
+        self.check_buffers()
         self._windows = {}
         places: dict[int, str] = {}
         for path, module in self.layers.named_modules(remove_duplicate=False):
@@ -191,6 +186,16 @@ class CausalLM(nn.Module):
         self.tie_weights()
         if self.device.type != "meta":
             self.reset_parameters()
+
+    def check_buffers(self) -> None:
+        """Raise ValueError if there is a buffer; a derived class can have made one behind `post_init`."""
+        buffers = [buffer for buffer, _ in self.named_buffers()]
+        check(
+            not buffers,
+            f"{type(self).__name__}: must have no buffers, which checkpoints and meta devices lose, got "
+            f"{', '.join(buffers[:5])}. Make them parameters, or compute them from the config as "
+            "layers.rope.RotaryEmbedding does.",
+        )
 
     def tie_weights(self) -> None:
         """Make the head's weight the embedding's, if the configuration says so."""
@@ -606,6 +611,7 @@ class CausalLM(nn.Module):
         """A model with freshly drawn weights, made on ``device`` in ``dtype``; ``torch.manual_seed`` decides them."""
         with torch.device("meta"):
             model = cls(config, kernels).to(dtype)
+        model.check_buffers()
         model.to_empty(device=device)
         model.reset_parameters()
         return model

@@ -84,6 +84,18 @@ def test_one_block_in_two_places_is_refused():
         Twice(CONFIG)
 
 
+def test_a_buffer_of_a_derived_class_is_refused(tmp_path):
+    class Buffered(LigerLlama):
+        def __init__(self, config, kernels=None):
+            super().__init__(config, kernels)
+            self.register_buffer("table", torch.ones(3))
+
+    LigerLlama.from_config(CONFIG).save_pretrained(tmp_path)
+    for make in (lambda: Buffered.from_config(CONFIG), lambda: Buffered.from_pretrained(tmp_path, progress=False)):
+        with pytest.raises(ValueError, match=r"Buffered: must have no buffers, .* got table"):
+            make()
+
+
 def test_dtype_and_device():
     model = LigerLlama.from_config(CONFIG, dtype=torch.bfloat16, device="cpu")
     assert (model.dtype, model.device.type) == (torch.bfloat16, "cpu")
