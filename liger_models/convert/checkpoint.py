@@ -300,7 +300,7 @@ def read_index(path: Path) -> dict[str, str]:
         ValueError: it has no ``weight_map``.
     """
     place = read_json(path).get("weight_map")
-    if not isinstance(place, dict) or not place:
+    if not isinstance(place, dict) or not place or not all(isinstance(file, str) for file in place.values()):
         raise ValueError(f"{path}: must have a weight_map, tensor name to file name, got {place!r}. Download it again.")
     return place
 

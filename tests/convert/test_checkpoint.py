@@ -381,6 +381,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
 BROKEN_SHARDED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "shard missing": (drop_shard, FileNotFoundError, r"files that .*index.json names, got \d+: missing model-00002-of"),
     "index without map": (lambda f: (f / INDEX).write_text("{}"), ValueError, r"must have a weight_map.*got None"),
+    "index without a file": (
+        lambda f: (f / INDEX).write_text('{"weight_map": {"lm_head.weight": null}}'),
+        ValueError,
+        r"must have a weight_map, tensor name to file name, got .*None",
+    ),
     "index cut off": (lambda f: (f / INDEX).write_text('{"weight_map": {"a'), ValueError, r"must be JSON"),
 }
 
