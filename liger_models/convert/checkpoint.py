@@ -114,10 +114,13 @@ def load_pretrained(
         config = read_config(model_class.config_class, hf_config, strict=strict)
         with torch.device("meta"):
             model = model_class(config, kernels=kernels)
+        model.check_buffers()
         stored = read_headers(folder)
         parameters = dict(model.named_parameters())
         weights = pick_map(get_maps(model_type)(config), stored, parameters)
         check_tensors(str(folder), weights, parameters, stored)
+        if config.tie_word_embeddings and this_rank() == 0:
+            _check_head(weights, stored)
     if shard is not None:
         _load_parts(model, shard, weights, stored, target, device, progress)
     else:
@@ -297,7 +300,7 @@ def read_index(path: Path) -> dict[str, str]:
         ValueError: it has no ``weight_map``.
     """
     place = read_json(path).get("weight_map")
-    if not isinstance(place, dict) or not place:
+    if not isinstance(place, dict) or not place or not all(isinstance(file, str) for file in place.values()):
         raise ValueError(f"{path}: must have a weight_map, tensor name to file name, got {place!r}. Download it again.")
     return place
 
@@ -363,6 +366,23 @@ def check_tensors(
                 f"{file}: {name} must have shape {tuple(tensor.shape)} by {CONFIG}, got {shape}. Check that {CONFIG} "
                 "and the weights are of the same model."
             )
+
+
+def _check_head(weights: WeightMap, stored: Mapping[str, Stored]) -> None:
+    """Refuse a head that is stored beside the embedding it is tied to, and is another."""
+    (embedding,) = weights.entries["embed_tokens.weight"].names()
+    for head in (name for name in weights.skip if name in stored and name.endswith("lm_head.weight")):
+        with open_safetensors(stored[embedding].file) as one, open_safetensors(stored[head].file) as other:
+            ours, theirs = one.get_slice(embedding), other.get_slice(head)
+            same = stored[embedding].shape == stored[head].shape and all(
+                torch.equal(ours[i : i + 4096].to(theirs[i : i + 4096].dtype), theirs[i : i + 4096])
+                for i in range(0, stored[head].shape[0], 4096)
+            )
+        check(
+            same,
+            f"{stored[head].file}: {head} must be {embedding} by tie_word_embeddings in {CONFIG}, got another tensor. "
+            "Set tie_word_embeddings to false to load both, or take the head out.",
+        )
 
 
 def _read(
@@ -470,6 +490,8 @@ def save_pretrained(
     if config.tie_word_embeddings:
         del parameters["lm_head.weight"]
     weights = get_map(model_type_of(type(model)))(config)
+    once = dict(model.named_parameters())  # further names of what layers share are left out
+    parameters = {name: each for name, each in parameters.items() if name in once or name in weights.entries}
     shapes = {name: torch.empty(p.shape, dtype=dtype or p.dtype, device="meta") for name, p in parameters.items()}
     tensors = weights.shapes(shapes)
     plan = split_state_dict_into_shards_factory(

@@ -122,7 +122,9 @@ def _made(config_class: "type[Config]", values: Mapping[str, Any]) -> "Config":
 def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor`` of a config, and the keys not understood."""
     where = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
-    rope = {key: value for key, value in (hf.get(where) or {}).items() if value is not None}
+    given = hf.get(where) or {}
+    check(isinstance(given, Mapping), f"config.json: {where} must be an object of values, got {given!r}.")
+    rope = {key: value for key, value in given.items() if value is not None}
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(
             f"config.json: {where} must be one set of values for all layers, got one for each of {', '.join(rope)}."

@@ -1,8 +1,8 @@
 """The shell that every text model shares: embedding -> blocks -> norm -> head or loss; loading, saving, generating."""
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -165,15 +165,10 @@ class CausalLM(nn.Module):
         name = type(self).__name__
         absent = [part for part in ("embed_tokens", "layers", "norm", "lm_head", "rotary") if not hasattr(self, part)]
         check(not absent, f"{name}: must have {', '.join(absent)} when it calls post_init, got none. Set them before.")
-        buffers = [buffer for buffer, _ in self.named_buffers()]
-        check(
-            not buffers,
-            f"{name}: must have no buffers, which checkpoints and meta devices lose, got {', '.join(buffers[:5])}. "
-            "Make them parameters, or compute them from the config as layers.rope.RotaryEmbedding does.",
-        )
+        self.check_buffers()
         self._windows = {}
         places: dict[int, str] = {}
-        for path, module in self.layers.named_modules():
+        for path, module in self.layers.named_modules(remove_duplicate=False):
             if isinstance(module, LigerAttention):
                 other = places.setdefault(module.layer, path)
                 check(
@@ -191,6 +186,16 @@ class CausalLM(nn.Module):
         self.tie_weights()
         if self.device.type != "meta":
             self.reset_parameters()
+
+    def check_buffers(self) -> None:
+        """Raise ValueError if there is a buffer; a derived class can have made one behind `post_init`."""
+        buffers = [buffer for buffer, _ in self.named_buffers()]
+        check(
+            not buffers,
+            f"{type(self).__name__}: must have no buffers, which checkpoints and meta devices lose, got "
+            f"{', '.join(buffers[:5])}. Make them parameters, or compute them from the config as "
+            "layers.rope.RotaryEmbedding does.",
+        )
 
     def tie_weights(self) -> None:
         """Make the head's weight the embedding's, if the configuration says so."""
@@ -228,10 +233,27 @@ class CausalLM(nn.Module):
             if reset is not None and module is not self:
                 reset(module)
 
+    @contextmanager
+    def _sharing(self) -> Iterator[None]:
+        """Names that are one parameter are one again behind what makes a new parameter of each name."""
+        first: dict[int, str] = {}
+        named = [(name, id(each)) for name, each in self.named_parameters(remove_duplicate=False)]
+        again = {name: first[each] for name, each in named if first.setdefault(each, name) != name}
+        yield
+        for name, same in again.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.get_submodule(owner), attribute, self.get_parameter(same))
+        self.tie_weights()
+
     def _apply(self, fn: Any, recurse: bool = True) -> "Self":
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.tie_weights()  # moving from the meta device makes a new parameter of each name
+        with self._sharing():  # moved from the meta device
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of `torch.nn.Module`; with ``assign``, too, shared parameters stay shared."""
+        with self._sharing() if assign else nullcontext():
+            return super().load_state_dict(state_dict, strict, assign)
 
     @property
     def device(self) -> torch.device:
@@ -589,6 +611,7 @@ class CausalLM(nn.Module):
         """A model with freshly drawn weights, made on ``device`` in ``dtype``; ``torch.manual_seed`` decides them."""
         with torch.device("meta"):
             model = cls(config, kernels).to(dtype)
+        model.check_buffers()
         model.to_empty(device=device)
         model.reset_parameters()
         return model

@@ -153,6 +153,27 @@ def test_tied_weights_load_with_and_without_a_stored_head(make_checkpoint: Make,
     assert_same_bits(read_tensors(tmp_path / "out"), tensors)
 
 
+@pytest.mark.parametrize("other", ["values", "shape", "dtype"])
+def test_a_stored_head_that_is_not_the_embedding_is_refused(make_checkpoint: Make, other: str) -> None:
+    source = make_checkpoint(tie_word_embeddings=True)
+    tensors = read_tensors(source)
+    head = tensors["model.embed_tokens.weight"].clone()
+    if other == "dtype":  # rounded, it is the embedding
+        save_file(tensors | {"lm_head.weight": head.half()}, source / "model.safetensors")
+        load(source)
+    head[-1] += 1
+    head = {"values": head, "shape": head[:-1], "dtype": head.half()}[other]
+    save_file(tensors | {"lm_head.weight": head}, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lm_head.weight must be model.embed_tokens.weight by tie_word_embeddings"):
+        load(source)
+    if other == "values":  # transformers takes both, as this package does when it is told to
+        edit_json(source / "config.json", tie_word_embeddings=False)
+        ids = torch.arange(12).reshape(2, 6)
+        with torch.no_grad():
+            theirs = theirs_loaded(source, torch.float32)(ids).logits
+            torch.testing.assert_close(load(source)(ids).logits, theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_weights_that_came_apart_are_saved_as_two(tmp_path: Path) -> None:
     model = tiny_model(tie_word_embeddings=True)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
@@ -360,6 +381,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
 BROKEN_SHARDED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "shard missing": (drop_shard, FileNotFoundError, r"files that .*index.json names, got \d+: missing model-00002-of"),
     "index without map": (lambda f: (f / INDEX).write_text("{}"), ValueError, r"must have a weight_map.*got None"),
+    "index without a file": (
+        lambda f: (f / INDEX).write_text('{"weight_map": {"lm_head.weight": null}}'),
+        ValueError,
+        r"must have a weight_map, tensor name to file name, got .*None",
+    ),
     "index cut off": (lambda f: (f / INDEX).write_text('{"weight_map": {"a'), ValueError, r"must be JSON"),
 }
 

@@ -279,6 +279,7 @@ def test_an_unknown_key_is_named() -> None:
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, r"must have factor, high_freq_factor, low_freq_factor"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, r"rope_scaling\.factor must be float, got '2'"),
         ({"rope_parameters": {"full": {}, "sliding": {}}}, r"one set of values for all layers, got .*full, sliding"),
+        ({"rope_scaling": ["linear", 2.0]}, r"rope_scaling must be an object of values, got \['linear', 2\.0\]"),
         ({"hidden_act": "gelu_new"}, r"hidden_act must be 'silu', got 'gelu_new'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"must not be quantised, got .*gptq"),
         ({"hidden_size": "32"}, r"hidden_size must be int, got '32'"),

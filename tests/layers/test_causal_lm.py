@@ -6,7 +6,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from benchmarks.train import graphed
-from liger_models import KernelOptions, LigerFusedLinearDPOLoss, LigerLlama, LlamaConfig
+from liger_models import AutoLigerModel, KernelOptions, LigerFusedLinearDPOLoss, LigerLlama, LlamaConfig, register
 from liger_models.kernels.collectives import Ranks
 from liger_models.kernels.linear_cross_entropy import Words
 from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
@@ -40,6 +40,60 @@ def test_deepcopy_and_state_dict():
     other.load_state_dict(model.state_dict())
     assert torch.equal(other(IDS).logits, model(IDS).logits)
     assert torch.equal(copy.deepcopy(model)(IDS).logits, model(IDS).logits)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedConfig(LlamaConfig):
+    pass
+
+
+class Shared(LigerLlama):
+    config_class = SharedConfig
+
+    def __init__(self, config, kernels=None):
+        super().__init__(config, kernels)
+        first, *others = self.layers
+        for block in others:
+            block.mlp.gate_up_proj.weight, block.input_layernorm = first.mlp.gate_up_proj.weight, first.input_layernorm
+
+
+def test_what_layers_share_stays_shared(own_registry, tmp_path):
+    register("shared", Shared)
+    config = SharedConfig(**dataclasses.asdict(CONFIG) | {"num_hidden_layers": 3})
+    model = Shared.from_config(config)
+    with torch.device("meta"):
+        meta, assigned = Shared(config), Shared(config)
+    assigned.load_state_dict(model.state_dict(), assign=True)
+    model.save_pretrained(tmp_path)
+    loaded = AutoLigerModel.from_pretrained(tmp_path, progress=False)
+    for each in (model, copy.deepcopy(model).half(), meta.to_empty(device="cpu"), assigned, loaded):
+        assert len({id(block.mlp.gate_up_proj.weight) for block in each.layers}) == 1
+        assert len({id(block.input_layernorm.weight) for block in each.layers}) == 1
+        assert each.lm_head.weight is each.embed_tokens.weight
+    for each in (assigned, loaded):
+        assert torch.equal(each(IDS).logits, model(IDS).logits)
+
+
+def test_one_block_in_two_places_is_refused():
+    class Twice(LigerLlama):
+        def post_init(self):
+            self.layers.append(self.layers[0])
+            super().post_init()
+
+    with pytest.raises(ValueError, match=r"layer=0 for layers\.0\.self_attn and layers\.1\.self_attn"):
+        Twice(CONFIG)
+
+
+def test_a_buffer_of_a_derived_class_is_refused(tmp_path):
+    class Buffered(LigerLlama):
+        def __init__(self, config, kernels=None):
+            super().__init__(config, kernels)
+            self.register_buffer("table", torch.ones(3))
+
+    LigerLlama.from_config(CONFIG).save_pretrained(tmp_path)
+    for make in (lambda: Buffered.from_config(CONFIG), lambda: Buffered.from_pretrained(tmp_path, progress=False)):
+        with pytest.raises(ValueError, match=r"Buffered: must have no buffers, .* got table"):
+            make()
 
 
 def test_dtype_and_device():
