@@ -119,7 +119,7 @@ def load_pretrained(
         parameters = dict(model.named_parameters())
         weights = pick_map(get_maps(model_type)(config), stored, parameters)
         check_tensors(str(folder), weights, parameters, stored)
-        if config.tie_word_embeddings and this_rank() == 0:
+        if config.tie_word_embeddings:
             _check_head(weights, stored)
     if shard is not None:
         _load_parts(model, shard, weights, stored, target, device, progress)
