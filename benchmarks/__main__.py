@@ -113,9 +113,6 @@ def measure_all(planned: list[Plan], complete: Callable[[dict], dict] = lambda r
     Every row goes through ``complete`` and into its file as soon as it is there.
     """
 
-    for plan in planned:  # a folder that can't be made is known before anything is measured
-        plan.file.parent.mkdir(parents=True, exist_ok=True)
-
     def finish(measurement: Measurement) -> list[dict]:
         rows = [complete(row) for row in measurement.finish()]
         with measurement.file.open("a") as out:

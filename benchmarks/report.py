@@ -422,18 +422,18 @@ def bars(name: str, rows: Rows) -> list[tuple[str, float, str]]:
                 text = f"{row['tokens_per_s']:,.0f} tokens/s, {row['peak_gib']:.0f} GiB"
                 found.append((f"{model} {tokens(batch)}, {title(row['mode'])}", row["tokens_per_s"], text))
         return found
-    ops = {f"{op} {shape}": group for (op, shape), group in grouped(rows, "op", "shape").items()}
-    for label, group in (families(rows) if name == "families" else ops).items():
-        if name == "families":
-            times = [{"mode": row["mode"], "ms": {"total": row["step_ms"]}} for row in group if "step_ms" in row]
-        else:
-            times = [row for row in group if total(row)]
+    if name == "families":
+        groups, named = families([row | {"ms": {"total": row.get("step_ms")}} for row in rows]), title
+    else:
+        groups = {f"{op} {shape}": group for (op, shape), group in grouped(rows, "op", "shape").items()}
+        named = str
+    for label, group in groups.items():
+        times = [row for row in group if total(row)]
         ours: Row = next((row for row in times if row["mode"] == "ours"), {})
         best = best_peer(times)
         if ours and best:
             speed = best["ms"]["total"] / ours["ms"]["total"]
-            peer = title(best["mode"]) if name == "families" else best["mode"]
-            found.append((label, speed, f"{speed:.2f} {TIMES} {peer}"))
+            found.append((label, speed, f"{speed:.2f} {TIMES} {named(best['mode'])}"))
     return found
 
 

@@ -150,7 +150,7 @@ def test_processes_run_in_turn_and_their_rows_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("COMMIT", "abc")
     monkeypatch.setattr(command, "device", lambda: "X")
-    file = tmp_path / "results" / "ops.jsonl"
+    file = tmp_path / "ops.jsonl"
     planned = [
         command.Plan({"benchmark": "ops", "op": op, "mode": "torch"}, (module,), file)
         for op, module in (
