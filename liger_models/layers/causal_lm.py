@@ -246,7 +246,7 @@ class CausalLM(nn.Module):
         self.tie_weights()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Self":
-        with self._sharing():  # moved from the meta device
+        with self._sharing():  # moving from the meta device makes a new parameter of each name
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 

@@ -47,13 +47,13 @@ class Inbound:
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event:
         """Begin to copy each pair's second tensor to its first, both bytes, [N]; returns the event of the end."""
-        for places, pieces in ((place.split(SLICE), host.split(SLICE)) for place, host in pairs):
-            for place, piece in zip(places, pieces, strict=True):
+        for place, host in pairs:
+            for part, piece in zip(place.split(SLICE), host.split(SLICE), strict=True):
                 stream = self.streams[0]
                 if self._last is not None:
                     stream.wait_event(self._last)
                 with stream:
-                    place.copy_(piece, non_blocking=True)
+                    part.copy_(piece, non_blocking=True)
                 self._last = stream.record_event()
                 self.streams.reverse()
         assert self._last is not None
