@@ -21,7 +21,7 @@ BENCH := $(VENV)/.installed-bench
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check format bench docs clean
+.PHONY: help demo test test-fast test-gpu check format bench docs clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -29,8 +29,11 @@ help: ## print this list
 demo: $(DEV) ## train a small Llama on the CPU or the GPU, save, reload, generate; under 3 minutes (ARGS="--steps 50")
 	$(PY) examples/demo.py $(ARGS)
 
-test: $(DEV) ## run the tests that need no GPU (WORKERS=2, ARGS="-k rope")
-	$(PY) -m pytest -n $(WORKERS) $(ARGS)
+test: $(DEV) ## run the tests that need no GPU, in 13 minutes (WORKERS=2, ARGS="-k rope")
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+test-fast: $(DEV) ## run every family against transformers and every op against fp64, in 3 minutes
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not (compile or distributed or gpu or interpreter or slow)" $(ARGS)
 
 test-gpu: $(DEV) ## run the tests that need a GPU
 	$(PY) -m pytest -m gpu $(ARGS)

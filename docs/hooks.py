@@ -1,4 +1,4 @@
-"""What the site has besides the pages of this folder: tables from the registry, the reference from docstrings."""
+"""What the site has besides the pages in this folder: tables from the registry, and the reference from docstrings."""
 
 import importlib
 import json
@@ -11,10 +11,10 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from liger_models.arch import get_arch, list_archs
-from liger_models.convert.auto import AutoLigerModel
-from liger_models.layers.causal_lm import CausalLM
+from liger_models.arch.auto import AutoLigerModel
+from liger_models.base.causal_lm import CausalLM
+from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.layers.moe import LigerMoE
-from liger_models.layers.vision_language import VisionLanguageModel
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/liger-models/liger_models/blob/main/"
@@ -30,16 +30,16 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Fill in the tables, and let links out of this folder lead to the repository."""
+    """Fill in the tables, and point links that leave this folder to the repository."""
     for name, make in {"models": models, "liger-kernel-models": liger_kernel_models}.items():
         markdown = markdown.replace(f"<!-- {name} -->", make()) if f"<!-- {name} -->" in markdown else markdown
     if page.file.src_uri == "ops.md":
-        markdown = re.sub(r"^## .*: `(\w+)\.py`$", formulas, markdown, flags=re.MULTILINE)
+        markdown = re.sub(r"^## .*: `([\w/]+)\.py`$", formulas, markdown, flags=re.MULTILINE)
     return re.sub(r"\]\(\.\./(?=\w)", f"]({REPOSITORY}", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Docstrings announce code by two colons, as in reStructuredText."""
+    """Docstrings introduce code with two colons, as in reStructuredText; show one."""
     return html.replace("::</p>", ":</p>")
 
 
@@ -47,13 +47,13 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def doc(model: type[CausalLM]) -> tuple[str, str]:
-    """What an architecture's docstring says: which checkpoints it reads, and what differs from Llama."""
+    """From the docstring of an architecture: the checkpoints that it reads, and how it differs from Llama."""
     first, _, rest = (sys.modules[model.__module__].__doc__ or "").strip().partition("\n\n")
     return first.partition(":")[0], rest.strip()
 
 
 def tested(arch: str) -> tuple[list[Path], list[str]]:
-    """What the tests have of an architecture: config.json of released checkpoints, and variants of a tiny one."""
+    """The test data of an architecture: config.json files of released checkpoints, and the variants of a tiny model."""
     folder = ROOT / "tests" / "data" / arch
     releases = [path.with_name(path.name.replace(".shapes", "")) for path in sorted(folder.glob("*.shapes.json"))]
     return releases, list(json.loads((folder / "tiny.json").read_text())["variants"])
@@ -85,7 +85,7 @@ def models() -> str:
 
 
 def liger_kernel_models() -> str:
-    """For Liger-Kernel's patches the classes that stand in their place."""
+    """The classes that replace Liger-Kernel's patches."""
     known = list_archs()
     name = "`apply_liger_kernel_to_{}`".format
     rows = [[name(arch), f"`{get_arch(arch).__name__}`"] for arch in LIGER_KERNEL["models"] if arch in known]
@@ -94,7 +94,7 @@ def liger_kernel_models() -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """In Markdown."""
+    """A table in Markdown."""
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
@@ -102,38 +102,37 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def formulas(heading: re.Match[str]) -> str:
-    """The heading of an op, and folded below it what its file begins with."""
-    module = importlib.import_module(f"liger_models.kernels.{heading[1]}")
+    """The heading of an op, with the docstring of its file folded below it."""
+    module = importlib.import_module(f"liger_models.kernels.{heading[1].replace('/', '.')}")
     first, _, text = (module.__doc__ or "").replace("::\n", ":\n").partition("\n\n")
     folded = textwrap.indent(f"{first}\n\n{text}", "    ")
-    return f'{heading[0]}\n\n??? note "Forward, backward, what is kept"\n\n{folded}\n'
+    return f'{heading[0]}\n\n??? note "Forward, backward, what is saved"\n\n{folded}\n'
 
 
 # Reference
 
 
 def reference() -> dict[str, str]:
-    """Page -> its text, for mkdocstrings: one for each package, and one for the modules beside them."""
+    """Page -> its text, for mkdocstrings: the public names, and one page for each room."""
     package = ROOT / "liger_models"
-    pages = {"reference/index.md": public_names(), "reference/modules.md": members(package)}
-    return pages | {f"reference/{init.parent.name}.md": members(init.parent) for init in package.glob("*/__init__.py")}
+    rooms = [init.parent for init in package.glob("*/__init__.py")]
+    return {"reference/index.md": public_names()} | {f"reference/{room.name}.md": members(room) for room in rooms}
 
 
 def members(folder: Path) -> str:
-    """A package and its modules, those that are named after an architecture behind the others."""
+    """A room and all modules in it."""
     package = ".".join(folder.relative_to(ROOT).parts)
-    archs = set() if folder.name == "arch" else set(list_archs())
-    names = sorted((path.stem for path in folder.glob("*.py")), key=lambda name: (name in archs, name))
-    entries = [f"::: {package}.{name}" for name in names if not name.startswith("_")]
-    documented = folder.name != "liger_models" and (folder / "__init__.py").read_text()
+    files = sorted(path.relative_to(ROOT).with_suffix("") for path in folder.rglob("*.py"))
+    entries = [f"::: {'.'.join(file.parts)}" for file in files if not file.name.startswith("_")]
+    documented = (folder / "__init__.py").read_text()
     head = f"::: {package}\n    options: {{heading_level: 1}}" if documented else f"# {package}"
-    if folder.name == "losses":  # they share private bases
+    if folder.name == "losses":  # their bases define forward and from_log_probs
         entries = [f"{entry}\n    options: {{inherited_members: true}}" for entry in entries]
     return "\n\n".join([head, *entries])
 
 
 def public_names() -> str:
-    """The names that `liger_models` itself has, with the first line of each docstring."""
+    """The names that `liger_models` itself exports, with the first line of each docstring."""
     import liger_models
 
     rows = []
@@ -141,10 +140,10 @@ def public_names() -> str:
         value = getattr(liger_models, name)
         if not isinstance(value, str):
             rows.append([f"[`{name}`][{value.__module__}.{name}]", first_line(value)])
-    intro = "# Reference\n\nMade from the docstrings. These names are there by `from liger_models import ...`:\n\n"
+    intro = "# Reference\n\nGenerated from the docstrings. `from liger_models import ...` imports these names:\n\n"
     return intro + table(["name", "what it is"], rows)
 
 
 def first_line(value: Any) -> str:
-    """Of a docstring, for a cell of a table."""
+    """The first line of a docstring, for a cell of a table."""
     return (value.__doc__ or "").strip().partition("\n")[0].replace("|", "\\|")

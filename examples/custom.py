@@ -1,10 +1,10 @@
-"""An architecture that no checkpoint has, on the fused layers: learns to sort, is saved, and found again by its name.
+"""A new architecture built from the fused layers: it learns to sort, is saved, and is loaded again by its name.
 
     python examples/custom.py [--steps N] [--output FOLDER]
 
-Attention and MLP stand side by side behind one norm, queries and keys are normed, three layers of four see a window
-only, and every second MLP is a mixture of experts. A row of the data, which are made here, is a list of numbers and the
-same numbers in order; it learns the second half. Needs no GPU.
+Attention and MLP run side by side after one norm, queries and keys are normed, three layers of four attend to a window
+only, and every second MLP is a mixture of experts. The script generates its data: each row is a list of numbers and the
+same numbers sorted. The loss is on the sorted ones. Needs no GPU.
 """
 
 import argparse
@@ -16,20 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from liger_models import AutoLigerModel, KernelOptions, LigerAdamW, LigerRMSNorm, LigerSwiGLUMLP, register
+from liger_models.base import CausalLM
 from liger_models.kernels.moe import load_balancing_loss
-from liger_models.layers.attention import LigerQKNormAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig
-from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
-from liger_models.layers.moe import LigerMoE
-from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
+from liger_models.layers import (
+    BatchLayout,
+    LigerEmbedding,
+    LigerLMHead,
+    LigerMoE,
+    LigerQKNormAttention,
+    RMSNormDecoderConfig,
+    RotaryEmbedding,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SideBySideConfig(DecoderConfig):
-    """What every decoder has, and what this one adds."""
+class SideBySideConfig(RMSNormDecoderConfig):
+    """The fields of every decoder, and those of this one."""
 
     sliding_window: int = 4096
     num_experts: int = 8
@@ -57,9 +59,9 @@ class SideBySideBlock(nn.Module):
             sizes = config.moe_intermediate_size, config.num_experts, config.num_experts_per_tok
             self.mlp = LigerMoE(C, *sizes, normalize=True, kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, ...]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair, and a router's logits."""
-        attended, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
+        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair, and router logits."""
+        attended, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         if isinstance(self.mlp, LigerMoE):
             y, router_logits = self.mlp(self.input_layernorm(residual))
             return attended + y, residual, router_logits
@@ -82,9 +84,9 @@ class SideBySide(CausalLM):
         self.post_init()
 
     def auxiliary_loss(self, router_logits: list[Tensor], attention_mask: Tensor | None) -> Tensor:
-        """What keeps the experts equally busy."""
+        """The loss that balances the load of the experts."""
         top_k, coefficient = self.config.num_experts_per_tok, self.config.router_aux_loss_coef
-        return coefficient * load_balancing_loss(router_logits, top_k, attention_mask, self.balance_ranks)
+        return coefficient * load_balancing_loss(router_logits, top_k, attention_mask, self.groups.balance)
 
 
 register("side_by_side", SideBySide)
@@ -94,7 +96,7 @@ END = NUMBERS
 
 
 def make_rows(rows: int) -> tuple[Tensor, Tensor]:
-    """Token ids [rows, 2 · LENGTH + 1] and labels: numbers, the end of the list, the same numbers in order."""
+    """Token ids [rows, 2 · LENGTH + 1] and labels: numbers, the end of the list, the same numbers sorted."""
     numbers = torch.randint(NUMBERS, (rows, LENGTH))
     ids = torch.cat([numbers, torch.full((rows, 1), END), numbers.sort().values], 1)
     labels = ids.clone()
@@ -103,7 +105,7 @@ def make_rows(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def sorted_right(model: CausalLM) -> float:
-    """The share of new lists that the model sorts without a mistake."""
+    """The fraction of new lists that the model sorts correctly."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         ids, _ = make_rows(128)
@@ -112,7 +114,7 @@ def sorted_right(model: CausalLM) -> float:
 
 
 def main(steps: int, output: Path) -> None:
-    """Train, save, load by name, and compare."""
+    """Train, save, load by name, and compare the weights."""
     torch.manual_seed(0)
     config = SideBySideConfig(
         vocab_size=NUMBERS + 1, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
@@ -133,13 +135,13 @@ def main(steps: int, output: Path) -> None:
     print(f"sorted right: {sorted_right(model):.0%}")
 
     model.save_pretrained(output)
-    again = AutoLigerModel.from_pretrained(output, progress=False)  # "side_by_side" stands in config.json
+    again = AutoLigerModel.from_pretrained(output, progress=False)  # config.json names "side_by_side"
     same = all(map(torch.equal, model.parameters(), again.parameters()))
     print(f"{output}: saved and loaded as {type(again).__name__}, {'the same' if same else 'NOT THE SAME'} weights")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train an architecture of one's own on lists to sort.")
+    parser = argparse.ArgumentParser(description="Train a custom architecture to sort lists of numbers.")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
     parser.add_argument("--output", type=Path, default=Path("custom_output"), help="folder of the checkpoint")
     main(**vars(parser.parse_args()))

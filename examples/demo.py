@@ -1,9 +1,9 @@
-"""Train a small Llama on the functions of Python's standard library, until it writes something that looks like Python.
+"""Train a small Llama on the functions of Python's standard library until it writes text that looks like Python.
 
     python examples/demo.py [--output FOLDER] [--steps N] [--seconds S] [--device cpu|cuda]
 
 Needs no network and no GPU. It trains a tokenizer, writes a Hugging Face checkpoint with random weights, loads it,
-trains on packed documents, evaluates on files that the training never saw, saves, loads again, and generates.
+trains on packed documents, evaluates on held-out files, saves, loads again, and generates.
 """
 
 import argparse
@@ -32,14 +32,14 @@ PROMPTS = ("def __init__(self", "def is_", "def close(self")
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"}
 
 Batch = tuple[Tensor, Tensor]
-"""Token ids [1, T] of documents end to end, and their boundaries [n + 1]: the ``cu_seqlens`` of a model's forward."""
+"""Token ids [1, T] of concatenated documents, and their boundaries [n + 1], the ``cu_seqlens`` of a forward."""
 
 
 def functions_in(file: Path) -> list[str]:
-    """The code of each function and method, without comments, docstring and decorators."""
+    """The source of each function and method, without comments, docstrings and decorators."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # some files are there to be wrong
+    except (SyntaxError, ValueError):  # some files are invalid on purpose
         return []
     scopes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef)]
     functions = [node for scope in scopes for node in scope.body if isinstance(node, ast.FunctionDef)]
@@ -51,13 +51,13 @@ def functions_in(file: Path) -> list[str]:
 
 
 def read_standard_library() -> tuple[list[str], list[str]]:
-    """Functions to train on, and those of every 20th file, to evaluate on."""
+    """Functions to train on, and the functions of every 20th file to evaluate on."""
     library = Path(sysconfig.get_path("stdlib"))
     files = [path for path in library.rglob("*.py") if SKIPPED_FOLDERS.isdisjoint(path.relative_to(library).parts)]
     seen: list[str] = []
     held_out: list[str] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # escapes that have gone out of fashion
+        warnings.simplefilter("ignore")  # deprecated escape sequences
         for number, file in enumerate(sorted(files)):
             (seen if number % 20 else held_out).extend(functions_in(file))
     if len(seen) < 1000 or len(held_out) < 100:
@@ -66,7 +66,7 @@ def read_standard_library() -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE; every encoded text begins with `BOS`."""
+    """A byte-level BPE tokenizer that begins every text with `BOS`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -79,7 +79,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def write_checkpoint(folder: Path, tokenizer: Tokenizer) -> None:
-    """A Llama with random weights and its tokenizer, in the files that every Hugging Face checkpoint has."""
+    """Write a Llama with random weights and its tokenizer as a Hugging Face checkpoint."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=192,
@@ -104,7 +104,7 @@ def write_checkpoint(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def pack(documents: list[list[int]], device: torch.device) -> Iterator[Batch]:
-    """The documents in random order, end to end in full batches, without end; a cut one goes on in the next batch."""
+    """Endless full batches of concatenated documents in random order. A split document continues in the next batch."""
     order = random.Random(0)
     tokens: list[int] = []
     bounds = [0]
@@ -121,7 +121,7 @@ def pack(documents: list[list[int]], device: torch.device) -> Iterator[Batch]:
 
 @torch.no_grad()
 def evaluate(model: LigerLlama, batches: list[Batch]) -> float:
-    """Mean loss of all predicted tokens: those that are not the first of their document."""
+    """Mean loss over all targets, which are all tokens but the first of each document."""
     model.eval()
     targets = sum(ids.numel() - (len(bounds) - 1) for ids, bounds in batches)
     return sum(
@@ -130,7 +130,7 @@ def evaluate(model: LigerLlama, batches: list[Batch]) -> float:
 
 
 def train(model: LigerLlama, batches: Iterator[Batch], steps: int, seconds: float) -> None:
-    """AdamW until the steps or the seconds are up; the learning rate warms up, then falls along a cosine."""
+    """Train with AdamW until the steps or the seconds are used up; linear warm-up, then cosine decay."""
     model.train()
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
@@ -157,11 +157,11 @@ def train(model: LigerLlama, batches: Iterator[Batch], steps: int, seconds: floa
 
 
 def main() -> None:
-    """Read the options, then go through all of it."""
-    parser = argparse.ArgumentParser(description="Train a small Llama on Python's standard library, and let it write.")
+    """Read the options and run all stages."""
+    parser = argparse.ArgumentParser(description="Train a small Llama on Python's standard library, and generate code.")
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder of the checkpoints")
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps, at most")
-    parser.add_argument("--seconds", type=float, default=90, help="time for them, at most")
+    parser.add_argument("--steps", type=int, default=600, help="maximum number of optimizer steps")
+    parser.add_argument("--seconds", type=float, default=90, help="maximum training time in seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     try:

@@ -1,10 +1,10 @@
-"""Distillation: a smaller model learns the distributions of a larger one, token by token.
+"""Distillation: a small model learns to predict the token distributions of a larger one.
 
     python examples/distillation.py [--steps N]
     torchrun --nproc-per-node 8 examples/distillation.py
 
-The teacher is trained here, on walks through a random graph, before it teaches. With models of your own, put
-`AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)` in the place of `from_config`; they need one vocabulary.
+The script first trains the teacher, on walks through a random graph. For models of your own, replace `from_config` with
+`AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`. Teacher and student must share a vocabulary.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from liger_models import LigerAdamW, LigerFusedLinearJSD, LigerFusedLinearJSDLos
 from liger_models.parallel import apply_fsdp, clip_grad_norm_, mean_over_ranks, reshard
 
 VOCAB, ROWS, LENGTH, LEARNING_RATE = 64, 8, 32, 3e-3
-"""Of them rows: of each GPU in a step."""
+"""ROWS is the number of rows per GPU in one step."""
 
 
 def start() -> torch.device:
-    """This process's device; under torchrun the process group is made as well."""
+    """Return this process's device. Under torchrun, also initialise the process group."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if "RANK" in os.environ:
         if device.type != "cpu":
@@ -32,7 +32,7 @@ def start() -> torch.device:
 
 
 class Walks:
-    """Batches of walks through a graph: of each token's four successors some are likelier."""
+    """Batches of walks through a random graph in which each token has four successors of different probability."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.generator, self.device = torch.Generator().manual_seed(seed), device
@@ -48,7 +48,7 @@ class Walks:
 
 
 def make_model(width: int, layers: int, device: torch.device) -> LigerLlama:
-    """Fresh weights, the same on all ranks, and sharded over them."""
+    """A model with random weights, the same on all ranks, sharded over them if there are several."""
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
         num_attention_heads=width // 16,
@@ -59,7 +59,7 @@ def make_model(width: int, layers: int, device: torch.device) -> LigerLlama:
 
 
 def update(model: LigerLlama, optimizer: LigerAdamW, loss: Tensor) -> None:
-    """One step of the optimizer."""
+    """Backward, gradient clipping and one optimizer step."""
     loss.backward()
     clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -67,7 +67,7 @@ def update(model: LigerLlama, optimizer: LigerAdamW, loss: Tensor) -> None:
 
 
 def main(steps: int) -> None:
-    """Train the teacher, distil it, and compare the two on walks that neither has seen."""
+    """Train the teacher, distil it, and compare both models on walks that neither was trained on."""
     device = start()
     rank = dist.get_rank() if dist.is_initialized() else 0
     data = Walks(1 + rank, device)
@@ -83,10 +83,11 @@ def main(steps: int) -> None:
     divergence = LigerFusedLinearJSD(jsd_beta=0.0)  # KL divergence of the teacher from the student
 
     def compare(loss: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """A loss of both models' hidden states and heads."""
+        """A loss of the hidden states and heads of both models."""
         with torch.no_grad():
             hidden, head, _ = teacher(**batch, loss_function=lambda *given: given).loss
-        # Inside the heads, where FSDP has gathered their weights; the teacher's stays gathered without a backward.
+        # Loss functions run inside the head, where FSDP has gathered its weight. Without a backward the teacher's stays
+        # gathered, so the student's loss can use it.
         return student(**batch, loss_function=lambda x, weight, target: loss(x, weight, hidden, head, target)).loss
 
     def evaluate() -> float:
@@ -110,7 +111,7 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Distil a model that is trained here into a smaller one.")
+    parser = argparse.ArgumentParser(description="Train a teacher and distil it into a smaller model.")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of the student")
     main(parser.parse_args().steps)
     if dist.is_initialized():

@@ -1,10 +1,10 @@
-"""Direct preference optimisation: a model learns which of two answers people like, held near a frozen copy of itself.
+"""Direct preference optimisation: a model learns to prefer one of two answers, and stays close to a frozen copy.
 
     python examples/dpo.py [--steps N]
     torchrun --nproc-per-node 8 examples/dpo.py
 
-The pairs are made here, in the format of TRL's DPOTrainer: prompt, chosen, rejected. With a model of your own, put
-`AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)` in the place of `from_config`, and take its tokenizer.
+The script generates the pairs, in the format of TRL's DPOTrainer: prompt, chosen, rejected. For a model of your own,
+replace `from_config` with `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`, and use its tokenizer.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from liger_models import LigerAdamW, LigerFusedLinearDPOLoss, LigerLlama, LlamaC
 from liger_models.parallel import apply_fsdp, clip_grad_norm_, mean_over_ranks, reshard
 
 PAIRS, LEARNING_RATE = 8, 1e-3
-"""Pairs of each GPU in a step."""
+"""PAIRS is the number of pairs per GPU in one step."""
 
 
 def start() -> torch.device:
-    """This process's device; under torchrun the process group is made as well."""
+    """Return this process's device. Under torchrun, also initialise the process group."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if "RANK" in os.environ:
         if device.type != "cpu":
@@ -36,7 +36,7 @@ def start() -> torch.device:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Each byte is a token."""
+    """A tokenizer whose tokens are single bytes."""
     alphabet = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Backend(models.BPE({token: index for index, token in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -44,7 +44,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def make_pair(random: random.Random) -> dict[str, str]:
-    """A sum, and two answers to it: both right, one of them polite, in words that differ from pair to pair."""
+    """A sum with two correct answers, a polite and a rude one, with random wording."""
     a, b = random.randrange(50), random.randrange(50)
     polite = random.choice(["Gladly: {}.", "Sure, it is {}.", "Of course, {}."])
     rude = random.choice(["{}, obviously.", "Why ask? {}.", "{}. Next."])
@@ -52,7 +52,7 @@ def make_pair(random: random.Random) -> dict[str, str]:
 
 
 def main(steps: int) -> None:
-    """Train, and compare the rewards of pairs that were not trained on."""
+    """Train, and compare the rewards of held-out pairs before and after."""
     device = start()
     tokenizer = byte_tokenizer()
     config = LlamaConfig(
@@ -68,7 +68,7 @@ def main(steps: int) -> None:
     dpo = LigerFusedLinearDPOLoss(beta=0.1)
 
     def loss_and_metrics(pairs: list[dict[str, str]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, reward accuracy and reward margin; all the pairs' mean."""
+        """Loss, reward accuracy and reward margin, each the mean over the pairs."""
         batch = {name: tensor.to(device) for name, tensor in preference_batch(pairs, tokenizer).items()}
         with torch.no_grad():
             ref_log_probs = reference(**batch, return_log_probs=True).log_probs
@@ -85,7 +85,7 @@ def main(steps: int) -> None:
         return [mean_over_ranks(each).item() for each in results]
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    data = random.Random(1000 + rank)  # each rank has pairs of its own
+    data = random.Random(1000 + rank)  # different pairs on each rank
     before = evaluate()
     for step in range(1, steps + 1):
         loss, *metrics = loss_and_metrics([make_pair(data) for _ in range(PAIRS)])
@@ -104,7 +104,7 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="DPO on pairs of answers that are made here.")
+    parser = argparse.ArgumentParser(description="DPO on generated pairs of answers.")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
     main(parser.parse_args().steps)
     if dist.is_initialized():

@@ -1,11 +1,11 @@
-"""Group-relative policy optimisation: sample answers, reward them, and make better ones likelier; no value model.
+"""Group-relative policy optimisation: sample answers, reward them, and make better ones more likely; no value model.
 
     python examples/grpo.py [--steps N]
     torchrun --nproc-per-node 8 examples/grpo.py
 
-The reward is the share of an answer's tokens that are one more than the token before. With a model of your own, put
-`AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)` in the place of `from_config`, your prompts and your reward
-in that of `make_prompts` and `reward`.
+The reward is the fraction of an answer's tokens that are one more than the token before. For a model of your own,
+replace `from_config` with `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`, and `make_prompts` and `reward`
+with your prompts and reward.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from liger_models.parallel import apply_fsdp, clip_grad_norm_, mean_over_ranks, 
 
 VOCAB, PROMPT, ANSWER, LEARNING_RATE = 16, 3, 6, 2e-3
 PROMPTS, GROUP, UPDATES = 8, 16, 2
-"""Prompts of each GPU in a step, answers to each of them, and optimizer steps on the same answers."""
+"""Per GPU and step: prompts, answers to each prompt, and optimizer steps on these answers."""
 
 
 def start() -> torch.device:
-    """This process's device; under torchrun the process group is made as well."""
+    """Return this process's device. Under torchrun, also initialise the process group."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if "RANK" in os.environ:
         if device.type != "cpu":
@@ -40,12 +40,12 @@ def make_prompts(generator: torch.Generator) -> Tensor:
 
 
 def reward(ids: Tensor) -> Tensor:
-    """[rows] rewards of prompts and answers [rows, PROMPT + ANSWER]."""
+    """Rewards [rows] of the answers in prompts and answers [rows, PROMPT + ANSWER]."""
     return (ids[:, PROMPT:] == (ids[:, PROMPT - 1 : -1] + 1) % VOCAB).float().mean(1)
 
 
 def main(steps: int) -> None:
-    """Train, and print the mean reward as it rises."""
+    """Train, and print the mean reward."""
     device = start()
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
@@ -60,7 +60,7 @@ def main(steps: int) -> None:
     grpo = LigerFusedLinearGRPOLoss(beta=0.01, epsilon_low=0.2, epsilon_high=0.28, loss_type="dapo")
 
     def improve(ids: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """Make answers of positive advantage likelier, others less; their KL divergence, and how many were clipped."""
+        """Train on sampled answers. Returns the KL divergence from the reference, and the clipped fraction."""
         labels = ids.clone()
         labels[:, :PROMPT] = -100
         with torch.no_grad():
@@ -83,12 +83,12 @@ def main(steps: int) -> None:
         return metrics
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    torch.manual_seed(1 + rank)  # each rank has prompts and draws of its own
+    torch.manual_seed(1 + rank)  # different prompts and samples on each rank
     data = torch.Generator().manual_seed(1 + rank)
     rewards = []
     for step in range(1, steps + 1):
         prompts = make_prompts(data).to(device).repeat_interleave(GROUP, 0)
-        # All ranks run as many forwards: FSDP gathers in each. So no answer may end before the others.
+        # All ranks must run the same number of forwards, because FSDP gathers in each. So no answer may end early.
         ids = policy.generate(prompts, max_new_tokens=ANSWER, do_sample=True, eos_token_id=[])
         scores = reward(ids)
         groups = scores.view(PROMPTS, GROUP)
@@ -104,8 +104,8 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="GRPO with a reward that is computed here.")
-    parser.add_argument("--steps", type=int, default=60, help="times that answers are sampled")
+    parser = argparse.ArgumentParser(description="GRPO with a reward computed by a function.")
+    parser.add_argument("--steps", type=int, default=60, help="number of times that answers are sampled")
     main(parser.parse_args().steps)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,10 +1,10 @@
-"""Kahneman-Tversky optimisation: answers that are each good or bad, without pairs, against a frozen copy of the model.
+"""Kahneman-Tversky optimisation: a model learns from single answers marked good or bad, relative to a frozen copy.
 
     python examples/kto.py [--steps N]
     torchrun --nproc-per-node 8 examples/kto.py
 
-The data are made here: after a prompt of tokens a good answer counts upwards from the last one, a bad one downwards.
-With a model of your own, put `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)` in the place of `from_config`.
+The script generates the data: a good answer counts upwards from the last token of the prompt, a bad one downwards. For
+a model of your own, replace `from_config` with `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)`.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from liger_models import LigerAdamW, LigerFusedLinearKTOLoss, LigerLlama, LlamaC
 from liger_models.parallel import apply_fsdp, clip_grad_norm_, mean_over_ranks, reshard
 
 VOCAB, PROMPT, ANSWER, ROWS, LEARNING_RATE = 32, 4, 8, 16, 1e-3
-"""Of them rows: answers of each GPU in a step."""
+"""ROWS is the number of answers per GPU in one step."""
 
 
 def start() -> torch.device:
-    """This process's device; under torchrun the process group is made as well."""
+    """Return this process's device. Under torchrun, also initialise the process group."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if "RANK" in os.environ:
         if device.type != "cpu":
@@ -33,7 +33,7 @@ def start() -> torch.device:
 
 
 def make_batch(generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompts with answers, [ROWS, T], and whether each answer is good, [ROWS] bool."""
+    """Prompts with answers [ROWS, T], and whether each answer is good, [ROWS] bool."""
     prompt = torch.randint(VOCAB, (ROWS, PROMPT), generator=generator)
     good = torch.rand(ROWS, generator=generator) < 0.5
     direction = torch.where(good, 1, -1)[:, None]
@@ -42,14 +42,14 @@ def make_batch(generator: torch.Generator, device: torch.device) -> tuple[Tensor
 
 
 def with_labels(ids: Tensor) -> dict[str, Tensor]:
-    """The loss is on the answers."""
+    """A batch whose labels are the tokens of the answers."""
     labels = ids.clone()
     labels[:, :PROMPT] = -100
     return {"input_ids": ids, "labels": labels}
 
 
 def main(steps: int) -> None:
-    """Train, and compare the rewards of good and bad answers that were not trained on."""
+    """Train, and compare the rewards of held-out good and bad answers before and after."""
     device = start()
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
@@ -64,10 +64,10 @@ def main(steps: int) -> None:
     kto = LigerFusedLinearKTOLoss(beta=0.1, use_ref_model=True)
 
     def loss_and_rewards(ids: Tensor, good: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss, and the sums of the good answers' rewards, their number, and the same of the bad ones."""
+        """Loss, and [4]: sum of rewards and number of the good answers, then the same for the bad ones."""
         batch = with_labels(ids)
         with torch.no_grad():
-            # z, how far the policy has moved: measured on answers to other prompts, averaged over all ranks.
+            # z estimates the KL divergence of the policy from the reference, on answers to other prompts.
             others = with_labels(torch.cat([ids[:, :PROMPT], ids[:, PROMPT:].roll(1, 0)], 1))
             moved = policy(**others, return_log_probs=True).log_probs.sum(-1)
             moved = moved - reference(**others, return_log_probs=True).log_probs.sum(-1)
@@ -92,7 +92,7 @@ def main(steps: int) -> None:
         return good / goods, bad / bads
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    data = torch.Generator().manual_seed(1 + rank)  # each rank has answers of its own
+    data = torch.Generator().manual_seed(1 + rank)  # different answers on each rank
     before = evaluate()
     for step in range(1, steps + 1):
         loss, _ = loss_and_rewards(*make_batch(data, device))
@@ -111,7 +111,7 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="KTO on good and bad answers that are made here.")
+    parser = argparse.ArgumentParser(description="KTO on generated good and bad answers.")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
     main(parser.parse_args().steps)
     if dist.is_initialized():

@@ -1,11 +1,11 @@
-"""Odds-ratio preference optimisation: learns to answer, and which answers to prefer, at once and without a reference.
+"""Odds-ratio preference optimisation: a model learns to answer and which answers to prefer, without a reference model.
 
     python examples/orpo.py [--steps N]
     torchrun --nproc-per-node 8 examples/orpo.py
 
-The data are made here: after a prompt of tokens the chosen answer counts upwards from the last one, the rejected one
-downwards. With a model of your own, put `AutoLigerModel.from_pretrained(folder, shard=apply_fsdp)` in the place of
-`from_config`, and texts or messages in that of the token ids.
+The script generates the data: the chosen answer counts upwards from the last token of the prompt, the rejected one
+downwards. For a model of your own, replace `from_config` with `AutoLigerModel.from_pretrained(folder,
+shard=apply_fsdp)`, and the token ids with texts or messages.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from liger_models import LigerAdamW, LigerFusedLinearORPOLoss, LigerLlama, Llama
 from liger_models.parallel import apply_fsdp, clip_grad_norm_, mean_over_ranks, reshard
 
 VOCAB, PAIRS, LEARNING_RATE = 32, 8, 2e-3
-"""Pairs of each GPU in a step."""
+"""PAIRS is the number of pairs per GPU in one step."""
 
 
 def start() -> torch.device:
-    """This process's device; under torchrun the process group is made as well."""
+    """Return this process's device. Under torchrun, also initialise the process group."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if "RANK" in os.environ:
         if device.type != "cpu":
@@ -34,14 +34,14 @@ def start() -> torch.device:
 
 
 def make_pair(random: random.Random) -> dict[str, list[int]]:
-    """A prompt and two answers, of lengths that differ."""
+    """A prompt and two answers of random lengths."""
     prompt = [random.randrange(VOCAB) for _ in range(random.randint(2, 5))]
     count = lambda step: [(prompt[-1] + step * i) % VOCAB for i in range(1, random.randint(6, 9))]
     return {"prompt_input_ids": prompt, "chosen_input_ids": count(1), "rejected_input_ids": count(-1)}
 
 
 def main(steps: int) -> None:
-    """Train, and compare the answers to prompts that were not trained on."""
+    """Train, and compare the metrics on held-out pairs before and after."""
     device = start()
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
@@ -54,7 +54,7 @@ def main(steps: int) -> None:
     orpo = LigerFusedLinearORPOLoss(beta=0.2)
 
     def loss_and_metrics(pairs: list[dict[str, list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, negative log-likelihood of the chosen answers, and how often they are the likelier ones."""
+        """Loss, negative log-likelihood of the chosen answers, and how often they are more likely than the rejected."""
         batch = {name: tensor.to(device) for name, tensor in preference_batch(pairs).items()}
         # The loss runs inside the head, where FSDP has gathered its weight.
         loss, metrics = model(**batch, loss_function=lambda x, weight, target: orpo(weight, x, target)).loss
@@ -67,7 +67,7 @@ def main(steps: int) -> None:
         return [mean_over_ranks(each).item() for each in results]
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    data = random.Random(1000 + rank)  # each rank has pairs of its own
+    data = random.Random(1000 + rank)  # different pairs on each rank
     before = evaluate()
     for step in range(1, steps + 1):
         loss, *metrics = loss_and_metrics([make_pair(data) for _ in range(PAIRS)])
@@ -83,13 +83,14 @@ def main(steps: int) -> None:
     if rank == 0:
         for name, old, new in zip(("loss", "NLL", "accuracy"), before, after, strict=True):
             print(f"pairs not trained on, {name}: {old:.3f} -> {new:.3f}")
-    answer = model.generate([3, 17, 8], max_new_tokens=5)[0, 3:].tolist()  # all ranks: FSDP gathers for it
+    # On all ranks, because FSDP gathers parameters in it.
+    answer = model.generate([3, 17, 8], max_new_tokens=5)[0, 3:].tolist()
     if rank == 0:
         print(f"the answer to [3, 17, 8]: {answer}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="ORPO on pairs of answers that are made here.")
+    parser = argparse.ArgumentParser(description="ORPO on generated pairs of answers.")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     main(parser.parse_args().steps)
     if dist.is_initialized():

@@ -1,10 +1,10 @@
-"""Teach a small Qwen2-VL to say what it sees: coloured shapes that this script draws, and their captions.
+"""Teach a small Qwen2-VL to describe images: coloured shapes that this script draws, with captions.
 
     python examples/vision.py [--output FOLDER] [--steps N] [--device cpu|cuda]
 
-Needs no network and no GPU, but Pillow and Jinja2: pip install 'liger_models[vision]'. It writes a Hugging Face
-checkpoint with random weights, trains it on drawings, saves, loads again, and describes drawings that it has not seen:
-one picture of them all is saved beside the checkpoint.
+Needs Pillow and Jinja2 (pip install 'liger_models[vision]'), but no network and no GPU. It writes a Hugging Face
+checkpoint with random weights, trains it on drawings, saves, loads again, and describes new drawings. One picture with
+some of these is saved next to the checkpoints.
 """
 
 import argparse
@@ -37,14 +37,14 @@ TEMPLATE = (
 
 
 class Drawing(NamedTuple):
-    """An image and what is to be said of it."""
+    """An image and its caption."""
 
     image: Image.Image
     caption: str
 
 
 def draw(chance: random.Random) -> Drawing:
-    """A shape of some colour and size in a quarter of a dark image."""
+    """A shape of random colour and size in a random quarter of a dark image."""
     colour, shape, place = chance.choice(COLOURS), chance.choice(SHAPES), chance.randrange(4)
     image = Image.new("RGB", (SIDE, SIDE), tuple(chance.randrange(50) for _ in range(3)))
     quarter, size = SIDE // 2, chance.randint(13, 21)
@@ -60,14 +60,14 @@ def draw(chance: random.Random) -> Drawing:
 
 
 def conversation(drawing: Drawing, *, answered: bool) -> list[dict]:
-    """A question about the drawing, and its answer."""
+    """A question about the drawing, and its answer if ``answered``."""
     question = [{"type": "image", "image": drawing.image}, {"type": "text", "text": "what is it"}]
     answer = [{"role": "assistant", "content": drawing.caption}] if answered else []
     return [{"role": "user", "content": question}, *answer]
 
 
 def write_checkpoint(folder: Path) -> None:
-    """A Qwen2-VL with random weights, its tokenizer and its processor's settings."""
+    """Write a Qwen2-VL with random weights, its tokenizer and its processor's settings."""
     words = ["what", "is", "it", "a", "at", "the", "top", "bottom", "left", "right", *COLOURS, *SHAPES]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["?", *words])}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -79,7 +79,7 @@ def write_checkpoint(folder: Path) -> None:
         vocab_size=tokenizer.get_vocab_size(), hidden_size=96, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, mrope_section=[4, 4, 4], max_position_embeddings=128,
         bos_token_id=None, eos_token_id=ids[EOS], image_token_id=ids[IMAGE], video_token_id=ids[VIDEO],
-        initializer_range=0.08,  # as wide as this, it learns sooner than with 0.02
+        initializer_range=0.08,  # learns faster than with the usual 0.02
         vision_config=Qwen2VLVisionConfig(depth=2, embed_dim=96, hidden_size=96, num_heads=4, patch_size=PATCH),
     )  # fmt: skip
     model = LigerQwen2VL.from_config(config)
@@ -94,7 +94,7 @@ def write_checkpoint(folder: Path) -> None:
 
 
 def train(model: LigerQwen2VL, steps: int) -> None:
-    """AdamW on fresh drawings in each step; the learning rate warms up, then falls along a cosine."""
+    """Train with AdamW on new drawings in each step; linear warm-up, then cosine decay."""
     chance, tokenizer = random.Random(0), model.tokenizer.backend
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     start, losses = time.perf_counter(), []
@@ -105,7 +105,7 @@ def train(model: LigerQwen2VL, steps: int) -> None:
         batch = model.processor.apply_chat_template(drawings, padding_side="right")
         batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
         ids = batch["input_ids"]
-        # Only what stands behind the answer's mark is learnt, and not the padding behind it.
+        # The labels are the tokens after the answer's mark, without the padding.
         answers = (ids == tokenizer.token_to_id(ANSWER)).cumsum(1).bool() & (batch["attention_mask"] != 0)
         loss = model(**batch, labels=ids.masked_fill(~answers, -100)).loss
         loss.backward()
@@ -120,7 +120,7 @@ def train(model: LigerQwen2VL, steps: int) -> None:
 
 
 def describe(model: LigerQwen2VL, drawings: list[Drawing]) -> list[str]:
-    """What the model says of each."""
+    """The model's captions."""
     questions = [conversation(drawing, answered=False) for drawing in drawings]
     batch = model.processor.apply_chat_template(questions, add_generation_prompt=True)
     batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
@@ -129,7 +129,7 @@ def describe(model: LigerQwen2VL, drawings: list[Drawing]) -> list[str]:
 
 
 def side_by_side(drawings: list[Drawing], zoom: int = 3) -> Image.Image:
-    """One picture of them all, in a row."""
+    """One picture of all drawings in a row."""
     whole = Image.new("RGB", (len(drawings) * (SIDE + 2) * zoom, SIDE * zoom), "grey")
     for place, drawing in enumerate(drawings):
         whole.paste(
@@ -139,7 +139,7 @@ def side_by_side(drawings: list[Drawing], zoom: int = 3) -> Image.Image:
 
 
 def main() -> None:
-    """Read the options, then go through all of it."""
+    """Read the options and run all stages."""
     parser = argparse.ArgumentParser(description="Teach a small Qwen2-VL to describe coloured shapes.")
     parser.add_argument("--output", type=Path, default=Path("vision_output"), help="folder of checkpoints and picture")
     parser.add_argument("--steps", type=int, default=3000, help="optimizer steps")
@@ -149,7 +149,7 @@ def main() -> None:
         parser.error(f"--steps must be positive, got {args.steps}")
     sys.stdout.reconfigure(line_buffering=True)
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # products as small as these lose by more
+    torch.set_num_threads(1)  # more threads slow down matrix products as small as these
     args.output.mkdir(parents=True, exist_ok=True)
     write_checkpoint(args.output / "initial")
     model = LigerQwen2VL.from_pretrained(args.output / "initial", device=args.device, progress=False)
@@ -158,7 +158,7 @@ def main() -> None:
     model.save_pretrained(args.output / "trained")
 
     model = LigerQwen2VL.from_pretrained(args.output / "trained", device=args.device, progress=False)
-    chance = random.Random(1)  # other drawings than those of the training
+    chance = random.Random(1)  # other drawings than in training
     unseen = [draw(chance) for _ in range(100)]
     said = describe(model, unseen)
     right = sum(drawing.caption == caption for drawing, caption in zip(unseen, said, strict=True))

@@ -1,96 +1,138 @@
-"""Native implementations of the open LLM families on fused Triton kernels.
+"""Native implementations of the open LLM families on fused Triton kernels."""
 
-Names are imported on first use, so that importing the package stays fast. The imports below say what is public and
-where it stands: type checkers run them, `__getattr__` reads them.
-"""
+from typing import TYPE_CHECKING
 
-import ast
-import importlib
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from liger_models.lazy import lazy_exports
+from liger_models.lazy.moved import follow_moved
 
-from ._version import __version__ as __version__
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .arch import list_archs as list_archs
-    from .arch.gemma import LigerGemma as LigerGemma
-    from .arch.gemma2 import LigerGemma2 as LigerGemma2
-    from .arch.gemma3 import LigerGemma3 as LigerGemma3
-    from .arch.gemma3_text import LigerGemma3Text as LigerGemma3Text
-    from .arch.glm import LigerGLM as LigerGLM
-    from .arch.glm4 import LigerGLM4 as LigerGLM4
-    from .arch.granite import LigerGranite as LigerGranite
-    from .arch.llama import LigerLlama as LigerLlama
-    from .arch.llama import LlamaConfig as LlamaConfig
-    from .arch.ministral import LigerMinistral as LigerMinistral
-    from .arch.ministral3 import LigerMinistral3 as LigerMinistral3
-    from .arch.mistral import LigerMistral as LigerMistral
-    from .arch.mixtral import LigerMixtral as LigerMixtral
-    from .arch.mllama import LigerMllama as LigerMllama
-    from .arch.olmo2 import LigerOlmo2 as LigerOlmo2
-    from .arch.olmo3 import LigerOlmo3 as LigerOlmo3
-    from .arch.phi3 import LigerPhi3 as LigerPhi3
-    from .arch.qwen2 import LigerQwen2 as LigerQwen2
-    from .arch.qwen2_5_vl import LigerQwen2_5VL as LigerQwen2_5VL
-    from .arch.qwen2_vl import LigerQwen2VL as LigerQwen2VL
-    from .arch.qwen3 import LigerQwen3 as LigerQwen3
-    from .arch.qwen3_moe import LigerQwen3MoE as LigerQwen3MoE
-    from .arch.qwen3_vl import LigerQwen3VL as LigerQwen3VL
-    from .arch.qwen3_vl_moe import LigerQwen3VLMoE as LigerQwen3VLMoE
-    from .arch.smollm3 import LigerSmolLM3 as LigerSmolLM3
-    from .convert import register as register
-    from .convert.auto import AutoLigerModel as AutoLigerModel
-    from .data import PackedDataset as PackedDataset
-    from .data import PackedLoader as PackedLoader
-    from .data import preference_batch as preference_batch
-    from .kernels.linear_logprobs import fused_linear_logprobs as fused_linear_logprobs
-    from .kernels.options import KernelOptions as KernelOptions
-    from .kernels.rope import liger_rotary_pos_emb as liger_rotary_pos_emb
-    from .layers.mlp import LigerGEGLUMLP as LigerGEGLUMLP
-    from .layers.mlp import LigerMLP as LigerMLP
-    from .layers.mlp import LigerSwiGLUMLP as LigerSwiGLUMLP
-    from .layers.norm import LigerLayerNorm as LigerLayerNorm
-    from .layers.norm import LigerRMSNorm as LigerRMSNorm
-    from .losses.cross_entropy import LigerCrossEntropyLoss as LigerCrossEntropyLoss
-    from .losses.cross_entropy import LigerFusedLinearCrossEntropyLoss as LigerFusedLinearCrossEntropyLoss
-    from .losses.distillation import LigerFusedLinearCosineSimilarityLoss as LigerFusedLinearCosineSimilarityLoss
-    from .losses.distillation import LigerFusedLinearForwardKLLoss as LigerFusedLinearForwardKLLoss
-    from .losses.distillation import LigerFusedLinearJSD as LigerFusedLinearJSD
-    from .losses.distillation import LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss
-    from .losses.distillation import LigerFusedLinearReverseKLLoss as LigerFusedLinearReverseKLLoss
-    from .losses.distillation import LigerFusedLinearTVDLoss as LigerFusedLinearTVDLoss
-    from .losses.distillation import LigerJSD as LigerJSD
-    from .losses.distillation import LigerKLDIVLoss as LigerKLDIVLoss
-    from .losses.distillation import LigerTVDLoss as LigerTVDLoss
-    from .losses.grpo import LigerFusedLinearGRPOLoss as LigerFusedLinearGRPOLoss
-    from .losses.preference import LigerFusedLinearCPOLoss as LigerFusedLinearCPOLoss
-    from .losses.preference import LigerFusedLinearDPOLoss as LigerFusedLinearDPOLoss
-    from .losses.preference import LigerFusedLinearKTOLoss as LigerFusedLinearKTOLoss
-    from .losses.preference import LigerFusedLinearORPOLoss as LigerFusedLinearORPOLoss
-    from .losses.preference import LigerFusedLinearSimPOLoss as LigerFusedLinearSimPOLoss
-    from .medusa import LigerMedusa as LigerMedusa
-    from .optim import LigerAdamW as LigerAdamW
-    from .optim import step_in_backward as step_in_backward
-    from .parallel import apply_fsdp as apply_fsdp
-    from .seed import seed_all as seed_all
-    from .tokenizer import Tokenizer as Tokenizer
-    from .warm import warm_up as warm_up
+    from liger_models.adapters.medusa import LigerMedusa as LigerMedusa
+    from liger_models.arch.auto import AutoLigerModel as AutoLigerModel
+    from liger_models.arch.auto import list_archs as list_archs
+    from liger_models.arch.cohere2 import Cohere2Config as Cohere2Config
+    from liger_models.arch.cohere2 import LigerCohere2 as LigerCohere2
+    from liger_models.arch.exaone4 import Exaone4Config as Exaone4Config
+    from liger_models.arch.exaone4 import LigerExaone4 as LigerExaone4
+    from liger_models.arch.gemma import LigerGemma as LigerGemma
+    from liger_models.arch.gemma2 import LigerGemma2 as LigerGemma2
+    from liger_models.arch.gemma3 import LigerGemma3 as LigerGemma3
+    from liger_models.arch.gemma3_text import LigerGemma3Text as LigerGemma3Text
+    from liger_models.arch.glm import LigerGLM as LigerGLM
+    from liger_models.arch.glm4 import LigerGLM4 as LigerGLM4
+    from liger_models.arch.granite import LigerGranite as LigerGranite
+    from liger_models.arch.llama import LigerLlama as LigerLlama
+    from liger_models.arch.llama import LlamaConfig as LlamaConfig
+    from liger_models.arch.ministral import LigerMinistral as LigerMinistral
+    from liger_models.arch.ministral3 import LigerMinistral3 as LigerMinistral3
+    from liger_models.arch.mistral import LigerMistral as LigerMistral
+    from liger_models.arch.mixtral import LigerMixtral as LigerMixtral
+    from liger_models.arch.mllama import LigerMllama as LigerMllama
+    from liger_models.arch.olmo2 import LigerOlmo2 as LigerOlmo2
+    from liger_models.arch.olmo3 import LigerOlmo3 as LigerOlmo3
+    from liger_models.arch.phi3 import LigerPhi3 as LigerPhi3
+    from liger_models.arch.qwen2 import LigerQwen2 as LigerQwen2
+    from liger_models.arch.qwen2_5_vl import LigerQwen2_5VL as LigerQwen2_5VL
+    from liger_models.arch.qwen2_vl import LigerQwen2VL as LigerQwen2VL
+    from liger_models.arch.qwen3 import LigerQwen3 as LigerQwen3
+    from liger_models.arch.qwen3_moe import LigerQwen3MoE as LigerQwen3MoE
+    from liger_models.arch.qwen3_vl import LigerQwen3VL as LigerQwen3VL
+    from liger_models.arch.qwen3_vl_moe import LigerQwen3VLMoE as LigerQwen3VLMoE
+    from liger_models.arch.registry import register as register
+    from liger_models.arch.smollm3 import LigerSmolLM3 as LigerSmolLM3
+    from liger_models.data.dataset import PackedDataset as PackedDataset
+    from liger_models.data.loader import PackedLoader as PackedLoader
+    from liger_models.data.preference import preference_batch as preference_batch
+    from liger_models.kernels.linear_logprobs import fused_linear_logprobs as fused_linear_logprobs
+    from liger_models.kernels.options import KernelOptions as KernelOptions
+    from liger_models.kernels.rope import liger_rotary_pos_emb as liger_rotary_pos_emb
+    from liger_models.layers.mlp import LigerGEGLUMLP as LigerGEGLUMLP
+    from liger_models.layers.mlp import LigerMLP as LigerMLP
+    from liger_models.layers.mlp import LigerSwiGLUMLP as LigerSwiGLUMLP
+    from liger_models.layers.norm import LigerLayerNorm as LigerLayerNorm
+    from liger_models.layers.norm import LigerRMSNorm as LigerRMSNorm
+    from liger_models.losses.cosine import LigerFusedLinearCosineSimilarityLoss as LigerFusedLinearCosineSimilarityLoss
+    from liger_models.losses.cpo import LigerFusedLinearCPOLoss as LigerFusedLinearCPOLoss
+    from liger_models.losses.cross_entropy import LigerCrossEntropyLoss as LigerCrossEntropyLoss
+    from liger_models.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss as LigerFusedLinearCrossEntropyLoss
+    from liger_models.losses.dpo import LigerFusedLinearDPOLoss as LigerFusedLinearDPOLoss
+    from liger_models.losses.grpo import LigerFusedLinearGRPOLoss as LigerFusedLinearGRPOLoss
+    from liger_models.losses.jsd import LigerFusedLinearJSD as LigerFusedLinearJSD
+    from liger_models.losses.jsd import LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss
+    from liger_models.losses.jsd import LigerJSD as LigerJSD
+    from liger_models.losses.kl import LigerFusedLinearForwardKLLoss as LigerFusedLinearForwardKLLoss
+    from liger_models.losses.kl import LigerFusedLinearReverseKLLoss as LigerFusedLinearReverseKLLoss
+    from liger_models.losses.kl import LigerKLDIVLoss as LigerKLDIVLoss
+    from liger_models.losses.kto import LigerFusedLinearKTOLoss as LigerFusedLinearKTOLoss
+    from liger_models.losses.orpo import LigerFusedLinearORPOLoss as LigerFusedLinearORPOLoss
+    from liger_models.losses.simpo import LigerFusedLinearSimPOLoss as LigerFusedLinearSimPOLoss
+    from liger_models.losses.tvd import LigerFusedLinearTVDLoss as LigerFusedLinearTVDLoss
+    from liger_models.losses.tvd import LigerTVDLoss as LigerTVDLoss
+    from liger_models.parallel.fsdp import apply_fsdp as apply_fsdp
+    from liger_models.text.tokenizer import Tokenizer as Tokenizer
+    from liger_models.train.optimizer import LigerAdamW as LigerAdamW
+    from liger_models.train.optimizer import step_in_backward as step_in_backward
+    from liger_models.train.seed import seed_all as seed_all
+    from liger_models.train.warmup import warm_up as warm_up
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "adapters.medusa": ["LigerMedusa"],
+            "arch.auto": ["AutoLigerModel", "list_archs"],
+            "arch.cohere2": ["Cohere2Config", "LigerCohere2"],
+            "arch.exaone4": ["Exaone4Config", "LigerExaone4"],
+            "arch.gemma": ["LigerGemma"],
+            "arch.gemma2": ["LigerGemma2"],
+            "arch.gemma3": ["LigerGemma3"],
+            "arch.gemma3_text": ["LigerGemma3Text"],
+            "arch.glm": ["LigerGLM"],
+            "arch.glm4": ["LigerGLM4"],
+            "arch.granite": ["LigerGranite"],
+            "arch.llama": ["LigerLlama", "LlamaConfig"],
+            "arch.ministral": ["LigerMinistral"],
+            "arch.ministral3": ["LigerMinistral3"],
+            "arch.mistral": ["LigerMistral"],
+            "arch.mixtral": ["LigerMixtral"],
+            "arch.mllama": ["LigerMllama"],
+            "arch.olmo2": ["LigerOlmo2"],
+            "arch.olmo3": ["LigerOlmo3"],
+            "arch.phi3": ["LigerPhi3"],
+            "arch.qwen2": ["LigerQwen2"],
+            "arch.qwen2_5_vl": ["LigerQwen2_5VL"],
+            "arch.qwen2_vl": ["LigerQwen2VL"],
+            "arch.qwen3": ["LigerQwen3"],
+            "arch.qwen3_moe": ["LigerQwen3MoE"],
+            "arch.qwen3_vl": ["LigerQwen3VL"],
+            "arch.qwen3_vl_moe": ["LigerQwen3VLMoE"],
+            "arch.registry": ["register"],
+            "arch.smollm3": ["LigerSmolLM3"],
+            "data.dataset": ["PackedDataset"],
+            "data.loader": ["PackedLoader"],
+            "data.preference": ["preference_batch"],
+            "kernels.linear_logprobs": ["fused_linear_logprobs"],
+            "kernels.options": ["KernelOptions"],
+            "kernels.rope": ["liger_rotary_pos_emb"],
+            "layers.mlp": ["LigerGEGLUMLP", "LigerMLP", "LigerSwiGLUMLP"],
+            "layers.norm": ["LigerLayerNorm", "LigerRMSNorm"],
+            "losses.cosine": ["LigerFusedLinearCosineSimilarityLoss"],
+            "losses.cpo": ["LigerFusedLinearCPOLoss"],
+            "losses.cross_entropy": ["LigerCrossEntropyLoss", "LigerFusedLinearCrossEntropyLoss"],
+            "losses.dpo": ["LigerFusedLinearDPOLoss"],
+            "losses.grpo": ["LigerFusedLinearGRPOLoss"],
+            "losses.jsd": ["LigerFusedLinearJSD", "LigerFusedLinearJSDLoss", "LigerJSD"],
+            "losses.kl": ["LigerFusedLinearForwardKLLoss", "LigerFusedLinearReverseKLLoss", "LigerKLDIVLoss"],
+            "losses.kto": ["LigerFusedLinearKTOLoss"],
+            "losses.orpo": ["LigerFusedLinearORPOLoss"],
+            "losses.simpo": ["LigerFusedLinearSimPOLoss"],
+            "losses.tvd": ["LigerFusedLinearTVDLoss", "LigerTVDLoss"],
+            "parallel.fsdp": ["apply_fsdp"],
+            "text.tokenizer": ["Tokenizer"],
+            "train.optimizer": ["LigerAdamW", "step_in_backward"],
+            "train.seed": ["seed_all"],
+            "train.warmup": ["warm_up"],
+        },
+    )
 
-_HOMES = {
-    name.name: node.module
-    for node in ast.walk(ast.parse(Path(__file__).read_bytes()))
-    if isinstance(node, ast.ImportFrom) and node.level
-    for name in node.names
-}
-__all__ = sorted(_HOMES)
-
-if not TYPE_CHECKING:  # with it, checkers would let every name pass
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'liger_models' has no attribute {name!r}. It has: {', '.join(__all__)}.")
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+follow_moved()

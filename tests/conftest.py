@@ -1,7 +1,6 @@
 """Backends that the op tests run on, and a net for outputs that no kernel wrote."""
 
 import os
-from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -14,6 +13,23 @@ def pytest_configure(config: pytest.Config) -> None:
     """Without ``-m gpu`` kernels run on the CPU. Triton reads this when a kernel is defined, so before our imports."""
     if config.option.markexpr != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+GROUPS = {"two", "four", "two_with_kernels", "two_gpus"}
+"""Fixtures of tests/parallel: processes of a process group."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups and pytest the markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Markers that follow from fixtures and their parameters: ``interpreter`` and ``distributed``."""
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if "two_with_kernels" in fixtures or (parameters and "interpreter" in parameters.params.values()):
+            item.add_marker("interpreter")
+        if fixtures & GROUPS:
+            item.add_marker("distributed")
+            item.add_marker(pytest.mark.xdist_group("process groups"))  # started once, by one worker
 
 
 BACKENDS = [
@@ -51,11 +67,21 @@ def _same_random_numbers_in_every_run():
 def own_registry():
     """What the test registers is forgotten behind it, and what other tests have registered is not there."""
     import examples.custom  # noqa: F401  registers once, when it is first imported: not inside of what is forgotten
-    from liger_models import arch, convert
+    from liger_models.arch.auto import get_arch
+    from liger_models.arch.registry import MODEL_CLASSES, built_in
+    from liger_models.convert.format import FORMATS
 
-    with ExitStack() as stack:
-        for entries in (arch.CUSTOM, convert._FAMILIES, convert._TYPES):
-            stack.enter_context(mock.patch.dict(entries, clear=True))
+    for name in built_in():  # a family that the test imported first would be forgotten, too
+        get_arch(name)
+
+    def custom(value):
+        return not getattr(value, "__module__", "").startswith("liger_models.")
+
+    with mock.patch.dict(MODEL_CLASSES), mock.patch.dict(FORMATS):
+        for name in [name for name, model_class in MODEL_CLASSES.items() if custom(model_class)]:
+            del MODEL_CLASSES[name]
+        for cls in [cls for cls in FORMATS if custom(cls)]:
+            del FORMATS[cls]
         yield
 
 

@@ -19,11 +19,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_models import AutoLigerModel, KernelOptions, LigerLlama, LlamaConfig, arch, list_archs, register
-from liger_models.convert import get_map
-from liger_models.convert.checkpoint import read_headers
+from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
+from liger_models.arch import get_arch
+from liger_models.arch.registry import MODEL_CLASSES
+from liger_models.convert import format_of
+from liger_models.convert.files import read_headers
 from liger_models.convert.weight_map import WeightMap, decoder_map, expert_rows, gate_up_rows
 from liger_models.layers.config import DecoderConfig
-from liger_models.lora import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
 from liger_models.parallel import compile_blocks
 
 from .convert.conftest import assert_same_bits, edit_json, read_tensors
@@ -149,6 +151,7 @@ def test_packed_documents_are_apart():
     torch.testing.assert_close(packed, {name: sum(part[name] for part in parts) for name in packed})
 
 
+@pytest.mark.compile
 def test_blocks_compile_without_a_break():
     want = gradients(make(), input_ids=IDS)
     torch.testing.assert_close(gradients(compile_blocks(make(), backend="eager"), input_ids=IDS), want)
@@ -217,7 +220,7 @@ def test_a_weight_map_of_ones_own(own_registry, tmp_path):
     model = make()
     register("side_by_side", type(model))
     model.save_pretrained(tmp_path / "own names")
-    own_names = get_map("side_by_side")
+    own_names = format_of(get_arch("side_by_side")).weight_map
     register(
         "side_by_side",
         type(model),
@@ -278,7 +281,7 @@ def test_a_class_that_is_derived_from_one_of_this_package(own_registry, tmp_path
     class Scaled(LigerLlama):
         config_class = Config
 
-    register("scaled", Scaled, get_map("llama"))
+    register("scaled", Scaled, format_of(get_arch("llama")).weight_map)
     tiny = {key: value for key, value in SIZES.items() if key in {field.name for field in dataclasses.fields(Config)}}
     model = Scaled.from_config(Config(**tiny, factor=3.0))
     model.save_pretrained(tmp_path)
@@ -342,6 +345,7 @@ def my_package(tmp_path):
     return place
 
 
+@pytest.mark.slow
 def test_an_installed_package_is_found_without_an_import(my_package, tmp_path):
     pytest.importorskip("typer", reason="the command line needs typer and rich: pip install 'liger_models[cli]'")
     model = make()
@@ -373,7 +377,7 @@ def test_a_name_that_is_not_registered_says_how(own_registry, tmp_path):
     model = make()
     register("side_by_side", type(model))
     model.save_pretrained(tmp_path)
-    arch.CUSTOM.clear()
+    del MODEL_CLASSES["side_by_side"]
     message = r"model_type 'side_by_side' is not supported\..*import the module that calls liger_models\.register"
     with pytest.raises(ValueError, match=message):
         AutoLigerModel.from_pretrained(tmp_path, progress=False)
@@ -400,35 +404,35 @@ def test_what_can_not_be_registered(own_registry):
     mine = model_of(make_config())
     no_sizes = dataclass(frozen=True, kw_only=True)(type("Config", (), {"__annotations__": {"vocab_size": int}}))
     cases: list[tuple[Any, Any, str]] = [
-        ("llama", mine, r"got 'llama', which is an architecture of liger_models\. Choose another"),
-        ("", mine, "model_type must be a name"),
-        (mine, "mine", "model_type must be a name"),
+        ("llama", mine, r"got 'llama', which is taken by an architecture of liger_models\. Choose another"),
+        ("", mine, "model_type must be a non-empty string"),
+        (mine, "mine", "model_type must be a non-empty string"),
         ("mine", nn.Linear, r"must be a class that derives from .*CausalLM, got <class .*Linear"),
         ("mine", LigerLlama(LlamaConfig(**TINY)), "must be a class that derives from"),
-        ("mine", LigerLlama, "must be classes of their own, got LigerLlama, which is that of 'llama'"),
-        ("mine", model_of(LlamaConfig), "must be classes of their own, got LlamaConfig, which is that of 'llama'"),
-        ("mine", type("Mine", (LigerLlama,), {}), "got LlamaConfig, which is that of 'llama'. Derive"),
+        ("mine", LigerLlama, "must be classes of their own, got LigerLlama, registered as 'llama'"),
+        ("mine", model_of(LlamaConfig), "must be classes of their own, got LlamaConfig, registered as 'llama'"),
+        ("mine", type("Mine", (LigerLlama,), {}), "got LlamaConfig, registered as 'llama'. Derive"),
         ("mine", model_of(dict), r"Mine\.config_class must be a dataclass, got <class 'dict'>\. Derive it"),
         ("mine", model_of(make_config(decorate=False)), "must be a dataclass, got .*with @dataclass"),
-        ("mine", model_of(no_sizes), "must have the fields .*, got none of the name hidden_size, initializer_range"),
-        ("mine", model_of(make_config(fields={"sizes": dict[str, int] | None})), r"Config\.sizes must be of a type"),
-        ("mine", model_of(make_config(fields={"sizes": tuple[int, ...]})), r"Config\.sizes must be of a type"),
-        ("mine", model_of(make_config(fields={"part": LlamaConfig | None})), r"Config\.part must be of a type"),
+        ("mine", model_of(no_sizes), "must have the fields .*, but lacks hidden_size, initializer_range"),
+        ("mine", model_of(make_config(fields={"sizes": dict[str, int] | None})), r"Config\.sizes must have a type"),
+        ("mine", model_of(make_config(fields={"sizes": tuple[int, ...]})), r"Config\.sizes must have a type"),
+        ("mine", model_of(make_config(fields={"part": LlamaConfig | None})), r"Config\.part must have a type"),
     ]
     for model_type, model_class, message in cases:
         with pytest.raises(ValueError, match=message):
             register(model_type, model_class)
-    assert not arch.CUSTOM
+    assert "mine" not in MODEL_CLASSES
 
     register("mine", mine)
     register("mine", mine)
     other = type("Other", (LigerLlama,), {"config_class": make_config()})
     with pytest.raises(ValueError, match=r"got 'mine', which is .*Mine\. Choose another"):
         register("mine", other)
-    with pytest.raises(ValueError, match="must be classes of their own, got Mine, which is that of 'mine'"):
+    with pytest.raises(ValueError, match="must be classes of their own, got Mine, registered as 'mine'"):
         register("yours", mine)
     other.config_class = mine.config_class
-    with pytest.raises(ValueError, match="must be classes of their own, got Config, which is that of 'mine'"):
+    with pytest.raises(ValueError, match="must be classes of their own, got Config, registered as 'mine'"):
         register("yours", other)
     assert list_archs() == sorted([*arch.built_in(), "mine"])
 
@@ -477,13 +481,13 @@ def put(name: str, module: Any) -> Any:
     [
         (
             put("extra", Scale),
-            r"Scale must have a method reset_parameters that draws layers\.1\.extra\.scale, got none",
+            r"Scale must have a method reset_parameters that initialises layers\.1\.extra\.scale, got none",
         ),
         (lambda model: setattr(model, "scale", nn.Parameter(torch.ones(1))), "Changed must have a method reset_param"),
         (put("norm", lambda: nn.BatchNorm1d(3)), r"must have no buffers.* layers\.1\.norm\.running_mean"),
         (
             lambda model: setattr(model.layers[1].self_attn, "layer", 0),
-            r"place of its own .*layer=0 for layers\.0\.self",
+            r"slot of its own .*layer=0 for layers\.0\.self",
         ),
         (
             lambda model: setattr(model.layers[1].self_attn, "rotary", "slow"),

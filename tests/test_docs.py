@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -32,6 +33,7 @@ def definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Defini
                 yield from definitions(node.body, f"{prefix}.{node.name}")
 
 
+@cache
 def public() -> dict[str, Definition]:
     """What has a docstring; test_package.py and the linter see to it that functions and classes have one."""
     found = {}
@@ -43,15 +45,10 @@ def public() -> dict[str, Definition]:
     return {name: node for name, node in found.items() if ast.get_docstring(node)}
 
 
-PUBLIC = public()
-
-
-CLASSES = {
-    node.name: node
-    for file in FILES
-    for node in ast.parse(file.read_text(encoding="utf-8")).body
-    if isinstance(node, ast.ClassDef)
-}
+@cache
+def classes() -> dict[str, ast.ClassDef]:
+    bodies = [ast.parse(file.read_text(encoding="utf-8")).body for file in FILES]
+    return {node.name: node for body in bodies for node in body if isinstance(node, ast.ClassDef)}
 
 
 def arguments(node: Definition) -> set[str]:
@@ -60,18 +57,19 @@ def arguments(node: Definition) -> set[str]:
         return {part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg)}
     fields = {ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)}
     made = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
-    bases = [CLASSES[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in CLASSES]
+    bases = [classes()[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in classes()]
     return fields.union(*map(arguments, made or bases))
 
 
 def test_arguments_in_docstrings_exist():
-    for name, node in PUBLIC.items():
+    for name, node in public().items():
         section = re.search(r"^Args:\n((?: .*\n?|\n)+)", ast.get_docstring(node) or "", re.MULTILINE)
         for line in re.findall(r"^    (\w[\w*, ]*):", section[1], re.MULTILINE) if section else ():
             named = set(line.replace("*", "").split(", "))
             assert named <= arguments(node) | {"Others"}, f"{name}: {named}"
 
 
+@pytest.mark.slow
 def test_the_site(tmp_path):
     pytest.importorskip("mkdocstrings_handlers", reason="pip install 'liger-models[docs]'")
     pytest.importorskip("material")
@@ -85,7 +83,7 @@ def test_the_site(tmp_path):
     assert all(f"reference/{init.parent.name}.md\n" in navigation for init in PACKAGE.glob("*/__init__.py"))
     inventory = (tmp_path / "objects.inv").read_bytes().split(b"\n", 4)[4]
     entries = {line.split()[0]: line.split()[3] for line in zlib.decompress(inventory).decode().splitlines()}
-    assert not PUBLIC.keys() - entries.keys()
+    assert not public().keys() - entries.keys()
     reference = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
     for name in liger_models.__all__:
         value = getattr(liger_models, name)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from liger_models import LigerLlama, LlamaConfig, PackedDataset, PackedLoader
 from liger_models.data import collate
 from liger_models.parallel import targets_per_rank
 
-from .test_data import tokenizer  # noqa: F401
+from .late import transformers
+from .packing.conftest import tokenizer  # noqa: F401
 from .torchrun import torchrun
 
 ROOT = Path(__file__).parents[1]
@@ -97,7 +97,7 @@ def dataset(model: LigerLlama, **options: Any) -> PackedDataset:
     return PackedDataset("train.jsonl", model.tokenizer, **{"length": 64, "progress": False, **options})
 
 
-def trainer(model: LigerLlama, data: PackedDataset, **options: Any) -> transformers.Trainer:
+def trainer(model: LigerLlama, data: PackedDataset, **options: Any) -> Any:
     pytest.importorskip("accelerate")
     made = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "save_steps": 2, "logging_steps": 1}
     made |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "learning_rate": 1e-2, "max_steps": 4}
@@ -125,6 +125,7 @@ def test_trainer_divides_by_the_targets_of_the_step(folder):
         assert run.evaluate()["eval_loss"] == pytest.approx(run.model(**whole).loss.item(), rel=0.02)  # mean of means
 
 
+@pytest.mark.slow
 def test_trainer_adds_noise_to_embeddings(folder):
     """NEFTune: in training alone, and gone afterwards."""
     losses = []
@@ -138,6 +139,7 @@ def test_trainer_adds_noise_to_embeddings(folder):
     assert abs(losses[2] - losses[0]) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_trainer_goes_on(folder, tokenizer, tied):  # noqa: F811
     save(tokenizer, tie_word_embeddings=tied)
@@ -213,6 +215,8 @@ def plain_losses(steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
 def test_two_ranks_are_as_one(folder):
     (folder / "run.py").write_text(TWO_RANKS)
     run = trainer(load(), dataset(load()), max_steps=3, save_strategy="no")
@@ -285,6 +289,8 @@ def test_peft_merges_into_a_checkpoint_of_the_hub(folder):
         torch.testing.assert_close(merged(batch["input_ids"]).logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_deepspeed(folder, stage, device):

@@ -6,30 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig as HFConfig
-from transformers import LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
-from transformers.generation.logits_process import (
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from liger_models import AutoLigerModel
 from liger_models.arch.llama import LigerLlama, LlamaConfig
-from liger_models.generation import (
-    Options,
-    PromptInputs,
-    _choose,
-    _inputs,
-    _resolve,
-    generate,
-    keep_top_k,
-    keep_top_p,
-    penalize_repetition,
-    stream,
-)
-from liger_models.layers.sequence import DecodeCache
+from liger_models.generation.loop import generate, stream
+from liger_models.generation.options import Options, PromptInputs, resolve, select_inputs
+from liger_models.generation.sampling import choose, keep_top_k, keep_top_p, penalize_repetition
+from liger_models.layers.kv_cache import DecodeCache
+
+from .late import transformers
 
 VOCAB, NEW = 53, 20
 SIZES = {
@@ -78,7 +63,7 @@ def pair(tmp_path_factory):
     @cache
     def build(variant):
         torch.manual_seed(0)
-        theirs = LlamaForCausalLM(HFConfig(**{**SIZES, **VARIANTS[variant]})).eval()
+        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **VARIANTS[variant]})).eval()
         folder = tmp_path_factory.mktemp("checkpoint")
         theirs.save_pretrained(folder)
         return theirs, LigerLlama.from_pretrained(folder, progress=False).eval()
@@ -209,7 +194,9 @@ def test_cached_keys_are_made_anew_where_longrope_switches(tmp_path, original):
     factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 6.0, 9.0]}
     rope = _rope(rope_type="longrope", original_max_position_embeddings=original, **factors)
     torch.manual_seed(0)
-    theirs = Phi3ForCausalLM(Phi3Config(**SIZES, **rope, original_max_position_embeddings=original)).eval()
+    theirs = transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(**SIZES, **rope, original_max_position_embeddings=original)
+    ).eval()
     theirs.save_pretrained(tmp_path)
     ours = AutoLigerModel.from_pretrained(tmp_path, progress=False)
     for inputs in ({"input_ids": torch.tensor(PROMPTS[:1])}, padded()):
@@ -246,7 +233,7 @@ def test_lists_of_prompts_are_padded(ours):
 
 def test_what_comes_with_prompts_goes_to_the_models_device():
     elsewhere = SimpleNamespace(device=torch.device("meta"), prompt_inputs=("pixel_values", "second_per_grid_ts"))
-    found = _inputs(elsewhere, {"pixel_values": torch.ones(2), "second_per_grid_ts": [1.0], "top_k": 3})
+    found = select_inputs(elsewhere, {"pixel_values": torch.ones(2), "second_per_grid_ts": [1.0], "top_k": 3})
     assert found["pixel_values"].device == elsewhere.device
     assert found["second_per_grid_ts"] == [1.0]
     assert len(found) == 2
@@ -291,7 +278,7 @@ def random_logits():
 def test_top_k_is_that_of_transformers(k):
     logits = random_logits()
     before = logits.clone()
-    assert torch.equal(keep_top_k(logits, k), TopKLogitsWarper(k)(None, logits))
+    assert torch.equal(keep_top_k(logits, k), transformers.TopKLogitsWarper(k)(None, logits))
     assert torch.equal(logits, before)
     assert (keep_top_k(logits, k).isfinite().sum(1) >= min(k, 4)).all()
 
@@ -300,7 +287,7 @@ def test_top_k_is_that_of_transformers(k):
 def test_top_p_is_that_of_transformers(p):
     logits = random_logits()
     before = logits.clone()
-    assert torch.equal(keep_top_p(logits, p), TopPLogitsWarper(p)(None, logits))
+    assert torch.equal(keep_top_p(logits, p), transformers.TopPLogitsWarper(p)(None, logits))
     assert torch.equal(logits, before)
     assert keep_top_p(logits, p).isfinite().any(1).all()
 
@@ -324,7 +311,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty):
     before = logits.clone()
     ids = torch.randint(0, VOCAB, (16, 12))
     seen = torch.zeros(16, VOCAB, dtype=torch.bool).scatter_(1, ids, True)
-    want = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
+    want = transformers.RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
     assert torch.equal(penalize_repetition(logits, seen, penalty), want)
     assert torch.equal(logits, before)
 
@@ -338,13 +325,13 @@ def test_filters_are_applied_in_the_order_of_transformers(ours, monkeypatch):
     ids = torch.randint(0, VOCAB, (16, 12))
     seen = torch.zeros(16, VOCAB, dtype=torch.bool).scatter_(1, ids, True)
     options = resolved(ours, do_sample=True, temperature=0.7, top_k=9, top_p=0.8, repetition_penalty=1.3)
-    tokens = _choose(logits, seen, options)
+    tokens = choose(logits, seen, options)
     want = logits.clone()
     for process in (
-        RepetitionPenaltyLogitsProcessor(1.3),
-        TemperatureLogitsWarper(0.7),
-        TopKLogitsWarper(9),
-        TopPLogitsWarper(0.8),
+        transformers.RepetitionPenaltyLogitsProcessor(1.3),
+        transformers.TemperatureLogitsWarper(0.7),
+        transformers.TopKLogitsWarper(9),
+        transformers.TopPLogitsWarper(0.8),
     ):
         want = process(ids, want)
     want = want.softmax(1)
@@ -392,7 +379,7 @@ def test_a_generator_makes_the_draw_reproducible(ours):
 
 
 def resolved(model, **given):
-    return _resolve(model, 1, given)
+    return resolve(model, 1, given)
 
 
 def test_generation_config_gives_the_defaults(ours, monkeypatch):
@@ -443,10 +430,10 @@ def test_where_stop_and_padding_tokens_come_from(config, stored, given, eos, pad
 
 
 def test_what_is_without_effect_is_named(ours, monkeypatch):
-    with pytest.warns(UserWarning, match=r"without do_sample=True.*'temperature': 0.5.*no effect"):
+    with pytest.warns(UserWarning, match=r"{'temperature': 0.5} has no effect without do_sample=True"):
         generate(ours, PROMPTS, max_new_tokens=1, temperature=0.5, top_k=0, top_p=1.0)
     configure(ours, monkeypatch, num_beams=4, min_p=0.1, typical_p=1.0)
-    with pytest.warns(UserWarning, match=r"generation_config.json: .*without effect: num_beams, min_p\."):
+    with pytest.warns(UserWarning, match=r"generation_config.json: .*and ignored: num_beams, min_p\."):
         generate(ours, PROMPTS, max_new_tokens=1)
 
 
@@ -572,10 +559,10 @@ IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
         ({"input_ids": [[3, -1]]}, r"input_ids must be in \[0, 53\), got -1 to 3"),
         ({"attention_mask": torch.ones(2, 4)}, r"attention_mask must be \[2, 3\] like input_ids, got \[2, 4\]"),
         ({"attention_mask": torch.ones(3)}, r"attention_mask must be \[2, 3\] like input_ids, got \[3\]"),
-        ({"input_ids": [[3]], "attention_mask": torch.ones(1, 1)}, r"attention_mask goes with a tensor, got a list"),
+        ({"input_ids": [[3]], "attention_mask": torch.ones(1, 1)}, r"attention_mask needs a tensor of prompts"),
         ({"attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}, r"padding at the end of rows \[1\].*on the left"),
         ({"attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])}, r"padding at the end of rows \[0\]"),
-        ({"pad_token_id": 8}, r"padding at the end of rows \[1\].*attention_mask if those are tokens"),
+        ({"pad_token_id": 8}, r"padding at the end of rows \[1\].*attention_mask if the padding tokens are meant"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )

@@ -7,16 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from liger_models import AutoLigerModel, LigerFusedLinearDPOLoss, LigerLlama, LlamaConfig
-from liger_models.arch import list_archs
-from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
-from liger_models.lora import (
+from liger_models.adapters import (
     LoRAConfig,
-    LoRALinear,
-    _adapted,
-    _files_names,
     adapter_config,
     apply_lora,
     load_adapter,
@@ -26,11 +20,17 @@ from liger_models.lora import (
     unmerge_lora,
     without_adapters,
 )
+from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
+from liger_models.adapters.peft_files import peft_tensors
+from liger_models.arch import list_archs
+from liger_models.kernels.collectives import Group
+from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
 from .arch import test_gemma3, test_mllama, test_vision
 from .arch.families import LIMIT, VISION_CASES, error, hf_model, is_tower, load, make_folder, tiny, tokens
+from .late import Late, transformers
 
-peft = pytest.importorskip("peft")
+peft = Late("peft", "adapters are compared with those of peft")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # PEFT and transformers
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
@@ -76,9 +76,9 @@ def under_peft_names(model, values) -> dict[str, torch.Tensor]:
     """The adapters' tensors as they stand in a file: what `values` makes of a parameter."""
     return {
         theirs: values(parameter)
-        for _, layer in _adapted(model)
+        for layer in adapted_layers(model).values()
         for name, adapter in layer.adapters()
-        for theirs, parameter in _files_names(name, adapter).items()
+        for theirs, parameter in peft_tensors(name, adapter).items()
     }
 
 
@@ -324,6 +324,7 @@ def test_fused_ops_run_where_nothing_is_adapted(kernel_device):
         assert error(got[name], gradient) <= 1e-4, name
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("kind", [{}, {"use_dora": True}], ids=str)
 def test_blocks_compile(kind):
     model = llama(LoRAConfig(**kind))
@@ -448,7 +449,7 @@ MIXTURE = {
         (["w1"], "Experts, routers, norms and the embedding have no adapters"),
         (["gate"], "Experts, routers"),
         (["embed_tokens"], "the embedding have no adapters"),
-        ("q_proj", r"A text is a regular expression of a whole name; .* a list: \['q_proj'\]"),
+        ("q_proj", r"A string is a regular expression for whole names.* a list: \['q_proj'\]"),
         ("(q_proj", "must be a regular expression, got '\\(q_proj'"),
         ([], "must name linear layers .*, got none"),
     ],
@@ -478,6 +479,12 @@ def test_calls_out_of_order():
     pytest.importorskip("torchao")
     with pytest.raises(ValueError, match="must not be in 4 bits yet"):
         quantize_base(quantize_base(llama(LoRAConfig())))
+
+
+def test_a_head_with_an_adapter_is_not_sharded():
+    model = llama(LoRAConfig(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="LoRALMHead: a head with an adapter must not be sharded, got apply_tp"):
+        model.lm_head.shard(Group("", 2, 0))
 
 
 def test_layers_of_another_kind_are_not_left_out():

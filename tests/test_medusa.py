@@ -9,10 +9,11 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from liger_models import AutoLigerModel, KernelOptions, LigerLlama, LigerMedusa, LigerMixtral, LlamaConfig
+from liger_models.adapters import LoRAConfig, apply_lora
+from liger_models.adapters.medusa import HEADS
 from liger_models.arch.mixtral import MixtralConfig
-from liger_models.kernels.collectives import Ranks
-from liger_models.lora import LoRAConfig, apply_lora
-from liger_models.medusa import HEADS
+from liger_models.kernels.collectives import Group
+from liger_models.layers.groups import ParallelGroups
 
 V, B, T, K = 37, 2, 11, 3
 TINY = {
@@ -160,6 +161,7 @@ def test_checkpointing_and_other_kernels_change_nothing(policy):
             torch.testing.assert_close(parameter.grad, expected[name], msg=name)
 
 
+@pytest.mark.compile
 def test_compiled_in_one_graph():
     medusa = make(freeze=False)
     batch = make_batch() | INPUTS["packed"]
@@ -281,10 +283,10 @@ def test_errors(tmp_path):
         LigerMedusa(medusa.model, 0)
     with pytest.raises(ValueError, match="num_layers must be at least 1, got 0"):
         LigerMedusa(medusa.model, 1, 0)
-    medusa.model.ranks = Ranks("", 2, 0)
-    with pytest.raises(ValueError, match="must not be cut by apply_tp"):
+    medusa.model.groups = ParallelGroups(tensor=Group("", 2, 0))
+    with pytest.raises(ValueError, match="must not be sharded by apply_tp"):
         LigerMedusa(medusa.model)
-    medusa.model.ranks = None
+    medusa.model.groups = ParallelGroups()
     with torch.device("meta"), pytest.raises(ValueError, match="on meta"):
         LigerMedusa(LigerLlama(LlamaConfig(**TINY)))
     with pytest.raises(ValueError, match="return_log_probs needs labels"):

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.train import flops_per_token
+from benchmarks.training.models import flops_per_token
+from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.arch.mistral import LigerMistral
 from liger_models.arch.mixtral import LigerMixtral
-from liger_models.kernels.collectives import Ranks
+from liger_models.kernels.collectives import Group
 from liger_models.kernels.options import KernelOptions
-from liger_models.lora import LoRAConfig, apply_lora
-from liger_models.metrics import flops
+from liger_models.layers.groups import ParallelGroups
+from liger_models.train.metrics import flops
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"num_hidden_layers": 3, "vocab_size": 100}
@@ -45,11 +46,11 @@ def test_the_head_is_for_targets():
 
 
 def test_a_rank_of_two_that_share_a_batch():
-    model, ranks = make(LigerLlama), Ranks("", 2, 0)
+    model, ranks = make(LigerLlama), Group("", 2, 0)
     whole = flops(model, [batch([0, 40, 64])])
     for block in model.layers:
-        block.self_attn.spread(ranks)
-    model.context_ranks = ranks
+        block.self_attn.shard_tokens(ranks)
+    model.groups = ParallelGroups(context=ranks)
     assert flops(model, [batch([0, 40, 64])]) == whole / 2
 
 

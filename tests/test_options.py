@@ -6,7 +6,7 @@ from dataclasses import field as option
 
 import pytest
 
-from liger_models.options import options_from, read_options
+from liger_models.train.options import options_from, read_options
 
 
 @dataclass(kw_only=True)

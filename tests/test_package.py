@@ -2,6 +2,7 @@
 
 import ast
 import email
+import importlib
 import os
 import re
 import shutil
@@ -9,13 +10,13 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 import liger_models
+from liger_models.lazy.moved import MOVED
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,10 +27,25 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "liger_models"
 FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"torch", "triton", "transformers", "huggingface_hub", "tokenizers", "safetensors", "numpy", "einops"}
-ORDER = ("kernels", "layers", "arch", "convert")
-"""Each of these may import itself and those before it; every other module may import all of them."""
-UPWARD_AT_RUN_TIME = {"layers/causal_lm.py", "layers/vision_language.py"}
-"""Methods of the model classes (from_pretrained, generate, ...) import what does their work when they are called."""
+FLOORS = (
+    ("lazy", "kernels.checks", "parallel.groups"),
+    ("kernels", "text", "memory.recompute", "memory.offload"),
+    ("layers",),
+    ("convert",),
+    ("generation",),
+    ("base",),
+    ("arch",),
+    ("losses", "data", "adapters", "memory"),
+    ("parallel",),
+    ("train",),
+    ("",),
+    ("cli",),
+)
+"""The floors of the house, lowest first: a module imports from its own floor and from those below it.
+
+An entry is a module, or a room for all its modules that have no entry of their own.
+"""
+PLACES = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 
 
 def run(code: str) -> str:
@@ -109,58 +125,135 @@ def test_core_dependencies():
     assert all(project["optional-dependencies"].values())
 
 
-def imports(file: Path) -> Iterator[tuple[str, bool]]:
-    """Full names of the modules that a file imports, and whether it does so when it is imported itself."""
+def imports(file: Path) -> set[str]:
+    """Full names of what a file imports from anywhere: at its top, inside functions, and for type checkers."""
     package = [PACKAGE.name, *file.relative_to(PACKAGE).parts[:-1]]
-
-    def walk(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            return
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, at_import) for alias in node.names)
+            found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) + 1 - node.level] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            # `from package import module` and `from module import name` look alike; both are told by their beginning.
-            yield from ((f"{module}.{alias.name}", at_import) for alias in node.names)
-        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for child in ast.iter_child_nodes(node):
-            yield from walk(child, at_import and not inside)
-
-    yield from walk(ast.parse(file.read_text(encoding="utf-8")), True)
-
-
-def rank(module: str) -> int:
-    """Place of a module of ours in `ORDER`; what stands in none of its packages comes last."""
-    part = module.split(".")[1]
-    return ORDER.index(part) if part in ORDER else len(ORDER)
+            # `from package import module` and `from module import name` look alike; `module_of` tells them apart.
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+    return found
 
 
 def name_of(file: Path) -> str:
-    return str(file.relative_to(PACKAGE))
+    """Name of a module below the package; a folder's is that of its ``__init__.py``, and the package's own is empty."""
+    return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_imports(file):
-    own = rank(".".join([PACKAGE.name, *file.relative_to(PACKAGE).with_suffix("").parts]))
-    for module, at_import in imports(file):
-        top = module.partition(".")[0]
-        assert top not in ("transformers", "liger_kernel"), f"{name_of(file)} imports {module}"
-        if top == PACKAGE.name and (at_import or name_of(file) not in UPWARD_AT_RUN_TIME):
-            assert rank(module) <= own, f"{name_of(file)} imports {module}, which stands above it"
-        if file.parent.name == "arch" and file.name != "__init__.py":
-            assert not module.startswith(f"{PACKAGE.name}.arch"), f"{name_of(file)} imports {module}"
+MODULES = {name_of(file): file for file in FILES}
 
 
-def test_files_of_the_package_are_found():
-    assert {"__init__.py", "kernels/rms_norm.py", "layers/causal_lm.py"} <= {name_of(file) for file in FILES}
+def module_of(imported: str) -> str:
+    """The module of the package that an imported name is, or is in."""
+    name = imported.removeprefix(PACKAGE.name).removeprefix(".")
+    while name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+GRAPH = {
+    name: {module_of(each) for each in imports(file) if each.partition(".")[0] == PACKAGE.name} - {name}
+    for name, file in MODULES.items()
+}
+
+
+FACES = sorted(module for module, file in MODULES.items() if "import lazy_exports" in file.read_text())
+"""Rooms' `__init__`, which export names that other files define."""
+
+
+def floor_of(module: str) -> int:
+    """The floor in `FLOORS` of a module, by the longest entry that is the module or a room or folder around it."""
+    part = module
+    while part and part not in PLACES:
+        part = part.rpartition(".")[0]
+    assert part in PLACES, f"{module}: give it a floor in FLOORS"
+    return PLACES[part]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module):
+    for name in imports(MODULES[module]):
+        assert name.partition(".")[0] not in ("transformers", "liger_kernel"), f"{module} imports {name}"
+    for other in GRAPH[module]:
+        assert floor_of(other) <= floor_of(module), f"{module} imports {other}, which lies above it"
+        assert other not in FACES or other == "", f"{module} imports a face: name {other}'s file"
+
+
+def test_no_circle_between_files():
+    remaining = dict(GRAPH)
+    while free := [module for module, others in remaining.items() if not others & remaining.keys()]:
+        for module in free:
+            del remaining[module]
+    assert not remaining, f"modules that import each other, or such modules: {sorted(remaining)}"
+
+
+def test_families_do_not_import_each_other():
+    families = {
+        module for module in MODULES if module.startswith("arch.") and module not in ("arch.auto", "arch.registry")
+    }
+    for module in families:
+        own = module.split(".")[1]
+        others = {each.split(".")[1] for each in GRAPH[module] & families}
+        assert {each for each in others if not each.startswith("_")} <= {own}, f"{module} imports {others}"
+
+
+def test_every_entry_of_the_table_is_a_module_or_a_room():
+    assert {""} | PLACES.keys() <= MODULES.keys()
+    assert len(PLACES) == sum(map(len, FLOORS)), "a module has two floors"
+
+
+@pytest.mark.parametrize("module", FACES)
+def test_a_face_exports_what_type_checkers_see(module):
+    face = importlib.import_module(f"{PACKAGE.name}.{module}".rstrip("."))
+    (checked,) = (
+        node
+        for node in ast.parse(MODULES[module].read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    seen = {
+        alias.name: f"{node.module}.{alias.name}"
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert sorted(seen) == face.__all__ == dir(face)
+    for name, path in seen.items():
+        home, _, attribute = path.rpartition(".")
+        assert getattr(face, name) is getattr(importlib.import_module(home), attribute)
+    with pytest.raises(AttributeError, match="It has: "):
+        face.no_such_name  # noqa: B018
+
+
+FOLLOW = """
+import importlib, warnings
+from liger_models.lazy.moved import MOVED
+
+for old, new in MOVED.items():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = importlib.import_module(f"liger_models.{old}")
+    module = importlib.import_module(f"liger_models.{new}")
+    assert found is module and module.__spec__.name == module.__name__, old
+    assert f"liger_models.{old} has moved to liger_models.{new}." in [str(each.message) for each in said], old
+"""
+
+
+def test_a_module_that_has_moved_is_found_under_its_old_name():
+    assert not MOVED.keys() & MODULES.keys()
+    assert set(MOVED.values()) <= MODULES.keys()
+    run(FOLLOW)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the sdist, and of the wheel that is made of it, as `python -m build` makes them."""
     source, out = tmp_path_factory.mktemp("source") / "repository", tmp_path_factory.mktemp("dist")
-    hidden = shutil.ignore_patterns(".*", "data", "__pycache__", "build", "dist", "*.egg-info", "*_output", "results")
+    hidden = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "*_output", "results")
     shutil.copytree(ROOT, source, ignore=hidden)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -168,6 +261,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.xdist_group("built")
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_and_nothing_else(built):
     (path,) = built.glob("*.whl")
     info = f"liger_models-{liger_models.__version__}.dist-info"
@@ -190,6 +285,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
         assert {(r.name, str(r.specifier)) for r in got} == {(r.name, str(r.specifier)) for r in wanted}, extra
 
 
+@pytest.mark.xdist_group("built")
+@pytest.mark.slow
 def test_the_sdist_holds_what_the_wheel_is_made_of(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as sdist:

@@ -20,7 +20,7 @@ import sys
 import torch
 
 from liger_models import AutoLigerModel, LigerAdamW, seed_all
-from liger_models.lora import LoRAConfig, apply_lora
+from liger_models.adapters import LoRAConfig, apply_lora
 
 device = sys.argv[2]
 torch.set_num_threads(2)
@@ -60,6 +60,10 @@ for config in configs:
 """
 
 
+same_worker = pytest.mark.xdist_group("digests")
+"""Of pytest-xdist, for tests that share a fixture which takes long."""
+
+
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def digests(request) -> dict[str, list[str]]:
     """What three runs with two seeds come to."""
@@ -75,11 +79,15 @@ def digests(request) -> dict[str, list[str]]:
     return found
 
 
+@same_worker
+@pytest.mark.slow
 def test_two_runs_are_equal_in_every_bit(digests):
     assert len(digests["first"]) >= 2
     assert digests["again"] == digests["first"]
 
 
+@same_worker
+@pytest.mark.slow
 def test_another_seed_is_another_run(digests):
     assert set(digests["other"]).isdisjoint(digests["first"])
 

@@ -15,21 +15,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint import FileSystemReader
 
 from liger_models import LigerLlama, LlamaConfig, PackedDataset
+from liger_models.adapters import load_adapter
 from liger_models.data import collate
-from liger_models.lora import load_adapter
-from liger_models.metrics import Log
-from liger_models.optim import LigerAdamW
-from liger_models.options import read_options
 from liger_models.parallel import save_state
-from liger_models.train import TrainOptions, cosine, evaluate, main, train
+from liger_models.train.loop import TrainOptions, cosine, evaluate, main, train
+from liger_models.train.metrics import Log
+from liger_models.train.optimizer import LigerAdamW
+from liger_models.train.options import read_options
 
 from .arch.families import load, make_folder, tiny
+from .late import transformers
 from .parallel.conftest import two  # noqa: F401
 from .torchrun import torchrun
 
@@ -39,9 +39,9 @@ import os
 import signal
 import sys
 
-import liger_models.train
+import liger_models.train.loop
 
-clip, calls = liger_models.train.clip_grad_norm_, 0
+clip, calls = liger_models.train.loop.clip_grad_norm_, 0
 
 def die_in_step_7(*arguments):
     global calls
@@ -50,8 +50,8 @@ def die_in_step_7(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return clip(*arguments)
 
-liger_models.train.clip_grad_norm_ = die_in_step_7
-liger_models.train.main()
+liger_models.train.loop.clip_grad_norm_ = die_in_step_7
+liger_models.train.loop.main()
 """
 
 
@@ -102,6 +102,8 @@ def files(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (run / "model").iterdir()}
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
 def test_two_ranks_train_die_and_go_on(folder, monkeypatch):
     example = str(ROOT / "examples" / "train_fsdp.py")
     place: dict[str, Any] = {"cwd": folder, "XDG_CACHE_HOME": str(folder / "cache")}
@@ -154,6 +156,7 @@ def test_a_single_process(folder, tmp_path, monkeypatch, capfd, device):
         assert lines[-1]["memory_gib"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_deterministic_runs_are_equal_in_every_bit(folder, tmp_path, device):
     """The order of the data, every loss and norm, and the model; in processes of their own."""
@@ -350,7 +353,7 @@ def test_options_of_now_hold_when_a_run_goes_on(folder, tmp_path, monkeypatch):
     train(TrainOptions(**given, steps=2, lr=1e-2))
     made = []
     with mock.patch(
-        "liger_models.train.LigerAdamW", side_effect=lambda *a, **k: made.append(LigerAdamW(*a, **k)) or made[0]
+        "liger_models.train.loop.LigerAdamW", side_effect=lambda *a, **k: made.append(LigerAdamW(*a, **k)) or made[0]
     ):
         train(TrainOptions(**given, steps=4, lr=1e-3, weight_decay=0.3))
     rates = [line["lr"] for line in log(tmp_path / "run")]
@@ -364,9 +367,9 @@ def test_epochs_end_with_the_data_whatever_the_size_of_a_step(folder, tmp_path, 
     given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "workers": 0}
     given |= {"output": str(tmp_path / "run"), "save_every": 4, "keep": 1}
     with monkeypatch.context() as patch:
-        patch.setattr("liger_models.train.endless", lambda loader: islice(loader, 10 * 2))
+        patch.setattr("liger_models.train.loop.endless", lambda loader: islice(loader, 10 * 2))
         whole = lambda *parts, background, keep: save_state(*parts, keep=keep)  # before the run dies
-        patch.setattr("liger_models.train.save_state", whole)
+        patch.setattr("liger_models.train.loop.save_state", whole)
         with pytest.raises(StopIteration):
             train(TrainOptions(**given, batch_size=3, accumulate=2))
     dist.destroy_process_group()
@@ -400,7 +403,7 @@ def test_tokens_that_the_model_does_not_have(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("ranks", [1, 64])
 def test_an_evaluation_counts_targets_and_not_rows_without(folder, tmp_path, monkeypatch, ranks):
     """As the rows of a prompt that is longer than a row are; also where there are fewer targets than ranks."""
-    monkeypatch.setattr("liger_models.train.mean_over_ranks", lambda value: value / ranks)  # the others have none
+    monkeypatch.setattr("liger_models.train.loop.mean_over_ranks", lambda value: value / ranks)  # the others have none
     model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
     ids = [2 + place % 200 for place in range(200)]
     examples = [{"input_ids": ids, "labels": [-100] * 190 + ids[190:]}] * 3

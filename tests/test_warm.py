@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import liger_models.warm
+import liger_models.train.warmup
 from liger_models import LigerAdamW, LigerLlama, LlamaConfig, step_in_backward, warm_up
 
 try:
@@ -86,7 +86,7 @@ def kernels(monkeypatch):
         return SimpleNamespace(loss=None)
 
     monkeypatch.setattr(Kernel, "device", lambda self: current[-1], raising=False)
-    monkeypatch.setattr(liger_models.warm, "INTERPRET", False)
+    monkeypatch.setattr(liger_models.train.warmup, "INTERPRET", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

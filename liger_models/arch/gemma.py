@@ -1,7 +1,7 @@
 """Gemma 1 and 1.1, CodeGemma: model_type ``gemma``.
 
 Differs from Llama: embeddings are multiplied by sqrt(hidden_size), rounded to the dtype of the weights; norms scale by
-1 + weight, in fp32; the MLP's activation is GELU by its tanh approximation; the head's weight is the embedding's.
+1 + weight, in fp32; the MLP's activation is tanh-approximated GELU; the head is tied to the embedding.
 
 Source: https://arxiv.org/abs/2403.08295, transformers ``models/gemma``.
 """
@@ -11,23 +11,26 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig, check_values
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig, check_values
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmaConfig(DecoderConfig):
+class GemmaConfig(RMSNormDecoderConfig):
     """Sizes and constants of a Gemma model.
 
-    The first releases say ``hidden_act`` "gelu" and mean its tanh approximation, as everyone computes it.
+    The first releases set ``hidden_act`` to "gelu"; every implementation computes its tanh approximation.
     """
 
     activations = ("gelu_pytorch_tanh", "gelu")
@@ -55,7 +58,7 @@ class GemmaConfig(DecoderConfig):
 
 
 class GemmaBlock(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: GemmaConfig, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
         super().__init__()
@@ -74,9 +77,9 @@ class GemmaBlock(nn.Module):
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
@@ -105,3 +108,11 @@ class LigerGemma(CausalLM):
         )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+def weight_map(config: GemmaConfig) -> WeightMap:
+    """Maps the parameters of Gemma to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+
+
+add_family(LigerGemma, CheckpointFormat(model_type="gemma", hf_class="GemmaForCausalLM", weight_map=weight_map))

@@ -1,34 +1,39 @@
 """Gemma 2: model_type ``gemma2``.
 
-Differs from Llama: a norm before and one after each branch, all of them scaling by 1 + weight, in fp32; even layers see
-only the last ``sliding_window`` tokens; attention scores (``attn_logit_softcapping``) and logits
-(``final_logit_softcapping``) are capped, c · tanh(s / c); scores are scaled by ``query_pre_attn_scalar`` and not by the
-head size; embeddings are multiplied by sqrt(hidden_size), rounded to the dtype of the weights; the MLP's activation is
-GELU by its tanh approximation; the head's weight is the embedding's.
+Differs from Llama: attention and the MLP have a norm before and a norm after them, and norms scale by 1 + weight, in
+fp32; even layers attend only to the last ``sliding_window`` tokens; attention scores (``attn_logit_softcapping``) and
+logits (``final_logit_softcapping``) are capped, c · tanh(s / c); scores are divided by sqrt(``query_pre_attn_scalar``)
+instead of sqrt(head dimension); embeddings are multiplied by sqrt(hidden_size), rounded to the dtype of the weights;
+the MLP's activation is tanh-approximated GELU; the head is tied to the embedding.
 
 Source: https://arxiv.org/abs/2408.00118, transformers ``models/gemma2``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig, check_layer_types, check_values, is_sliding
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values, is_sliding
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma2Config(DecoderConfig):
-    """Sizes and constants of a Gemma 2 model; ``hidden_act`` is what config.json has as ``hidden_activation``."""
+class Gemma2Config(RMSNormDecoderConfig):
+    """Sizes and constants of a Gemma 2 model; config.json spells ``hidden_act`` as ``hidden_activation``."""
 
     activations = ("gelu_pytorch_tanh",)
 
@@ -59,12 +64,12 @@ class Gemma2Config(DecoderConfig):
         check_values(self, use_bidirectional_attention=(None, False))
 
     def window(self, layer: int) -> int | None:
-        """Number of tokens that a layer sees, None for all."""
+        """The attention window of a layer, in tokens; None for full attention."""
         return self.sliding_window if is_sliding(layer, self.layer_types, default=layer % 2 == 0) else None
 
 
 class Gemma2Block(nn.Module):
-    """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``, each addition done with the next norm."""
+    """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``; each addition is fused with the next norm."""
 
     def __init__(self, config: Gemma2Config, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
         super().__init__()
@@ -88,9 +93,9 @@ class Gemma2Block(nn.Module):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
         self.post_feedforward_layernorm = norm(config.hidden_size)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
         return self.post_feedforward_layernorm(x), residual
@@ -123,3 +128,46 @@ class LigerGemma2(CausalLM):
         )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+IGNORED_KEYS = ("cache_implementation", "sliding_window_size")  # a generation setting; an old name of sliding_window
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The activation is read from ``hidden_activation``; a ``hidden_act`` beside it is ignored, as elsewhere."""
+    return {key: value for key, value in hf.items() if key != "hidden_activation"} | {
+        "hidden_act": hf.get("hidden_activation")
+    }
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The field ``hidden_act`` is written as ``hidden_activation``."""
+    return {"hidden_activation" if key == "hidden_act" else key: value for key, value in keys.items()}
+
+
+def weight_map(config: Gemma2Config) -> WeightMap:
+    """Maps the parameters of Gemma 2 to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(
+        config,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        norms=(
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+    )
+
+
+add_family(
+    LigerGemma2,
+    CheckpointFormat(
+        model_type="gemma2",
+        hf_class="Gemma2ForCausalLM",
+        weight_map=weight_map,
+        from_json=from_json,
+        to_json=to_json,
+        ignored_keys=IGNORED_KEYS,
+    ),
+)

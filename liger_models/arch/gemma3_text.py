@@ -1,37 +1,44 @@
 """Gemma 3, the text models (270M, 1B): model_type ``gemma3_text``.
 
-Differs from Llama: a norm before and one after each branch, and one of each head's queries and keys before rotation,
-all of them scaling by 1 + weight, in fp32; five layers of six see only the last ``sliding_window`` tokens, and have a
-rotary base of their own (``rope_local_base_freq``), which no scaling touches; scores are scaled by
-``query_pre_attn_scalar`` and not by the head size; embeddings are multiplied by sqrt(hidden_size), rounded to the dtype
-of the weights; the MLP's activation is GELU by its tanh approximation; the head's weight is the embedding's.
+Differs from Llama: attention and the MLP have a norm before and a norm after them, each head of q and k is normalised
+before the rotation, and all norms scale by 1 + weight, in fp32; five of six layers attend only to the last
+``sliding_window`` tokens and use a rotary base of their own (``rope_local_base_freq``), without rope scaling; scores
+are divided by sqrt(``query_pre_attn_scalar``) instead of sqrt(head dimension); embeddings are multiplied by
+sqrt(hidden_size), rounded to the dtype of the weights; the MLP's activation is tanh-approximated GELU; the head is tied
+to the embedding.
 
 Source: https://arxiv.org/abs/2503.19786, transformers ``models/gemma3``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import flat_rope
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig, check_layer_types, check_values
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3TextConfig(DecoderConfig):
-    """Sizes and constants of a Gemma 3 text model; ``hidden_act`` is what config.json has as ``hidden_activation``.
+class Gemma3TextConfig(RMSNormDecoderConfig):
+    """Sizes and constants of a Gemma 3 text model; config.json spells ``hidden_act`` as ``hidden_activation``.
 
-    ``rope_theta`` and ``rope_scaling`` are those of the layers without a window; ``layer_types``, where it is given,
-    names the layers instead of ``sliding_window_pattern``.
+    ``rope_theta`` and ``rope_scaling`` apply to the layers without a window. ``layer_types``, if given, overrides
+    ``sliding_window_pattern``.
     """
 
     activations = ("gelu_pytorch_tanh",)
@@ -65,14 +72,14 @@ class Gemma3TextConfig(DecoderConfig):
         check_values(self, use_bidirectional_attention=(None, False))
 
     def layer_type(self, layer: int) -> str:
-        """What a layer attends to; also the name of its rotary embedding."""
+        """The type of a layer, "sliding_attention" or "full_attention"; also the name of its rotary embedding."""
         if self.layer_types is not None:
             return self.layer_types[layer]
         return "sliding_attention" if (layer + 1) % self.sliding_window_pattern else "full_attention"
 
 
 class Gemma3Block(nn.Module):
-    """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``, each addition done with the next norm."""
+    """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``; each addition is fused with the next norm."""
 
     def __init__(
         self, config: Gemma3TextConfig, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions
@@ -100,9 +107,9 @@ class Gemma3Block(nn.Module):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
         self.post_feedforward_layernorm = norm(config.hidden_size)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
         return self.post_feedforward_layernorm(x), residual
@@ -134,3 +141,51 @@ class LigerGemma3Text(CausalLM):
         sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
         self.rotary = nn.ModuleDict({"full_attention": full, "sliding_attention": sliding})
         self.post_init()
+
+
+IGNORED_KEYS = (
+    "cache_implementation",  # a generation setting
+    "_sliding_window_pattern",  # redundant: layer_types was computed from it
+    "attn_logit_softcapping",  # Gemma 2's; transformers does not read it here
+)
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the activation from ``hidden_activation``, and transformers 5's ``rope_parameters`` per layer type."""
+    flat = flat_rope(hf)
+    return flat | {"hidden_act": flat.pop("hidden_activation", None)}
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The field ``hidden_act`` is written as ``hidden_activation``."""
+    return {"hidden_activation" if key == "hidden_act" else key: value for key, value in keys.items()}
+
+
+def weight_map(config: Gemma3TextConfig) -> WeightMap:
+    """Maps the parameters of Gemma 3 to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(
+        config,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        norms=(
+            "input_layernorm",
+            "self_attn.q_norm",
+            "self_attn.k_norm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+    )
+
+
+add_family(
+    LigerGemma3Text,
+    CheckpointFormat(
+        model_type="gemma3_text",
+        hf_class="Gemma3ForCausalLM",
+        weight_map=weight_map,
+        from_json=from_json,
+        to_json=to_json,
+        ignored_keys=IGNORED_KEYS,
+    ),
+)

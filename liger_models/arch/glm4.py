@@ -1,8 +1,8 @@
 """GLM-4-0414 (9B, 32B), GLM-Z1: model_type ``glm4``.
 
-Differs from Llama: a norm before and one after each branch; only the first half (``partial_rotary_factor``) of each
-head is rotated, in pairs (2i, 2i + 1); the q, k and v projections have biases (``attention_bias``), the output
-projection never. The checkpoints hold gate and up as one tensor.
+Differs from Llama: attention and the MLP have a norm before and a norm after them; only the first half
+(``partial_rotary_factor``) of each head is rotated, in pairs (2i, 2i + 1); the q, k and v projections have biases
+(``attention_bias``), the output projection never has one. Checkpoints store the gate and up projections as one tensor.
 
 Source: https://arxiv.org/abs/2406.12793, https://huggingface.co/zai-org/GLM-4-9B-0414, transformers ``models/glm4``.
 """
@@ -12,20 +12,23 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map, fused_gate_up_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class GLM4Config(DecoderConfig):
+class GLM4Config(RMSNormDecoderConfig):
     """Sizes and constants of a GLM-4 model."""
 
     vocab_size: int = 151552
@@ -43,7 +46,7 @@ class GLM4Config(DecoderConfig):
 
 
 class GLM4Block(nn.Module):
-    """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``, each addition done with the next norm."""
+    """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``; each addition is fused with the next norm."""
 
     def __init__(self, config: GLM4Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -65,9 +68,9 @@ class GLM4Block(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         self.post_mlp_layernorm = norm()
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x = self.post_self_attn_layernorm(x)
         x, residual = self.mlp.add_norm(self.post_attention_layernorm, x, residual)
         return self.post_mlp_layernorm(x), residual
@@ -93,3 +96,16 @@ class LigerGLM4(CausalLM):
         rotary = RotaryEmbedding(width, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+def weight_map(config: GLM4Config) -> WeightMap:
+    """Maps the parameters of GLM-4 to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(
+        config,
+        qkv_bias=config.attention_bias,
+        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        instead={"mlp.gate_up_proj.weight": fused_gate_up_rows("model.layers.{i}.mlp.gate_up_proj.weight")},
+    )
+
+
+add_family(LigerGLM4, CheckpointFormat(model_type="glm4", hf_class="Glm4ForCausalLM", weight_map=weight_map))

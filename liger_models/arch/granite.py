@@ -1,8 +1,8 @@
-"""Granite 3.0 to 3.3 dense: model_type ``granite``.
+"""Granite 3.0 to 3.3, dense: model_type ``granite``.
 
-Differs from Llama in four factors: ``embedding_multiplier`` of the embeddings, ``residual_multiplier`` of what a branch
-adds to the stream, ``attention_multiplier`` of q·k instead of D^-0.5, and ``logits_scaling``, which the logits are
-divided by. A missing one is 1.
+Differs from Llama by four factors, each 1 if its key is missing: embeddings are multiplied by ``embedding_multiplier``,
+the outputs of attention and MLP by ``residual_multiplier`` before they are added to the residual stream, and q·k by
+``attention_multiplier`` instead of D^-0.5; the logits are divided by ``logits_scaling``.
 
 Source: https://arxiv.org/abs/2408.13359, transformers ``models/granite``.
 """
@@ -12,20 +12,23 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteConfig(DecoderConfig):
+class GraniteConfig(RMSNormDecoderConfig):
     """Sizes and constants of a Granite model."""
 
     attention_bias: bool = False
@@ -37,7 +40,7 @@ class GraniteConfig(DecoderConfig):
 
 
 class GraniteBlock(nn.Module):
-    """``h += m · attention(norm(h)); h += m · mlp(norm(h))``, each addition done with the norm that follows."""
+    """``h += m · attention(norm(h)); h += m · mlp(norm(h))``; each addition is fused with the next norm."""
 
     def __init__(self, config: GraniteConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -59,9 +62,9 @@ class GraniteBlock(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x, residual = self.mlp.add_norm(self.post_attention_layernorm, x * self.residual_multiplier, residual)
         return x * self.residual_multiplier, residual
 
@@ -90,8 +93,14 @@ class LigerGranite(CausalLM):
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
 
-    def _hidden(
-        self, inputs_embeds: Tensor, sequence: Sequence, deepstack: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        # Here and not in the embedding: embeddings that the caller passes in are scaled, too.
-        return super()._hidden(inputs_embeds * self.config.embedding_multiplier, sequence, deepstack)
+    def run_blocks(self, embeds: Tensor, layout: BatchLayout) -> tuple[Tensor, list[Tensor]]:
+        """As `Decoder.run_blocks`, on scaled embeddings; ``inputs_embeds`` from the caller are scaled too."""
+        return super().run_blocks(embeds * self.config.embedding_multiplier, layout)
+
+
+def weight_map(config: GraniteConfig) -> WeightMap:
+    """Maps the parameters of Granite to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, mlp_bias=config.mlp_bias)
+
+
+add_family(LigerGranite, CheckpointFormat(model_type="granite", hf_class="GraniteForCausalLM", weight_map=weight_map))

@@ -1,7 +1,7 @@
 """LLaMA 1, 2, 3, 3.1, 3.2 (text), 3.3, Code Llama, TinyLlama, SmolLM, Yi: everything with model_type ``llama``.
 
-The plain decoder that the other architectures are described against: pre-norm attention and gated MLP, each added to
-the residual stream.
+The plain decoder; the other families are described by how they differ from it. Each block has pre-norm attention and a
+pre-norm gated MLP, and adds the output of both to the residual stream.
 
 Source: https://arxiv.org/abs/2302.13971, https://arxiv.org/abs/2407.21783, transformers ``models/llama``.
 """
@@ -11,20 +11,23 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig(DecoderConfig):
+class LlamaConfig(RMSNormDecoderConfig):
     """Sizes and constants of a Llama model."""
 
     attention_bias: bool = False
@@ -32,7 +35,7 @@ class LlamaConfig(DecoderConfig):
 
 
 class LlamaBlock(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: LlamaConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -52,9 +55,9 @@ class LlamaBlock(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
@@ -79,3 +82,18 @@ class LigerLlama(CausalLM):
         )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+def weight_map(config: LlamaConfig) -> WeightMap:
+    """Maps the parameters of Llama to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(
+        config,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+        # Llama 2 checkpoints also store the rotary frequencies, which follow from the config.
+        skip=["model.layers.{i}.self_attn.rotary_emb.inv_freq"],
+    )
+
+
+add_family(LigerLlama, CheckpointFormat(model_type="llama", hf_class="LlamaForCausalLM", weight_map=weight_map))

@@ -1,8 +1,8 @@
 """Ministral: model_type ``ministral``.
 
-Differs from Llama: the layers that ``layer_types`` calls sliding see only the last ``sliding_window`` tokens (4096
-where the key is missing, null for none); without ``layer_types`` all layers do. No biases. The released Ministral-8B
-says model_type ``mistral``, and Ministral 3 is another architecture.
+Differs from Llama: layers of type ``sliding_attention`` in ``layer_types`` attend only to the last ``sliding_window``
+tokens (null for no window; 4096 if the key is missing). Without ``layer_types`` every layer does. There are no biases.
+The released Ministral-8B has model_type ``mistral``, and Ministral 3 is a different architecture (``ministral3``).
 
 Source: https://mistral.ai/news/ministraux, transformers ``models/ministral``.
 """
@@ -12,20 +12,23 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class MinistralConfig(DecoderConfig):
+class MinistralConfig(RMSNormDecoderConfig):
     """Sizes and constants of a Ministral model."""
 
     intermediate_size: int = 14336
@@ -39,12 +42,12 @@ class MinistralConfig(DecoderConfig):
         check_layer_types("MinistralConfig", self.layer_types, self.num_hidden_layers)
 
     def window(self, layer: int) -> int | None:
-        """Number of tokens that a layer sees, None for all."""
+        """The attention window of a layer, in tokens; None for full attention."""
         return self.sliding_window if is_sliding(layer, self.layer_types, default=True) else None
 
 
 class MinistralBlock(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: MinistralConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -63,9 +66,9 @@ class MinistralBlock(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
@@ -90,3 +93,13 @@ class LigerMinistral(CausalLM):
         )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+def weight_map(config: MinistralConfig) -> WeightMap:
+    """Maps the parameters of Ministral to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(config)
+
+
+add_family(
+    LigerMinistral, CheckpointFormat(model_type="ministral", hf_class="MinistralForCausalLM", weight_map=weight_map)
+)

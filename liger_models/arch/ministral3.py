@@ -1,39 +1,43 @@
 """Ministral 3, the text model (3B, 8B, 14B): model_type ``ministral3``.
 
-Differs from Llama: after rotation a query is multiplied by ``1 + beta · ln(1 + floor(position / length))``, where beta
-is ``llama_4_scaling_beta`` and length the ``original_max_position_embeddings`` of the rotation's YaRN scaling: by 1 up
-to there, by slowly more beyond. Every layer sees only the last ``sliding_window`` tokens, where the configuration has a
-window. No biases.
+Differs from Llama: after the rotation each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``,
+where beta is ``llama_4_scaling_beta`` and length is ``original_max_position_embeddings`` of the YaRN scaling. The
+factor is 1 up to that length and grows slowly beyond it. Attention in every layer is limited to the last
+``sliding_window`` tokens if that is set. There are no biases.
 
 Source: https://arxiv.org/abs/2601.08584, https://arxiv.org/abs/2501.19399 (scaled queries), transformers
 ``models/ministral3``.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.dispatch import check
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
+from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding, YarnScaling
-from liger_models.layers.sequence import Sequence
 
 YARN = YarnScaling(factor=16.0, original_max_position_embeddings=16384, mscale=1.0, mscale_all_dim=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ministral3Config(DecoderConfig):
-    """Sizes and constants of a Ministral 3 model; ``llama_4_scaling_beta`` is a rope parameter in config.json."""
+class Ministral3Config(RMSNormDecoderConfig):
+    """Sizes and constants of a Ministral 3 model; config.json has ``llama_4_scaling_beta`` in ``rope_parameters``."""
 
     vocab_size: int = 131072
     intermediate_size: int = 14336
@@ -60,8 +64,8 @@ class Ministral3Attention(LigerAttention):
     """`LigerAttention` with queries scaled by position.
 
     Args:
-        beta: growth of the factor.
-        length: number of positions, from 0, whose factor is 1.
+        beta: rate at which the factor grows.
+        length: the first so many positions have factor 1.
         Others: as in `LigerAttention`.
     """
 
@@ -69,14 +73,14 @@ class Ministral3Attention(LigerAttention):
         super().__init__(*sizes, **options)
         self.beta, self.length = beta, length
 
-    def _split(self, qkv: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super()._split(qkv, sequence)
-        scale = 1 + self.beta * torch.log((1 + sequence.position_ids // self.length).float())  # [1 or B, T]
+    def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super()._split(qkv, layout)
+        scale = 1 + self.beta * torch.log((1 + layout.position_ids // self.length).float())  # [1 or B, T]
         return q * scale.to(q.dtype)[..., None, None], k, v
 
 
 class Ministral3Block(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Ministral3Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -97,9 +101,9 @@ class Ministral3Block(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
@@ -124,3 +128,50 @@ class LigerMinistral3(CausalLM):
         )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+BETA = "llama_4_scaling_beta"
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Takes the query scaling out of the rope parameters; without rope parameters, the defaults of the class apply.
+
+    If there are some, a missing ``rope_theta`` is 10000, transformers' default, and a missing query scaling, for which
+    transformers has no default, means none. ``max_position_embeddings`` among them is a copy and is dropped.
+    """
+    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    default = Ministral3Config()
+    rope = hf.get(name) or {
+        "rope_type": "yarn",
+        "rope_theta": default.rope_theta,
+        BETA: default.llama_4_scaling_beta,
+        **asdict(default.rope_scaling),
+    }
+    rope = {"rope_theta": hf.get("rope_theta") or 10000.0, **rope}
+    beta = rope.pop(BETA, None)
+    rope.pop("max_position_embeddings", None)
+    return {**hf, name: rope, BETA: beta or 0.0}
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts the query scaling back among the rope parameters, and writes their type under its older key as well."""
+    out = dict(keys)
+    out["rope_scaling"] = {"type": "yarn", **keys["rope_scaling"], BETA: out.pop(BETA)}
+    return out
+
+
+def weight_map(config: Ministral3Config) -> WeightMap:
+    """Maps the parameters of Ministral 3 to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(config)
+
+
+add_family(
+    LigerMinistral3,
+    CheckpointFormat(
+        model_type="ministral3",
+        hf_class="Ministral3ForCausalLM",
+        weight_map=weight_map,
+        from_json=from_json,
+        to_json=to_json,
+    ),
+)

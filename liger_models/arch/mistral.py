@@ -1,7 +1,7 @@
 """Mistral 7B, Mistral Nemo, Mistral Small (text), Codestral: model_type ``mistral``.
 
-Differs from Llama: every layer sees only the last ``sliding_window`` tokens, where the configuration has a window
-(v0.1: 4096; later releases: null, which is none; a missing key is 4096). No biases.
+Differs from Llama: attention in every layer is limited to the last ``sliding_window`` tokens (v0.1: 4096; null in later
+releases, which means no window; 4096 if the key is missing). There are no biases.
 
 Source: https://arxiv.org/abs/2310.06825, transformers ``models/mistral``.
 """
@@ -11,20 +11,23 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class MistralConfig(DecoderConfig):
+class MistralConfig(RMSNormDecoderConfig):
     """Sizes and constants of a Mistral model."""
 
     intermediate_size: int = 14336
@@ -34,7 +37,7 @@ class MistralConfig(DecoderConfig):
 
 
 class MistralBlock(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: MistralConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -53,9 +56,9 @@ class MistralBlock(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
@@ -80,3 +83,11 @@ class LigerMistral(CausalLM):
         )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+def weight_map(config: MistralConfig) -> WeightMap:
+    """Maps the parameters of Mistral to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(config)
+
+
+add_family(LigerMistral, CheckpointFormat(model_type="mistral", hf_class="MistralForCausalLM", weight_map=weight_map))

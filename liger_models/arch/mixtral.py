@@ -1,7 +1,8 @@
 """Mixtral 8x7B, 8x22B: model_type ``mixtral``.
 
-Differs from Mistral: the MLP is a mixture of experts, of which each token passes through ``num_experts_per_tok``, their
-weights renormalised; no window by default. With ``output_router_logits`` the load-balancing loss is added to the loss.
+Differs from Mistral: the MLP is a mixture of experts; each token passes through ``num_experts_per_tok`` of them, with
+renormalised routing weights. There is no attention window by default. With ``output_router_logits`` the load-balancing
+loss is added to the loss.
 
 Source: https://arxiv.org/abs/2401.04088, transformers ``models/mixtral``.
 """
@@ -11,20 +12,23 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map, expert_rows, fused_expert_rows
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtralConfig(DecoderConfig):
+class MixtralConfig(RMSNormDecoderConfig):
     """Sizes and constants of a Mixtral model."""
 
     intermediate_size: int = 14336
@@ -40,7 +44,7 @@ class MixtralConfig(DecoderConfig):
 
 
 class MixtralBlock(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: MixtralConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -67,12 +71,10 @@ class MixtralBlock(nn.Module):
             kernel=kernels.swiglu,
         )
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair, and the router's logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
-        normed, residual = self.post_attention_layernorm.add(x, residual)
-        x, router_logits = self.mlp(normed)
-        return x, residual, router_logits
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair and the router logits."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
 class LigerMixtral(CausalLM):
@@ -96,3 +98,43 @@ class LigerMixtral(CausalLM):
         )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+def weight_map(config: MixtralConfig) -> WeightMap:
+    """Maps the parameters of Mixtral to the tensors of a Hugging Face checkpoint."""
+    return _map(config, "block_sparse_moe", fused=False)
+
+
+def other_maps(config: MixtralConfig) -> list[WeightMap]:
+    """transformers 5 names the layer ``mlp`` and fuses its experts; it also reads files with only one of the two."""
+    return [
+        _map(config, "mlp", fused=True),
+        _map(config, "mlp", fused=False),
+        _map(config, "block_sparse_moe", fused=True),
+    ]
+
+
+def _map(config: MixtralConfig, name: str, *, fused: bool) -> WeightMap:
+    moe = f"model.layers.{{i}}.{name}"
+    expert = f"{moe}.experts.{{x}}"
+    gate_up, down = (
+        fused_expert_rows(f"{moe}.experts.gate_up_proj", f"{moe}.experts.down_proj")
+        if fused
+        else expert_rows(f"{expert}.w1.weight", f"{expert}.w3.weight", f"{expert}.w2.weight", config.num_local_experts)
+    )
+    return decoder_map(
+        config,
+        instead={
+            "mlp.gate_up_proj.weight": None,
+            "mlp.down_proj.weight": None,
+            "mlp.gate.weight": f"{moe}.gate.weight",
+            "mlp.gate_up_weight": gate_up,
+            "mlp.down_weight": down,
+        },
+    )
+
+
+add_family(
+    LigerMixtral,
+    CheckpointFormat(model_type="mixtral", hf_class="MixtralForCausalLM", weight_map=weight_map, other_maps=other_maps),
+)

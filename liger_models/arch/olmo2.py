@@ -1,7 +1,8 @@
 """OLMo 2: model_type ``olmo2``.
 
-Differs from Llama: the branches have no norm before them but one after, so that they take the residual stream itself;
-queries and keys are normed before rotation, over all heads of a token together; norms multiply by their weight in fp32.
+Differs from Llama: attention and the MLP take the residual stream itself and have a norm after them instead of before;
+queries and keys are normalised before the rotation, over all heads of a token together; norms apply their weight in
+fp32.
 
 Source: https://arxiv.org/abs/2501.00656, transformers ``models/olmo2``.
 """
@@ -11,20 +12,23 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Olmo2Config(DecoderConfig):
+class Olmo2Config(RMSNormDecoderConfig):
     """Sizes and constants of an OLMo 2 model."""
 
     vocab_size: int = 50304
@@ -36,7 +40,7 @@ class Olmo2Config(DecoderConfig):
 
 
 class Olmo2Block(nn.Module):
-    """``h += norm(attention(h)); h += norm(mlp(h))``; of the stream only the sums h are kept for the backward."""
+    """``h += norm(attention(h)); h += norm(mlp(h))``; of the residual stream only the sums h are saved for backward."""
 
     def __init__(self, config: Olmo2Config, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
         super().__init__()
@@ -57,9 +61,9 @@ class Olmo2Block(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         self.post_feedforward_layernorm = norm(config.hidden_size)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(None, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(None, x, residual, layout)
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(None, x, residual)
         return self.post_feedforward_layernorm(x), residual
@@ -87,3 +91,16 @@ class LigerOlmo2(CausalLM):
         )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+def weight_map(config: Olmo2Config) -> WeightMap:
+    """Maps the parameters of OLMo 2 to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(
+        config,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        norms=("self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "post_feedforward_layernorm"),
+    )
+
+
+add_family(LigerOlmo2, CheckpointFormat(model_type="olmo2", hf_class="Olmo2ForCausalLM", weight_map=weight_map))

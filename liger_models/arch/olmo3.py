@@ -1,35 +1,41 @@
 """OLMo 3: model_type ``olmo3``.
 
-Differs from Llama: the branches have no norm before them but one after, so that they take the residual stream itself;
-queries and keys are normed before rotation, over all heads of a token together; norms multiply by their weight in fp32;
-three layers of four see only the last ``sliding_window`` tokens, and ``rope_scaling`` leaves their rotation alone.
+Differs from Llama: attention and the MLP take the residual stream itself and have a norm after them instead of before;
+queries and keys are normalised before the rotation, over all heads of a token together; norms apply their weight in
+fp32; three of four layers attend only to the last ``sliding_window`` tokens, and rotate without ``rope_scaling``.
 
 Source: https://arxiv.org/abs/2512.13961, transformers ``models/olmo3``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import flat_rope
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig, check_layer_types
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Olmo3Config(DecoderConfig):
+class Olmo3Config(RMSNormDecoderConfig):
     """Sizes and constants of an OLMo 3 model.
 
-    ``rope_theta`` and ``rope_scaling`` are those of the layers without a window, ``rope_local_base_freq`` (Gemma 3's
-    name) is the rotary base of the others.
+    ``rope_theta`` and ``rope_scaling`` apply to the layers without a window; ``rope_local_base_freq`` (Gemma 3's name)
+    is the rotary base of the layers with one.
     """
 
     vocab_size: int = 50304
@@ -48,14 +54,14 @@ class Olmo3Config(DecoderConfig):
         check_layer_types("Olmo3Config", self.layer_types, self.num_hidden_layers)
 
     def layer_type(self, layer: int) -> str:
-        """What a layer attends to; also the name of its rotary embedding."""
+        """The type of a layer, "sliding_attention" or "full_attention"; also the name of its rotary embedding."""
         if self.layer_types is not None:
             return self.layer_types[layer]
         return "sliding_attention" if (layer + 1) % 4 else "full_attention"
 
 
 class Olmo3Block(nn.Module):
-    """``h += norm(attention(h)); h += norm(mlp(h))``; of the stream only the sums h are kept for the backward."""
+    """``h += norm(attention(h)); h += norm(mlp(h))``; of the residual stream only the sums h are saved for backward."""
 
     def __init__(self, config: Olmo3Config, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
         super().__init__()
@@ -79,9 +85,9 @@ class Olmo3Block(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         self.post_feedforward_layernorm = norm(config.hidden_size)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(None, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(None, x, residual, layout)
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(None, x, residual)
         return self.post_feedforward_layernorm(x), residual
@@ -108,3 +114,41 @@ class LigerOlmo3(CausalLM):
         sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
         self.rotary = nn.ModuleDict({"full_attention": full, "sliding_attention": sliding})
         self.post_init()
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads transformers 5's ``rope_parameters`` per layer type."""
+    return flat_rope(hf)
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Also writes transformers 5's ``rope_parameters`` if the sliding layers' base differs from that of all releases.
+
+    transformers 5 applies the older ``rope_theta`` to the layers without a window only; transformers 4 has one base for
+    all layers.
+    """
+    out = dict(keys)
+    local = out.pop("rope_local_base_freq")
+    if local != Olmo3Config.rope_local_base_freq:
+        full = {"rope_type": "default", **(keys["rope_scaling"] or {}), "rope_theta": keys["rope_theta"]}
+        sliding = {"rope_type": "default", "rope_theta": local}
+        out["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
+    return out
+
+
+def weight_map(config: Olmo3Config) -> WeightMap:
+    """Maps the parameters of OLMo 3 to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(
+        config,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        norms=("self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "post_feedforward_layernorm"),
+    )
+
+
+add_family(
+    LigerOlmo3,
+    CheckpointFormat(
+        model_type="olmo3", hf_class="Olmo3ForCausalLM", weight_map=weight_map, from_json=from_json, to_json=to_json
+    ),
+)

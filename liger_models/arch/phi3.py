@@ -1,9 +1,10 @@
 """Phi-3 mini and medium, Phi-3.5-mini, Phi-4, Phi-4-mini: model_type ``phi3``.
 
-Differs from Llama: every layer sees only the last ``sliding_window`` tokens, where there is a window (Phi-3-mini-4k);
-the long-context models scale their frequencies with one set of divisors up to ``original_max_position_embeddings`` and
-another beyond it (longrope); Phi-4-mini rotates only the first ``partial_rotary_factor`` of each head. No biases. The
-checkpoints hold q, k and v, and gate and up, as one tensor each.
+Differs from Llama: attention in every layer is limited to the last ``sliding_window`` tokens if that is set
+(Phi-3-mini-4k); the long-context models scale the rotary frequencies with one set of divisors up to
+``original_max_position_embeddings`` and another beyond it (longrope); Phi-4-mini rotates only the first
+``partial_rotary_factor`` of each head. There are no biases. Checkpoints store q, k and v as one tensor, and gate and up
+as one tensor.
 
 Source: https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2503.01743, https://arxiv.org/abs/2402.13753 (LongRoPE),
 transformers ``models/phi3``.
@@ -16,21 +17,24 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from liger_models.kernels.dispatch import check
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map, fused_gate_up_rows, fused_qkv_rows
+from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import LongRopeScaling, RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phi3Config(DecoderConfig):
+class Phi3Config(RMSNormDecoderConfig):
     """Sizes and constants of a Phi-3 model."""
 
     rope_aliases: ClassVar[Mapping[str, str]] = {"su": "longrope", "yarn": "longrope"}
@@ -55,17 +59,17 @@ class Phi3Config(DecoderConfig):
         )
         check(
             self.resid_pdrop == 0,
-            f"Phi3Config: resid_pdrop must be 0, got {self.resid_pdrop}. Branches have no dropout here; set it to 0.",
+            f"Phi3Config: resid_pdrop must be 0, got {self.resid_pdrop}. Residual dropout is not implemented.",
         )
 
     @property
     def rotary_width(self) -> int:
-        """Number of entries of a head that are rotated."""
+        """Number of dimensions of a head that are rotated."""
         return int(self.head_size * (self.partial_rotary_factor or 1))
 
 
 class Phi3Block(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Phi3Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -84,9 +88,9 @@ class Phi3Block(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
@@ -111,3 +115,36 @@ class LigerPhi3(CausalLM):
         )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+# Read by the code that came with the first releases, but not by transformers.
+IGNORED_KEYS = (
+    "attention_bias",
+    "embd_pdrop",
+    "full_attn_mod",
+    "interpolate_factor",
+    "lm_head_bias",
+    "mlp_bias",
+)
+
+
+def weight_map(config: Phi3Config) -> WeightMap:
+    """Maps the parameters of Phi-3 to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(
+        config,
+        instead={
+            "self_attn.qkv_proj.weight": fused_qkv_rows(
+                "model.layers.{i}.self_attn.qkv_proj.weight",
+                heads=config.num_attention_heads,
+                kv_heads=config.kv_heads,
+                head_dim=config.head_size,
+            ),
+            "mlp.gate_up_proj.weight": fused_gate_up_rows("model.layers.{i}.mlp.gate_up_proj.weight"),
+        },
+    )
+
+
+add_family(
+    LigerPhi3,
+    CheckpointFormat(model_type="phi3", hf_class="Phi3ForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS),
+)

@@ -1,8 +1,8 @@
 """Qwen2, Qwen2.5, Qwen1.5, QwQ: model_type ``qwen2``.
 
-Differs from Llama: the q, k and v projections always have biases, the output projection never. With
-``use_sliding_window`` the layers from ``max_window_layers`` on see only the last ``sliding_window`` tokens (no release
-uses it); ``layer_types``, where it is given, names the layers instead.
+Differs from Llama: the q, k and v projections always have biases, the output projection never has one. With
+``use_sliding_window`` the layers from ``max_window_layers`` on attend only to the last ``sliding_window`` tokens;
+``layer_types``, if given, selects these layers instead. No released checkpoint uses the window.
 
 Source: https://arxiv.org/abs/2407.10671, https://arxiv.org/abs/2412.15115, transformers ``models/qwen2``.
 """
@@ -12,20 +12,23 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2Config(DecoderConfig):
+class Qwen2Config(RMSNormDecoderConfig):
     """Sizes and constants of a Qwen2 model."""
 
     vocab_size: int = 151936
@@ -43,13 +46,13 @@ class Qwen2Config(DecoderConfig):
         check_layer_types("Qwen2Config", self.layer_types, self.num_hidden_layers)
 
     def window(self, layer: int) -> int | None:
-        """Number of tokens that a layer sees, None for all."""
+        """The attention window of a layer, in tokens; None for full attention."""
         sliding = is_sliding(layer, self.layer_types, default=layer >= self.max_window_layers)
         return self.sliding_window if self.use_sliding_window and sliding else None
 
 
 class Qwen2Block(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Qwen2Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -69,9 +72,9 @@ class Qwen2Block(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
@@ -96,3 +99,17 @@ class LigerQwen2(CausalLM):
         )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+IGNORED_KEYS = ("use_mrope",)  # in config.json of the text models; transformers does not read it
+
+
+def weight_map(config: Qwen2Config) -> WeightMap:
+    """Maps the parameters of Qwen2 to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(config, qkv_bias=True)
+
+
+add_family(
+    LigerQwen2,
+    CheckpointFormat(model_type="qwen2", hf_class="Qwen2ForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS),
+)

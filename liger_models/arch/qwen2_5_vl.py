@@ -1,8 +1,8 @@
 """Qwen2.5-VL, olmOCR 0725, UI-TARS 1.5: model_type ``qwen2_5_vl``.
 
-Differs from Qwen2-VL in the tower: blocks with RMSNorm and a gated MLP with biases, and attention within windows, but
-for a few layers that see the whole frame. Patches are put in the order of the windows once, before the blocks, and
-image tokens back behind the merger. Positions count a video's seconds.
+Differs from Qwen2-VL in the vision tower: blocks have RMSNorm and a gated MLP with biases, and attention is limited to
+windows except in a few layers, which attend within the whole frame. Patches are sorted by window once before the
+blocks, and image tokens are put back in order after the merger. Temporal positions of a video follow its seconds.
 
 Source: https://arxiv.org/abs/2502.13923, transformers ``models/qwen2_5_vl``.
 """
@@ -14,28 +14,32 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from liger_models.kernels.dispatch import check
+from liger_models.arch._qwen_vl.model import MRopeModel
+from liger_models.arch._qwen_vl.names import QWEN2_IGNORED_KEYS, read_multimodal, write_multimodal
+from liger_models.arch.registry import add_family
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map, equal_qkv_rows, gate_up_rows, patch_rows
+from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.config import DecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import GatedMLP, LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.patches import locate_patches, order_by_window
 from liger_models.layers.rope import AxialRotaryEmbedding, MultimodalRotaryEmbedding
-from liger_models.layers.sequence import Sequence
 from liger_models.layers.vision import PatchMerger, VisionBlock
-from liger_models.layers.vision_language import ImageFeatures, MRopeModel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2_5VLVisionConfig:
-    """Sizes of the tower; windows are ``window_size`` pixels wide and high.
+    """Sizes of the vision tower; windows are ``window_size`` pixels wide and high.
 
     Raises:
-        ValueError: heads that do not fit the width, windows that do not hold whole image tokens, or an activation that
-            the tower does not have.
+        ValueError: the width does not divide into heads, a window is smaller than an image token, or the tower does not
+            have the activation.
     """
 
     depth: int = 32
@@ -58,11 +62,11 @@ class Qwen2_5VLVisionConfig:
         check(
             self.hidden_size % (4 * self.num_heads) == 0,
             f"Qwen2_5VLVisionConfig: hidden_size ({self.hidden_size}) must be a multiple of 4 · num_heads "
-            f"({self.num_heads}), for rows and columns. Check config.json.",
+            f"({self.num_heads}), to rotate by row and column. Check config.json.",
         )
         check(
             self.window_side > 0,
-            f"Qwen2_5VLVisionConfig: window_size ({self.window_size}) must be at least that of an image token "
+            f"Qwen2_5VLVisionConfig: window_size ({self.window_size}) must be at least the side of an image token "
             f"({self.patch_size * self.spatial_merge_size}). Check config.json.",
         )
         check(
@@ -78,8 +82,8 @@ class Qwen2_5VLVisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2_5VLConfig(DecoderConfig):
-    """Sizes and constants of a Qwen2.5-VL model: the language model's own, and the tower's in ``vision_config``."""
+class Qwen2_5VLConfig(RMSNormDecoderConfig):
+    """Sizes and constants of a Qwen2.5-VL model; those of the vision tower are in ``vision_config``."""
 
     rope_aliases: ClassVar[Mapping[str, str]] = {"mrope": "default"}
 
@@ -113,13 +117,13 @@ class Qwen2_5VLConfig(DecoderConfig):
         )
 
     def window(self, layer: int) -> int | None:
-        """Number of tokens that a layer sees, None for all."""
+        """The attention window of a layer, in tokens; None for full attention."""
         sliding = is_sliding(layer, self.layer_types, default=layer >= self.max_window_layers)
         return self.sliding_window if self.use_sliding_window and sliding else None
 
 
 class Qwen2_5VLTower(nn.Module):
-    """Patches to image tokens.
+    """The vision tower: patches to image tokens.
 
     Args:
         config: sizes.
@@ -144,25 +148,25 @@ class Qwen2_5VLTower(nn.Module):
         self.merger = PatchMerger(norm, C, config.out_hidden_size, self.merge, kernels)
         self.rotary = AxialRotaryEmbedding(C // config.num_heads, config.rope_theta)
 
-    def forward(self, pixels: Tensor, grid_thw: Tensor) -> ImageFeatures:
-        """pixels [N, channels · frames · height · width], grid_thw [n, 3] -> [N / merge², C]."""
+    def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Patches [N, channels · frames · height · width], grid_thw [n, 3] -> image tokens [N / merge², C], []."""
         unit = self.merge**2
         patches = locate_patches(grid_thw, len(pixels), self.merge)
         order, window = order_by_window(patches, self.merge, self.side)
         pixels = pixels.unflatten(0, (-1, unit))[order].flatten(0, 1)
         patches = patches.take(order, unit)
         frames, windows = (
-            Sequence.bidirectional(patches.position_ids, {"default": self.rotary}, segments)
+            BatchLayout.bidirectional(patches.position_ids, {"default": self.rotary}, segments)
             for segments in (patches.frame, window.repeat_interleave(unit))
         )
         x, residual = None, self.patch_embed(pixels.to(self.patch_embed.weight.dtype))[None]
         for index, block in enumerate(self.blocks):
             x, residual = block(x, residual, frames if index in self.full else windows)
-        return ImageFeatures(self.merger(x, residual)[order.argsort()], [])
+        return self.merger(x, residual)[order.argsort()], []
 
 
 class Qwen2_5VLBlock(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Qwen2_5VLConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -182,9 +186,9 @@ class Qwen2_5VLBlock(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
@@ -211,3 +215,59 @@ class LigerQwen2_5VL(MRopeModel):
         )  # fmt: skip
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+def weight_map(config: Qwen2_5VLConfig) -> WeightMap:
+    """Maps the parameters of Qwen2.5-VL to the tensors of a Hugging Face checkpoint."""
+    return _map(config, "model", "visual")
+
+
+def other_maps(config: Qwen2_5VLConfig) -> list[WeightMap]:
+    """The module names of transformers since 4.52, under which it also saved checkpoints for some time."""
+    return [_map(config, "model.language_model", "model.visual")]
+
+
+def _map(config: Qwen2_5VLConfig, text: str, visual: str) -> WeightMap:
+    vision, block = config.vision_config, f"{visual}.blocks.{{b}}"
+    kinds = ("weight", "bias")
+    return decoder_map(
+        config,
+        qkv_bias=True,
+        prefix=text,
+        also={
+            "visual.patch_embed.weight": patch_rows(
+                f"{visual}.patch_embed.proj.weight", vision.in_channels, vision.temporal_patch_size, vision.patch_size
+            ),
+            **{f"visual.blocks.{{b}}.{norm}.weight": f"{block}.{norm}.weight" for norm in ("norm1", "norm2")},
+            **{
+                f"visual.blocks.{{b}}.attn.qkv_proj.{k}": equal_qkv_rows(f"{block}.attn.qkv.{k}", vision.num_heads)
+                for k in kinds
+            },
+            **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.attn.proj.{k}" for k in kinds},
+            **{
+                f"visual.blocks.{{b}}.mlp.gate_up_proj.{k}": gate_up_rows(
+                    f"{block}.mlp.gate_proj.{k}", f"{block}.mlp.up_proj.{k}"
+                )
+                for k in kinds
+            },
+            **{f"visual.blocks.{{b}}.mlp.down_proj.{k}": f"{block}.mlp.down_proj.{k}" for k in kinds},
+            "visual.merger.norm.weight": f"{visual}.merger.ln_q.weight",
+            **{f"visual.merger.mlp.fc1.{k}": f"{visual}.merger.mlp.0.{k}" for k in kinds},
+            **{f"visual.merger.mlp.fc2.{k}": f"{visual}.merger.mlp.2.{k}" for k in kinds},
+        },
+        over={"b": range(vision.depth)},
+    )
+
+
+add_family(
+    LigerQwen2_5VL,
+    CheckpointFormat(
+        model_type="qwen2_5_vl",
+        hf_class="Qwen2_5_VLForConditionalGeneration",
+        weight_map=weight_map,
+        other_maps=other_maps,
+        from_json=read_multimodal,
+        to_json=write_multimodal,
+        ignored_keys=QWEN2_IGNORED_KEYS,
+    ),
+)

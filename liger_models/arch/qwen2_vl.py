@@ -1,8 +1,8 @@
 """Qwen2-VL, QVQ, olmOCR 0225: model_type ``qwen2_vl``.
 
-The language model is Qwen2's, with positions in time, height and width: the rotary frequencies come in three sections,
-one for each. The tower: pre-norm blocks with LayerNorm, attention within each frame and a plain MLP, rotated by row and
-column; two by two neighbouring patches of two frames become one image token.
+The language model is that of Qwen2 with positions in time, height and width; each of the three has a section of the
+rotary frequencies. The vision tower has pre-norm blocks with LayerNorm, attention within each frame, rotated by row and
+column, and a plain MLP. Two by two neighbouring patches, each of two frames, become one image token.
 
 Source: https://arxiv.org/abs/2409.12191, transformers ``models/qwen2_vl``.
 """
@@ -14,27 +14,31 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from liger_models.kernels.dispatch import check
+from liger_models.arch._qwen_vl.model import MRopeModel
+from liger_models.arch._qwen_vl.names import QWEN2_IGNORED_KEYS, read_multimodal, write_multimodal
+from liger_models.arch.registry import add_family
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map, equal_qkv_rows, patch_rows
+from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.config import DecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import ACTIVATIONS, LigerMLP, LigerSwiGLUMLP
 from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
 from liger_models.layers.patches import locate_patches
 from liger_models.layers.rope import AxialRotaryEmbedding, MultimodalRotaryEmbedding
-from liger_models.layers.sequence import Sequence
 from liger_models.layers.vision import PatchMerger, VisionBlock
-from liger_models.layers.vision_language import ImageFeatures, MRopeModel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLVisionConfig:
-    """Sizes of the tower; ``embed_dim`` is its width, ``hidden_size`` the language model's.
+    """Sizes of the vision tower; ``embed_dim`` is its width, ``hidden_size`` is that of the language model.
 
     Raises:
-        ValueError: heads that do not fit the width, or an activation that the tower does not have.
+        ValueError: the width does not divide into heads, or the tower does not have the activation.
     """
 
     depth: int = 32
@@ -54,7 +58,7 @@ class Qwen2VLVisionConfig:
         check(
             self.embed_dim % (4 * self.num_heads) == 0,
             f"Qwen2VLVisionConfig: embed_dim ({self.embed_dim}) must be a multiple of 4 · num_heads "
-            f"({self.num_heads}), for rows and columns. Check config.json.",
+            f"({self.num_heads}), to rotate by row and column. Check config.json.",
         )
         check(
             self.hidden_act in ("quick_gelu", "gelu", "gelu_pytorch_tanh"),
@@ -64,8 +68,8 @@ class Qwen2VLVisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2VLConfig(DecoderConfig):
-    """Sizes and constants of a Qwen2-VL model: the language model's own, and the tower's in ``vision_config``."""
+class Qwen2VLConfig(RMSNormDecoderConfig):
+    """Sizes and constants of a Qwen2-VL model; those of the vision tower are in ``vision_config``."""
 
     rope_aliases: ClassVar[Mapping[str, str]] = {"mrope": "default"}
 
@@ -95,17 +99,17 @@ class Qwen2VLConfig(DecoderConfig):
         check(
             self.vision_config.hidden_size == self.hidden_size,
             f"Qwen2VLConfig: vision_config.hidden_size ({self.vision_config.hidden_size}) must be the language model's "
-            f"({self.hidden_size}). Check config.json.",
+            f"hidden_size ({self.hidden_size}). Check config.json.",
         )
 
     def window(self, layer: int) -> int | None:
-        """Number of tokens that a layer sees, None for all."""
+        """The attention window of a layer, in tokens; None for full attention."""
         sliding = is_sliding(layer, self.layer_types, default=layer >= self.max_window_layers)
         return self.sliding_window if self.use_sliding_window and sliding else None
 
 
 class Qwen2VLTower(nn.Module):
-    """Patches to image tokens.
+    """The vision tower: patches to image tokens.
 
     Args:
         config: sizes.
@@ -129,18 +133,18 @@ class Qwen2VLTower(nn.Module):
         self.merger = PatchMerger(norm, C, config.hidden_size, self.merge, kernels)
         self.rotary = AxialRotaryEmbedding(C // config.num_heads, config.rope_theta)
 
-    def forward(self, pixels: Tensor, grid_thw: Tensor) -> ImageFeatures:
-        """pixels [N, channels · frames · height · width], grid_thw [n, 3] -> [N / merge², C]."""
+    def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Patches [N, channels · frames · height · width], grid_thw [n, 3] -> image tokens [N / merge², C], []."""
         patches = locate_patches(grid_thw, len(pixels), self.merge)
-        sequence = Sequence.bidirectional(patches.position_ids, {"default": self.rotary}, patches.frame)
+        layout = BatchLayout.bidirectional(patches.position_ids, {"default": self.rotary}, patches.frame)
         x, residual = None, self.patch_embed(pixels.to(self.patch_embed.weight.dtype))[None]
         for block in self.blocks:
-            x, residual = block(x, residual, sequence)
-        return ImageFeatures(self.merger(x, residual), [])
+            x, residual = block(x, residual, layout)
+        return self.merger(x, residual), []
 
 
 class Qwen2VLBlock(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Qwen2VLConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -160,9 +164,9 @@ class Qwen2VLBlock(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
@@ -189,3 +193,53 @@ class LigerQwen2VL(MRopeModel):
         )  # fmt: skip
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+def weight_map(config: Qwen2VLConfig) -> WeightMap:
+    """Maps the parameters of Qwen2-VL to the tensors of a Hugging Face checkpoint."""
+    return _map(config, "model", "visual")
+
+
+def other_maps(config: Qwen2VLConfig) -> list[WeightMap]:
+    """The module names of transformers since 4.52, under which it also saved checkpoints for some time."""
+    return [_map(config, "model.language_model", "model.visual")]
+
+
+def _map(config: Qwen2VLConfig, text: str, visual: str) -> WeightMap:
+    vision, block = config.vision_config, f"{visual}.blocks.{{b}}"
+    kinds = ("weight", "bias")
+    return decoder_map(
+        config,
+        qkv_bias=True,
+        prefix=text,
+        also={
+            "visual.patch_embed.weight": patch_rows(
+                f"{visual}.patch_embed.proj.weight", vision.in_channels, vision.temporal_patch_size, vision.patch_size
+            ),
+            **{f"visual.blocks.{{b}}.{norm}.{k}": f"{block}.{norm}.{k}" for norm in ("norm1", "norm2") for k in kinds},
+            **{
+                f"visual.blocks.{{b}}.attn.qkv_proj.{k}": equal_qkv_rows(f"{block}.attn.qkv.{k}", vision.num_heads)
+                for k in kinds
+            },
+            **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.attn.proj.{k}" for k in kinds},
+            **{f"visual.blocks.{{b}}.mlp.{fc}.{k}": f"{block}.mlp.{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
+            **{f"visual.merger.norm.{k}": f"{visual}.merger.ln_q.{k}" for k in kinds},
+            **{f"visual.merger.mlp.fc1.{k}": f"{visual}.merger.mlp.0.{k}" for k in kinds},
+            **{f"visual.merger.mlp.fc2.{k}": f"{visual}.merger.mlp.2.{k}" for k in kinds},
+        },
+        over={"b": range(vision.depth)},
+    )
+
+
+add_family(
+    LigerQwen2VL,
+    CheckpointFormat(
+        model_type="qwen2_vl",
+        hf_class="Qwen2VLForConditionalGeneration",
+        weight_map=weight_map,
+        other_maps=other_maps,
+        from_json=read_multimodal,
+        to_json=write_multimodal,
+        ignored_keys=QWEN2_IGNORED_KEYS,
+    ),
+)

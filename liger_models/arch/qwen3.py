@@ -1,8 +1,8 @@
 """Qwen3, dense: model_type ``qwen3``.
 
-Differs from Llama: q and k pass an RMSNorm of each head (its weight shared by all heads) before the rotation; heads are
-128 wide whatever the hidden size. As in Qwen2 the layers from ``max_window_layers`` on can have a window (no release
-uses it).
+Differs from Llama: each head of q and k is normalised by an RMSNorm before the rotation, with one weight for all heads;
+the head dimension is 128 whatever the hidden size. As in Qwen2, the layers from ``max_window_layers`` on can have an
+attention window, which no released checkpoint uses.
 
 Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3``.
 """
@@ -12,20 +12,23 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Config(DecoderConfig):
+class Qwen3Config(RMSNormDecoderConfig):
     """Sizes and constants of a Qwen3 model."""
 
     vocab_size: int = 151936
@@ -46,13 +49,13 @@ class Qwen3Config(DecoderConfig):
         check_layer_types("Qwen3Config", self.layer_types, self.num_hidden_layers)
 
     def window(self, layer: int) -> int | None:
-        """Number of tokens that a layer sees, None for all."""
+        """The attention window of a layer, in tokens; None for full attention."""
         sliding = is_sliding(layer, self.layer_types, default=layer >= self.max_window_layers)
         return self.sliding_window if self.use_sliding_window and sliding else None
 
 
 class Qwen3Block(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Qwen3Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -74,9 +77,9 @@ class Qwen3Block(nn.Module):
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
@@ -101,3 +104,16 @@ class LigerQwen3(CausalLM):
         )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+def weight_map(config: Qwen3Config) -> WeightMap:
+    """Maps the parameters of Qwen3 to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(
+        config,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        norms=("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"),
+    )
+
+
+add_family(LigerQwen3, CheckpointFormat(model_type="qwen3", hf_class="Qwen3ForCausalLM", weight_map=weight_map))

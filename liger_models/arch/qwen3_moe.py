@@ -1,33 +1,45 @@
 """Qwen3-MoE (30B-A3B, 235B-A22B, Coder): model_type ``qwen3_moe``.
 
-Differs from Qwen3: a layer's MLP is a mixture of experts if its index + 1 is a multiple of ``decoder_sparse_step`` and
-it is not among ``mlp_only_layers``; the routing weights are renormalised if ``norm_topk_prob`` and rounded to the dtype
-of the logits. With ``output_router_logits`` the load-balancing loss is added to the loss.
+Differs from Qwen3: the MLP of layer i is a mixture of experts if i + 1 is a multiple of ``decoder_sparse_step`` and i
+is not in ``mlp_only_layers``. Routing weights are renormalised if ``norm_topk_prob`` is set, and rounded to the dtype
+of the router logits. With ``output_router_logits`` the load-balancing loss is added to the loss.
 
 Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3_moe``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import (
+    Expression,
+    WeightMap,
+    decoder_map,
+    expert_rows,
+    fused_expert_rows,
+    sparse_mlps,
+)
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoeConfig(DecoderConfig):
-    """Sizes and constants of a Qwen3Moe model."""
+class Qwen3MoeConfig(RMSNormDecoderConfig):
+    """Sizes and constants of a Qwen3-MoE model."""
 
     vocab_size: int = 151936
     hidden_size: int = 2048
@@ -50,12 +62,12 @@ class Qwen3MoeConfig(DecoderConfig):
     eos_token_id: int | list[int] | None = None
 
     def is_sparse(self, layer: int) -> bool:
-        """True if a layer's MLP is a mixture of experts."""
+        """Whether the layer's MLP is a mixture of experts."""
         return layer not in (self.mlp_only_layers or ()) and (layer + 1) % self.decoder_sparse_step == 0
 
 
 class Qwen3MoeBlock(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Qwen3MoeConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -89,18 +101,14 @@ class Qwen3MoeBlock(nn.Module):
                 kernel=kernels.swiglu,
             )
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, ...]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair, and a router's logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
-        if isinstance(self.mlp, LigerSwiGLUMLP):
-            return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
-        normed, residual = self.post_attention_layernorm.add(x, residual)
-        x, router_logits = self.mlp(normed)
-        return x, residual, router_logits
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair, and a router's logits."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
 class LigerQwen3MoE(CausalLM):
-    """Qwen3Moe with its language-model head.
+    """Qwen3-MoE with its language-model head.
 
     Args:
         config: sizes and constants.
@@ -120,3 +128,50 @@ class LigerQwen3MoE(CausalLM):
         )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+IGNORED_KEYS = ("max_window_layers",)  # either all layers have the window or none
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers 5 writes ``num_experts`` as ``num_local_experts``."""
+    return {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
+
+
+def weight_map(config: Qwen3MoeConfig) -> WeightMap:
+    """Maps the parameters of Qwen3-MoE to the tensors of a Hugging Face checkpoint."""
+    expert = "model.layers.{sparse}.mlp.experts.{x}"
+    gate_up, down = expert_rows(
+        f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight", f"{expert}.down_proj.weight", config.num_experts
+    )
+    return _map(config, gate_up, down)
+
+
+def other_maps(config: Qwen3MoeConfig) -> list[WeightMap]:
+    """transformers 5 stores the experts of a layer in one tensor per projection."""
+    experts = "model.layers.{sparse}.mlp.experts"
+    return [_map(config, *fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj"))]
+
+
+def _map(config: Qwen3MoeConfig, gate_up: Expression, down: Expression) -> WeightMap:
+    sparse = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
+    return decoder_map(
+        config,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        norms=("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"),
+        **sparse_mlps(sparse, config.num_hidden_layers, "model", gate_up, down),
+    )
+
+
+add_family(
+    LigerQwen3MoE,
+    CheckpointFormat(
+        model_type="qwen3_moe",
+        hf_class="Qwen3MoeForCausalLM",
+        weight_map=weight_map,
+        other_maps=other_maps,
+        from_json=from_json,
+        ignored_keys=IGNORED_KEYS,
+    ),
+)

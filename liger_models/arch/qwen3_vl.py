@@ -1,8 +1,9 @@
 """Qwen3-VL, dense: model_type ``qwen3_vl``.
 
-The language model is Qwen3's, with positions in time, height and width; the rotary frequencies of the three are
-interleaved. The tower is `layers.deepstack`'s, some of whose results are added to the stream behind the first blocks of
-the language model. Each frame of a video stands for itself in the text, with its time in front.
+The language model is that of Qwen3 with positions in time, height and width, whose rotary frequencies are interleaved.
+The vision tower is that of Qwen2-VL with learned positions and DeepStack: the features of some of its blocks are added
+to the residual stream after the first blocks of the language model. Each frame of a video has placeholders of its own
+in the text, preceded by its timestamp.
 
 Source: https://arxiv.org/abs/2511.21631, https://arxiv.org/abs/2406.04334, transformers ``models/qwen3_vl``.
 """
@@ -12,22 +13,26 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConfig
+from liger_models.arch._qwen_vl.model import MRopeModel
+from liger_models.arch._qwen_vl.names import IGNORED_KEYS, qwen3_vl_map, read_multimodal, write_qwen3_vl
+from liger_models.arch.registry import add_family
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
-from liger_models.layers.config import DecoderConfig
-from liger_models.layers.deepstack import Qwen3VLTower, Qwen3VLVisionConfig
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import MultimodalRotaryEmbedding
-from liger_models.layers.sequence import Sequence
-from liger_models.layers.vision_language import MRopeModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3VLConfig(DecoderConfig):
-    """Sizes and constants of a Qwen3-VL model: the language model's own, and the tower's in ``vision_config``."""
+class Qwen3VLConfig(RMSNormDecoderConfig):
+    """Sizes and constants of a Qwen3-VL model; those of the vision tower are in ``vision_config``."""
 
     vocab_size: int = 151936
     intermediate_size: int = 22016
@@ -49,7 +54,7 @@ class Qwen3VLConfig(DecoderConfig):
 
 
 class Qwen3VLBlock(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Qwen3VLConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -70,9 +75,9 @@ class Qwen3VLBlock(nn.Module):
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
@@ -100,3 +105,27 @@ class LigerQwen3VL(MRopeModel):
         )  # fmt: skip
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+def weight_map(config: Qwen3VLConfig) -> WeightMap:
+    """Maps the parameters of Qwen3-VL to the tensors of a Hugging Face checkpoint."""
+    return qwen3_vl_map(config, "model.language_model", "model.visual")
+
+
+def other_maps(config: Qwen3VLConfig) -> list[WeightMap]:
+    """The layout with the older prefixes of Qwen2-VL checkpoints."""
+    return [qwen3_vl_map(config, "model", "visual")]
+
+
+add_family(
+    LigerQwen3VL,
+    CheckpointFormat(
+        model_type="qwen3_vl",
+        hf_class="Qwen3VLForConditionalGeneration",
+        weight_map=weight_map,
+        other_maps=other_maps,
+        from_json=read_multimodal,
+        to_json=write_qwen3_vl,
+        ignored_keys=IGNORED_KEYS,
+    ),
+)

@@ -1,33 +1,39 @@
 """Qwen3-VL with a mixture of experts (30B-A3B, 235B-A22B): model_type ``qwen3_vl_moe``.
 
-Tower, positions and DeepStack are those of the dense Qwen3-VL. The blocks of the language model are Qwen3-MoE's, with
-routing weights that are always renormalised, and without windows.
+The vision tower, the positions and DeepStack are those of dense Qwen3-VL. The language model has the blocks of
+Qwen3-MoE, but always renormalises routing weights and has no attention window.
 
 Source: https://arxiv.org/abs/2511.21631, transformers ``models/qwen3_vl_moe``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
+from liger_models.arch._qwen_vl import names
+from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower, Qwen3VLVisionConfig
+from liger_models.arch._qwen_vl.model import MRopeModel
+from liger_models.arch.registry import add_family
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import Expression, Rearrange, WeightMap, fused_expert_rows, sparse_mlps
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
-from liger_models.layers.config import DecoderConfig
-from liger_models.layers.deepstack import Qwen3VLTower, Qwen3VLVisionConfig
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import MultimodalRotaryEmbedding
-from liger_models.layers.sequence import Sequence
-from liger_models.layers.vision_language import MRopeModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3VLMoeConfig(DecoderConfig):
-    """Sizes and constants of a Qwen3VLMoe model: the language model's own, and the tower's in ``vision_config``."""
+class Qwen3VLMoeConfig(RMSNormDecoderConfig):
+    """Sizes and constants of a Qwen3-VL-MoE model; those of the vision tower are in ``vision_config``."""
 
     vocab_size: int = 151936
     hidden_size: int = 2048
@@ -57,12 +63,12 @@ class Qwen3VLMoeConfig(DecoderConfig):
         self.vision_config.check_decoder("Qwen3VLMoeConfig", self.hidden_size, self.num_hidden_layers)
 
     def is_sparse(self, layer: int) -> bool:
-        """True if a layer's MLP is a mixture of experts."""
+        """Whether the layer's MLP is a mixture of experts."""
         return layer not in (self.mlp_only_layers or ()) and (layer + 1) % self.decoder_sparse_step == 0
 
 
 class Qwen3VLMoeBlock(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: Qwen3VLMoeConfig, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -95,18 +101,14 @@ class Qwen3VLMoeBlock(nn.Module):
                 kernel=kernels.swiglu,
             )
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, ...]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair, and a router's logits."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
-        if isinstance(self.mlp, LigerSwiGLUMLP):
-            return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
-        normed, residual = self.post_attention_layernorm.add(x, residual)
-        x, router_logits = self.mlp(normed)
-        return x, residual, router_logits
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair, and a router's logits."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
 class LigerQwen3VLMoE(MRopeModel):
-    """Qwen3VLMoe with its language-model head.
+    """Qwen3-VL-MoE with its language-model head.
 
     Args:
         config: sizes and constants.
@@ -129,3 +131,52 @@ class LigerQwen3VLMoE(MRopeModel):
         )  # fmt: skip
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+IGNORED_KEYS = (
+    *names.IGNORED_KEYS,
+    "norm_topk_prob",  # routing weights are always renormalised
+    "sliding_window",  # there are no windows
+    "use_sliding_window",
+)
+TEXT = "model.language_model"
+EXPERTS = f"{TEXT}.layers.{{sparse}}.mlp.experts"
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """As `read_multimodal`, but only the top-level ``tie_word_embeddings`` counts: the other is always true."""
+    flat = names.read_multimodal(hf) | {"tie_word_embeddings": bool(hf.get("tie_word_embeddings"))}
+    if "num_local_experts" in flat:  # written by transformers 5
+        flat["num_experts"] = flat.pop("num_local_experts")
+    return flat
+
+
+def weight_map(config: Qwen3VLMoeConfig) -> WeightMap:
+    """Maps the parameters of Qwen3-VL-MoE to the tensors of a hub checkpoint, whose expert weights are transposed."""
+    gate_up, down = f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"
+    return _map(config, Rearrange("x c (two f) -> x (f two) c", gate_up, two=2), Rearrange("x f c -> x c f", down))
+
+
+def other_maps(config: Qwen3VLMoeConfig) -> list[WeightMap]:
+    """The untransposed layout, which transformers 5 writes for models that it did not load from a checkpoint."""
+    return [_map(config, *fused_expert_rows(f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"))]
+
+
+def _map(config: Qwen3VLMoeConfig, gate_up: Expression, down: Expression) -> WeightMap:
+    sparse = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
+    mlps = sparse_mlps(sparse, config.num_hidden_layers, TEXT, gate_up, down)
+    return names.qwen3_vl_map(config, TEXT, "model.visual", mlps)
+
+
+add_family(
+    LigerQwen3VLMoE,
+    CheckpointFormat(
+        model_type="qwen3_vl_moe",
+        hf_class="Qwen3VLMoeForConditionalGeneration",
+        weight_map=weight_map,
+        other_maps=other_maps,
+        from_json=from_json,
+        to_json=names.write_qwen3_vl,
+        ignored_keys=IGNORED_KEYS,
+    ),
+)

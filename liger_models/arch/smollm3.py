@@ -1,8 +1,9 @@
 """SmolLM3: model_type ``smollm3``.
 
-Differs from Llama: in every fourth layer q and k are not rotated (``no_rope_layers``: 1 for rotation, 0 for none,
-despite the name). With ``use_sliding_window`` the layers that ``layer_types`` calls sliding, or without it the
-unrotated ones, see only the last ``sliding_window`` tokens (no release uses it). Tied embeddings by default.
+Differs from Llama: every fourth layer does not rotate q and k (``no_rope_layers``; despite the name, 1 means rotation
+and 0 means none). With ``use_sliding_window`` the sliding layers of ``layer_types``, or the unrotated layers if that is
+missing, attend only to the last ``sliding_window`` tokens; no released checkpoint uses the window. Embeddings are tied
+by default.
 
 Source: https://huggingface.co/blog/smollm3, https://arxiv.org/abs/2501.18795 (layers without rotation), transformers
 ``models/smollm3``.
@@ -13,21 +14,24 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from liger_models.kernels.dispatch import check
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
+from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.config import DecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmolLM3Config(DecoderConfig):
+class SmolLM3Config(RMSNormDecoderConfig):
     """Sizes and constants of a SmolLM3 model."""
 
     vocab_size: int = 128256
@@ -66,13 +70,13 @@ class SmolLM3Config(DecoderConfig):
         return (layer + 1) % self.no_rope_layer_interval != 0
 
     def window(self, layer: int) -> int | None:
-        """Number of tokens that a layer sees, None for all."""
+        """The attention window of a layer, in tokens; None for full attention."""
         sliding = is_sliding(layer, self.layer_types, default=not self.rotates(layer))
         return self.sliding_window if self.use_sliding_window and sliding else None
 
 
 class SmolLM3Block(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it."""
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it."""
 
     def __init__(self, config: SmolLM3Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -94,9 +98,9 @@ class SmolLM3Block(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
-        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
 
 
@@ -121,3 +125,19 @@ class LigerSmolLM3(CausalLM):
         )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
+
+
+IGNORED_KEYS = ("max_window_layers",)  # a key of Qwen2's; transformers does not read it
+
+
+def weight_map(config: SmolLM3Config) -> WeightMap:
+    """Maps the parameters of SmolLM3 to the tensors of a Hugging Face checkpoint."""
+    return decoder_map(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, mlp_bias=config.mlp_bias)
+
+
+add_family(
+    LigerSmolLM3,
+    CheckpointFormat(
+        model_type="smollm3", hf_class="SmolLM3ForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS
+    ),
+)

@@ -1,4 +1,4 @@
-"""The command ``liger-models``; the commands themselves stand in `commands`, which needs the extra ``cli``."""
+"""The command ``liger-models``. Its subcommands are in `commands`, which needs the extra ``cli``."""
 
 import sys
 import warnings
@@ -7,7 +7,7 @@ import warnings
 def main() -> None:
     """Run the command line."""
     try:
-        from .commands import app
+        from liger_models.cli.commands import app
     except ImportError as error:
         if error.name not in ("typer", "rich"):
             raise

@@ -1,5 +1,5 @@
-"""``python -m liger_models.cli``, where the console script is not on the path."""
+"""``python -m liger_models.cli``, for when the console script is not on the PATH."""
 
-from . import main
+from liger_models.cli import main
 
 main()

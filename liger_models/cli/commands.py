@@ -16,22 +16,22 @@ from rich.progress import track
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from liger_models.layers.causal_lm import CausalLM
+    from liger_models.base.causal_lm import CausalLM
 
-# torch and the package are imported by the commands: --help and completion answer at once.
+# The commands import torch and the package themselves, so that --help and completion answer at once.
 
 LIMIT = 1e-4
-"""Largest relative difference of logits in fp32; equal models differ by rounding, about 1e-6."""
+"""Largest accepted relative difference of logits in fp32; equal models differ by rounding, about 1e-6."""
 
 FAILED, DIFFERS = 1, 3
-"""Exit codes; 0 is success, and 2 a wrong command line."""
+"""Exit codes. 0 is success, 2 a wrong command line."""
 
 screen, messages = Console(), Console(stderr=True)
 
 
 class _Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Say what is wrong in one line: a traceback is for mistakes of ours."""
+        """Print an error of the user in one line; other errors keep their traceback."""
         try:
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, BrokenPipeError):
@@ -48,10 +48,10 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode="markdow
 
 Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the Hugging Face hub.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts, and no progress.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document for scripts, without progress.")]
 Device = Annotated[str | None, typer.Option(help="Such as cuda:1 or cpu. Default: the accelerator, if there is one.")]
-Dtype = Annotated[str, typer.Option(help="A dtype of torch, such as bfloat16; auto is the checkpoint's own.")]
-Adapter = Annotated[Path | None, typer.Option(help="Folder of LoRA adapters (PEFT's files), merged into the model.")]
+Dtype = Annotated[str, typer.Option(help="Dtype of the weights, such as bfloat16; auto keeps the checkpoint's.")]
+Adapter = Annotated[Path | None, typer.Option(help="Folder of LoRA adapters (PEFT's files) to merge into the model.")]
 
 
 def _version(asked: bool) -> None:
@@ -71,8 +71,9 @@ def options(
 ) -> None:
     """Open LLMs as native PyTorch models on fused Triton kernels.
 
-    Look at a model (**list**, **info**), fetch and check it (**download**, **verify**), write it
-    anew (**convert**), **train** it, talk to it (**generate**), and measure it (**bench**).
+    Look at models (**list**, **info**), download and check them (**download**, **verify**), rewrite
+    checkpoints (**convert**), **train**, generate text (**generate**), and measure speed (**bench**).
+    Start a new architecture (**new-arch**).
 
     Exit codes: 0 success, 1 failure, 2 wrong command line, 3 **verify** found differences.
     """
@@ -81,7 +82,7 @@ def options(
 @app.command("list")
 def list_command(as_json: AsJson = False) -> None:
     """List the architectures that can be loaded, with the checkpoints that each reads."""
-    from liger_models.arch import get_arch, list_archs
+    from liger_models.arch.auto import get_arch, list_archs
 
     found = []
     for name in list_archs():
@@ -100,15 +101,16 @@ def list_command(as_json: AsJson = False) -> None:
 def info(
     model: Model,
     revision: Revision = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a training step, for the memory it needs.")] = 8192,
-    dtype: Annotated[str, typer.Option(help="Of weights, gradients, moments and activations.")] = "bfloat16",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a training step, for the memory estimate.")] = 8192,
+    dtype: Annotated[str, typer.Option(help="Dtype of weights, gradients, moments and activations.")] = "bfloat16",
     as_json: AsJson = False,
 ) -> None:
-    """Show a model's architecture, sizes and parameters, and an estimate of the memory that training it needs.
+    """Show a model's architecture, sizes and parameters, and estimate the memory that training needs.
 
-    Reads config.json only. The estimate is for all parameters, AdamW, one GPU, and each checkpointing policy.
+    Reads config.json only. The estimate is for training all parameters with AdamW on one GPU, for each checkpointing
+    policy.
     """
-    from liger_models.memory import training_memory
+    from liger_models.memory.estimate import training_memory
 
     made = _empty_model(model, revision)
     memory = training_memory(made, tokens, _dtype(dtype))
@@ -148,39 +150,43 @@ def download(
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Download a checkpoint into the hub client's cache, only what loading needs, and print the folder.
+    """Download the files of a checkpoint that loading needs into the hub client's cache, and print the folder.
 
-    A model that is not supported costs no download. HF_TOKEN, HF_HOME and HF_ENDPOINT are the client's.
+    A model that is not supported is not downloaded. The hub client reads HF_TOKEN, HF_HOME and HF_ENDPOINT.
     """
+    from liger_models.arch.auto import get_arch
     from liger_models.convert import hub
+    from liger_models.convert.files import read_model_type
 
-    folder = hub.download(model, revision=revision, progress=not as_json)
+    folder = hub.download(
+        model, lambda config: get_arch(read_model_type(config)), revision=revision, progress=not as_json
+    )
     _print_json({"folder": str(folder)}) if as_json else print(folder)
 
 
 @app.command()
 def verify(
     folder: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
-    length: Annotated[int, typer.Option(min=1, help="Tokens of the two random rows whose logits are compared.")] = 64,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in each of the two random rows to compare.")] = 64,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a checkpoint: its tensors against its config.json, and its logits against transformers'.
+    """Check a checkpoint: its tensors against its config.json, and its logits against those of transformers.
 
-    The logits are those of a text, in float32; where transformers is missing or does not know the model, only the
-    tensors are checked. Exit code 3 if anything differs.
+    The logits are those of random tokens, in float32. If transformers is not installed or does not know the model, only
+    the tensors are checked. The exit code is 3 if anything differs.
     """
     import torch
 
-    from liger_models.convert import get_maps
-    from liger_models.convert.auto import AutoLigerModel
-    from liger_models.convert.checkpoint import pick_map, read_headers, read_json_config, read_model_type
-    from liger_models.layers.vision_language import VisionLanguageModel
+    from liger_models.arch.auto import AutoLigerModel
+    from liger_models.convert.files import read_headers, read_json_config, read_model_type
+    from liger_models.convert.format import format_of
+    from liger_models.convert.load import pick_map
 
     kind = read_model_type(read_json_config(folder))
     empty, stored = _empty_model(str(folder), None), read_headers(folder)
     parameters = dict(empty.named_parameters())
-    weights = pick_map(get_maps(kind)(empty.config), stored, parameters)
+    weights = pick_map(format_of(type(empty)).weight_maps(empty.config), stored, parameters)
     expected = weights.shapes(parameters)
     result: dict[str, Any] = {
         "tensors": len(stored),
@@ -192,7 +198,7 @@ def verify(
     error: float | None = None
     same = not (result["missing"] or result["extra"] or result["shapes"])
     try:
-        transformers: Any = importlib.import_module("transformers")  # the oracle; nothing else here reads it
+        transformers: Any = importlib.import_module("transformers")  # the oracle; only new-arch imports it, too
         why_not = "" if kind in transformers.CONFIG_MAPPING else f"transformers does not know {kind}"
     except ImportError:
         why_not = "transformers is not installed"
@@ -204,7 +210,7 @@ def verify(
             ours = AutoLigerModel.from_pretrained(folder, dtype=torch.float32, device=place, progress=not as_json)
             logits = ours.eval()(ids).logits
             del ours
-            task = "ImageTextToText" if isinstance(empty, VisionLanguageModel) else "CausalLM"
+            task = "ImageTextToText" if empty.visual is not None else "CausalLM"
             auto = getattr(transformers, f"AutoModelFor{task}")
             theirs = auto.from_pretrained(folder, **settings).to(place).eval()
             want = theirs(ids).logits
@@ -233,15 +239,15 @@ def verify(
 def convert(
     model: Model,
     output: Annotated[
-        Path, typer.Argument(file_okay=False, help="Folder to write; a checkpoint that stands there is replaced.")
+        Path, typer.Argument(file_okay=False, help="Folder to write; an existing checkpoint there is replaced.")
     ],
     revision: Revision = None,
     dtype: Dtype = "auto",
     adapter: Adapter = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of one file.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of one file.")] = "5GB",
     as_json: AsJson = False,
 ) -> None:
-    """Write a model as a Hugging Face checkpoint: in another dtype, with adapters merged, in files of another size."""
+    """Rewrite a Hugging Face checkpoint: with another dtype, merged adapters, or files of another size."""
     target = None if dtype == "auto" else _dtype(dtype)
     loaded = _load(model, revision, "auto" if adapter is None else dtype, "cpu", adapter, progress=not as_json)
     with messages.status(f"Writing {output}"):
@@ -252,11 +258,11 @@ def convert(
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train(ctx: typer.Context) -> None:
-    """Train as a YAML or JSON file says: **train config.yaml --lr 1e-5**; **train --help** lists the options.
+    """Train with a YAML or JSON file of options: **train config.yaml --lr 1e-5**; **train --help** lists them.
 
-    Runs on one device. On several: torchrun --nproc-per-node 8 -m liger_models.train config.yaml
+    This runs on one device. On several: torchrun --nproc-per-node 8 -m liger_models.train config.yaml
     """
-    from liger_models.train import main
+    from liger_models.train.loop import main
 
     main(ctx.args, ctx.command_path)
 
@@ -265,30 +271,30 @@ def train(ctx: typer.Context) -> None:
 def generate(
     model: Model,
     prompt: Annotated[
-        str | None, typer.Argument(help="What to continue, or to answer. With --chat: none to talk.")
+        str | None, typer.Argument(help="Text to continue or to answer. With --chat it may be left out, to converse.")
     ] = None,
     chat: Annotated[
-        bool, typer.Option(help="Use the chat template; without a prompt, read messages line by line.")
+        bool, typer.Option(help="Use the chat template. Without a prompt, read messages line by line.")
     ] = False,
-    system: Annotated[str | None, typer.Option(help="System message of a chat.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 256,
     sample: Annotated[
-        bool | None, typer.Option(help="Draw tokens, or take the likeliest. Default: what the checkpoint says.")
+        bool | None, typer.Option(help="Sample tokens, or take the most probable. Default: the checkpoint's setting.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Default: what the checkpoint says.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Default: what the checkpoint says.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = None,
     adapter: Adapter = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt, or chat; the text appears as it is made. An end of input (Ctrl-D) ends a chat."""
+    """Continue a prompt, or chat. The text is printed as it is generated. End of input (Ctrl-D) ends a chat."""
     if prompt is None and (not chat or as_json):
-        raise typer.BadParameter("give a prompt, or --chat without --json to talk")
+        raise typer.BadParameter("give a prompt, or --chat without --json to converse")
     if system is not None and not chat:
-        raise typer.BadParameter("--system is of a chat: give --chat, too")
+        raise typer.BadParameter("--system needs --chat: give both")
     import torch
 
     if seed is not None:
@@ -298,7 +304,7 @@ def generate(
     settings: dict[str, Any] = {"do_sample": sample, "temperature": temperature, "top_p": top_p}
 
     def answer(ids: list[int]) -> Iterator[str]:
-        """The new text, in pieces of whole characters."""
+        """The generated text, in pieces of whole characters."""
         made: list[int] = []
         shown = ""
         for step in loaded.stream(ids, max_new_tokens=max_new_tokens, **settings):
@@ -340,19 +346,19 @@ def generate(
 def bench(
     model: Model,
     revision: Revision = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 1,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 4096,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, after one that is not.")] = 10,
-    checkpointing: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
-    dtype: Annotated[str, typer.Option(help="Of weights and moments.")] = "bfloat16",
+    rows: Annotated[int, typer.Option(min=1, help="Rows in a step.")] = 1,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a row.")] = 4096,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps, after one warm-up step.")] = 10,
+    checkpointing: Annotated[str, typer.Option(help="Checkpointing policy: none, selective or full.")] = "none",
+    dtype: Annotated[str, typer.Option(help="Dtype of weights and moments.")] = "bfloat16",
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time training steps with LigerAdamW on random tokens and random weights; reads config.json only."""
+    """Time training steps with LigerAdamW on random tokens and random weights. Reads config.json only."""
     import torch
 
-    from liger_models.metrics import PEAK_FLOPS, flops
-    from liger_models.optim import LigerAdamW
+    from liger_models.train.metrics import PEAK_FLOPS, flops
+    from liger_models.train.optimizer import LigerAdamW
 
     place = _device(device)
     config = _empty_model(model, revision)
@@ -395,12 +401,46 @@ def bench(
     screen.print(table)
 
 
+@app.command("new-arch")
+def new_arch_command(
+    name: Annotated[str, typer.Argument(help="Its model_type, which also names the files.")],
+    config: Annotated[
+        Path, typer.Option("--from", exists=True, dir_okay=False, help="The config.json of a released checkpoint.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Write the files of a new architecture, from a config.json: a module wired like Llama, and its test data.
+
+    Run it in the root of a checkout. Where transformers is installed, the defaults, shapes and rotary frequencies are
+    transformers'. Nothing is overwritten.
+    """
+    from liger_models.cli.new_arch import PUBLIC, new_arch
+
+    made = new_arch(name, config)
+    if as_json:
+        return _print_json(made._asdict())
+    for file in made.files:
+        print(file)
+    for note in made.notes:
+        messages.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+    module = made.files[0]
+    steps = [
+        f"Write what differs from Llama into {module}: docstring, config, block, model, weight map.",
+        f"Give tests/data/{name}/tiny.json a variant for each setting of config.json.",
+        f"Compare with transformers: make test ARGS='-k {name}'",
+        f"For a public name, add to {PUBLIC}:",
+        *(f"    {line}" for line in made.public),
+        "docs/adding-an-architecture.md explains each step.",
+    ]
+    messages.print("Next:", *steps, sep="\n", markup=False, highlight=False, soft_wrap=True)
+
+
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
 
 
 def _random_text(config: Any, rows: int, length: int) -> Any:
-    """Token ids [rows, length], the same each time, none of which stands for an image."""
+    """Random token ids [rows, length], the same in every run, without image placeholders."""
     import torch
 
     images = {getattr(config, name, None) for name in ("image_token_id", "video_token_id", "image_token_index")}
@@ -411,7 +451,7 @@ def _random_text(config: Any, rows: int, length: int) -> Any:
 def _dtype(name: str) -> Any:
     import torch
 
-    from liger_models.convert.checkpoint import FLOATS
+    from liger_models.convert.files import FLOATS
 
     value = getattr(torch, name, None)
     if value not in FLOATS.values():
@@ -437,8 +477,9 @@ def _device(name: str | None) -> str:
 def _load(
     model: str, revision: str | None, dtype: str, device: str, adapter: Path | None, *, progress: bool
 ) -> "CausalLM":
-    from liger_models.convert.auto import AutoLigerModel
-    from liger_models.lora import load_adapter, merge_lora
+    from liger_models.adapters.lora import merge_lora
+    from liger_models.adapters.peft_files import load_adapter
+    from liger_models.arch.auto import AutoLigerModel
 
     options: dict[str, Any] = {
         "dtype": None if dtype == "auto" else _dtype(dtype),
@@ -453,13 +494,13 @@ def _load(
 
 
 def _empty_model(model: str, revision: str | None) -> "CausalLM":
-    """The model without weights, on the meta device."""
+    """The model on the meta device, without weights."""
     import huggingface_hub
     import torch
 
-    from liger_models.arch import get_arch
-    from liger_models.convert.checkpoint import CONFIG, read_json_config, read_model_type
+    from liger_models.arch.auto import get_arch
     from liger_models.convert.config_map import read_config
+    from liger_models.convert.files import CONFIG, read_json_config, read_model_type
     from liger_models.convert.hub import naming
 
     folder = Path(model)

@@ -1,8 +1,8 @@
-"""config.json in and out of a config dataclass.
+"""Conversion between config.json and config dataclasses.
 
-Reads what transformers 4 wrote (``rope_theta`` and ``rope_scaling``, ``torch_dtype``) and what transformers 5 writes
-(``rope_parameters``, ``dtype``), and writes what both read. A value that cannot be honoured is an error; a key that is
-not known is named in a warning.
+Reads the formats of transformers 4 (``rope_theta`` and ``rope_scaling``, ``torch_dtype``) and transformers 5
+(``rope_parameters``, ``dtype``), and writes what both read. An unsupported value is an error; unknown keys are listed
+in a warning.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from liger_models.convert import from_json, get_hf_class, get_ignored_keys, model_type_of, to_json
-from liger_models.kernels.dispatch import check
+from liger_models.convert.format import format_of
+from liger_models.kernels.checks import check
 from liger_models.layers.config import LAYER_TYPES
 from liger_models.layers.rope import ROPE_TYPES, LongRopeScaling, RopeScaling
 
@@ -42,35 +42,36 @@ _GENERATION = """
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """
 IGNORED_KEYS = frozenset(f"{_ORIGIN} {_IN_EVERY_CONFIG} {_GENERATION}".split())
-"""Keys that carry no architecture: where the file comes from and how to run it (with two keys of SmolLM's, which
-transformers does not read either), what transformers writes into every config, generation settings of old files."""
+"""Keys that do not describe the architecture: where the file comes from and how to run it (including two keys of SmolLM
+that transformers does not read either), keys that transformers writes into every config, and generation settings in old
+files."""
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 
 
 def read_config(config_class: "type[Config]", hf: Mapping[str, Any], *, strict: bool = False) -> "Config":
-    """The config that a config.json describes.
+    """Build the config that a config.json describes.
 
     Args:
-        config_class: dataclass whose fields have config.json's spelling.
+        config_class: dataclass whose fields are named as in config.json.
         hf: the content of config.json.
-        strict: an unknown key is an error and not a warning.
+        strict: raise an error, not a warning, for unknown keys.
 
     Raises:
-        ValueError: a quantised checkpoint, a rope type or a value that is not supported, a required key that is
-            missing; with ``strict``, an unknown key.
+        ValueError: the checkpoint is quantised, a rope type or a value is not supported, a required key is missing, or
+            with ``strict`` a key is unknown.
     """
     quantization = hf.get("quantization_config") or hf.get("compression_config")
     if quantization:
         method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
         raise ValueError(
             f"config.json: the checkpoint must not be quantised, got quantization_config ({method}). "
-            "Load the original checkpoint that it was made from."
+            "Load the original checkpoint instead."
         )
 
-    model_type = model_type_of(config_class)
-    hf = from_json(model_type, hf)
-    ignored = IGNORED_KEYS | get_ignored_keys(model_type)
+    checkpoint = format_of(config_class)
+    hf = checkpoint.from_json(hf)
+    ignored = IGNORED_KEYS | frozenset(checkpoint.ignored_keys)
     rope_keys = _ROPE_KEYS if "rope_scaling" in typing.get_type_hints(config_class) else ()
     values, unknown = _read_rope(config_class, hf) if rope_keys else ({}, [])
     rest = {key: value for key, value in hf.items() if key not in rope_keys}
@@ -78,7 +79,7 @@ def read_config(config_class: "type[Config]", hf: Mapping[str, Any], *, strict: 
 
     if unknown:
         message = (
-            f"config.json: keys that {config_class.__name__} does not know: {', '.join(sorted(unknown))}. "
+            f"config.json: {config_class.__name__} does not know the keys {', '.join(sorted(unknown))}. "
             "Check that they do not change the architecture, and "
         )
         if strict:
@@ -95,7 +96,7 @@ def _read_fields(
     where: str,
     unknown: list[str],
 ) -> dict[str, Any]:
-    """Values of the fields that a config.json, or a part of it, has; adds to the keys not understood."""
+    """The values of the fields in a config.json or a nested object ``where`` in it; appends to the unknown keys."""
     hints = typing.get_type_hints(config_class)
     values: dict[str, Any] = {}
     for key, value in hf.items():
@@ -103,7 +104,7 @@ def _read_fields(
             part = hints[key]
             if dataclasses.is_dataclass(part) and isinstance(part, type) and isinstance(value, Mapping):
                 values[key] = _made(part, _read_fields(part, value, ignored, f"{where}{key}.", unknown))
-            elif value is not None or _takes_none(part):  # a null elsewhere means that the key is not set
+            elif value is not None or _takes_none(part):  # for other fields null means that the key is not set
                 values[key] = _typed(f"{where}{key}", value, part)
         elif key not in ignored and value is not None:
             unknown.append(f"{where}{key}")
@@ -115,19 +116,19 @@ def _made(config_class: "type[Config]", values: Mapping[str, Any]) -> "Config":
     required = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
     missing = [name for name in required if name not in values]
     if missing:
-        raise ValueError(f"config.json: must have {', '.join(missing)}, which {config_class.__name__} needs.")
+        raise ValueError(f"config.json: must have {', '.join(missing)}, which {config_class.__name__} requires.")
     return config_class(**values)
 
 
 def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor`` of a config, and the keys not understood."""
+    """The fields ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor`` of a config, and unknown keys."""
     where = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     given = hf.get(where) or {}
     check(isinstance(given, Mapping), f"config.json: {where} must be an object of values, got {given!r}.")
     rope = {key: value for key, value in given.items() if value is not None}
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(
-            f"config.json: {where} must be one set of values for all layers, got one for each of {', '.join(rope)}."
+            f"config.json: {where} must be the same for all layers, got one object for each of {', '.join(rope)}."
         )
     theta = rope.pop("rope_theta", hf.get("rope_theta"))
     fields: dict[str, Any] = {} if theta is None else {"rope_theta": _typed("rope_theta", theta, float)}
@@ -170,19 +171,19 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
 
 
 def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json whose ``rope_parameters`` hold a set of values for each layer type, in the older spelling.
+    """Convert a config.json whose ``rope_parameters`` have one object per layer type to the older format.
 
-    Those of full attention become ``rope_theta`` and ``rope_scaling``, those of sliding attention
+    The values for full attention become ``rope_theta`` and ``rope_scaling``, the base for sliding attention becomes
     ``rope_local_base_freq``.
 
     Raises:
-        ValueError: other layer types, or anything but a base for sliding attention.
+        ValueError: there are other layer types, or sliding attention has more than a base.
     """
     flat = {key: value for key, value in hf.items() if key != "rope_parameters"}
     nested = hf.get("rope_parameters") or {}
     if nested.keys() - set(LAYER_TYPES):
         raise ValueError(
-            f"config.json: rope_parameters must hold a set of values for each of {', '.join(LAYER_TYPES)}, "
+            f"config.json: rope_parameters must hold one object for each of {', '.join(LAYER_TYPES)}, "
             f"got {', '.join(nested)}."
         )
     full, sliding = (dict(nested.get(layer_type) or {}) for layer_type in LAYER_TYPES)
@@ -194,64 +195,26 @@ def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     if rope_type != "default" or any(value is not None for value in sliding.values()):
         raise ValueError(
             "config.json: rope_parameters.sliding_attention must be of type default, "
-            f"got {nested['sliding_attention']}. The architecture scales full attention only."
+            f"got {nested['sliding_attention']}. The architecture scales the rotation of full attention only."
         )
     return flat
 
 
-def read_multimodal(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of a Qwen vision-language model in the spelling of its class.
-
-    The text's keys stand at the top, the sections of the rotary frequencies beside the rope parameters, the base of the
-    tower's frequencies in ``vision_config``.
-
-    Raises:
-        ValueError: rope parameters that the architectures do not have.
-    """
-    text, vision = (dict(hf.get(part) or {}) for part in ("text_config", "vision_config"))
-    tied = bool(hf.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
-    flat: dict[str, Any] = dict(hf) | text | {"tie_word_embeddings": tied, "model_type": hf.get("model_type")}
-    flat.pop("text_config", None)
-    where = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
-    rope, axial = dict(flat.get(where) or {}), dict(vision.pop("rope_parameters", None) or {})
-    interleaved, axial_type = rope.pop("mrope_interleaved", None), axial.pop("rope_type", "axial")
-    check(
-        interleaved in (None, flat["model_type"] in ("qwen3_vl", "qwen3_vl_moe")) and axial_type == "axial",
-        f"config.json: {where}.mrope_interleaved must be left out or be that of the architecture, and the tower's "
-        f"rope_type 'axial', got {interleaved} and {axial_type!r}.",
-    )
-    if rope.get("mrope_section"):
-        flat["mrope_section"] = rope["mrope_section"]
-    rope.pop("mrope_section", None)
-    return flat | {where: rope, "vision_config": vision | axial}
-
-
-def write_multimodal(keys: Mapping[str, Any], *, interleaved: bool = False) -> dict[str, Any]:
-    """What `read_multimodal` reads, of the text's keys at the top; see `write_config`."""
-    out, vision = dict(keys), dict(keys["vision_config"])
-    theta = vision.pop("rope_theta")
-    if theta != 10000.0:
-        vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": theta}
-    rope = out["rope_scaling"] or {"rope_type": "default"} | ({} if interleaved else {"type": "mrope"})
-    sections = {"mrope_section": out.pop("mrope_section")} | ({"mrope_interleaved": True} if interleaved else {})
-    return out | {"rope_scaling": rope | sections, "vision_config": vision}
-
-
 def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a config, in the keys that transformers 4 and 5 both read.
+    """Convert a config to a config.json that transformers 4 and 5 both read.
 
     Args:
         config: the config to write.
-        hf: the config.json that it was read from, whose other keys are kept; empty if there is none.
-        dtype: the dtype of the weights that stand beside it.
+        hf: the config.json that it was read from, whose other keys are preserved; empty if there is none.
+        dtype: the dtype of the weights in the checkpoint.
 
     Returns:
-        The content of config.json; ``read_config`` gives ``config`` again.
+        The content of config.json, from which ``read_config`` restores ``config``.
     """
-    model_type = model_type_of(type(config))
+    checkpoint = format_of(type(config))
     out = dict(hf) | {
-        "architectures": [get_hf_class(model_type)],
-        "model_type": model_type,
+        "architectures": [checkpoint.hf_class],
+        "model_type": checkpoint.model_type,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     for key in ("dtype", "rope_parameters", "text_config"):
@@ -268,8 +231,8 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
             keys[field.name] = dataclasses.asdict(value)
         elif value is not None or field.default is not None or field.name in out:
             keys[field.name] = value
-    written = to_json(model_type, keys)
-    for key in [key for key in written if key.endswith("_config")]:  # a part keeps its unknown keys, as the whole does
+    written = checkpoint.to_json(keys)
+    for key in [key for key in written if key.endswith("_config")]:  # nested objects preserve unknown keys, too
         part = {name: value for name, value in (hf.get(key) or {}).items() if name not in ("dtype", "torch_dtype")}
         written[key] = part | written[key]
     return out | written
@@ -282,7 +245,7 @@ def _write_scaling(scaling: RopeScaling | None, original_length: int | None) -> 
     values = {key: value for key, value in dataclasses.asdict(scaling).items() if value is not None}
     if not isinstance(scaling, LongRopeScaling):
         return {"rope_scaling": {"rope_type": rope_type, **values}}
-    # transformers 4 looks for the length beside the dict, and its Phi-3 refuses other keys and spellings in the dict.
+    # transformers 4 reads the length at the top level, and its Phi-3 rejects other keys and spellings in the dict.
     length = scaling.original_max_position_embeddings
     if original_length is not None:
         del values["original_max_position_embeddings"]
@@ -298,7 +261,7 @@ def _takes_none(hint: Any) -> bool:
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:
-    """``value`` as the type that its field declares; a whole number may stand for a float."""
+    """``value`` with the type that its field declares; integers are accepted for floats."""
     options = _options(hint)
     if type(value) in options:
         return value

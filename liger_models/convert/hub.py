@@ -1,58 +1,46 @@
-"""Models from and to the Hugging Face Hub, through the huggingface_hub client.
+"""Downloading and uploading models on the Hugging Face Hub, through the huggingface_hub client.
 
-Endpoint, token, cache and offline mode are the client's: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
+The client's settings apply: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
 """
 
 import contextlib
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from liger_models.arch import get_arch
-from liger_models.convert.checkpoint import (
-    ASSETS,
-    CONFIG,
-    INDEX,
-    SHARDS,
-    WEIGHTS,
-    check_model_type,
-    read_index,
-    read_json_config,
-    read_model_type,
-    save_pretrained,
-)
 from liger_models.convert.config_map import read_config
-from liger_models.convert.ranks import by_first
-
-if TYPE_CHECKING:
-    from liger_models.layers.causal_lm import CausalLM
+from liger_models.convert.files import ASSETS, CONFIG, INDEX, SHARDS, WEIGHTS, read_index, read_json_config
+from liger_models.convert.load import check_model_type
+from liger_models.convert.save import save_pretrained
+from liger_models.layers.decoder import Decoder
+from liger_models.parallel.groups import run_on_rank_zero
 
 
 @contextlib.contextmanager
 def naming(repo_id: str) -> Iterator[None]:
-    """Say in the client's errors which model was asked for, and that it might have been meant as a folder."""
-    todo = "Check the name, and the way to the hub."
+    """Context that adds the name of the model to errors of the client, and mentions that it may be a folder."""
+    todo = "Check the name and the connection to the hub."
     try:
         yield
     except HFValidationError as error:
         raise FileNotFoundError(f"{repo_id}: must be a folder, or owner/name on the hub, got nothing there.") from error
     except LocalEntryNotFoundError as error:
-        message = f"{repo_id}: must be a folder, or on the hub or in its client's cache, got: {error} {todo}"
+        message = f"{repo_id}: must be a folder, on the hub or in the client's cache, got: {error} {todo}"
         raise LocalEntryNotFoundError(message) from error
 
 
 def download(
     repo_id: str,
+    model_class: Callable[[Mapping[str, Any]], type[Decoder]],
     *,
-    model_class: "type[CausalLM] | None" = None,
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     token: str | bool | None = None,
@@ -61,29 +49,30 @@ def download(
     strict: bool = False,
     progress: bool = True,
 ) -> Path:
-    """A model repository's files, in the client's cache: only those that loading needs.
+    """Download the files of a model repository that loading needs, to the client's cache.
 
-    config.json is read before the weights, so a model that is not supported costs no download.
+    config.json is checked before the weights are downloaded, so an unsupported model fails early.
 
     Args:
         repo_id: "owner/name".
-        model_class: class that the model is for; None takes the one that config.json asks for.
+        model_class: returns the model class for the content of config.json.
         revision: branch, tag or commit.
-        cache_dir: instead of the client's cache folder.
-        token: instead of the client's.
-        local_files_only: no network; what is in the cache must do.
-        force_download: download again what is in the cache.
-        strict: an unknown key in config.json is an error.
+        cache_dir: cache folder. Default: that of the client.
+        token: access token. Default: that of the client.
+        local_files_only: do not use the network; all files must be in the cache.
+        force_download: download files even if they are in the cache.
+        strict: raise an error for unknown keys of config.json.
         progress: show progress bars.
 
     Returns:
         The folder to load from.
 
     Raises:
-        FileNotFoundError: no name on the hub; the repository has no config.json; or, from the client, what is needed
-            cannot be reached and is not in the cache.
+        FileNotFoundError: ``repo_id`` is not a valid name, the repository has no config.json, or (from the client) a
+            file can neither be downloaded nor found in the cache.
         ValueError: the model is not supported.
-        huggingface_hub.errors.HfHubHTTPError: from the client: no such repository or revision, no access.
+        huggingface_hub.errors.HfHubHTTPError: (from the client) the repository or revision does not exist, or access is
+            denied.
     """
 
     def fetch(files: list[str], revision: str | None) -> Path:
@@ -103,16 +92,16 @@ def download(
         folder = fetch([CONFIG], revision)
         if not (folder / CONFIG).is_file():
             raise FileNotFoundError(
-                f"{repo_id}: must hold {CONFIG}, got no such file. Give a repository in transformers' layout."
+                f"{repo_id}: must hold {CONFIG}, got no such file. Pass a repository in transformers' format."
             )
         hf_config = read_json_config(folder)
-        model_class = model_class or get_arch(read_model_type(hf_config))
-        check_model_type(model_class, hf_config)
+        chosen = model_class(hf_config)
+        check_model_type(chosen, hf_config)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # loading reads the config again, and warns
-            read_config(model_class.config_class, hf_config, strict=strict)
+            warnings.simplefilter("ignore")  # loading reads the config again and then warns
+            read_config(chosen.config_class, hf_config, strict=strict)
 
-        # The folder is named after the commit: what follows is of the same one, whatever happens to the branch.
+        # The folder is named after the commit. Download the rest from the same commit, whatever happens to the branch.
         commit = folder.name
         folder = fetch([INDEX, *ASSETS], commit)
         shards = set(read_index(folder / INDEX).values()) if (folder / INDEX).is_file() else {WEIGHTS}
@@ -121,7 +110,7 @@ def download(
 
 
 def push(
-    model: "CausalLM",
+    model: Decoder,
     repo_id: str,
     *,
     private: bool = False,
@@ -131,22 +120,22 @@ def push(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
 ) -> str:
-    """Upload a model as a Hugging Face checkpoint; weight files that it does not have are removed from the repository.
+    """Upload a model as a Hugging Face checkpoint. Stale weight files are removed from the repository.
 
-    In a process group the first rank uploads, and the others that call wait for it.
+    In a process group rank 0 uploads, and the other calling ranks wait for it.
 
     Args:
-        model: what ``save_pretrained`` takes.
-        repo_id: "owner/name"; made if it does not exist.
+        model: the model; see `liger_models.convert.save.save_pretrained`.
+        repo_id: "owner/name"; created if it does not exist.
         private: whether a new repository is private.
-        commit_message: of the upload.
-        token: instead of the client's.
-        revision: branch; made if it does not exist.
-        dtype: of the tensors in the files; None keeps each parameter's own.
-        max_shard_size: of one file, in bytes or as "5GB".
+        commit_message: message of the commit.
+        token: access token. Default: that of the client.
+        revision: branch; created if it does not exist.
+        dtype: dtype of the saved tensors; None for that of each parameter.
+        max_shard_size: maximum size of a file, in bytes or as "5GB".
 
     Returns:
-        The commit's address.
+        URL of the commit.
     """
     api = HfApi(token=token)
 
@@ -165,7 +154,7 @@ def push(
             )
         return commit.commit_url
 
-    return by_first(f"push_to_hub {repo_id}", upload)
+    return run_on_rank_zero(f"push_to_hub {repo_id}", upload)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint: which rows of its tensors a part of a parameter is made of."""
+"""Reading one rank's shard of a parameter: which rows of the checkpoint's tensors it is made of."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,18 +12,19 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from liger_models.convert.weight_map import Cat, Expression, Name, Rearrange, Split, Stack, _same_dtype
 
 MAX_RUNS = 64
-"""Of rows that are not neighbours in a tensor; beyond it all between the first and the last are read."""
+"""Maximum number of contiguous runs of rows that are read from a tensor; if there are more, all rows between the first
+and the last are read."""
 
 
 class Part(NamedTuple):
-    """What a rank holds of a parameter: for each dimension where it begins, and its length."""
+    """A rank's shard of a parameter: its offset and its length in each dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, parameter: DTensor) -> "Part":
-        """The calling rank's part."""
+        """The calling rank's shard of a DTensor."""
         shape, offset = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
@@ -31,12 +32,12 @@ class Part(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of the checkpoint's tensors, and how a part of a parameter is made of them.
+    """Rows of the checkpoint's tensors, and how a shard of a parameter is made of them.
 
     Attributes:
-        runs: name of a tensor -> first and last row + 1 of each run of rows, in order.
-        units: number of dimensions at the end that stay together: what is moved are slices over these.
-        order: [n] for each slice of the part its place among those read; None if that is the order they are read in.
+        runs: name of a tensor -> first row and last row + 1 of each contiguous run of rows, in order.
+        units: number of trailing dimensions that stay together; only slices over these dimensions are moved.
+        order: [n] int64, the index of each slice of the shard among the slices read; None if the order is the same.
     """
 
     runs: Mapping[str, list[tuple[int, int]]]
@@ -51,14 +52,14 @@ def read_part(
     read: Callable[[str, int, int], Tensor],
     read_whole: Callable[[], Tensor],
 ) -> Tensor:
-    """A part of a parameter, made of the rows of the checkpoint that it needs where the expression moves whole rows.
+    """Read a shard of a parameter. Only the required rows are read if the expression moves whole rows.
 
     Args:
-        expression: the parameter's.
-        part: what is wanted of it.
-        shapes: name -> shape of each of the expression's tensors.
-        read: name, first, last + 1 -> these rows of a tensor, in the wanted dtype and on the wanted device.
-        read_whole: the whole parameter; what is read of an expression that takes rows apart.
+        expression: the expression of the parameter.
+        part: the shard to read.
+        shapes: name -> shape of each tensor of the expression.
+        read: name, first, last + 1 -> these rows of a tensor, in the right dtype and on the right device.
+        read_whole: returns the whole parameter; used if the expression takes rows apart.
 
     Returns:
         Tensor of shape ``part.shape``.
@@ -84,7 +85,7 @@ def read_part(
 
 
 def keeps_rows(expression: Expression) -> bool:
-    """Whether row i of a parameter is made of row i of one tensor, which may be rearranged within."""
+    """Whether row i of a parameter is row i of one tensor, possibly rearranged within the row."""
     if not isinstance(expression, Rearrange) or not isinstance(expression.child, Name):
         return False
     theirs, ours = (_axes(side)[0] for side in expression.pattern.split("->"))
@@ -92,19 +93,25 @@ def keeps_rows(expression: Expression) -> bool:
 
 
 def shape_of(expression: Expression, shapes: Mapping[str, Sequence[int]]) -> torch.Size:
-    """The shape of a parameter."""
+    """The shape of the parameter that an expression describes."""
     return expression.pack({name: torch.empty(shapes[name], device="meta") for name in expression.names()}).shape
 
 
 def plan_rows(
     expression: Expression, ndim: int, shapes: Mapping[str, Sequence[int]], first: int, last: int
 ) -> Rows | None:
-    """The rows that make up rows ``first`` to ``last`` of a parameter of ``ndim`` dimensions.
+    """The rows of the checkpoint that make up rows ``first`` to ``last`` (excluded) of a parameter.
 
-    Packs numbers instead of the rows' elements, and looks which numbers arrive.
+    It numbers the rows, packs the numbers in place of the elements, and looks which numbers end up in the shard.
+
+    Args:
+        expression: the expression of the parameter.
+        ndim: number of dimensions of the parameter.
+        shapes: name -> shape of each tensor of the expression.
+        first, last: the rows of the parameter.
 
     Returns:
-        None if no dimension comes through the expression untouched.
+        None if the expression leaves no trailing dimension unchanged.
     """
     units = min(untouched(expression, ndim, shapes), ndim - 1, *(len(shapes[name]) - 1 for name in expression.names()))
     if units == 0 and ndim > 1:
@@ -124,7 +131,7 @@ def plan_rows(
         inside = wanted[(wanted >= start) & (wanted < start + size)] - start
         if not len(inside):
             continue
-        each = size // shapes[name][0]  # slices in a row
+        each = size // shapes[name][0]  # slices per row
         rows = (inside // each).unique()
         gaps = (rows.diff() > 1).nonzero().flatten()
         if len(gaps) >= MAX_RUNS:
@@ -140,7 +147,7 @@ def plan_rows(
 
 
 def untouched(expression: Expression, ndim: int, shapes: Mapping[str, Sequence[int]]) -> int:
-    """How many dimensions at the end of a tensor of ``ndim`` are those of all tensors that it is made of."""
+    """Number of trailing dimensions of a tensor with ``ndim`` dimensions that the expression leaves unchanged."""
     match expression:
         case Name():
             return ndim
@@ -166,7 +173,7 @@ def untouched(expression: Expression, ndim: int, shapes: Mapping[str, Sequence[i
 
 
 def _axes(side: str) -> list[str]:
-    """The axes of one side of an einops pattern; those in parentheses are one."""
+    """The axes of one side of an einops pattern; a parenthesised group is one axis."""
     axes: list[str] = []
     depth = 0
     for token in side.replace("(", " ( ").replace(")", " ) ").split():

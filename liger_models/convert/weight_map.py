@@ -1,8 +1,8 @@
-"""Where each weight stands in a Hugging Face checkpoint: one declaration, read in both directions.
+"""Weight maps: how parameters correspond to the tensors of a Hugging Face checkpoint, in both directions.
 
-A weight map gives, for each of our parameters, an expression over the checkpoint's tensor names. An expression packs
-the checkpoint's tensors into our parameter and unpacks our parameter into the checkpoint's tensors. It only moves
-elements, so a round trip is bit-exact in every dtype, and on meta tensors it computes shapes.
+A weight map has, for each of our parameters, an expression over the names of the checkpoint's tensors. An expression
+packs these tensors into our parameter, and unpacks our parameter into these tensors. It only moves elements, so a round
+trip is bit-exact in every dtype; on meta tensors it computes shapes.
 
     "layers.{i}.mlp.gate_up_proj.weight": Rearrange(
         "f two ... -> (f two) ...",
@@ -10,8 +10,8 @@ elements, so a round trip is bit-exact in every dtype, and on meta tensors it co
         two=2,
     )
 
-Names hold named indices (``{i}``) that are expanded over their index sets when the map is built: nothing is matched by
-pattern, so the plan can be printed (``print(weight_map)``) and diffed.
+Names contain named indices (``{i}``), which are expanded over their index sets when the map is built. Nothing is
+matched by pattern, so a map can be printed (``print(weight_map)``) and diffed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import itertools
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -29,11 +30,11 @@ from liger_models.layers.config import DecoderConfig
 
 
 class Expression(ABC):
-    """A tensor of ours as a function of a checkpoint's tensors, and back."""
+    """One of our tensors as a function of the checkpoint's tensors, and the inverse of the function."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """The checkpoint's tensors that the expression is made of, in order."""
+        """The names of the checkpoint's tensors in the expression, in order."""
 
     @abstractmethod
     def expand(self, indices: Mapping[str, int]) -> Expression:
@@ -41,15 +42,15 @@ class Expression(ABC):
 
     @abstractmethod
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The checkpoint's tensors, by name, as one tensor of ours."""
+        """Our tensor, from the checkpoint's tensors by name."""
 
     @abstractmethod
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        """A tensor of ours as the checkpoint's tensors, by name: views of it where strides allow."""
+        """The checkpoint's tensors by name, from our tensor; they are views of it where strides allow."""
 
 
 class Name(Expression):
-    """A tensor of the checkpoint, as it is."""
+    """A tensor of the checkpoint, unchanged."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -74,9 +75,9 @@ class Rearrange(Expression):
     """Elements reordered by an einops pattern.
 
     Args:
-        pattern: from the checkpoint's layout to ours, without dropped or repeated axes: it is read backwards, too.
-        child: what is rearranged.
-        sizes: lengths of the axes that one of the two directions cannot infer.
+        pattern: from the checkpoint's layout to ours. It must be invertible, without dropped or repeated axes.
+        child: the expression that is rearranged.
+        sizes: lengths of axes that cannot be inferred in one of the two directions.
     """
 
     def __init__(self, pattern: str, child: Expression | str, **sizes: int) -> None:
@@ -103,7 +104,7 @@ class Rearrange(Expression):
 
 
 class Cat(Expression):
-    """Tensors one after the other along ``dim``, of length ``sizes`` each."""
+    """Tensors concatenated along ``dim``, where they have the lengths ``sizes``."""
 
     def __init__(self, children: Sequence[Expression | str], dim: int, sizes: Sequence[int]) -> None:
         self.children = [_expression(child) for child in children]
@@ -128,7 +129,7 @@ class Cat(Expression):
 
 
 class Stack(Expression):
-    """Tensors of one shape side by side along a new dimension ``dim``."""
+    """Tensors of one shape, stacked along a new dimension ``dim``."""
 
     def __init__(self, children: Sequence[Expression | str], dim: int) -> None:
         self.children = [_expression(child) for child in children]
@@ -152,11 +153,11 @@ class Stack(Expression):
 
 
 class Split(Expression):
-    """A tensor that holds several, taken apart and put together differently.
+    """A tensor that is the concatenation of several parts, which are put together differently.
 
     Args:
         child: the checkpoint's tensor.
-        dim: the dimension along which its parts follow each other.
+        dim: the dimension along which the parts are concatenated.
         sizes: name of a part -> its length, in order.
         parts: our tensor, as an expression over the names of the parts.
     """
@@ -194,7 +195,7 @@ def _union(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _same_dtype(expression: Expression, tensors: list[Tensor]) -> list[Tensor]:
-    # torch.cat and torch.stack would promote, and the way back would no longer give the same bits.
+    # torch.cat and torch.stack would promote dtypes, and unpacking would not restore the same bits.
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
         raise ValueError(
@@ -205,16 +206,16 @@ def _same_dtype(expression: Expression, tensors: list[Tensor]) -> list[Tensor]:
 
 
 class WeightMap:
-    """The expression of every parameter of a model, and the checkpoint tensors that are tolerated and not read.
+    """An expression for every parameter of a model, and the checkpoint tensors to ignore.
 
     Args:
-        entries: our parameter name -> expression over the checkpoint's names (a plain name is one, too). An index in
-            our name, like ``{i}``, makes one entry per value of its set.
-        over: the index sets: name -> values.
-        skip: checkpoint names that may be there and carry nothing.
+        entries: name of our parameter -> expression over the checkpoint's names, or just a name. An index in our name,
+            such as ``{i}``, makes one entry for each value of its index set.
+        over: the index sets: name of the index -> values.
+        skip: names of checkpoint tensors that are ignored if they exist.
 
     Raises:
-        ValueError: two entries for one parameter, or a checkpoint tensor used twice.
+        ValueError: a parameter has two entries, or a checkpoint tensor is used twice.
     """
 
     def __init__(
@@ -233,20 +234,20 @@ class WeightMap:
         self.skip = frozenset(name.format(**indices) for name in skip for indices in _indices(name, over))
         names = [name for _, expression in expanded for name in expression.names()]
         if len(self.entries) < len(expanded) or len(set(names)) < len(names):
-            raise ValueError(f"WeightMap: every name must stand in one entry. Look for it twice in:\n{self}")
+            raise ValueError(f"WeightMap: every name must be in one entry only. Look for duplicates in:\n{self}")
 
     def shapes(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The checkpoint's tensors as meta tensors: the names, shapes and dtypes that the parameters unpack to.
+        """The checkpoint's tensors as meta tensors, with the names, shapes and dtypes that the parameters unpack to.
 
         Raises:
-            ValueError: a parameter without an entry, or an entry without a parameter.
+            ValueError: a parameter has no entry, or an entry has no parameter.
         """
         if parameters.keys() != self.entries.keys():
             raise ValueError(
                 "WeightMap: must have an entry for each parameter of the model. "
                 f"Parameters without one: {sorted(parameters.keys() - self.entries.keys())}; "
                 f"entries without a parameter: {sorted(self.entries.keys() - parameters.keys())}. "
-                "Merge or remove what was added to the model, or correct the map."
+                "Merge or remove parameters that were added to the model, or correct the map."
             )
         return _union(
             self.entries[name].unpack(torch.empty_like(parameter, device="meta"))
@@ -263,49 +264,79 @@ def _indices(name: str, over: Mapping[str, Sequence[int]]) -> list[dict[str, int
 
 
 def qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """A fused qkv projection: rows grouped by KV head, each with its query heads' rows, then its key's, its value's."""
+    """A fused qkv projection: rows are grouped by KV head, with its query heads first, then its key, then its value."""
     groups = [Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (q, k, v)]
     sizes = [heads // kv_heads * head_dim, head_dim, head_dim]
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
 
 
 def equal_qkv_rows(qkv: str, heads: int) -> Expression:
-    """`qkv_rows` of a checkpoint's fused projection with as many heads for q as for k and v: all q, all k, all v."""
+    """`qkv_rows` for a fused checkpoint tensor with rows of all q, all k, all v, and equally many heads of each."""
     return Rearrange("(three h d) ... -> (h three d) ...", qkv, three=3, h=heads)
 
 
 def patch_rows(convolution: str, channels: int, frames: int, side: int) -> Expression:
-    """The embedding of patches as a product: a convolution whose kernels are as far apart as they are wide."""
+    """The weight of a patch embedding as a linear layer, from a convolution whose stride is its kernel size."""
     pattern = "c channels frames height width -> c (channels frames height width)"
     return Rearrange(pattern, convolution, channels=channels, frames=frames, height=side)
 
 
 def gate_up_rows(gate: str, up: str) -> Expression:
-    """A fused gate and up projection: row 2f is the gate's row f, row 2f + 1 the up's."""
+    """A fused gate and up projection: row 2f is row f of gate, row 2f + 1 is row f of up."""
     return Rearrange("f two ... -> (f two) ...", Stack([gate, up], dim=1), two=2)
 
 
 def fused_qkv_rows(qkv: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """`qkv_rows` of a checkpoint's fused projection: the rows of all queries, then of all keys, then of all values."""
+    """`qkv_rows` for a fused checkpoint tensor: the rows of all queries, then of all keys, then of all values."""
     sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
     return Split(qkv, 0, sizes, qkv_rows("q", "k", "v", heads=heads, kv_heads=kv_heads, head_dim=head_dim))
 
 
 def fused_gate_up_rows(gate_up: str) -> Expression:
-    """`gate_up_rows` of a checkpoint's fused projection: all rows of the gate, then all rows of the up projection."""
+    """`gate_up_rows` for a fused checkpoint tensor: all rows of gate, then all rows of up."""
     return Rearrange("(two f) ... -> (f two) ...", gate_up, two=2)
 
 
 def expert_rows(gate: str, up: str, down: str, experts: int) -> tuple[Expression, Expression]:
-    """The stacked weights of a layer's experts, gate and up and then down; ``{x}`` in the names is the expert."""
+    """The stacked weights of a layer's experts: gate and up, and down. ``{x}`` in the names is the expert."""
     numbers = [str(x) for x in range(experts)]
     gate_up = Stack([gate_up_rows(gate.replace("{x}", x), up.replace("{x}", x)) for x in numbers], dim=0)
     return gate_up, Stack([down.replace("{x}", x) for x in numbers], dim=0)
 
 
 def fused_expert_rows(gate_up: str, down: str) -> tuple[Expression, Expression]:
-    """`expert_rows` of a checkpoint's fused experts: [X, 2F, C], all rows of the gate, then of up; [X, C, F]."""
+    """`expert_rows` for fused checkpoint tensors: [X, 2F, C], all rows of gate, then all rows of up; and [X, C, F]."""
     return Rearrange("x (two f) c -> x (f two) c", gate_up, two=2), Name(down)
+
+
+def sparse_mlps(
+    sparse_layers: Sequence[int], num_layers: int, prefix: str, gate_up: Expression, down: Expression
+) -> dict[str, Any]:
+    """Arguments of `decoder_map` for a model in which some MLPs are mixtures of experts.
+
+    Args:
+        sparse_layers: the layers with experts; the others have a dense gated MLP.
+        num_layers: number of layers.
+        prefix: prefix of the checkpoint's names.
+        gate_up, down: the stacked weights of a layer's experts; ``{sparse}`` in the names is the layer.
+    """
+    sparse, dense = f"{prefix}.layers.{{sparse}}.mlp", f"{prefix}.layers.{{dense}}.mlp"
+    return {
+        "instead": {"mlp.gate_up_proj.weight": None, "mlp.down_proj.weight": None},
+        "also": {
+            "layers.{sparse}.mlp.gate.weight": f"{sparse}.gate.weight",
+            "layers.{sparse}.mlp.gate_up_weight": gate_up,
+            "layers.{sparse}.mlp.down_weight": down,
+            "layers.{dense}.mlp.gate_up_proj.weight": gate_up_rows(
+                f"{dense}.gate_proj.weight", f"{dense}.up_proj.weight"
+            ),
+            "layers.{dense}.mlp.down_proj.weight": f"{dense}.down_proj.weight",
+        },
+        "over": {
+            "sparse": sparse_layers,
+            "dense": [i for i in range(num_layers) if i not in sparse_layers],
+        },
+    }
 
 
 def decoder_map(
@@ -322,20 +353,19 @@ def decoder_map(
     prefix: str = "model",
     head: str = "lm_head.weight",
 ) -> WeightMap:
-    """The map of a decoder whose checkpoint is laid out like Llama's.
+    """The weight map of a decoder whose checkpoints are laid out like those of Llama.
 
     Args:
-        config: sizes.
+        config: config of the model.
         qkv_bias, o_bias, mlp_bias: whether these projections have biases.
-        norms: names of a block's norms, ours and theirs.
-        instead: entries of a layer that differ or that Llama does not have; our name within the layer -> expression
-            (names within the layer start with ``model.layers.{i}.``, or another prefix), None for an entry that is not
-            there.
-        also: further entries, with whole names.
-        over: the index sets of ``also`` besides ``i``.
-        skip: checkpoint names that may be there and carry nothing.
-        prefix: what the checkpoint's names start with, but for the head's.
-        head: the checkpoint's name of the head's weight.
+        norms: names of the norms of a block, which are the same in the checkpoint.
+        instead: entries of a layer that differ from Llama's: our name within the layer -> expression over full names
+            (``model.layers.{i}. ...``, or with another prefix), or None to remove the entry.
+        also: additional entries, with full names.
+        over: the index sets of ``also``, besides ``i``.
+        skip: names of checkpoint tensors that are ignored if they exist.
+        prefix: prefix of the checkpoint's names, except that of the head.
+        head: name of the head's weight in the checkpoint.
     """
     theirs = f"{prefix}.layers.{{i}}"
     layer: dict[str, Expression | str | None] = {f"{norm}.weight": f"{theirs}.{norm}.weight" for norm in norms}
@@ -362,7 +392,7 @@ def decoder_map(
     }
     skip = [*skip]
     if config.tie_word_embeddings:
-        skip.append(head)  # some tied checkpoints store the head
+        skip.append(head)  # some checkpoints with tied weights store the head
     else:
         entries["lm_head.weight"] = head
     return WeightMap(entries, over={"i": range(config.num_hidden_layers), **(over or {})}, skip=skip)

@@ -1,11 +1,11 @@
-"""An activation and the linear layer behind it, keeping only the activation's input.
+"""An activation and the linear layer after it; only the activation's input is saved.
 
 Forward, with the activation in fp32::
 
     a = cast(act(x))
     y = a · Wᵀ + b
 
-Backward; a is made again, in the pass over x that the activation's gradient needs anyway::
+Backward, where a is recomputed in the pass over x that the activation's gradient needs anyway::
 
     da = dy · W,   dx = da · act'(x),   dW = dyᵀ · a,   db = Σ dy
 
@@ -13,7 +13,7 @@ Backward; a is made again, in the pass over x that the activation's gradient nee
     gelu_tanh    act(x) = x · σ(2z)                      z(x) = √(2/π) · (x + 0.044715 · x³), see gated_act.py
     quick_gelu   act(x) = x · σ(1.702 · x)               act'(x) = σ + 1.702 · x · σ · (1 − σ)
 
-Saved: x and W. Keeping a as well would cost another F numbers per token.
+Saved: x and W. Saving a as well would cost F more numbers per token.
 
 Source: https://arxiv.org/abs/1606.08415.
 """
@@ -22,15 +22,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
+from .checks import check, check_floating
+from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 from .gated_act import _activation
-from .rms_norm_linear import check_linear, given_or_empty, linear
+from .norm_linear import check_linear, given_or_empty, linear
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu")
 
 BLOCK = 2048
 NUM_WARPS = 8
-"""Elements per program, and its warps: a 16-byte vector of bf16 per thread."""
+"""Elements and warps of a program: one 16-byte vector of bf16 per thread."""
 
 
 def act_reference(x: Tensor, act: str) -> Tensor:
@@ -42,7 +43,7 @@ def act_reference(x: Tensor, act: str) -> Tensor:
 
 
 def act_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    """What `act_linear` computes, in plain torch (differentiable; fp64 stays fp64)."""
+    """`act_linear` in plain torch (differentiable; fp64 stays fp64)."""
     return linear(act_reference(x, act), weight, bias)
 
 
@@ -81,7 +82,7 @@ def _activate(x: Tensor, act: str) -> Tensor:
 
 
 def _activate_backward(da: Tensor, x: Tensor, act: str, need_a: bool) -> tuple[Tensor, Tensor | None]:
-    """``(dx, a or None)``; a takes the place of da, which is ours."""
+    """``(dx, a or None)``. a overwrites da, which this op owns."""
     x = x.contiguous()
     da = da.contiguous().to(x.dtype)
     dx = torch.empty_like(x)
@@ -149,7 +150,7 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
 
     Args:
         x: [..., F], float32, float16 or bfloat16.
-        weight: [O, F]; its dtype is that of the result and may differ from x's. Autocast does not change it.
+        weight: [O, F]. Its dtype is the result's; it may differ from x's, and autocast does not change it.
         bias: [O] or None.
         act: "gelu", "gelu_tanh" or "quick_gelu".
 
@@ -157,8 +158,8 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
         [..., O] in the dtype of the weight.
 
     Raises:
-        ValueError: an unknown activation, or shapes that don't fit together.
-        TypeError: a tensor that is not floating-point.
+        ValueError: the activation is unknown, or the shapes do not match.
+        TypeError: a tensor is not floating-point.
     """
     check(act in ACTIVATIONS, f"act_linear: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}.")
     check_floating("act_linear", x=x)

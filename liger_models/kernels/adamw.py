@@ -1,4 +1,4 @@
-"""AdamW of many tensors at once, in place: one launch for all that share dtypes and device.
+"""AdamW for many tensors at once, in place: one launch for all tensors with the same dtypes and device.
 
 With the gradient g (−g to maximize), the step number t, and m, v the moving averages of g and of g², all in fp32::
 
@@ -7,14 +7,14 @@ With the gradient g (−g to maximize), the step number t, and m, v the moving a
     p = p − lr · λ · p
     p = p − lr / (1 − β₁ᵗ) · m / (sqrt(v) / sqrt(1 − β₂ᵗ) + eps)
 
-The new p is made from the unrounded m and v; then each is rounded to its tensor's dtype, to nearest or stochastically:
-a bfloat16 keeps the upper half of the bits of x + r, with r uniform in [0, 2¹⁶), so that E[rounded x] = x. The moments
-need that as much as the parameters: to nearest, 0.999 · v is v again. r is Philox of (seed; element, tensor, step): it
-depends neither on the grid nor on the global generators.
+p is computed from the unrounded m and v. Each of the three is then rounded to its tensor's dtype, to nearest or
+stochastically: a stochastic bfloat16 is the upper half of the bits of x + r, with r uniform in [0, 2¹⁶), so that
+E[rounded x] = x. The moments need this as much as the parameters: rounded to nearest, 0.999 · v is v. r is
+Philox(seed; element, tensor, step), so it depends neither on the grid nor on the global generators.
 
-The kernel finds tensors by a table, a row for each, which goes to the device with every launch: gradients have new
-addresses in each step. The host never waits. Not registered with `torch.library`: the op writes to its arguments, and
-optimizers run outside of compiled graphs.
+The kernel finds the tensors in a table with one row per tensor. The table is copied to the device with every launch,
+because gradients have new addresses in every step. The host never waits. The op is not registered with
+`torch.library`: it writes to its arguments, and optimizers run outside compiled graphs.
 
 Source: https://arxiv.org/abs/1711.05101; Philox with 7 rounds: https://doi.org/10.1145/2063384.2063405.
 """
@@ -25,15 +25,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch import check, check_floating, on_device_of, tl, triton, use_triton
+from .checks import check, check_floating
+from .dispatch import on_device_of, tl, triton, use_triton
 
 BLOCK = 1024
 NUM_WARPS = 4
-"""Elements at a time, and warps: a thread has one 16-byte vector of each bfloat16 tensor in flight."""
+"""Elements per block, and warps: each thread has one 16-byte vector of each bfloat16 tensor in flight."""
 
 BLOCKS = 2
-"""Blocks per program, one after the other, so that it looks for its tensor once. On an H200 0.93 of copy bandwidth, and
-0.91 with stochastic rounding (one block: 0.84)."""
+"""Blocks per program, one after the other, so that a program looks up its tensor once. An H200 reaches 0.93 of copy
+bandwidth, 0.91 with stochastic rounding; with one block 0.84."""
 
 
 class Hyper(NamedTuple):
@@ -48,7 +49,7 @@ class Hyper(NamedTuple):
     step: int
 
     def factors(self) -> tuple[float, ...]:
-        """What multiplies in the formulas, in fp64; the sign of the gradient only matters in m."""
+        """The factors in the formulas, in fp64. Only m depends on the sign of the gradient."""
         return (
             self.beta1,
             (self.beta1 - 1 if self.maximize else 1 - self.beta1),
@@ -62,7 +63,7 @@ class Hyper(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One parameter's part in a step; ``stream`` tells tensors apart for stochastic rounding."""
+    """The update of one parameter; ``stream`` is a number that distinguishes the tensors in stochastic rounding."""
 
     param: Tensor
     grad: Tensor
@@ -73,7 +74,7 @@ class Update(NamedTuple):
 
 
 def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int = 0) -> None:
-    """What `adamw_` does to one tensor, in plain torch (fp64 stays fp64; stochastic rounding draws other numbers)."""
+    """`adamw_` of one tensor in plain torch (fp64 stays fp64; stochastic rounding draws different numbers)."""
     param, grad, exp_avg, exp_avg_sq, hyper, stream = update
     beta1, grad_to_m, beta2, grad_to_v, decay, step_size, root, eps = hyper.factors()
     wide = torch.promote_types(param.dtype, torch.float32)
@@ -94,7 +95,7 @@ def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int
 
 @triton.jit
 def _tensor_at(address_ptr, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointers to BLOCK elements, from ``start`` on, of the tensor whose address is in the table."""
+    """Pointers to BLOCK elements, starting at ``start``, of the tensor whose address is in the table."""
     pointer = tl.load(address_ptr).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -104,13 +105,13 @@ def _tensor_at(address_ptr, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, B
 @triton.jit
 def _rounded(x, start, seed, stream, step, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
     if STOCHASTIC and DTYPE.is_bf16():
-        # One call makes 16 bits for each of 8 neighbours: those that a thread holds.
+        # One call makes 16 bits for each of 8 neighbours, which one thread holds.
         eight = start // 8 + tl.arange(0, BLOCK // 8)
         low, high = eight.to(tl.uint32), (eight >> 32).to(tl.uint32)
         a, b, c, d = tl.philox(seed, low, high, stream.to(tl.uint32), step.to(tl.uint32), 7)
         words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
         bits = x.to(tl.uint32, bitcast=True) + tl.interleave(words & 0xFFFF, words >> 16)
-        # The sum would carry a NaN's bits over into the sign.
+        # For a NaN the sum could carry into the sign bit.
         x = tl.where(x == x, (bits & 0xFFFF0000).to(tl.float32, bitcast=True), x)
     return x.to(DTYPE)
 
@@ -121,13 +122,13 @@ def _update(
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The BLOCK elements of a tensor from ``start`` on, of which ``left`` there are."""
+    """Update up to BLOCK elements of a tensor from ``start`` on; ``left`` elements remain."""
     p_ptr = _tensor_at(row + 4, start, P_DTYPE, ALIGNED, BLOCK)
     g_ptr = _tensor_at(row + 5, start, G_DTYPE, ALIGNED, BLOCK)
     m_ptr = _tensor_at(row + 6, start, STATE_DTYPE, ALIGNED, BLOCK)
     v_ptr = _tensor_at(row + 7, start, STATE_DTYPE, ALIGNED, BLOCK)
     inside = tl.arange(0, BLOCK) < left
-    # Past L1, where the table is to stay.
+    # These loads bypass L1, so that the table stays there.
     g = tl.load(g_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     m = tl.load(m_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     v = tl.load(v_ptr, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -149,7 +150,7 @@ def _adamw_kernel(
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    # Programs are numbered through all tensors; this one's tensor is the last that begins here or before.
+    # Programs are numbered across all tensors. This program's tensor is the last one that begins at or before it.
     SPAN: tl.constexpr = BLOCK * BLOCKS
     program = tl.program_id(0)
     low = 0
@@ -160,7 +161,7 @@ def _adamw_kernel(
             low = middle
         else:
             high = middle
-    row = table + low * 12  # 8 integers, and 8 floats in the space of 4
+    row = table + low * 12  # 8 integers, then 8 floats in the space of 4
     factors += low * 24 + 16
     start = (program - tl.load(row)) * SPAN
     end = tl.minimum(start + SPAN, tl.load(row + 1))
@@ -176,7 +177,7 @@ def _adamw_kernel(
 
 
 def _in_layout_of(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
-    """The gradient with its elements in memory in the order of the parameter's, which the moments' must be in."""
+    """The gradient in the memory layout of the parameter, which the moments must have, too."""
     if not (param.is_contiguous() and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()):
         span = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
         check(
@@ -193,8 +194,8 @@ def _in_layout_of(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tens
 def _launch(updates: Sequence[Update], stochastic_rounding: bool, seed: int) -> None:
     first = updates[0].param
     if first.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("adamw: a captured graph would repeat one step's number. Capture without the optimizer.")
-    grads = [_in_layout_of(*update[:4]) for update in updates]  # copies live until the launch
+        raise RuntimeError("adamw: a captured graph would repeat one step number. Capture without the optimizer.")
+    grads = [_in_layout_of(*update[:4]) for update in updates]  # keeps copies alive until the launch
     factors = {hyper: hyper.factors() for hyper in {update.hyper for update in updates}}
     programs = 0
     integers: list[int] = []
@@ -206,7 +207,7 @@ def _launch(updates: Sequence[Update], stochastic_rounding: bool, seed: int) -> 
         programs += -(-param.numel() // (BLOCK * BLOCKS))
     if not programs:
         return
-    # The pinned memory goes back to PyTorch's allocator, which reuses it once the copy is done.
+    # PyTorch's allocator reuses the pinned memory only after the copy has finished.
     table = torch.empty(len(updates), 12, dtype=torch.int64, pin_memory=first.device.type != "cpu")
     table[:, :8] = torch.tensor(integers).view(-1, 8)
     table[:, 8:].view(torch.float32).copy_(torch.tensor(floats, dtype=torch.float32).view(-1, 8))
@@ -218,24 +219,24 @@ def _launch(updates: Sequence[Update], stochastic_rounding: bool, seed: int) -> 
             P_DTYPE=p_dtype, G_DTYPE=g_dtype, STATE_DTYPE=state_dtype,
             STOCHASTIC=stochastic_rounding, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=NUM_WARPS,
         )  # fmt: skip
-    # As any in-place operation of torch does: autograd then finds saved tensors that were written to.
+    # As torch's in-place operations do, so that autograd detects saved tensors that were overwritten.
     torch.autograd.graph.increment_version([t for u in updates for t in (u.param, u.exp_avg, u.exp_avg_sq)])
 
 
 @torch.no_grad()
 def adamw_(updates: Sequence[Update], *, stochastic_rounding: bool = False, seed: int = 0) -> None:
-    """One step of AdamW for every tensor, in place.
+    """One AdamW step for every tensor, in place.
 
     Args:
-        updates: parameters of any shapes, without gaps in memory; gradients of any strides; moments with the strides of
-            their parameter. Each float32, float16 or bfloat16, both moments alike.
-        stochastic_rounding: round what is bfloat16, parameters and moments, stochastically instead of to nearest.
-        seed: of the stochastic rounding. The same seed, step and stream give the same numbers.
+        updates: parameters of any shape without gaps in memory, gradients with any strides, and moments with the
+            strides of their parameter. All are float32, float16 or bfloat16; both moments have one dtype.
+        stochastic_rounding: round bfloat16 parameters and moments stochastically instead of to nearest.
+        seed: seed of the stochastic rounding. The same seed, step and stream give the same numbers.
 
     Raises:
-        ValueError: shapes, devices or layouts that don't fit together; stochastic rounding to float16.
-        TypeError: a tensor that is not floating-point.
-        RuntimeError: in the capture of a CUDA graph.
+        ValueError: shapes, devices or layouts do not match, or stochastic rounding to float16 is asked for.
+        TypeError: a tensor is not floating-point.
+        RuntimeError: a CUDA graph is being captured.
     """
     groups: dict[tuple[object, ...], list[Update]] = {}
     for update in updates:

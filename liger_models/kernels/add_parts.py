@@ -1,6 +1,6 @@
-"""The sum of several tensors' elements in a wider dtype: out[i] = Σ_r parts[r, i] / divisor, added up in fp32.
+"""The sum of several tensors in a wider dtype: out[i] = Σ_r parts[r, i] / divisor, summed in fp32.
 
-One read of the parts and one write of the result; torch's reduction over so few rows takes several times as long.
+The parts are read once and the result is written once. torch's reduction over so few rows takes several times as long.
 """
 
 import torch
@@ -10,7 +10,7 @@ from .dispatch import on_device_of, tl, triton, use_triton
 
 BLOCK = 2048
 NUM_WARPS = 8
-"""Results per program, and its warps: a thread loads eight elements in bf16 in one 16-byte vector."""
+"""Results and warps of a program: a thread loads eight bf16 elements in one 16-byte vector."""
 
 
 @triton.jit
@@ -25,12 +25,12 @@ def _add_parts_kernel(parts_ptr, out_ptr, count, divisor, PARTS: tl.constexpr, B
 
 
 def add_parts(parts: Tensor, out: Tensor, divisor: int = 1) -> None:
-    """Write the sum of the parts, divided, to ``out``; not differentiable.
+    """Write the sum of the parts, divided by ``divisor``, to ``out``. Not differentiable.
 
     Args:
-        parts: [R, N], floating, contiguous.
+        parts: [R, N], floating-point, contiguous.
         out: [N], contiguous.
-        divisor: of the sum.
+        divisor: what the sum is divided by.
     """
     if use_triton(parts) and out.dtype == torch.float32:
         if out.numel():

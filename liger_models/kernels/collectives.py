@@ -1,19 +1,19 @@
-"""What the ranks exchange that hold a part of a layer each, as ops on tensors and as differentiable functions.
+"""Collectives of tensor, sequence, context and expert parallelism, as ops on tensors and as differentiable functions.
 
-A layer whose weights are cut over ranks begins with `enter` and ends with `leave`; in between each rank computes a part
-of the sum over all of them::
+A layer whose weights are sharded begins with `copy_to_region` and ends with `reduce_from_region` (Megatron's f and g).
+In between each rank computes a partial sum::
 
-    tokens between layers   enter                  its backward           leave                  its backward
-    whole on every rank     nothing                sum over the ranks     sum over the ranks     nothing
-    a part on each rank     gather tokens          sum, own tokens        sum, own tokens        gather tokens
+    tokens between layers   copy to region         its backward           reduce from region     its backward
+    replicated              identity               all-reduce             all-reduce             identity
+    sharded (sequence)      all-gather             reduce-scatter         reduce-scatter         all-gather
 
-Ranks have their tokens in order: of [..., T, C] the first rank has the first T / R.
+Token shards are in rank order: of [..., T, C] rank 0 has the first T / R tokens.
 
-Ranks that have whole weights and their own tokens exchange tokens for heads where tokens see each other: `to_heads`
-before attention, `to_tokens` behind it.
+With replicated weights and sharded tokens (context parallelism) attention needs all tokens: `to_heads` before it trades
+token shards for head shards, `to_tokens` after it trades back.
 
-Source: https://arxiv.org/abs/1909.08053 (tensor parallel), https://arxiv.org/abs/2205.05198 (sequence parallel),
-https://arxiv.org/abs/2309.14509 (tokens for heads).
+Source: https://arxiv.org/abs/1909.08053 (tensor parallelism), https://arxiv.org/abs/2205.05198 (sequence parallelism),
+https://arxiv.org/abs/2309.14509 (head shards for token shards: Ulysses).
 """
 
 from dataclasses import dataclass
@@ -25,40 +25,40 @@ from torch import Tensor
 
 from .dispatch import LIBRARY
 
-# Their names since torch 2.13, which warns of the others. PyTorch without distributed has neither.
+# torch 2.13 renamed these and deprecates the old names. PyTorch without distributed has neither.
 _gather_into: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 reduce_into: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
 
 _groups: dict[str, Any] = {}
-"""Process groups by the names that the ops know them by."""
+"""Process groups by the names that the ops take as arguments."""
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Ranks that hold a part of a layer each.
+class Group:
+    """A process group whose ranks each hold a shard of a layer.
 
     Attributes:
-        group: name of their process group, see `ranks_of`.
-        size: how many they are, R.
-        rank: the calling one, 0 to R - 1.
-        sequence: between layers each has its own tokens only.
+        name: name of the process group, see `group_of`.
+        size: number of ranks, R.
+        rank: the calling rank, 0 to R - 1.
+        sequence_parallel: between layers each rank holds only its shard of the tokens (sequence parallelism).
     """
 
-    group: str
+    name: str
     size: int
     rank: int
-    sequence: bool = False
+    sequence_parallel: bool = False
 
-    def own(self, tokens: int) -> slice:
-        """The calling rank's part of so many tokens."""
+    def local_slice(self, tokens: int) -> slice:
+        """The calling rank's shard of ``tokens`` tokens."""
         each = tokens // self.size
         return slice(each * self.rank, each * (self.rank + 1))
 
 
-def ranks_of(group: Any, *, sequence: bool = False) -> Ranks:
-    """The ranks of a ``torch.distributed.ProcessGroup``."""
+def group_of(group: Any, *, sequence_parallel: bool = False) -> Group:
+    """Register a ``torch.distributed.ProcessGroup`` for the ops, and describe it as `Group`."""
     _groups[group.group_name] = group
-    return Ranks(group.group_name, group.size(), dist.get_rank(group), sequence)
+    return Group(group.group_name, group.size(), dist.get_rank(group), sequence_parallel)
 
 
 LIBRARY.define("all_reduce(Tensor x, str group) -> Tensor")
@@ -115,82 +115,82 @@ def _all_to_all_fake(x: Tensor, sent: list[int], received: list[int], group: str
     return x.new_empty(sum(received), *x.shape[1:])
 
 
-def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum over the ranks; not differentiable."""
-    total: Tensor = torch.ops.liger_models.all_reduce(x, ranks.group)
+def all_reduce(x: Tensor, ranks: Group) -> Tensor:
+    """Sum over the ranks. Not differentiable."""
+    total: Tensor = torch.ops.liger_models.all_reduce(x, ranks.name)
     return total
 
 
-def all_gather(x: Tensor, ranks: Ranks) -> Tensor:
-    """[R, ...], the tensor of each rank; not differentiable."""
-    gathered: Tensor = torch.ops.liger_models.all_gather(x, ranks.group)
+def all_gather(x: Tensor, ranks: Group) -> Tensor:
+    """The tensors of all ranks, [R, ...]. Not differentiable."""
+    gathered: Tensor = torch.ops.liger_models.all_gather(x, ranks.name)
     return gathered
 
 
-def reduce_scatter(x: Tensor, ranks: Ranks) -> Tensor:
-    """x [R, ...] summed over the ranks, of which each gets its own [...]; not differentiable."""
-    total: Tensor = torch.ops.liger_models.reduce_scatter(x, ranks.group)
+def reduce_scatter(x: Tensor, ranks: Group) -> Tensor:
+    """Sum x [R, ...] over the ranks; rank r gets part r, [...]. Not differentiable."""
+    total: Tensor = torch.ops.liger_models.reduce_scatter(x, ranks.name)
     return total
 
 
 def by_rank(x: Tensor, size: int) -> Tensor:
-    """[..., T, C] -> [R, ..., T / R, C]: the tokens of each rank."""
+    """[..., T, C] -> [R, ..., T / R, C]: the token shard of each rank."""
     parts: Tensor = x.unflatten(-2, (size, -1)).movedim(-3, 0)
     return parts
 
 
 def in_order(x: Tensor) -> Tensor:
-    """[R, ..., t, C] -> [..., R · t, C]: all tokens."""
+    """[R, ..., t, C] -> [..., R · t, C]: the inverse of `by_rank`."""
     tokens: Tensor = x.movedim(0, -3).flatten(-3, -2)
     return tokens
 
 
-def gather_rows(rows: Tensor, ranks: Ranks | None) -> Tensor:
-    """[n, C] of each rank -> [R · n, C], where the ranks have tokens of their own; else these rows themselves."""
-    return all_gather(rows, ranks).flatten(0, 1) if ranks is not None and ranks.sequence else rows
+def gather_rows(rows: Tensor, ranks: Group | None) -> Tensor:
+    """With sequence parallelism all-gather the rows, [n, C] -> [R · n, C]; otherwise return them unchanged."""
+    return all_gather(rows, ranks).flatten(0, 1) if ranks is not None and ranks.sequence_parallel else rows
 
 
-def sum_rows(rows: Tensor, ranks: Ranks | None) -> Tensor:
-    """A part of a sum for each row -> the sum over the ranks, of the own rows where each has its own tokens.
+def sum_rows(rows: Tensor, ranks: Group | None) -> Tensor:
+    """Sum partial rows over the ranks; with sequence parallelism keep only the calling rank's rows.
 
-    For use inside of ops: ``rows`` is overwritten.
+    For use inside ops: ``rows`` may be overwritten.
     """
-    if ranks is not None and ranks.sequence:
+    if ranks is not None and ranks.sequence_parallel:
         return reduce_scatter(rows.unflatten(0, (ranks.size, -1)), ranks)
     if ranks is not None:
-        dist.all_reduce(rows, group=_groups[ranks.group])
+        dist.all_reduce(rows, group=_groups[ranks.name])
     return rows
 
 
-def rows_by_rank(tokens: Tensor, ranks: Ranks | None) -> Tensor:
-    """[..., T, C] -> [N, C], the tokens of the first rank first where each has its own."""
-    tokens = tokens if ranks is None or not ranks.sequence else by_rank(tokens, ranks.size)
+def rows_by_rank(tokens: Tensor, ranks: Group | None) -> Tensor:
+    """[..., T, C] -> [N, C]; with sequence parallelism in rank order, the rows of rank 0 first."""
+    tokens = tokens if ranks is None or not ranks.sequence_parallel else by_rank(tokens, ranks.size)
     return tokens.reshape(-1, tokens.shape[-1])
 
 
-def rows_in_order(rows: Tensor, shape: torch.Size, ranks: Ranks | None) -> Tensor:
-    """The reverse; ``shape`` [..., t] is that of the own tokens."""
-    if ranks is None or not ranks.sequence:
+def rows_in_order(rows: Tensor, shape: torch.Size, ranks: Group | None) -> Tensor:
+    """The inverse of `rows_by_rank`; ``shape`` [..., t] is that of the calling rank's tokens."""
+    if ranks is None or not ranks.sequence_parallel:
         return rows.view(*shape, rows.shape[-1])
     return in_order(rows.view(ranks.size, *shape, rows.shape[-1])).contiguous()
 
 
-def all_tokens_shape(shape: torch.Size, ranks: Ranks | None) -> tuple[int, ...]:
-    """[..., t] of the own tokens -> [..., T] of all, where each rank has its own."""
-    return (*shape[:-1], shape[-1] * ranks.size) if ranks is not None and ranks.sequence else tuple(shape)
+def gathered_shape(shape: torch.Size, ranks: Group | None) -> tuple[int, ...]:
+    """Shape [..., t] of the calling rank's tokens -> shape [..., T] of all tokens, with sequence parallelism."""
+    return (*shape[:-1], shape[-1] * ranks.size) if ranks is not None and ranks.sequence_parallel else tuple(shape)
 
 
-def ranks_again(group: str = "", size: int = 1, sequence: bool = False) -> Ranks | None:
-    """What an op is told of `Ranks`, as such again."""
-    return Ranks(group, size, 0, sequence) if size > 1 else None
+def ranks_from_op(group: str = "", size: int = 1, sequence: bool = False) -> Group | None:
+    """`Group` from the arguments of an op; the inverse of `for_op`."""
+    return Group(group, size, 0, sequence) if size > 1 else None
 
 
-def for_op(ranks: Ranks | None) -> tuple[str, int, bool]:
-    """What an op is told of `Ranks`."""
-    return ("", 1, False) if ranks is None else (ranks.group, ranks.size, ranks.sequence)
+def for_op(ranks: Group | None) -> tuple[str, int, bool]:
+    """`Group` as arguments of an op: group name, size, sequence."""
+    return ("", 1, False) if ranks is None else (ranks.name, ranks.size, ranks.sequence_parallel)
 
 
-class _Enter(torch.autograd.Function):
+class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ranks, sequence):
         ctx.ranks, ctx.sequence = ranks, sequence
@@ -202,15 +202,15 @@ class _Enter(torch.autograd.Function):
         return reduce_scatter(by_rank(dy, ranks.size), ranks) if ctx.sequence else all_reduce(dy, ranks), None, None
 
 
-class _Leave(torch.autograd.Function):
+class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ranks):
         ctx.ranks = ranks
-        return reduce_scatter(by_rank(x, ranks.size), ranks) if ranks.sequence else all_reduce(x, ranks)
+        return reduce_scatter(by_rank(x, ranks.size), ranks) if ranks.sequence_parallel else all_reduce(x, ranks)
 
     @staticmethod
     def backward(ctx, dy):
-        return in_order(all_gather(dy, ctx.ranks)) if ctx.ranks.sequence else dy, None
+        return in_order(all_gather(dy, ctx.ranks)) if ctx.ranks.sequence_parallel else dy, None
 
 
 class _Sum(torch.autograd.Function):
@@ -224,7 +224,7 @@ class _Sum(torch.autograd.Function):
         return all_reduce(dy, ctx.ranks), None
 
 
-class _OwnTokens(torch.autograd.Function):
+class _LocalTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ranks):
         ctx.ranks = ranks
@@ -235,7 +235,7 @@ class _OwnTokens(torch.autograd.Function):
         return in_order(all_gather(dy, ctx.ranks)), None
 
 
-class _AllTokens(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ranks):
         ctx.ranks = ranks
@@ -246,10 +246,10 @@ class _AllTokens(torch.autograd.Function):
         return by_rank(dy, ctx.ranks.size)[ctx.ranks.rank], None
 
 
-class _AllWords(torch.autograd.Function):
+class _GatherVocab(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ranks, V):
-        ctx.ranks, ctx.words = ranks, x.shape[-1]
+        ctx.ranks, ctx.vocab_shard = ranks, x.shape[-1]
         each = -(-V // ranks.size)
         gathered = all_gather(torch.nn.functional.pad(x, (0, each - x.shape[-1])), ranks)
         return gathered.movedim(0, -2).flatten(-2)[..., :V]
@@ -257,18 +257,18 @@ class _AllWords(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         start = -(-dy.shape[-1] // ctx.ranks.size) * ctx.ranks.rank
-        return dy[..., start : start + ctx.words], None, None
+        return dy[..., start : start + ctx.vocab_shard], None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, sent, received, ranks):
         ctx.sent, ctx.received, ctx.ranks = sent, received, ranks
-        return torch.ops.liger_models.all_to_all(x, sent, received, ranks.group)
+        return torch.ops.liger_models.all_to_all(x, sent, received, ranks.name)
 
     @staticmethod
     def backward(ctx, dy):
-        dx = torch.ops.liger_models.all_to_all(dy, ctx.received, ctx.sent, ctx.ranks.group)
+        dx = torch.ops.liger_models.all_to_all(dy, ctx.received, ctx.sent, ctx.ranks.name)
         return dx, None, None, None
 
 
@@ -283,58 +283,58 @@ class _DivideGradient(torch.autograd.Function):
         return dy / ctx.divisor, None
 
 
-def enter(x: Tensor, ranks: Ranks | None) -> Tensor:
-    """Tokens, for a layer that computes a part of its result on each rank; without ranks the tensor itself."""
-    return x if ranks is None else _Enter.apply(x, ranks, ranks.sequence)
+def copy_to_region(x: Tensor, ranks: Group | None) -> Tensor:
+    """Begin a layer that computes a partial sum on each rank (see the table above); identity without ranks."""
+    return x if ranks is None else _CopyToRegion.apply(x, ranks, ranks.sequence_parallel)
 
 
-def leave(x: Tensor, ranks: Ranks | None) -> Tensor:
-    """The sum of such parts; without ranks the tensor itself."""
-    return x if ranks is None else _Leave.apply(x, ranks)
+def reduce_from_region(x: Tensor, ranks: Group | None) -> Tensor:
+    """End such a layer: sum the partial results (see the table above); identity without ranks."""
+    return x if ranks is None else _ReduceFromRegion.apply(x, ranks)
 
 
-def sum_gradient(x: Tensor, ranks: Ranks) -> Tensor:
-    """The tensor itself, the same on all ranks, whose gradient is the sum of theirs."""
-    return _Enter.apply(x, ranks, False)  # type: ignore[no-any-return]
+def sum_gradient(x: Tensor, ranks: Group) -> Tensor:
+    """Identity for a replicated tensor; its gradient is summed over the ranks."""
+    return _CopyToRegion.apply(x, ranks, False)  # type: ignore[no-any-return]
 
 
-def sum_over(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum over the ranks, of which each makes something else: so that their gradients are summed, too."""
+def sum_over(x: Tensor, ranks: Group) -> Tensor:
+    """Sum over the ranks, differentiable: the gradient is summed, too, since each rank uses the sum differently."""
     return _Sum.apply(x, ranks)  # type: ignore[no-any-return]
 
 
-def own_tokens(x: Tensor, ranks: Ranks) -> Tensor:
-    """[..., T, C], the same on all ranks -> [..., T / R, C]."""
-    return _OwnTokens.apply(x, ranks)  # type: ignore[no-any-return]
+def local_tokens(x: Tensor, ranks: Group) -> Tensor:
+    """The calling rank's shard of replicated tokens: [..., T, C] -> [..., T / R, C]."""
+    return _LocalTokens.apply(x, ranks)  # type: ignore[no-any-return]
 
 
-def all_tokens(x: Tensor, ranks: Ranks) -> Tensor:
-    """[..., T / R, C] -> [..., T, C], of which all ranks make the same."""
-    return _AllTokens.apply(x, ranks)  # type: ignore[no-any-return]
+def gather_tokens(x: Tensor, ranks: Group) -> Tensor:
+    """All-gather token shards, [..., T / R, C] -> [..., T, C], for replicated computation (no sum of gradients)."""
+    return _GatherTokens.apply(x, ranks)  # type: ignore[no-any-return]
 
 
-def all_words(x: Tensor, ranks: Ranks, V: int) -> Tensor:
-    """A rank's columns of [..., V], as ``torch.chunk`` cuts them -> all of them, of which all ranks make the same."""
-    return _AllWords.apply(x, ranks, V)  # type: ignore[no-any-return]
+def gather_vocab(x: Tensor, ranks: Group, V: int) -> Tensor:
+    """All-gather vocabulary shards (as by ``torch.chunk``) to [..., V], for replicated computation."""
+    return _GatherVocab.apply(x, ranks, V)  # type: ignore[no-any-return]
 
 
-def all_to_all(x: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Tensor:
-    """Rows [Σ sent, ...] for each rank in turn -> [Σ received, ...], those from each rank in turn."""
+def all_to_all(x: Tensor, sent: list[int], received: list[int], ranks: Group) -> Tensor:
+    """Exchange rows: [Σ sent, ...], in the order of the receivers -> [Σ received, ...], in the order of the senders."""
     return _AllToAll.apply(x, sent, received, ranks)  # type: ignore[no-any-return]
 
 
-def to_heads(x: Tensor, ranks: Ranks) -> Tensor:
-    """[B, T / R, C] of the own tokens -> [B, T, C / R] of all: each rank gets the columns that are its own."""
+def to_heads(x: Tensor, ranks: Group) -> Tensor:
+    """Trade the token shard [B, T / R, C] for the head shard [B, T, C / R]: all tokens, 1 / R of the columns."""
     each = [1] * ranks.size
     return in_order(all_to_all(x.unflatten(-1, (ranks.size, -1)).movedim(-2, 0), each, each, ranks))
 
 
-def to_tokens(x: Tensor, ranks: Ranks) -> Tensor:
-    """The reverse: [B, T, C / R] -> [B, T / R, C]."""
+def to_tokens(x: Tensor, ranks: Group) -> Tensor:
+    """The inverse of `to_heads`: [B, T, C / R] -> [B, T / R, C]."""
     each = [1] * ranks.size
     return all_to_all(by_rank(x, ranks.size), each, each, ranks).movedim(0, -2).flatten(-2)
 
 
 def divide_gradient(x: Tensor, divisor: float) -> Tensor:
-    """The tensor itself, its gradient divided."""
+    """Identity; the gradient is divided by ``divisor``."""
     return _DivideGradient.apply(x, divisor)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Cross entropy over logits that exist.
+"""Cross entropy of logits that are held in full.
 
 Per token, over the vocabulary, in fp32, z = logit_scale · logit, with a softcap z = softcap · tanh(z / softcap)::
 
@@ -6,21 +6,21 @@ Per token, over the vocabulary, in fp32, z = logit_scale · logit, with a softca
     loss = (1 − ε) · w_y · (lse − z_y) + ε/V · Σ_j w_j · (lse − z_j) + z_loss · lse²
     logp = z_y − lse
 
-with y the target, ε the label smoothing, w the class weights (1 without). Backward, for upstream a of loss and c of
-logp, and p = exp(z − lse)::
+with y the target, ε the label smoothing, w the class weights (default 1). Backward, for upstream gradients a of loss
+and c of logp, and with p = exp(z − lse)::
 
     t = a · (1 − ε) · w_y − c
     dz_j = p_j · (t + a · (ε/V · Σw + 2 · z_loss · lse)) − [j = y] · t − a · ε/V · w_j
     dlogit_j = dz_j · (1 − (z_j / softcap)²) · logit_scale
 
-Rows with target ``ignore_index`` give 0 everywhere. A target outside the vocabulary gives NaN on an accelerator, where
-a check would have to wait for the device, and an error on the CPU.
+Rows with target ``ignore_index`` give 0 everywhere. A target outside the vocabulary gives an error on the CPU and NaN
+on an accelerator, where a check would have to wait for the device.
 
-A scalar loss (reduction "mean" or "sum") makes its gradient in the forward, in one kernel: a row's second read finds it
-in the cache. Per-token results, and compiled graphs, read the logits once more in the backward.
+A scalar loss (reduction "mean" or "sum") computes its gradient in the forward, in one kernel: the second read of a row
+hits the cache. Per-token results, and compiled graphs, read the logits again in the backward.
 
-Saved: the logits themselves (never written to), and lse in fp32 as two numbers, max z and Σ exp(z − max z): for a
-confident row the rounded sum of maximum and logarithm would lose the digits that p − 1 is made of.
+Saved: the logits (never written to), and lse in fp32 as two numbers, max z and Σ exp(z − max z). One rounded number
+would lose the digits of p − 1 in a confident row.
 
 Source: https://arxiv.org/abs/1805.02867 (online softmax), https://arxiv.org/abs/2204.02311 (z-loss).
 """
@@ -31,31 +31,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
+from .checks import check, check_floating
+from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 from .scalar_loss import HandOver, without_exponent
 
 MAX_BLOCK, WIDE_BLOCK = 8192, 16384
-"""Logits that a program holds at a time, in registers, and those of rows over 65,536: half as many rows at a time stay
-in the L2 cache until they are read again. On an H200 0.85 (V 32,000), 0.79 (128,256), 0.72 (256,000) of the speed of
-one read and one write."""
+"""Logits that a program holds in registers at a time; WIDE_BLOCK for rows of more than 65,536. With the wide block half
+as many rows are in progress, and these stay in the L2 cache until they are read again. On an H200: 0.85 (V 32,000),
+0.79 (128,256) and 0.72 (256,000) of the speed of one read and one write."""
 
 VECTOR = 8
-"""Neighbours that one thread holds: 16 bytes of half precision. Running maximum and sum are of such a group, so that
-threads need not wait for each other within a row."""
+"""Neighbours that one thread holds: 16 bytes in half precision. The running maximum and sum are per such group, so
+threads of a row do not wait for each other."""
 
 LOWEST = -1e38
-"""Start of a running maximum: finite, so that logits of -inf give exp(-inf) = 0 and not NaN."""
+"""Initial running maximum. It is finite, so that logits of -inf give exp(-inf) = 0 and not NaN."""
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What the cross-entropy functions return; fields that were not asked for are None.
+    """Result of the cross-entropy functions; fields that were not asked for are None.
 
     Attributes:
-        loss: [] or, with reduction "none", the target's shape; z-loss included. float32.
-        z_loss: the z-loss part of ``loss``, reduced like it; carries no gradient.
-        log_probs: log-probability of each target, the target's shape, 0 where ignored; differentiable.
-        token_accuracy: [] share of the targets that are the most probable token; carries no gradient.
-        predicted_tokens: the most probable token, the target's shape, int64; −1 where ignored.
+        loss: [], or the target's shape with reduction "none"; float32, includes the z-loss.
+        z_loss: the z-loss part of ``loss``, reduced alike; no gradient.
+        log_probs: log-probability of each target, in the target's shape, 0 where ignored; differentiable.
+        token_accuracy: [], share of the targets that are the most probable token; no gradient.
+        predicted_tokens: the most probable token, int64, in the target's shape, −1 where ignored.
     """
 
     loss: Tensor
@@ -66,8 +67,8 @@ class CrossEntropyOutput(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """Per-token results of one pass over logits: [N] float32, but ``lse`` [N, 2] (maximum, and sum of powers), and
-    ``predicted`` int64, empty if not asked for."""
+    """Per-token results of one pass over logits: [N] float32. ``lse`` is [N, 2], max z and Σ exp(z − max z);
+    ``predicted`` is int64, and empty if not asked for."""
 
     loss: Tensor
     z_loss: Tensor
@@ -78,7 +79,7 @@ class TokenStatistics(NamedTuple):
 
 @triton.jit
 def exp(x):
-    """As a power of two, whose instruction rounds the smallest results to 0; tl.exp scales them back and forth."""
+    """exp by exp2, whose instruction flushes the smallest results to 0; tl.exp spends instructions on scaling them."""
     return tl.exp2(x * 1.4426950408889634)
 
 
@@ -88,12 +89,12 @@ def _transformed(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
     if HAS_SOFTCAP:
         u = z * (1.0 / softcap)
         if x.dtype == tl.float32:
-            v = u * u  # of Cephes: where tanh is small, the difference below would lose its digits
+            v = u * u  # Cephes' polynomial: for a small tanh the difference below would lose digits
             small = ((-5.70498872745e-3 * v + 2.06390887954e-2) * v - 5.37397155531e-2) * v + 1.33314422036e-1
             large = 1.0 - 2.0 / (exp(2.0 * tl.abs(u)) + 1.0)
             tanh = tl.where(v < 0.39, u + u * v * (small * v - 3.33332819422e-1), tl.where(u < 0.0, -large, large))
         else:
-            root = tl.rsqrt(exp(2.0 * u) + 1.0)  # squared it costs less than a division
+            root = tl.rsqrt(exp(2.0 * u) + 1.0)  # its square is cheaper than a division
             tanh = 1.0 - 2.0 * root * root
         z = softcap * tanh
     return z
@@ -101,7 +102,7 @@ def _transformed(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _load(ptr, column, V, MASKED: tl.constexpr, EVICT: tl.constexpr):
-    if MASKED:  # not always: with a mask that ends anywhere each number is loaded by itself
+    if MASKED:  # only where needed: with an arbitrary mask each number is loaded by itself
         return tl.load(ptr + column, mask=column < V, other=0.0, eviction_policy=EVICT)
     return tl.load(ptr + column, eviction_policy=EVICT)
 
@@ -121,7 +122,7 @@ def _cross_entropy_kernel(
     gradient_ptr += row.to(tl.int64) * gradient_stride
     y = tl.load(target_ptr + row)
     columns = tl.arange(0, GROUPS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    whole = V // BLOCK * BLOCK  # then comes one block that ends within
+    whole = V // BLOCK * BLOCK  # one partial block follows
 
     if y == ignore_index:
         if STATISTICS:
@@ -155,7 +156,7 @@ def _cross_entropy_kernel(
         predicted = tl.zeros([GROUPS], tl.int32)
         for last in tl.static_range(2):
             for start in range(whole if last else 0, V if last else whole, BLOCK):
-                # Kept for the second pass: the rows that are at work fit in the L2 cache.
+                # Cached for the second pass: the rows in progress fit in L2.
                 x = _load(logits_ptr, start + columns, V, last, "evict_last")
                 z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
                 if HAS_SMOOTHING:
@@ -179,7 +180,7 @@ def _cross_entropy_kernel(
         maximum = tl.max(maxima, 0)
         total = tl.sum(totals * exp(maxima - maximum), 0)
         lse = maximum + tl.log(total)
-        # Not lse − z_y: for a target near the maximum that difference would keep few digits.
+        # Not lse − z_y: for a target near the maximum that difference would cancel.
         log_prob = (z_y - maximum) - tl.log(total)
         loss = (label_smoothing - 1.0) * w_y * log_prob
         if HAS_SMOOTHING:
@@ -206,10 +207,10 @@ def _cross_entropy_kernel(
         smoothed = a * label_smoothing / vocabulary
         on_target = a * (1.0 - label_smoothing) * w_y - c
         on_all = (on_target + smoothed * w_sum + 2.0 * a * z_loss * lse) / total
-        tl.debug_barrier()  # all have read the target's logit, which may lie where the gradient goes
+        tl.debug_barrier()  # all threads have read the target's logit, which the gradient may overwrite
         for step in tl.static_range(2):
             for back in range(0, V - whole if step == 0 else whole, BLOCK):
-                # From the end, which was read last.
+                # From the end, which was read last and is still cached.
                 column = (whole if step == 0 else whole - BLOCK - back) + columns
                 x = _load(logits_ptr, column, V, step == 0, "evict_first")
                 z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
@@ -231,7 +232,7 @@ def _cross_entropy_kernel(
             dz -= smoothed * w_y
         if HAS_SOFTCAP:
             dz *= 1.0 - z_y * z_y * (1.0 / (softcap * softcap))
-        tl.debug_barrier()  # not a comparison for each column, but the target's once more
+        tl.debug_barrier()  # no comparison per column: the target's gradient is overwritten
         tl.store(gradient_ptr + y, (dz * logit_scale).to(gradient_ptr.dtype.element_ty), mask=valid)
 
 
@@ -251,7 +252,7 @@ def _chunk_in_torch(
     gradient: Tensor | None,
     predict: bool,
 ) -> TokenStatistics:
-    """The formulas above in plain torch, without autograd: what the kernel does, for devices that have none."""
+    """The kernel's formulas in plain torch, without autograd, for devices without Triton."""
     V = logits.shape[-1]
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
     if softcap is not None:
@@ -307,11 +308,12 @@ def token_statistics(
     predict: bool = False,
     vocabulary: int | None = None,
 ) -> TokenStatistics | None:
-    """One launch over ``logits`` [N, V]: statistics (unless ``lse`` is given), and the gradient into ``gradient``.
+    """One launch over ``logits`` [N, V]: the statistics unless ``lse`` is given, the gradient if ``gradient`` is given.
 
-    ``gradient`` may be ``logits`` itself: each element is read before it is overwritten. ``a`` and ``c`` [N] are the
-    upstream gradients of loss (1 if None) and log-probability (0 if None). Where the logits are those of a part of a
-    ``vocabulary``, ``lse`` is that of all of it, and a target outside of the part is one that is not here.
+    ``gradient`` is written to; it may be ``logits`` itself, since each element is read before it is overwritten. ``a``
+    and ``c`` [N] are the upstream gradients of the loss (None: 1) and of the log-probability (None: 0). If the logits
+    are a shard of a ``vocabulary``, ``lse`` is that of the whole vocabulary, and a target outside the shard belongs to
+    another rank.
     """
     N, V = logits.shape
     vocabulary = V if vocabulary is None else vocabulary
@@ -361,7 +363,7 @@ def cross_entropy_reference(
     reduction: str = "mean",
     num_items: Tensor | float | None = None,
 ) -> CrossEntropyOutput:
-    """What `cross_entropy` computes, in plain torch on ``F.cross_entropy``, with every output."""
+    """`cross_entropy` in plain torch, by ``F.cross_entropy``, with every output."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -391,10 +393,10 @@ def token_scale(
     num_items: Tensor | float | None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Factor of each token's loss [N] under ``reduction``: its weight over the divisor, without host synchronisation.
+    """Factor [N] of each token's loss under ``reduction``: weight over divisor, without host synchronisation.
 
-    The divisor of "mean" is ``num_items`` if given, else the sum over non-ignored tokens of token weight times class
-    weight of the target (their number, without weights); where that is 0 the factor is 0.
+    The divisor of "mean" is ``num_items`` if given. Otherwise it is the sum over non-ignored tokens of token weight
+    times the target's class weight; without weights, their number. If it is 0, the factor is 0.
     """
     valid = target != ignore_index
     if reduction == "mean" and num_items is None and class_weight is None and token_weight is None:
@@ -410,7 +412,7 @@ def token_scale(
 
 
 def reduce(tokens: Tensor, reduction: str, shape: torch.Size) -> Tensor:
-    """Weighted per-token losses [N] in the target's shape ("none") or summed."""
+    """Weighted per-token losses [N], summed, or in the target's ``shape`` for reduction "none"."""
     return tokens.view(shape) if reduction == "none" else tokens.sum()
 
 
@@ -475,7 +477,7 @@ torch.library.register_autograd("liger_models::cross_entropy", _backward, setup_
 
 
 def _loss_and_gradient(logits, target, class_weight, factors, *options_and_predict) -> tuple[Tensor, ...]:
-    """The loss that ``factors`` of the tokens' losses make, its z-loss part, predictions, gradient and fp16's scale."""
+    """``Σ factors · token losses``, its z-loss part, predictions, the gradient, and the scale taken out for fp16."""
     *options, predict = options_and_predict
     logits = logits.contiguous()
     gradient = torch.empty_like(logits)
@@ -502,7 +504,7 @@ def check_arguments(
     reduction: str,
     num_items: Tensor | float | None,
 ) -> None:
-    """Raise ValueError or TypeError with the argument's name, what was got and what is wanted."""
+    """Raise ValueError or TypeError that names the wrong argument, what it must be and what it is."""
     check(reduction in ("mean", "sum", "none"), f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
     check(0.0 <= label_smoothing <= 1.0, f"{op}: label_smoothing must lie in [0, 1], got {label_smoothing}.")
     check(softcap is None or softcap > 0, f"{op}: softcap must be positive or None, got {softcap}.")
@@ -551,23 +553,22 @@ def cross_entropy(
         target: [...], int64 in [0, V) or ``ignore_index``.
         class_weight: [V], weight of each class; no gradient.
         token_weight: [...], weight of each token's loss; no gradient.
-        ignore_index: target value of tokens that count for nothing.
-        label_smoothing: share of the target mass spread evenly over the vocabulary.
+        ignore_index: target value of tokens that are ignored.
+        label_smoothing: share of the target mass that is spread evenly over the vocabulary.
         z_loss: coefficient of ``lse²``, which keeps the logits from drifting.
-        softcap: ``softcap · tanh(logits / softcap)`` first, after ``logit_scale``.
+        softcap: cap the logits, after ``logit_scale``, to ``softcap · tanh(logits / softcap)``; None for no cap.
         logit_scale: factor of the logits.
-        reduction: "mean" divides by ``num_items`` if given, else by the sum of the weights of the non-ignored tokens;
-            "sum"; "none" returns one loss per token.
-        num_items: divisor of "mean" (0 gives 0), such as the number of targets over all accumulation steps and ranks.
-        return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: fill in these fields of the
-            result.
+        reduction: "mean" divides by ``num_items`` if given, otherwise by the sum of the weights of the non-ignored
+            tokens; "sum" adds; "none" returns one loss per token.
+        num_items: divisor of "mean", such as the number of targets over all accumulation steps and ranks; 0 gives 0.
+        return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: also return these fields.
 
     Returns:
         `CrossEntropyOutput`.
 
     Raises:
-        ValueError: shapes that do not fit, an option out of range, on the CPU a target out of range.
-        TypeError: a target that is not int64, logits that are not floating-point.
+        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        TypeError: the target is not int64, or logits or weights are not floating-point.
     """
     check_floating("cross_entropy", logits=logits, class_weight=class_weight, token_weight=token_weight)
     check(logits.dim() > 0, "cross_entropy: logits must have a vocabulary dimension, got a scalar.")

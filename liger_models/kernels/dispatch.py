@@ -1,8 +1,8 @@
-"""Which backend runs an op, and what every op's front needs: library, device guard, argument checks.
+"""Backend selection and launch helpers that all ops share.
 
-Triton runs on accelerators (CUDA, ROCm, XPU); the plain-torch reference runs on the CPU and everywhere else. With
-``TRITON_INTERPRET=1`` in the environment before the first import, Triton's interpreter runs the kernels on the CPU.
-On an accelerator an op never falls back silently: without Triton it raises.
+Ops run their Triton kernels on accelerators (CUDA, ROCm, XPU) and their plain-torch reference on the CPU and everywhere
+else. With ``TRITON_INTERPRET=1`` in the environment before the first import, Triton's interpreter runs the kernels on
+the CPU. On an accelerator an op never falls back silently: without Triton it raises.
 """
 
 import functools
@@ -17,10 +17,10 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # no wheel for this platform: the reference backend is all there is
+except ImportError:  # Triton has no wheel for this platform: only the reference backend exists
 
     class _Absent:
-        """Stands in for Triton where kernels are defined; nothing launches one, see `use_triton`."""
+        """Replaces Triton so that kernels can be defined; `use_triton` keeps them from being launched."""
 
         def __getattr__(self, name: str) -> Any:
             return self
@@ -30,7 +30,7 @@ except ImportError:  # no wheel for this platform: the reference backend is all 
 
     triton = tl = _Absent()
 
-__all__ = ["tl", "triton"]  # re-exported, so that kernels can be defined where Triton is absent
+__all__ = ["tl", "triton"]  # re-exported, so that kernels can be defined without Triton
 
 HAS_TRITON = type(triton).__name__ != "_Absent"
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -38,14 +38,15 @@ ACCELERATORS = ("cuda", "xpu")
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 LIBRARY = torch.library.Library("liger_models", "DEF")
-"""Every op of the package is defined in this one library, so `torch.ops.liger_models.<op>` names it."""
+"""The library of all ops: they are `torch.ops.liger_models.<op>`."""
 
 _reference_only = False
+_triton_assumed = False
 
 
 @contextmanager
 def reference_backend() -> Iterator[None]:
-    """Within this context every op runs its plain-torch reference, on whatever device."""
+    """Context in which every op runs its plain-torch reference, on any device."""
     global _reference_only
     before, _reference_only = _reference_only, True
     try:
@@ -54,15 +55,26 @@ def reference_backend() -> Iterator[None]:
         _reference_only = before
 
 
+@contextmanager
+def triton_assumed() -> Iterator[None]:
+    """Within this context ops on tensors without values take the way of the Triton kernels, to see what they save."""
+    global _triton_assumed
+    before, _triton_assumed = _triton_assumed, True
+    try:
+        yield
+    finally:
+        _triton_assumed = before
+
+
 def use_triton(x: Tensor) -> bool:
     """True if an op on ``x`` runs its Triton kernels, False if it runs the reference.
 
     Raises:
         RuntimeError: ``x`` is on an accelerator and Triton is not installed.
-        TypeError: ``x`` is on an accelerator in a dtype that the kernels don't have.
+        TypeError: ``x`` is on an accelerator and the kernels do not support its dtype.
     """
-    if _reference_only:
-        return False
+    if _reference_only or _triton_assumed:
+        return _triton_assumed
     if x.device.type not in ACCELERATORS:
         return INTERPRET and x.device.type == "cpu"
     if not HAS_TRITON:
@@ -78,7 +90,7 @@ def use_triton(x: Tensor) -> bool:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Guard for a kernel launch: Triton launches on the current device, which need not be the tensor's."""
+    """Context that makes the device of ``x`` current: Triton launches on the current device."""
     if x.device.type == "cuda":
         return torch.cuda.device(x.device)
     if x.device.type == "xpu":
@@ -87,16 +99,16 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def num_programs(x: Tensor, per_sm: int) -> int:
-    """Grid size of a persistent kernel: ``per_sm`` programs for each multiprocessor of the device of ``x``."""
+    """Grid size of a persistent kernel: ``per_sm`` programs per multiprocessor of the device of ``x``."""
     if x.device.type == "cuda":
         return torch.cuda.get_device_properties(x.device).multi_processor_count * per_sm
     if x.device.type == "xpu":
         return int(torch.xpu.get_device_properties(x.device).max_compute_units) * per_sm
-    return 3  # the interpreter: few and odd, so that tests see uneven shares
+    return 3  # the interpreter: few, and odd so that programs get unequal shares in tests
 
 
 def fitting_stages(x: Tensor, stages: int, stage_bytes: int) -> int:
-    """``stages`` of a pipelined loop, or 1 if shared memory on the device of ``x`` cannot hold that many."""
+    """``stages`` of a pipelined loop, or 1 if the shared memory of the device of ``x`` cannot hold that many."""
     available = 2**17 if INTERPRET else _shared_memory(x.device.index)
     return stages if stages * stage_bytes <= available else 1
 
@@ -104,16 +116,3 @@ def fitting_stages(x: Tensor, stages: int, stage_bytes: int) -> int:
 @functools.cache
 def _shared_memory(device: int) -> int:
     return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
-
-
-def check(condition: bool, message: str) -> None:
-    """Raise ValueError with ``message`` unless ``condition`` holds."""
-    if not condition:
-        raise ValueError(message)
-
-
-def check_floating(op: str, **tensors: Tensor | None) -> None:
-    """Raise TypeError unless every tensor given is of a floating dtype."""
-    for name, tensor in tensors.items():
-        if tensor is not None and not tensor.dtype.is_floating_point:
-            raise TypeError(f"{op}: {name} must be a floating-point tensor, got {tensor.dtype}.")

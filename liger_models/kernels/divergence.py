@@ -1,4 +1,4 @@
-"""Divergence of a student's next-token distribution from a teacher's, both linear layers, without all the logits.
+"""Divergence of a student's next-token distribution from a teacher's, both linear layers, without holding all logits.
 
 Per token, over the vocabulary, in fp32, with z the student's logits after factor and softcap, u the teacher's, τ the
 temperature, s = log softmax(z / τ), t = log softmax(u / τ), q = exp(s), p = exp(t)::
@@ -9,14 +9,14 @@ temperature, s = log softmax(z / τ), t = log softmax(u / τ), q = exp(s), p = e
     tvd         D = ½ · Σ |p − q|                                 a = ½ · q · sign(q − p)
     cosine      D = β · (1 − cos(z, u))
 
-with m = log(β · p + (1 − β) · q). Backward: dD/dz_j = (a_j − q_j · Σ a) / τ, of cosine
-β · (cos · z_j / |z|² − u_j / (|z| · |u|)). jsd with β 0 is forward_kl and with β 1 reverse_kl, the limits of jsd / β
-and of jsd / (1 − β); jsd itself would be 0. The loss of a token may add the cross entropy of z, at temperature 1,
-against a target.
+with m = log(β · p + (1 − β) · q). Backward: dD/dz_j = (a_j − q_j · Σ a) / τ, and for cosine
+β · (cos · z_j / |z|² − u_j / (|z| · |u|)). jsd with β = 0 is forward_kl and with β = 1 reverse_kl, the limits of jsd/β
+and jsd/(1 − β); jsd itself would be 0. The loss of a token may add the cross entropy of z against a target, at
+temperature 1.
 
-The rows go through in the chunks of `linear_cross_entropy`, the teacher's beside the student's, and the gradients are
-made in the forward, since the loss is a scalar: four products in all. The logits of half-precision inputs are kept in
-fp32: divergences are small differences of them. Only the student gets gradients. Kept: as for `linear_cross_entropy`.
+The rows are processed in the chunks of `linear_cross_entropy`, with logits of both models. The loss is a scalar, so its
+gradients are computed in the forward: four products in all. Logits are fp32 even for half-precision inputs, because
+divergences are small differences of them. Only the student gets gradients. Saved: as in `linear_cross_entropy`.
 
 Source: https://arxiv.org/abs/1503.02531, generalised JSD https://arxiv.org/abs/2306.13649, tvd
 https://arxiv.org/abs/2307.15190.
@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .checks import check, check_floating
 from .cross_entropy import LOWEST, _transformed, check_arguments, exp, token_scale
-from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 from .linear_cross_entropy import (
     chunk_rows,
     logits_buffer,
@@ -46,7 +47,7 @@ MAX_BLOCK = 8192
 NORM_FLOOR = 1e-12
 
 TOGETHER = 4
-"""Chunks whose gradients, which take a quarter of the room of both models' logits, go through the products at once."""
+"""Chunks whose gradients go through the products at once: a gradient takes a quarter of the memory of both logits."""
 
 
 class DivergenceOutput(NamedTuple):
@@ -54,8 +55,8 @@ class DivergenceOutput(NamedTuple):
 
     Attributes:
         loss: ``soft_weight · soft_loss + hard_weight · hard_loss``.
-        soft_loss: mean divergence; carries no gradient.
-        hard_loss: mean cross entropy against the targets; carries no gradient.
+        soft_loss: mean divergence; no gradient.
+        hard_loss: mean cross entropy against the targets; no gradient.
     """
 
     loss: Tensor
@@ -75,10 +76,10 @@ def over_mixture(s: Tensor, t: Tensor, beta: float) -> Tensor:
 
 
 def token_divergence(kind: str, z: Tensor, u: Tensor, beta: float, temperature: float) -> Tensor:
-    """D [...] of the logits z and u [..., V] in plain torch, by autograd."""
+    """D [...] of the logits z and u [..., V] in plain torch, differentiable."""
     if kind == "cosine":
         return beta * (1 - F.cosine_similarity(z, u, -1, NORM_FLOOR))
-    s = (z / temperature).log_softmax(-1).clamp_min(LOWEST)  # logits of −inf: p · log p is 0
+    s = (z / temperature).log_softmax(-1).clamp_min(LOWEST)  # for logits of −inf, p · log p must be 0
     t = (u / temperature).log_softmax(-1).clamp_min(LOWEST)
     p, q = t.exp(), s.exp()
     if kind == "tvd":
@@ -110,7 +111,7 @@ def linear_divergence_reference(
     teacher_softcap: float | None = None,
     teacher_logit_scale: float = 1.0,
 ) -> DivergenceOutput:
-    """What `linear_divergence` computes, in plain torch: all the logits of both models."""
+    """`linear_divergence` in plain torch, with all logits of both models."""
     wide = torch.promote_types(x.dtype, torch.float32)
     z = _z(F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)), logit_scale, softcap)
     with torch.no_grad():
@@ -134,7 +135,7 @@ def _kind(divergence: str, beta: float) -> str:
 
 @triton.jit
 def _part(s, t, beta, KIND: tl.constexpr):
-    """Summand of D, and a, for log-probabilities s of the student and t of the teacher."""
+    """The summand of D, and a, for log-probabilities s of the student and t of the teacher."""
     q = exp(s)
     p = exp(t)
     if KIND == 0:
@@ -144,7 +145,7 @@ def _part(s, t, beta, KIND: tl.constexpr):
         d = q * (s - t)
         a = d
     elif KIND == 2:
-        top = tl.maximum(s, t)  # m − top and not m, which would round away what s − m is made of
+        top = tl.maximum(s, t)  # m is stored as m − top: rounding m itself would lose s − m
         m = tl.log(beta * exp(t - top) + (1.0 - beta) * exp(s - top))
         a = (1.0 - beta) * q * ((s - top) - m)
         d = beta * p * ((t - top) - m) + a
@@ -178,7 +179,7 @@ def _divergence_kernel(
                 tl.store(gradient_ptr + start + columns, zero, mask=start + columns < V)
         return
 
-    # Before the gradient may be written over it.
+    # Read before the gradient may overwrite it.
     valid = (y >= 0) & (y < V)
     z_y = _transformed(tl.load(student_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
     z_y = tl.where(valid, z_y, float("nan"))
@@ -261,7 +262,7 @@ def _divergence_kernel(
 
 
 def _rows_in_torch(student, teacher, gradient, target, factors, options) -> tuple[Tensor, Tensor]:
-    """The formulas above in plain torch, without autograd: what the kernel does, for devices that have none."""
+    """The kernel's formulas in plain torch, without autograd, for devices without Triton."""
     kind, beta, temperature, soft_weight, hard_weight, ignore_index, softcap, scale, t_softcap, t_scale = options
     z, u = _z(student, scale, softcap), _z(teacher, t_scale, t_softcap)
     valid = target != ignore_index
@@ -298,7 +299,7 @@ def _rows_in_torch(student, teacher, gradient, target, factors, options) -> tupl
 
 
 def _rows(student, teacher, gradient, target, factors, options) -> tuple[Tensor, Tensor]:
-    """Divergence and cross entropy of each row; ``factors`` times the gradient into ``gradient``, if it is not None."""
+    """Divergence and cross entropy of each row; ``factors`` times the gradient is written to ``gradient`` if given."""
     if not use_triton(student):
         return _rows_in_torch(student, teacher, gradient, target, factors, options)
     kind, beta, temperature, soft_weight, hard_weight, ignore_index, softcap, scale, t_softcap, t_scale = options
@@ -388,29 +389,29 @@ def linear_divergence(
     teacher_logit_scale: float = 1.0,
     workspace_mib: int | None = None,
 ) -> DivergenceOutput:
-    """Mean divergence of the student's distributions from the teacher's; the logits exist one chunk at a time.
+    """Mean divergence of the student's distributions from the teacher's, with the logits of only one chunk at a time.
 
     Args:
         x: [..., C], floating-point.
         weight: [V, C], in the dtype of x.
-        teacher_x: [..., C'], in the dtype of x; gets no gradient, nor do the teacher's other tensors.
+        teacher_x: [..., C'], in the dtype of x. The teacher's tensors get no gradients.
         teacher_weight: [V, C'].
         target: [...], int64 in [0, V) or ``ignore_index``. None: all tokens count, and there is no hard loss.
         divergence: "forward_kl", "reverse_kl", "jsd", "tvd" or "cosine".
         beta: β of jsd, in [0, 1]; factor of cosine.
-        temperature: divisor of both models' logits in the divergence, but for cosine, which does not depend on it.
+        temperature: divisor of both models' logits in the divergence; cosine does not depend on it.
         bias, teacher_bias: [V].
         hard_weight, soft_weight: weights of the cross entropy against ``target`` and of the divergence.
-        ignore_index: target value of tokens that count for nothing.
-        softcap, logit_scale, teacher_softcap, teacher_logit_scale: of the logits, as in `cross_entropy`.
-        workspace_mib: budget in MiB of the buffers for logits; None as in `linear_cross_entropy`, in at most 8 chunks.
+        ignore_index: target value of tokens that are ignored.
+        softcap, logit_scale, teacher_softcap, teacher_logit_scale: of each model's logits, as in `cross_entropy`.
+        workspace_mib: budget of the logits buffers in MiB; None as in `linear_cross_entropy`, with at most 8 chunks.
 
     Returns:
-        `DivergenceOutput`: means over the tokens that are not ignored; 0 if all are.
+        `DivergenceOutput`: means over the non-ignored tokens; 0 if all are ignored.
 
     Raises:
-        ValueError: shapes that do not fit, an option out of range, on the CPU a target out of range.
-        TypeError: dtypes that do not fit.
+        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        TypeError: a dtype is wrong.
     """
     op = "linear_divergence"
     check_floating(op, x=x, weight=weight, teacher_x=teacher_x, teacher_weight=teacher_weight)
@@ -424,8 +425,8 @@ def linear_divergence(
         )
     check(
         teacher_weight.shape[0] == V,
-        f"{op}: both models must have one vocabulary, got {V} and {teacher_weight.shape[0]} words. Cut the rows that"
-        " only pad the longer weight.",
+        f"{op}: both models must have one vocabulary, got {V} and {teacher_weight.shape[0]} words. Slice the"
+        " padding rows off the longer weight.",
     )
     check(
         x.shape[:-1] == teacher_x.shape[:-1],
@@ -444,7 +445,7 @@ def linear_divergence(
         f"{op}: teacher_softcap must be positive or None, got {teacher_softcap}.",
     )
     check(workspace_mib is None or workspace_mib > 0, f"{op}: workspace_mib must be positive, got {workspace_mib}.")
-    check(target is not None or hard_weight == 0.0, f"{op}: hard_weight {hard_weight} needs a target. Give one.")
+    check(target is not None or hard_weight == 0.0, f"{op}: hard_weight {hard_weight} needs a target. Pass one.")
     if target is None:
         target = torch.full(x.shape[:-1], 0 if ignore_index else 1, dtype=torch.int64, device=x.device)
     check_arguments(op, tuple(x.shape[:-1]), V, target, None, None, ignore_index, 0.0, softcap, "mean", None)

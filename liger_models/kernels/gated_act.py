@@ -1,6 +1,6 @@
-"""Gated activations (SwiGLU, GeGLU) of the packed projection, gate and up interleaved.
+"""Gated activations (SwiGLU, GeGLU) of a packed projection with gate and up interleaved.
 
-Element 2f of ``gate_up`` is gate f, element 2f + 1 is up f, so that a split over f is a plain slice of the rows of the
+Element 2f of ``gate_up`` is gate f and element 2f + 1 is up f, so a shard over f is a plain slice of the rows of the
 projection's weight. Forward, with the activation in fp32::
 
     a = cast(act(gate))                   cast to the input dtype before the product, as Hugging Face's models do
@@ -15,7 +15,7 @@ Backward, in fp32, with a recomputed through the same cast::
                  z(g) = √(2/π) · (g + 0.044715 · g³)     since (1 + tanh(z)) / 2 = σ(2z)
     gelu         act(g) = g · Φ(g)                       act'(g) = Φ(g) + g · φ(g)
 
-Saved: gate_up alone. On demand the backward kernel also gives y, which the next projection's weight gradient needs.
+Saved: only gate_up. On request the backward kernel also writes y, which the next projection's weight gradient needs.
 
 Source: https://arxiv.org/abs/2002.05202, https://arxiv.org/abs/1606.08415.
 """
@@ -24,18 +24,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
+from .checks import check, check_floating
+from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 BLOCK = 1024
 NUM_WARPS = 8
-"""Results per program, and its warps: in bf16 a thread loads 4 pairs in one 16-byte vector and holds their results, so
-that neither the split nor the interleaving goes through shared memory (with twice the pairs per thread they do)."""
+"""Results and warps of a program. In bf16 a thread loads 4 pairs in one 16-byte vector and holds their results, so that
+neither the split nor the interleaving goes through shared memory; with 8 pairs per thread both would."""
 
 
 def gated_act_reference(gate_up: Tensor, act: str) -> Tensor:
-    """What `gated_act` computes, in plain torch (differentiable; fp64 stays fp64)."""
+    """`gated_act` in plain torch (differentiable; fp64 stays fp64)."""
     gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
     if act == "silu":
         return F.silu(gate) * up
@@ -52,7 +53,7 @@ def _activation(g, ACT: tl.constexpr):
         slope = 1.5957691216057308  # 2 · √(2/π)
         s = tl.sigmoid(slope * g * (1.0 + 0.044715 * g * g))
         return g * s, s + g * s * (1.0 - s) * slope * (1.0 + 0.134145 * g * g)
-    elif ACT == "quick_gelu":  # act_linear's
+    elif ACT == "quick_gelu":  # used by act_linear only
         s = tl.sigmoid(1.702 * g)
         return g * s, s + 1.702 * g * s * (1.0 - s)
     else:
@@ -62,7 +63,7 @@ def _activation(g, ACT: tl.constexpr):
 
 @triton.jit
 def _load_pairs(pointer, left, BLOCK: tl.constexpr):
-    """gate and up of BLOCK results, in fp32; ``left`` results are left from the pointer on."""
+    """Gate and up of BLOCK results, in fp32; ``left`` results remain from the pointer on."""
     elements = tl.arange(0, 2 * BLOCK)
     pairs = tl.load(pointer + elements, mask=elements < 2 * left, other=0.0)
     gate, up = tl.split(tl.reshape(pairs, [BLOCK, 2]))
@@ -72,7 +73,7 @@ def _load_pairs(pointer, left, BLOCK: tl.constexpr):
 @triton.jit
 def _gated_act_kernel(gate_up_ptr, y_ptr, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    left = count - start  # in int64, and so is twice that
+    left = count - start  # int64, so twice that does not overflow
     gate, up = _load_pairs(gate_up_ptr + 2 * start, left, BLOCK)
     a, _ = _activation(gate, ACT)
     dtype = y_ptr.dtype.element_ty
@@ -123,7 +124,8 @@ def gated_act_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the backward kernel: ``(d_gate_up, product or None)``; the product is the forward's output.
 
-    A caller that owns dy or gate_up and is done with it lets the product or d_gate_up take its place in memory.
+    With ``overwrite_dy`` the product goes into dy, with ``overwrite_gate_up`` d_gate_up goes into gate_up, for callers
+    that own these tensors and no longer need them.
     """
     dy, gate_up = dy.contiguous(), gate_up.contiguous()
     d_gate_up = gate_up if overwrite_gate_up else torch.empty_like(gate_up)
@@ -131,7 +133,7 @@ def gated_act_backward(
     if dy.numel():
         with on_device_of(gate_up):
             _gated_act_backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](
-                # A pointer argument that the constants switch off still has to be a tensor.
+                # A pointer argument that the constants disable must still be a tensor.
                 dy, gate_up, d_gate_up, dy if product is None else product, dy.numel(),
                 ACT=act, STORE_PRODUCT=need_product, BLOCK=BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
@@ -184,21 +186,21 @@ def gated_act(gate_up: Tensor, act: str) -> Tensor:
     """``act(gate) · up`` for gate = gate_up[..., 0::2] and up = gate_up[..., 1::2].
 
     Args:
-        gate_up: [..., 2 F], element 2f is gate f and element 2f + 1 is up f; float32, float16 or bfloat16.
+        gate_up: [..., 2 F]; element 2f is gate f and element 2f + 1 is up f. float32, float16 or bfloat16.
         act: "silu", "gelu_tanh" or "gelu".
 
     Returns:
         [..., F] in the dtype of gate_up.
 
     Raises:
-        ValueError: an unknown activation, or a last dimension that is odd.
-        TypeError: a tensor that is not floating-point.
+        ValueError: the activation is unknown, or the last dimension is odd.
+        TypeError: the tensor is not floating-point.
     """
     check_act("gated_act", act)
     check_floating("gated_act", gate_up=gate_up)
     check(
         gate_up.dim() > 0 and gate_up.shape[-1] % 2 == 0,
-        f"gated_act: the last dimension of gate_up holds pairs, got {list(gate_up.shape)}.",
+        f"gated_act: the last dimension of gate_up must be even (gate and up pairs), got {list(gate_up.shape)}.",
     )
     if not use_triton(gate_up):
         return gated_act_reference(gate_up, act)
@@ -207,11 +209,11 @@ def gated_act(gate_up: Tensor, act: str) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) · up``; Args, Returns and Raises as in `gated_act`."""
+    """``silu(gate) · up``; otherwise as `gated_act`."""
     return gated_act(gate_up, "silu")
 
 
 def geglu(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
-    """``gelu(gate) · up``, by tanh or (``approximate="none"``) by erf; Args, Returns and Raises as in `gated_act`."""
+    """``gelu(gate) · up`` with GELU by tanh, or by erf (``approximate="none"``); otherwise as `gated_act`."""
     check(approximate in ("tanh", "none"), f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}.")
     return gated_act(gate_up, "gelu_tanh" if approximate == "tanh" else "gelu")

@@ -1,29 +1,30 @@
-"""The gated MLP behind its norm: residual addition, RMSNorm, gate and up projection, gated activation, down projection.
+"""The gated MLP after its norm: residual addition, norm, gate and up projection, gated activation, down projection.
 
-Forward, with N = `rms_norm` (without a norm weight, N(h) = h), cast to the weights' dtype, and A = `gated_act`::
+Forward, with N = `rms_norm` or `layer_norm` (without a norm weight, N(h) = h), cast to the weights' dtype, and
+A = `gated_act`::
 
     h = residual + x                      rounded to the residual's dtype; without x, h = residual
     u = N(h) @ Wguᵀ + bgu                 gate and up interleaved
     y = A(u) @ Wdᵀ + bd
 
-Backward, with dh the gradient that reaches the new residual stream, in this order::
+Backward, with dh the gradient of the new residual stream, in this order::
 
-    dp = dy @ Wd                          then one kernel gives du = A'(dp) and the product p = A(u), over dp
+    dp = dy @ Wd                          one kernel then gives du = A'(dp), and the product p = A(u) in place of dp
     dWd = dyᵀ @ p,   dbd = Σ_rows dy      p is freed
-    dn = du @ Wgu                         then one kernel gives dx = N'(dn) + dh, the norm weight's gradient, and N(h)
+    dn = du @ Wgu                         one kernel then gives dx = N'(dn) + dh, the norm's weight gradients, and N(h)
     dWgu = duᵀ @ N(h),   dbgu = Σ_rows du
 
-Saved: h, one fp32 number per row, the weights, and u; with ``recompute`` not u either: the backward makes it again from
-h, bit for bit, and du takes its place. The normed activations and the product are never kept. Gradients that nobody
-needs cost nothing, and come in the dtype of their input. The backward is one op, so that a compiler cannot see what it
-recomputes and keep the forward's instead.
+Saved: h, the norm's fp32 statistics of each row, the weights, and u. With ``recompute`` u is not saved: the backward
+recomputes it from h, bit for bit, and du takes its place. The normed activations and the product are never saved. A
+gradient that is not needed costs nothing; the others have the dtype of their input. The backward is one op, so that a
+compiler cannot see what it recomputes and save the forward's instead.
 
-Where u is not kept, many rows go through in chunks, in both directions: u, p, dn and the normed rows exist for one
+Where u is not saved, many rows go through in chunks, forward and backward: u, p, dn and the normed rows exist for one
 chunk at a time. The gradients of the weights are then summed over the chunks in fp32 and rounded once.
 
-With ``ranks``, of which each has its own gates and ups and the columns of Wd for them, y is a rank's part of a sum, and
-dn is summed over them before N'. If each has its own tokens, too, N(h) is gathered before its products with Wgu and du,
-and the sum of dn comes back for the own tokens only; y is of all tokens, and h remains that of the own.
+With ``ranks`` each rank has its own gates and ups and the columns of Wd for them. y is then a rank's part of a sum, and
+dn is summed over the ranks before N'. With ``ranks.sequence`` each rank also has its own tokens. N(h) is then gathered
+before its products with Wgu and du, dn is reduce-scattered, y is of all tokens, and h of the own ones.
 
 Source: https://arxiv.org/abs/2002.05202; recomputation as in https://arxiv.org/abs/2205.05198.
 """
@@ -33,30 +34,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check
 from .collectives import (
-    Ranks,
-    all_tokens_shape,
-    enter,
+    Group,
+    copy_to_region,
     for_op,
     gather_rows,
-    ranks_again,
+    gathered_shape,
+    ranks_from_op,
     rows_by_rank,
     rows_in_order,
     sum_rows,
 )
-from .dispatch import LIBRARY, check, use_triton
+from .dispatch import LIBRARY, use_triton
+from .fused_norm import FusedNorm
 from .gated_act import check_act, gated_act_backward, gated_act_forward, gated_act_reference
 from .linear_cross_entropy import accumulate
-from .rms_norm import rms_norm_forward, rms_norm_reference
-from .rms_norm_linear import check_linear, check_stream, given_or_empty, linear, norm_backward, normed_again
+from .norm_linear import check_linear, given_or_empty, linear
 
 WORKSPACE_MIB = 1024
-"""Rows whose u fits into it are one chunk: 18,724 of Llama-3-8B in bf16. The fp32 sums of several chunks take 0.7 GiB
-there, so a smaller workspace would save little."""
+"""Rows whose u fits into this workspace are one chunk: 18,724 rows of Llama-3-8B in bf16. The fp32 sums of several
+chunks take 0.7 GiB there, so a smaller workspace would save little."""
 
 MIN_CHUNK = 16384
-"""Rows that are one chunk whatever u takes. By arithmetic for an H200, reading and writing the sums costs a chunk of
-this size 1.5% of its backward, at any C and F, and twice that at half of it."""
+"""Least number of rows in a chunk, whatever u takes. By arithmetic for an H200, reading and writing the sums costs a
+chunk of this size 1.5% of its backward, at any C and F, and twice that at half of it."""
 
 
 def _chunk_rows(N: int, row_bytes: int) -> int:
@@ -66,7 +68,7 @@ def _chunk_rows(N: int, row_bytes: int) -> int:
 
 
 def _weight_gradient(total: Tensor | None, gradient: Tensor, x: Tensor, chunked: bool) -> Tensor:
-    """``gradientᵀ @ x``; of a chunk in fp32, added to the ``total`` of those before it."""
+    """``gradientᵀ @ x``. For a chunk it is in fp32 and added to the ``total`` of the chunks before it."""
     if not chunked:
         return gradient.t() @ x
     beta = int(total is not None)
@@ -90,124 +92,119 @@ def gated_mlp_reference(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     scale_in_fp32: bool = False,
-    ranks: Ranks | None = None,
+    norm: str = "rms_norm",
+    norm_bias: Tensor | None = None,
+    ranks: Group | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `gated_mlp` computes, in plain torch."""
     if x is not None:
         residual = (residual + x).to(residual.dtype)
-    normed = residual
-    if norm_weight is not None:
-        normed = rms_norm_reference(residual, norm_weight, eps, weight_offset, scale_in_fp32)
-    gate_up = linear(enter(normed, ranks), gate_up_weight, gate_up_bias)
+    normed = FusedNorm(norm_weight, norm_bias, norm, eps, weight_offset, scale_in_fp32).reference(residual)
+    gate_up = linear(copy_to_region(normed, ranks), gate_up_weight, gate_up_bias)
     return linear(gated_act_reference(gate_up, act), down_weight, down_bias), residual
 
 
 LIBRARY.define(
-    "gated_mlp(Tensor? x, Tensor residual, Tensor? norm_weight, Tensor gate_up_weight, Tensor down_weight,"
-    " Tensor? gate_up_bias, Tensor? down_bias, str act, float eps, float weight_offset, bool scale_in_fp32,"
-    " bool recompute, bool result, str group='', int ranks=1, bool sequence=False) -> (Tensor, Tensor, Tensor, Tensor)"
+    "gated_mlp(Tensor? x, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_up_weight,"
+    " Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, str norm, float eps, float weight_offset,"
+    " bool scale_in_fp32, str act, bool recompute, bool result, str group='', int ranks=1, bool sequence=False)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
-    "gated_mlp_backward(Tensor dy, Tensor? dh, Tensor h, Tensor rstd, Tensor? gate_up, Tensor? norm_weight,"
-    " Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, str act, float weight_offset,"
-    " bool scale_in_fp32, bool[6] needs, str group='', int ranks=1, bool sequence=False)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "gated_mlp_backward(Tensor dy, Tensor? dh, Tensor h, Tensor statistics, Tensor? gate_up, Tensor? norm_weight,"
+    " Tensor? norm_bias, Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, str norm, float eps,"
+    " float weight_offset, bool scale_in_fp32, str act, bool[7] needs, str group='', int ranks=1, bool sequence=False)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 @torch.library.impl(LIBRARY, "gated_mlp", "CompositeExplicitAutograd")
 def _gated_mlp(
-    x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
-    eps: float, weight_offset: float, scale_in_fp32: bool, recompute: bool, result: bool, *rest: Any,
+    x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, gate_up_weight: Tensor,
+    down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, kind: str, eps: float,
+    weight_offset: float, scale_in_fp32: bool, act: str, recompute: bool, result: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    ranks = ranks_again(*rest)
-    constants = (
-        norm_weight, gate_up_weight, down_weight, gate_up_bias, down_bias,
-        act, eps, weight_offset, scale_in_fp32, recompute, result, ranks,
-    )  # fmt: skip
+    ranks = ranks_from_op(*rest)
+    norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
+    constants = norm, gate_up_weight, down_weight, gate_up_bias, down_bias, act, recompute, result, ranks
     C, shape = residual.shape[-1], residual.shape[:-1]
     N = shape.numel()
     x = None if x is None else x.reshape(-1, C)
     residual = residual.reshape(-1, C)
     rows, copies = _split_rows(N, gate_up_weight, ranks, recompute)
     if rows >= N:
-        y, h, rstd, gate_up = _forward_rows(x, residual, *constants)
+        y, h, statistics, gate_up = _forward_rows(x, residual, *constants)
     else:
         parts = down_weight.new_empty(copies, N, down_weight.shape[0])
         h = residual.new_empty(0 if x is None else residual.shape)
-        rstd = residual.new_empty(0 if norm_weight is None else N, dtype=torch.float32)
+        statistics = residual.new_empty(norm.statistics_shape((N,)), dtype=torch.float32)
         for start in range(0, N, rows):
             part = slice(start, start + rows)
-            y, h[part], rstd[part], gate_up = _forward_rows(None if x is None else x[part], residual[part], *constants)
+            y, h[part], statistics[part], gate_up = _forward_rows(
+                None if x is None else x[part], residual[part], *constants
+            )
             if result:
                 parts[:, part] = y.unflatten(0, (copies, -1))
         y = parts.flatten(0, 1)
     h = h if x is None else h.view(*shape, C)
-    rstd = rstd if norm_weight is None else rstd.view(shape)
-    if not recompute:  # of all tokens, those of the first rank first
-        gate_up = gate_up.view(*all_tokens_shape(shape, ranks), gate_up.shape[-1])
-    return rows_in_order(y, shape, ranks), h, rstd, gate_up
+    statistics = statistics.view(norm.statistics_shape(shape))
+    if not recompute:  # gate and up hold all ranks' tokens, the first rank's first
+        gate_up = gate_up.view(*gathered_shape(shape, ranks), gate_up.shape[-1])
+    return rows_in_order(y, shape, ranks), h, statistics, gate_up
 
 
-def _split_rows(N: int, gate_up_weight: Tensor, ranks: Ranks | None, recompute: bool) -> tuple[int, int]:
-    """Own rows per chunk, and of how many ranks' rows u is then."""
-    copies = ranks.size if ranks is not None and ranks.sequence else 1
+def _split_rows(N: int, gate_up_weight: Tensor, ranks: Group | None, recompute: bool) -> tuple[int, int]:
+    """Own rows per chunk, and the number of ranks whose rows u holds."""
+    copies = ranks.size if ranks is not None and ranks.sequence_parallel else 1
     row_bytes = gate_up_weight.shape[0] * gate_up_weight.itemsize
     return -(-_chunk_rows(N * copies, row_bytes) // copies) if recompute else N, copies
 
 
 def _forward_rows(
-    x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor,
+    x: Tensor | None, residual: Tensor, norm: FusedNorm, gate_up_weight: Tensor, down_weight: Tensor,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
-    eps: float, weight_offset: float, scale_in_fp32: bool, recompute: bool, result: bool, ranks: Ranks | None,
+    recompute: bool, result: bool, ranks: Group | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The op's outputs for all rows [N, C], or those of a chunk."""
-    if norm_weight is None:
-        normed = h = residual if x is None else (residual + x).to(residual.dtype).contiguous()
-        rstd = residual.new_empty(0, dtype=torch.float32)
-    else:
-        first, second = (residual, None) if x is None else (x, residual)
-        normed, h, rstd = rms_norm_forward(first, second, norm_weight, eps, weight_offset, scale_in_fp32)
+    """The op's outputs for rows [N, C]: all of them, or a chunk."""
+    normed, h, statistics = norm.forward(x, residual)
     # An op's output may not be its input: without x the second output is empty.
     h = residual.new_empty(0) if x is None else h
     if recompute and not result:
-        y = down_weight.new_empty(*all_tokens_shape(normed.shape[:-1], ranks), down_weight.shape[0])
-        return y, h, rstd, gate_up_weight.new_empty(0)
+        y = down_weight.new_empty(*gathered_shape(normed.shape[:-1], ranks), down_weight.shape[0])
+        return y, h, statistics, gate_up_weight.new_empty(0)
     gate_up = linear(gather_rows(normed, ranks), gate_up_weight, gate_up_bias)
     del normed
     product = gated_act_forward(gate_up, act)
     if recompute:
         gate_up = gate_up.new_empty(0)
-    return linear(product, down_weight, down_bias), h, rstd, gate_up
+    return linear(product, down_weight, down_bias), h, statistics, gate_up
 
 
 @torch.library.impl(LIBRARY, "gated_mlp_backward", "CompositeExplicitAutograd")
 def _gated_mlp_backward(
-    dy: Tensor, dh: Tensor | None, h: Tensor, rstd: Tensor, gate_up: Tensor | None, norm_weight: Tensor | None,
-    gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, act: str, weight_offset: float,
-    scale_in_fp32: bool, needs: list[bool], *rest: Any,
+    dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, kind: str,
+    eps: float, weight_offset: float, scale_in_fp32: bool, act: str, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    ranks = ranks_again(*rest)
-    constants = (
-        norm_weight, gate_up_weight, down_weight, gate_up_bias, act, weight_offset, scale_in_fp32, needs, ranks,
-    )  # fmt: skip
+    ranks = ranks_from_op(*rest)
+    norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
+    constants = norm, gate_up_weight, down_weight, gate_up_bias, act, needs, ranks
     likes = _likes(h, norm_weight, gate_up_weight, down_weight)
     shape, C = h.shape, h.shape[-1]
     N = shape[:-1].numel()
-    dy, h, rstd = rows_by_rank(dy, ranks), h.reshape(-1, C), rstd.reshape(-1)
+    dy, h, statistics = rows_by_rank(dy, ranks), h.reshape(-1, C), statistics.reshape(norm.statistics_shape((N,)))
     dh = None if dh is None else dh.reshape(-1, C)
     rows, copies = _split_rows(N, gate_up_weight, ranks, gate_up is None)
     if rows >= N:
         gate_up = None if gate_up is None else gate_up.reshape(-1, gate_up.shape[-1])
-        dx, *grads = _backward_rows(dy, dh, h, rstd, gate_up, *constants)
+        dx, *grads = _backward_rows(dy, dh, h, statistics, gate_up, *constants)
     else:
-        dx, grads = h.new_empty(N, C) if needs[0] else None, [None] * 5
+        dx, grads = h.new_empty(N, C) if needs[0] else None, [None] * 6
         for start in range(0, N, rows):
             part = slice(start, start + rows)
             dy_part = dy.unflatten(0, (copies, -1))[:, part].reshape(-1, dy.shape[-1])
             piece, *grads = _backward_rows(
-                dy_part, None if dh is None else dh[part], h[part], rstd[part], None, *constants, totals=grads
+                dy_part, None if dh is None else dh[part], h[part], statistics[part], None, *constants, totals=grads
             )
             if dx is not None and piece is not None:
                 dx[part] = piece
@@ -217,30 +214,24 @@ def _gated_mlp_backward(
 
 
 def _backward_rows(
-    dy: Tensor, dh: Tensor | None, h: Tensor, rstd: Tensor, gate_up: Tensor | None, norm_weight: Tensor | None,
-    gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, act: str, weight_offset: float,
-    scale_in_fp32: bool, needs: list[bool], ranks: Ranks | None, totals: list[Tensor | None] | None = None,
+    dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, norm: FusedNorm,
+    gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, act: str, needs: list[bool],
+    ranks: Group | None, totals: list[Tensor | None] | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """dx and the weights' gradients; those of a chunk in fp32 and added to the ``totals`` of the chunks before it.
+    """dx and the weights' gradients. Those of a chunk are in fp32 and added to the ``totals`` of the chunks before it.
 
-    dy [N, O], dh, h [N, C], rstd [N], gate_up [N, 2 F]; dy and gate_up of all ranks' rows where each has its own.
+    dy [N, O], dh, h [N, C], gate_up [N, 2 F]; dy and gate_up hold all ranks' rows where each rank has its own tokens.
     """
-    need_stream, need_norm_weight, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
-    need_dn = need_stream or need_norm_weight
+    need_stream, need_norm_weight, need_norm_bias, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
+    need_dn = need_stream or need_norm_weight or need_norm_bias
     need_du = need_dn or need_gate_up or need_gate_up_bias
     dtype, chunked = gate_up_weight.dtype, totals is not None
     wide = torch.promote_types(dtype, torch.float32) if chunked else None
-    before = totals or [None] * 5
-    dx = d_norm_weight = d_gate_up_weight = d_down_weight = d_gate_up = product = rows = None
-
-    def normed() -> Tensor:
-        if norm_weight is None:
-            return h.to(dtype)
-        return normed_again(h, norm_weight, rstd, weight_offset, scale_in_fp32, dtype)
-
+    before = totals or [None] * 6
+    dx = d_norm_weight = d_norm_bias = d_gate_up_weight = d_down_weight = d_gate_up = product = rows = None
     own = gate_up is None
     if gate_up is None and (need_du or need_down):
-        gate_up = linear(gather_rows(normed(), ranks), gate_up_weight, gate_up_bias)
+        gate_up = linear(gather_rows(norm.again(h, statistics, dtype), ranks), gate_up_weight, gate_up_bias)
     if gate_up is not None and need_du:
         d_gate_up, product = gated_act_backward(
             dy @ down_weight, gate_up, act, need_down, overwrite_dy=True, overwrite_gate_up=own
@@ -249,25 +240,22 @@ def _backward_rows(
         product = gated_act_forward(gate_up, act)
     del gate_up
     if product is not None:
-        d_down_weight = _weight_gradient(before[2], dy, product, chunked)
+        d_down_weight = _weight_gradient(before[3], dy, product, chunked)
     del product
     if d_gate_up is not None and need_dn:
         dn = sum_rows(d_gate_up @ gate_up_weight, ranks)
-        if norm_weight is None:
-            dx = (dn if dh is None else dn + dh).to(h.dtype).contiguous()
-        else:
-            dx, d_norm_weight, rows = norm_backward(
-                dn, dh, h, norm_weight, rstd, weight_offset, scale_in_fp32,
-                need_norm_weight, dtype if need_gate_up else None, wide,
-            )  # fmt: skip
+        dx, d_norm_weight, d_norm_bias, rows = norm.backward(
+            dn, dh, h, statistics, need_weight=need_norm_weight, need_bias=need_norm_bias,
+            rows_dtype=dtype if need_gate_up else None, sum_dtype=wide,
+        )  # fmt: skip
         del dn
     if d_gate_up is not None and need_gate_up:
-        rows = gather_rows(normed() if rows is None else rows, ranks)
-        d_gate_up_weight = _weight_gradient(before[1], d_gate_up, rows, chunked)
+        rows = gather_rows(norm.again(h, statistics, dtype) if rows is None else rows, ranks)
+        d_gate_up_weight = _weight_gradient(before[2], d_gate_up, rows, chunked)
     d_gate_up_bias = d_gate_up.sum(0, dtype=wide) if d_gate_up is not None and need_gate_up_bias else None
     d_down_bias = dy.sum(0, dtype=wide) if need_down_bias else None
-    sums = [d_norm_weight, d_gate_up_weight, d_down_weight, d_gate_up_bias, d_down_bias]
-    for i in (0, 3, 4):
+    sums = [d_norm_weight, d_norm_bias, d_gate_up_weight, d_down_weight, d_gate_up_bias, d_down_bias]
+    for i in (0, 1, 4, 5):
         total, share = before[i], sums[i]
         if total is not None and share is not None:
             sums[i] = total + share
@@ -275,70 +263,72 @@ def _backward_rows(
 
 
 def _likes(h: Tensor, norm_weight: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor) -> list[Tensor]:
-    """For each gradient a tensor of its dtype (the biases' come in the weights')."""
-    return [h, h if norm_weight is None else norm_weight, gate_up_weight, down_weight, gate_up_weight, down_weight]
+    """A tensor of each gradient's dtype; a bias's gradient has its weight's."""
+    norm = h if norm_weight is None else norm_weight
+    return [h, norm, norm, gate_up_weight, down_weight, gate_up_weight, down_weight]
 
 
 @torch.library.register_fake("liger_models::gated_mlp", lib=LIBRARY)
 def _gated_mlp_fake(
-    x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
-    eps: float, weight_offset: float, scale_in_fp32: bool, recompute: bool, result: bool, *rest: Any,
+    x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, gate_up_weight: Tensor,
+    down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, kind: str, eps: float,
+    weight_offset: float, scale_in_fp32: bool, act: str, recompute: bool, result: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    rows = all_tokens_shape(residual.shape[:-1], ranks_again(*rest))
+    norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
+    rows = gathered_shape(residual.shape[:-1], ranks_from_op(*rest))
     y = down_weight.new_empty(*rows, down_weight.shape[0])
     h = residual.new_empty(0 if x is None else residual.shape)
-    rstd = residual.new_empty(0 if norm_weight is None else residual.shape[:-1], dtype=torch.float32)
-    return y, h, rstd, gate_up_weight.new_empty(0 if recompute else (*rows, gate_up_weight.shape[0]))
+    statistics = residual.new_empty(norm.statistics_shape(residual.shape[:-1]), dtype=torch.float32)
+    return y, h, statistics, gate_up_weight.new_empty(0 if recompute else (*rows, gate_up_weight.shape[0]))
 
 
 @torch.library.register_fake("liger_models::gated_mlp_backward", lib=LIBRARY)
 def _gated_mlp_backward_fake(
-    dy: Tensor, dh: Tensor | None, h: Tensor, rstd: Tensor, gate_up: Tensor | None, norm_weight: Tensor | None,
-    gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, act: str, weight_offset: float,
-    scale_in_fp32: bool, needs: list[bool], *rest: Any,
+    dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, kind: str,
+    eps: float, weight_offset: float, scale_in_fp32: bool, act: str, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     likes = _likes(h, norm_weight, gate_up_weight[:, 0], down_weight[:, 0])
-    likes[2:4] = gate_up_weight, down_weight
+    likes[3:5] = gate_up_weight, down_weight
     return tuple(like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True))
 
 
 def _setup(ctx, inputs, output):
-    x, residual, norm_weight, gate_up_weight, down_weight, gate_up_bias, down_bias, ctx.act, *constants = inputs
-    _, weight_offset, scale_in_fp32, recompute, _, *ranks = constants
-    ctx.constants, ctx.ranks = (weight_offset, scale_in_fp32), ranks
-    _, h, rstd, gate_up = output
+    x, residual, norm_weight, norm_bias, gate_up_weight, down_weight, gate_up_bias, down_bias, *constants = inputs
+    ctx.constants, recompute, ctx.ranks = constants[:5], constants[5], constants[7:]
+    _, h, statistics, gate_up = output
     ctx.set_materialize_grads(False)
-    ctx.dtypes = [None if t is None else t.dtype for t in (x, gate_up_bias, down_bias)]
+    ctx.dtypes = [None if t is None else t.dtype for t in (x, norm_bias, gate_up_bias, down_bias)]
     frozen_stream = x is None or not any(ctx.needs_input_grad[:2])
-    ctx.mark_non_differentiable(*((h,) if frozen_stream else ()), rstd, gate_up)
+    ctx.mark_non_differentiable(*((h,) if frozen_stream else ()), statistics, gate_up)
     ctx.save_for_backward(
-        residual if x is None else h, rstd, None if recompute else gate_up, norm_weight, gate_up_weight, down_weight,
-        gate_up_bias if recompute else None,
+        residual if x is None else h, statistics, None if recompute else gate_up, norm_weight, norm_bias,
+        gate_up_weight, down_weight, gate_up_bias if recompute else None,
     )  # fmt: skip
 
 
-def _backward(ctx, dy, dh, _drstd, _dgate_up):
-    need_x, need_residual, *need_weights = ctx.needs_input_grad[:7]
-    x_dtype, gate_up_bias_dtype, down_bias_dtype = ctx.dtypes
-    if dy is None:  # only the residual stream is used further on
-        return dh.to(x_dtype) if need_x and dh is not None else None, dh, *(None,) * 14
+def _backward(ctx, dy, dh, _dstatistics, _dgate_up):
+    need_x, need_residual, *need_weights = ctx.needs_input_grad[:8]
+    x_dtype, norm_bias_dtype, gate_up_bias_dtype, down_bias_dtype = ctx.dtypes
+    if dy is None:  # only the residual stream has a gradient
+        return dh.to(x_dtype) if need_x and dh is not None else None, dh, *(None,) * 16
     needs = [need_x or need_residual, *need_weights]
     dx, *grads = torch.ops.liger_models.gated_mlp_backward(
-        dy, dh, *ctx.saved_tensors, ctx.act, *ctx.constants, needs, *ctx.ranks
+        dy, dh, *ctx.saved_tensors, *ctx.constants, needs, *ctx.ranks
     )
-    d_norm, d_gate_up, d_down, d_gate_up_bias, d_down_bias = (
+    d_norm, d_norm_bias, d_gate_up, d_down, d_gate_up_bias, d_down_bias = (
         grad if need else None for grad, need in zip(grads, need_weights, strict=True)
     )
     return (
         dx.to(x_dtype) if need_x else None,
         dx if need_residual else None,
         d_norm,
+        None if d_norm_bias is None else d_norm_bias.to(norm_bias_dtype),
         d_gate_up,
         d_down,
         None if d_gate_up_bias is None else d_gate_up_bias.to(gate_up_bias_dtype),
         None if d_down_bias is None else d_down_bias.to(down_bias_dtype),
-        *(None,) * 9,
+        *(None,) * 10,
     )
 
 
@@ -358,14 +348,16 @@ def gated_mlp(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     scale_in_fp32: bool = False,
+    norm: str = "rms_norm",
+    norm_bias: Tensor | None = None,
     recompute: bool = False,
     result: bool = True,
-    ranks: Ranks | None = None,
+    ranks: Group | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``residual = residual + x``, then ``y = gated_act(rms_norm(residual) @ Wguᵀ + bgu) @ Wdᵀ + bd``.
+    """``residual = residual + x``, then ``y = gated_act(norm(residual) @ Wguᵀ + bgu) @ Wdᵀ + bd``.
 
     Args:
-        x: [..., C], what a branch adds to the stream, or None.
+        x: [..., C], the output of a branch, which is added to the residual stream; None adds nothing.
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
         norm_weight: [C], or None for no norm.
         gate_up_weight: [2 F, C], row 2f is gate f and row 2f + 1 is up f.
@@ -374,30 +366,32 @@ def gated_mlp(
         gate_up_bias: [2 F].
         down_bias: [O].
         act: "silu", "gelu_tanh" or "gelu".
-        eps, weight_offset, scale_in_fp32: as in `rms_norm`.
-        recompute: don't keep gate and up for the backward but make them again, for one more matrix product. The
-            gradients are the same. (The reference backend takes no notice.)
-        result: False, with ``recompute``, for a y of which only the gradient is wanted: it holds no numbers then. (The
-            reference backend takes no notice.)
-        ranks: of which each has its own pairs of gate and up, None for one rank. y is then the rank's part of a sum
-            (down_bias goes to its end, so it must be None). With ``ranks.sequence`` x and residual are the rank's own
-            tokens, y is of all of them, and norm_weight's gradient is the own tokens' share.
+        eps, weight_offset, scale_in_fp32: as in `rms_norm`; a LayerNorm uses eps alone.
+        norm: "rms_norm" or "layer_norm".
+        norm_bias: [C], of a LayerNorm; None for none.
+        recompute: gate and up are not saved but recomputed in the backward, for one more matrix product. The gradients
+            are the same. (The reference backend ignores it.)
+        result: False, with ``recompute``, for a y of which only the gradient is used: it is left uninitialised. (The
+            reference backend ignores it.)
+        ranks: tensor parallel ranks, each with its own pairs of gate and up; None for one rank. y is then the rank's
+            part of a sum, so down_bias must be None and is added to the sum. With ``ranks.sequence`` x and residual
+            hold the rank's own tokens, y is of all tokens, and the gradients of the norm's weights are the own tokens'
+            share.
 
     Returns:
         ``(y, residual)``: [..., O] in the dtype of the weights, and [..., C] in that of the residual (without x, the
         tensor that came in).
 
     Raises:
-        ValueError: the shapes don't fit together, or an unknown activation.
+        ValueError: the shapes do not fit together, or an unknown activation or norm.
         TypeError: a tensor that is not floating-point, or weights of two dtypes.
     """
     check_act("gated_mlp", act)
-    check_stream("gated_mlp", x, residual, norm_weight)
+    fused_norm = FusedNorm(norm_weight, norm_bias, norm, eps, weight_offset, scale_in_fp32)
+    fused_norm.check("gated_mlp", x, residual)
     check_linear("gated_mlp", "gate_up_weight", gate_up_weight, gate_up_bias, residual.shape[-1])
-    check(
-        gate_up_weight.shape[0] % 2 == 0,
-        f"gated_mlp: gate_up_weight holds pairs of rows, got {list(gate_up_weight.shape)}.",
-    )
+    if gate_up_weight.shape[0] % 2:
+        raise ValueError(f"gated_mlp: gate_up_weight holds pairs of rows, got {list(gate_up_weight.shape)}.")
     check_linear("gated_mlp", "down_weight", down_weight, down_bias, gate_up_weight.shape[0] // 2)
     if gate_up_weight.dtype != down_weight.dtype:
         raise TypeError(
@@ -405,14 +399,15 @@ def gated_mlp(
             f"got {gate_up_weight.dtype} and {down_weight.dtype}."
         )
     check(ranks is None or down_bias is None, "gated_mlp: down_bias must be None with ranks. Add it to their sum.")
-    tensors = (x, residual, norm_weight, gate_up_weight, down_weight, gate_up_bias, down_bias)
+    weights = gate_up_weight, down_weight, gate_up_bias, down_bias
     if not use_triton(residual):
         return gated_mlp_reference(
-            *tensors, act=act, eps=eps, weight_offset=weight_offset, scale_in_fp32=scale_in_fp32, ranks=ranks
-        )
-    # Without gradients nothing is kept, and gate and up are freed before the last product.
+            x, residual, norm_weight, *weights, act=act, eps=eps, weight_offset=weight_offset,
+            scale_in_fp32=scale_in_fp32, norm=norm, norm_bias=norm_bias, ranks=ranks,
+        )  # fmt: skip
+    # Without gradients nothing is saved, and gate and up are freed before the last product.
     recompute = recompute or not torch.is_grad_enabled()
     y, h, _, _ = torch.ops.liger_models.gated_mlp(
-        *tensors, act, eps, weight_offset, scale_in_fp32, recompute, result, *for_op(ranks)
+        x, residual, norm_weight, norm_bias, *weights, *fused_norm.constants, act, recompute, result, *for_op(ranks)
     )
     return y, residual if x is None else h

@@ -1,4 +1,4 @@
-"""LayerNorm, alone and with the residual addition in front of it.
+"""LayerNorm, alone and with the residual addition in front of it, with or without a bias.
 
 Forward, per row of width C, in fp32::
 
@@ -10,8 +10,9 @@ Backward, with g = dy · w and dh the gradient of the new residual stream::
 
     dx = r · (g − mean(g) − n · mean(g · n)) + dh,   dw = Σ_rows dy · n,   db = Σ_rows dy
 
-Saved: h in its own dtype, μ and r in fp32. The gradients of w and b are summed in fp32: a partial row of each per
-program, then a sum.
+Saved: h in its own dtype, and each row's statistics [μ, r] in fp32. The forward normalises by the rounded μ that it
+saves, so that rows recomputed from the statistics have the same bits. The gradients of w and b are summed in fp32: each
+program writes a partial row of both, and the rows are then summed.
 
 Source: https://arxiv.org/abs/1607.06450.
 """
@@ -19,23 +20,26 @@ Source: https://arxiv.org/abs/1607.06450.
 import torch
 from torch import Tensor
 
-from .dispatch import LIBRARY, check, check_floating, num_programs, on_device_of, tl, triton, use_triton
+from .checks import check, check_floating
+from .dispatch import LIBRARY, num_programs, on_device_of, tl, triton, use_triton
+from .rms_norm import ELEMENTWISE_BLOCK
 
 MAX_WIDTH = 65536
-"""A program holds a row in registers."""
+"""Widest row: a program holds a row in registers."""
 
 BACKWARD_PROGRAMS_PER_SM = 2
 
 
-def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """What `layer_norm` computes, in plain torch (differentiable; fp64 stays fp64)."""
     compute = torch.promote_types(x.dtype, torch.float32)
-    wide = torch.nn.functional.layer_norm(x.to(compute), weight.shape, weight.to(compute), bias.to(compute), eps)
+    wide_bias = None if bias is None else bias.to(compute)
+    wide = torch.nn.functional.layer_norm(x.to(compute), weight.shape, weight.to(compute), wide_bias, eps)
     return wide.to(x.dtype)
 
 
 def add_layer_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
     """What `add_layer_norm` computes, in plain torch."""
     residual = (residual + x).to(residual.dtype)
@@ -43,9 +47,17 @@ def add_layer_norm_reference(
 
 
 @triton.jit
-def _forward_kernel(
-    x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr, C, eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+def _scaled(n, w, b, HAS_BIAS: tl.constexpr):
+    y = n * w.to(tl.float32)
+    if HAS_BIAS:
+        y += b.to(tl.float32)
+    return y
+
+
+@triton.jit
+def _layer_norm_kernel(
+    x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, h_ptr, statistics_ptr, C, eps,
+    ADD: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * C
     columns = tl.arange(0, BLOCK)
@@ -57,46 +69,68 @@ def _forward_kernel(
         tl.store(h_ptr + row + columns, h, mask=inside)
     wide = h.to(tl.float32)
     mean = tl.sum(wide, 0) / C
-    centred = tl.where(inside, wide - mean, 0.0)  # lanes outside the row must not count in the variance
-    left = tl.sum(centred, 0) / C  # what rounding left of the mean, where that is far from zero
-    centred = tl.where(inside, centred - left, 0.0)
+    # A second pass corrects the rounding error of a mean far from zero. Lanes outside the row count as zeros.
+    mean += tl.sum(tl.where(inside, wide - mean, 0.0), 0) / C
+    centred = tl.where(inside, wide - mean, 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / C + eps)
-    w = tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    y = centred * rstd * w + b
+    w = tl.load(w_ptr + columns, mask=inside, other=0.0)
+    b = tl.load(b_ptr + columns, mask=inside, other=0.0)
+    y = _scaled(centred * rstd, w, b, HAS_BIAS)
     tl.store(y_ptr + row + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
-    tl.store(mean_ptr + tl.program_id(0), mean + left)
-    tl.store(rstd_ptr + tl.program_id(0), rstd)
+    tl.store(statistics_ptr + 2 * tl.program_id(0).to(tl.int64), mean)
+    tl.store(statistics_ptr + 2 * tl.program_id(0).to(tl.int64) + 1, rstd)
 
 
 @triton.jit
-def _backward_kernel(
-    dy_ptr, dh_ptr, h_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, N, C,
-    ADD: tl.constexpr, STORE_DW: tl.constexpr, BLOCK: tl.constexpr,
+def _layer_normed_kernel(
+    h_ptr, w_ptr, b_ptr, statistics_ptr, y_ptr, C, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < C
+    h = tl.load(h_ptr + index * C + columns, mask=inside, other=0.0)
+    n = (h.to(tl.float32) - tl.load(statistics_ptr + 2 * index)) * tl.load(statistics_ptr + 2 * index + 1)
+    w = tl.load(w_ptr + columns, mask=inside, other=0.0)
+    b = tl.load(b_ptr + columns, mask=inside, other=0.0)
+    y = _scaled(n, w, b, HAS_BIAS).to(h.dtype)
+    tl.store(y_ptr + index * C + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _layer_norm_backward_kernel(
+    dy_ptr, dh_ptr, h_ptr, w_ptr, b_ptr, statistics_ptr, dx_ptr, dw_ptr, db_ptr, y_ptr, N, C,
+    ADD: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_DW: tl.constexpr, STORE_DB: tl.constexpr, STORE_Y: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < C
-    w = tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + columns, mask=inside, other=0.0)
+    b = tl.load(b_ptr + columns, mask=inside, other=0.0)
     dw = tl.zeros([BLOCK], tl.float32)
     db = tl.zeros([BLOCK], tl.float32)
-    row = tl.program_id(0).to(tl.int64) * C
     for index in range(tl.program_id(0), N, tl.num_programs(0)):
-        h = tl.load(h_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
+        row = index * tl.cast(C, tl.int64)
+        statistics = statistics_ptr + 2 * tl.cast(index, tl.int64)
+        h = tl.load(h_ptr + row + columns, mask=inside, other=0.0)
         dy = tl.load(dy_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + index)
-        n = tl.where(inside, (h - tl.load(mean_ptr + index)) * rstd, 0.0)
-        g = dy * w
+        rstd = tl.load(statistics + 1)
+        n = tl.where(inside, (h.to(tl.float32) - tl.load(statistics)) * rstd, 0.0)
+        g = dy * w.to(tl.float32)
         dx = rstd * (g - tl.sum(g, 0) / C - n * (tl.sum(g * n, 0) / C))
         if ADD:
             dx += tl.load(dh_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         if STORE_DW:
             dw += dy * n
+        if STORE_DB:
             db += dy
-        row += tl.num_programs(0).to(tl.int64) * C
+        if STORE_Y:
+            y = _scaled(n, w, b, HAS_BIAS)
+            tl.store(y_ptr + row + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+    partial = tl.program_id(0).to(tl.int64) * C
     if STORE_DW:
-        partial = tl.program_id(0).to(tl.int64) * C
         tl.store(dw_ptr + partial + columns, dw, mask=inside)
+    if STORE_DB:
         tl.store(db_ptr + partial + columns, db, mask=inside)
 
 
@@ -105,138 +139,170 @@ def _num_warps(block: int) -> int:
 
 
 def layer_norm_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the forward kernel: ``(y, h, mean, rstd)``; without a residual h is x made contiguous."""
-    x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the forward kernel: ``(y, h, statistics [..., 2])``; without a residual h is x made contiguous."""
+    x, weight = x.contiguous(), weight.contiguous()
     C = x.shape[-1]
     N = x.numel() // C
     stream = x if residual is None else residual.contiguous()
     y = torch.empty_like(stream)
     h = x if residual is None else torch.empty_like(stream)
-    mean, rstd = (torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(2))
+    statistics = torch.empty(*x.shape[:-1], 2, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(C)
     if N:
+        # A pointer argument that the constants switch off still has to be a tensor.
+        bias_arg = weight if bias is None else bias.contiguous()
         with on_device_of(x):
-            _forward_kernel[(N,)](
-                x, stream, weight, bias, y, h, mean, rstd, C, eps,
-                ADD=residual is not None, BLOCK=block, num_warps=_num_warps(block),
+            _layer_norm_kernel[(N,)](
+                x, stream, weight, bias_arg, y, h, statistics, C, eps,
+                ADD=residual is not None, HAS_BIAS=bias is not None, BLOCK=block, num_warps=_num_warps(block),
             )  # fmt: skip
-    return y, h, mean, rstd
+    return y, h, statistics
+
+
+def layer_normed(h: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, dtype: torch.dtype) -> Tensor:
+    """The forward's normed rows, bit for bit, from the saved statistics; cast to ``dtype``."""
+    h, weight = h.contiguous(), weight.contiguous()
+    C = h.shape[-1]
+    y = torch.empty_like(h, dtype=dtype)
+    block = min(triton.next_power_of_2(C), ELEMENTWISE_BLOCK)
+    if h.numel():
+        with on_device_of(h):
+            _layer_normed_kernel[(h.numel() // C, triton.cdiv(C, block))](
+                h, weight, weight if bias is None else bias.contiguous(), statistics, y, C,
+                HAS_BIAS=bias is not None, BLOCK=block, num_warps=max(block // 512, 1),
+            )  # fmt: skip
+    return y
 
 
 def layer_norm_backward(
-    dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, need_dw: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Launch the backward kernel: ``(dx, dw or None, db or None)``."""
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    statistics: Tensor,
+    *,
+    need_dw: bool,
+    need_db: bool,
+    sum_dtype: torch.dtype | None = None,
+    need_y: bool = False,
+    y_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Launch the backward kernel: ``(dx, dw or None, db or None, y or None)``, y being the forward's output again.
+
+    dw and db come in ``sum_dtype``, by default the weight's. Only y depends on the bias.
+    """
     dy, h, weight = dy.contiguous(), h.contiguous(), weight.contiguous()
     dh = None if dh is None else dh.contiguous()
     C = h.shape[-1]
     N = h.numel() // C
     dx = torch.empty_like(h)
-    if N == 0:
-        return dx, *((torch.zeros_like(weight), torch.zeros_like(weight)) if need_dw else (None, None))
+    y = torch.empty_like(h, dtype=y_dtype) if need_y else None
     programs = min(N, num_programs(h, BACKWARD_PROGRAMS_PER_SM))
-    partial = torch.empty(2 if need_dw else 0, programs, C, dtype=torch.float32, device=h.device)
-    dw, db = partial if need_dw else (h, h)  # a pointer argument that the constants switch off has to be a tensor
+    dw, db = (
+        torch.empty(programs, C, dtype=torch.float32, device=h.device) if need else None for need in (need_dw, need_db)
+    )
     block = triton.next_power_of_2(C)
-    with on_device_of(h):
-        _backward_kernel[(programs,)](
-            dy, h if dh is None else dh, h, weight, mean, rstd, dx, dw, db, N, C,
-            ADD=dh is not None, STORE_DW=need_dw, BLOCK=block, num_warps=_num_warps(block),
-        )  # fmt: skip
-    if not need_dw:
-        return dx, None, None
-    total_dw, total_db = partial.sum(1).to(weight.dtype)
-    return dx, total_dw, total_db
+    if N:
+        # A pointer argument that the constants switch off still has to be a tensor.
+        dh_arg, bias_arg, dw_arg, db_arg, y_arg = (
+            h if t is None else t for t in (dh, None if bias is None else bias.contiguous(), dw, db, y)
+        )
+        with on_device_of(h):
+            _layer_norm_backward_kernel[(programs,)](
+                dy, dh_arg, h, weight, bias_arg, statistics, dx, dw_arg, db_arg, y_arg, N, C,
+                ADD=dh is not None, HAS_BIAS=bias is not None, STORE_DW=need_dw, STORE_DB=need_db, STORE_Y=need_y,
+                BLOCK=block, num_warps=_num_warps(block),
+            )  # fmt: skip
+    total_dw, total_db = (None if t is None else t.sum(0).to(sum_dtype or weight.dtype) for t in (dw, db))
+    return dx, total_dw, total_db, y
 
 
-LIBRARY.define("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)")
+LIBRARY.define("layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor, Tensor)")
 LIBRARY.define(
-    "add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
+    "add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
-    "layer_norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor weight, Tensor mean, Tensor rstd, bool need_dw)"
+    "layer_norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor weight, Tensor statistics, bool need_dw, bool need_db)"
     " -> (Tensor, Tensor, Tensor)"
 )
 
 
 @torch.library.impl(LIBRARY, "layer_norm", "CompositeExplicitAutograd")
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    y, _, mean, rstd = layer_norm_forward(x, None, weight, bias, eps)
-    return y, mean, rstd
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    y, _, statistics = layer_norm_forward(x, None, weight, bias, eps)
+    return y, statistics
 
 
 @torch.library.impl(LIBRARY, "add_layer_norm", "CompositeExplicitAutograd")
 def _add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     return layer_norm_forward(x, residual, weight, bias, eps)
 
 
 @torch.library.impl(LIBRARY, "layer_norm_backward", "CompositeExplicitAutograd")
 def _layer_norm_backward(
-    dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, need_dw: bool
+    dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, statistics: Tensor, need_dw: bool, need_db: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dw, db = layer_norm_backward(dy, dh, h, weight, mean, rstd, need_dw)
-    if dw is None or db is None:
-        return dx, weight.new_empty(0), weight.new_empty(0)
-    return dx, dw, db.clone()  # both are rows of one sum, and an op's outputs may not share memory
+    dx, dw, db, _ = layer_norm_backward(dy, dh, h, weight, None, statistics, need_dw=need_dw, need_db=need_db)
+    return dx, weight.new_empty(0) if dw is None else dw, weight.new_empty(0) if db is None else db
 
 
 @torch.library.register_fake("liger_models::layer_norm", lib=LIBRARY)
-def _layer_norm_fake(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_norm_fake(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return y, x.new_empty(x.shape[:-1], dtype=torch.float32), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return y, x.new_empty(*x.shape[:-1], 2, dtype=torch.float32)
 
 
 @torch.library.register_fake("liger_models::add_layer_norm", lib=LIBRARY)
 def _add_layer_norm_fake(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y, mean, rstd = _layer_norm_fake(residual, weight, bias, eps)
-    return y, torch.empty_like(y), mean, rstd
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, statistics = _layer_norm_fake(residual, weight, bias, eps)
+    return y, torch.empty_like(y), statistics
 
 
 @torch.library.register_fake("liger_models::layer_norm_backward", lib=LIBRARY)
 def _layer_norm_backward_fake(
-    dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, need_dw: bool
+    dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, statistics: Tensor, need_dw: bool, need_db: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(h, memory_format=torch.contiguous_format)
-    dw, db = (weight.new_empty(weight.shape if need_dw else 0) for _ in range(2))
+    dw, db = (weight.new_empty(weight.shape if need else 0) for need in (need_dw, need_db))
     return dx, dw, db
 
 
 def _setup(ctx, inputs, output):
     x, weight, bias, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.bias_dtype = bias.dtype
-    ctx.save_for_backward(x, weight, *output[1:])
+    ctx.mark_non_differentiable(output[1])
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight, output[1])
 
 
-def _backward(ctx, dy, *_):
+def _backward(ctx, dy, _dstatistics):
     if dy is None:
         return (None,) * 4
     _, need_weight, need_bias, _ = ctx.needs_input_grad
-    dx, dw, db = torch.ops.liger_models.layer_norm_backward(dy, None, *ctx.saved_tensors, need_weight or need_bias)
+    dx, dw, db = torch.ops.liger_models.layer_norm_backward(dy, None, *ctx.saved_tensors, need_weight, need_bias)
     return dx, dw if need_weight else None, db.to(ctx.bias_dtype) if need_bias else None, None
 
 
 def _add_setup(ctx, inputs, output):
     x, _, weight, bias, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.x_dtype, ctx.bias_dtype = x.dtype, bias.dtype
-    ctx.save_for_backward(output[1], weight, *output[2:])
+    ctx.mark_non_differentiable(output[2])
+    ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+    ctx.save_for_backward(output[1], weight, output[2])
 
 
-def _add_backward(ctx, dy, dh, *_):
-    if dy is None:  # only the residual stream is used further on
+def _add_backward(ctx, dy, dh, _dstatistics):
+    if dy is None:  # only the residual stream has a gradient
         return None if dh is None else dh.to(ctx.x_dtype), dh, None, None, None
     _, _, need_weight, need_bias, _ = ctx.needs_input_grad
-    dx, dw, db = torch.ops.liger_models.layer_norm_backward(dy, dh, *ctx.saved_tensors, need_weight or need_bias)
+    dx, dw, db = torch.ops.liger_models.layer_norm_backward(dy, dh, *ctx.saved_tensors, need_weight, need_bias)
     return (
         dx.to(ctx.x_dtype),
         dx,
@@ -250,23 +316,23 @@ torch.library.register_autograd("liger_models::layer_norm", _backward, setup_con
 torch.library.register_autograd("liger_models::add_layer_norm", _add_backward, setup_context=_add_setup, lib=LIBRARY)
 
 
-def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor) -> None:
+def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_floating(op, x=x, weight=weight, bias=bias)
     check(
-        x.dim() > 0 and weight.shape == x.shape[-1:] == bias.shape,
+        x.dim() > 0 and weight.shape == x.shape[-1:] and (bias is None or bias.shape == weight.shape),
         f"{op}: weight and bias must have the shape of x's last dimension, "
-        f"got weight {list(weight.shape)} and bias {list(bias.shape)} for x {list(x.shape)}.",
+        f"got weight {list(weight.shape)} and bias {None if bias is None else list(bias.shape)} for x {list(x.shape)}.",
     )
     check(x.shape[-1] <= MAX_WIDTH, f"{op}: rows must be at most {MAX_WIDTH} wide, got {x.shape[-1]}.")
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """``weight · (x − mean(x)) / sqrt(var(x) + eps) + bias`` over the last dimension.
 
     Args:
         x: [..., C], float32, float16 or bfloat16; C is at most 65536.
         weight: [C].
-        bias: [C].
+        bias: [C], or None for no bias.
         eps: added to the variance.
 
     Returns:
@@ -284,12 +350,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Te
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
     """``residual = residual + x``, then `layer_norm` of it, in one kernel; the backward adds the residual's gradient.
 
     Args:
-        x: [..., C], what a branch adds to the stream.
+        x: [..., C], the output of a branch, which is added to the residual stream.
         residual: [..., C], the residual stream; its dtype is that of both results.
         weight, bias, eps: as in `layer_norm`.
 
@@ -308,5 +374,5 @@ def add_layer_norm(
     )
     if not use_triton(x):
         return add_layer_norm_reference(x, residual, weight, bias, eps)
-    y, h, _, _ = torch.ops.liger_models.add_layer_norm(x, residual, weight, bias, eps)
+    y, h, _ = torch.ops.liger_models.add_layer_norm(x, residual, weight, bias, eps)
     return y, h

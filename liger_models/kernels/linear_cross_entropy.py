@@ -1,30 +1,30 @@
-"""Cross entropy of ``x @ weightᵀ + bias`` without ever holding all the logits.
+"""Cross entropy of ``x @ weightᵀ + bias`` without ever holding all logits.
 
-The rows go through in chunks as large as a workspace budget allows: logits of one chunk in a reused buffer, one
-kernel that takes the loss and overwrites the logits with their gradient, then the chunk's share of dx and of dweight.
-The formulas per row are those of `cross_entropy`.
+The rows are processed in chunks that fit a workspace budget. For each chunk a product writes the logits into a reused
+buffer, one kernel computes the loss and overwrites the logits with their gradient, and products add the chunk's part of
+dx and dweight. The formulas per row are those of `cross_entropy`.
 
-- A scalar loss (reduction "mean" or "sum") has one unknown upstream factor, so its gradients are made in the forward
-  and multiplied by that factor in the backward: three matrix products in all. Kept: dx in the dtype of x, dweight in
-  bf16 if the weight is, else in fp32, dbias in fp32. The first backward hands these very tensors on, so that dweight
-  never exists twice; a second one (``retain_graph``) makes them again. x is saved for that.
-- Per-token results (reduction "none", or ``return_log_probs``) have an upstream gradient per token, so the backward
-  makes the logits again: four products. Saved: x, weight, lse.
+- A scalar loss (reduction "mean" or "sum") has one unknown upstream factor. Its gradients are computed in the forward
+  and multiplied by that factor in the backward: three matrix products in all. Saved: dx in the dtype of x, dweight in
+  bf16 if the weight is bf16 and otherwise in fp32, dbias in fp32. The first backward returns these tensors themselves,
+  so dweight never exists twice. A second backward (``retain_graph``) recomputes them, for which x is saved.
+- Per-token results (reduction "none", or ``return_log_probs``) have one upstream gradient per token, so the backward
+  recomputes the logits: four products. Saved: x, weight, lse.
 
-In fp16 the factors of the tokens' losses lose their common power of two before the logits' gradient is rounded, and it
-comes back at the end: exact, and a mean over many tokens does not run out of range.
+In fp16 a common power of two is taken out of the factors of the tokens' losses before the logits' gradient is rounded,
+and multiplied back in at the end. That is exact, and a mean over many tokens does not underflow.
 
-dweight is summed over the chunks in fp32, but for bf16 weights and few chunks: then the sum is rounded to bf16 after
-each, which costs less accuracy than the rounding of the logits does, and half the memory and traffic. Nothing waits for
-the device. Frozen inputs and ``no_grad`` cost no product.
+dweight is summed over the chunks in fp32. Only for bf16 weights and few chunks the sum is bf16, rounded after each
+chunk: that costs less accuracy than the rounding of the logits, and halves memory and traffic. Nothing waits for the
+device. Frozen inputs and ``no_grad`` cost no product.
 
-A vocabulary whose rows are cut over ranks (`Words`) never has its logits gathered. Of each chunk and token the ranks
-exchange four numbers about their words: the maximum, log Σ exp(z − maximum), the target's logit at its owner, and the
-sum that label smoothing takes. From these each has the statistics of the whole vocabulary, and the gradient of its
-words. dx is a rank's part of a sum.
+With a vocabulary sharded over ranks (`VocabShard`) the logits are never gathered. For each chunk and token the ranks
+exchange four numbers about their shard: the maximum, log Σ exp(z − maximum), the target's logit (from its owner), and
+the sum for label smoothing. From these each rank computes the statistics of the whole vocabulary and the gradient of
+its shard. dx is a partial sum.
 
 Source: https://arxiv.org/abs/2410.10989 (Liger Kernel), https://arxiv.org/abs/2411.09009 (Cut Your Losses);
-https://arxiv.org/abs/1909.08053 for the vocabulary on ranks.
+https://arxiv.org/abs/1909.08053 for the sharded vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .collectives import Ranks
+from .checks import check, check_floating
+from .collectives import Group
 from .cross_entropy import (
     CrossEntropyOutput,
     TokenStatistics,
@@ -46,98 +47,99 @@ from .cross_entropy import (
     token_scale,
     token_statistics,
 )
-from .dispatch import LIBRARY, check, check_floating
+from .dispatch import LIBRARY
 from .scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, scaled, without_exponent
 
 WORKSPACE_MIB, WORKSPACE_TOKENS = 512, 8192
-"""Default budget, for up to so many tokens; more get more in proportion. 4 chunks at V = 128,256 in bf16: large enough
-that reading and writing dweight per chunk is small."""
+"""Default budget in MiB for up to WORKSPACE_TOKENS tokens; it grows in proportion to the tokens above that. At V =
+128,256 in bf16 this makes 4 chunks, large enough that reading and writing dweight for each chunk costs little."""
 
 ROW_MULTIPLE = 128
 
 COLUMN_MULTIPLE = 64
-"""Rows of the logits buffer start at multiples of it, and the products take so many words, then the few that are left:
-with V = 100,278 (OLMo 3) or 49,155 (Granite) as a size, cuBLAS is about three times slower."""
+"""Rows of the logits buffer start at multiples of this, and the products take a multiple of this many words, then the
+few that remain. With V = 100,278 (OLMo 3) or 49,155 (Granite) as a size of the product, cuBLAS is about three times
+slower."""
 
 BF16_CHUNKS = 8
-"""Up to so many chunks, and by default there are no more, a bf16 dweight is summed in bf16."""
+"""With up to this many chunks a bf16 dweight is summed in bf16. By default there are never more."""
 
 BLOCK_MIB = 256
-"""Otherwise it is summed in fp32 in blocks of about this size. Each is cast and freed by itself, so that the bf16 copy
-never stands beside the whole sum (1 GiB less at V = 128,256 and C = 4096), and the products stay large."""
+"""Otherwise it is summed in fp32, in blocks of about this size, so that the products stay large. Each block is cast and
+freed by itself: the bf16 copy never exists besides the whole sum (1 GiB less at V = 128,256 and C = 4096)."""
 
 
 def linear_cross_entropy_reference(
     x: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, **options: object
 ) -> CrossEntropyOutput:
-    """What `linear_cross_entropy` computes, in plain torch: all the logits, then `cross_entropy_reference`."""
+    """`linear_cross_entropy` in plain torch: all logits, then `cross_entropy_reference`."""
     return cross_entropy_reference(F.linear(x, weight, bias), target, **options)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class Words:
-    """The part of a vocabulary that a rank has: rows of the head's weight, as ``torch.chunk`` cuts it.
+class VocabShard:
+    """The vocabulary shard of a rank: rows of the head's weight, split as by ``torch.chunk``.
 
     Attributes:
-        ranks: that have the vocabulary together.
-        vocabulary: V, of all of them.
+        ranks: the process group that shards the vocabulary.
+        vocabulary: V, the size of the whole vocabulary.
     """
 
-    ranks: Ranks
+    ranks: Group
     vocabulary: int
 
     @property
     def each(self) -> int:
-        """Words of each rank but the last."""
+        """Size of every shard but the last."""
         return -(-self.vocabulary // self.ranks.size)
 
     @property
     def start(self) -> int:
-        """The calling rank's first word."""
+        """First word of the calling rank's shard."""
         return self.each * self.ranks.rank
 
     @property
     def count(self) -> int:
-        """Of the calling rank's words."""
+        """Size of the calling rank's shard."""
         return max(min(self.each, self.vocabulary - self.start), 0)
 
-    def check(self) -> "Words":
-        """These words.
+    def check(self) -> "VocabShard":
+        """Return self.
 
         Raises:
-            ValueError: a rank would have none.
+            ValueError: the shard of a rank would be empty.
         """
         size = self.ranks.size
         check(
             self.each * (size - 1) < self.vocabulary,
-            f"Words: vocab_size ({self.vocabulary}) must be enough for {size} ranks of {self.each} words each.",
+            f"VocabShard: vocab_size ({self.vocabulary}) must be enough for {size} ranks of {self.each} words each.",
         )
         return self
 
 
-def _of_all_words(
-    logits: Tensor, target: Tensor, options: tuple[int, float, float, float | None, float], words: Words
+def _vocab_parallel_statistics(
+    logits: Tensor, target: Tensor, options: tuple[int, float, float, float | None, float], vocab_shard: VocabShard
 ) -> TokenStatistics:
-    """`token_statistics` over a vocabulary of which each rank has the logits of its words."""
+    """`token_statistics` over a sharded vocabulary: each rank has the logits of its shard."""
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
     valid = target != ignore_index
-    here = valid & (target >= words.start) & (target < words.start + words.count)
-    any_word = torch.where(valid, (target - words.start).where(here, 0), IGNORED)
+    here = valid & (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
+    any_word = torch.where(valid, (target - vocab_shard.start).where(here, 0), IGNORED)
     own = token_statistics(
-        logits, any_word, None, IGNORED, label_smoothing, 0.0, softcap, logit_scale, vocabulary=words.vocabulary
+        logits, any_word, None, IGNORED, label_smoothing, 0.0, softcap, logit_scale, vocabulary=vocab_shard.vocabulary
     )
     assert own is not None
     maximum, log_total = own.lse[:, 0], own.lse[:, 1].log()
-    # Of the loss over the own words, ε · lse − ε/V · Σ z is what label smoothing adds: the last is what is wanted.
+    # Label smoothing adds ε · lse − ε/V · Σ z to the loss over the shard; solve for ε/V · Σ z.
     mean_share = label_smoothing * (maximum + log_total) - own.loss + (label_smoothing - 1) * own.log_probs
     every = torch.stack([maximum, log_total, own.log_probs + log_total, mean_share])
-    every = torch.ops.liger_models.all_gather(every, words.ranks.group)
+    every = torch.ops.liger_models.all_gather(every, vocab_shard.ranks.name)
     maxima, log_totals, target_logits, mean_shares = every.unbind(1)  # [R, N] each
     maximum = maxima.amax(0)
     log_total = (maxima - maximum + log_totals).logsumexp(0)
     lse = maximum + log_total
-    owner = (target.where(valid, 0) // words.each)[None]
-    # Not lse − z_y: for a target near the maximum that difference would keep few digits.
+    owner = (target.where(valid, 0) // vocab_shard.each)[None]
+    # Not lse − z_y: for a target near the maximum that difference would cancel.
     log_probs = ((maxima - maximum).gather(0, owner) + target_logits.gather(0, owner))[0] - log_total
     squared = z_loss * lse.square()
     loss = (label_smoothing - 1) * log_probs + label_smoothing * lse - mean_shares.sum(0) + squared
@@ -146,23 +148,23 @@ def _of_all_words(
     return TokenStatistics(keep(loss), keep(squared), keep(log_probs), lse, target.new_empty(0))
 
 
-def _own_target(target: Tensor, ignore_index: int, words: Words) -> Tensor:
-    """Targets as indices of the own words: −1 for a word of another rank, `IGNORED` for none."""
-    here = (target >= words.start) & (target < words.start + words.count)
-    return torch.where(target == ignore_index, IGNORED, (target - words.start).where(here, -1))
+def _local_target(target: Tensor, ignore_index: int, vocab_shard: VocabShard) -> Tensor:
+    """Targets as indices into this rank's shard: −1 for a word of another rank, `IGNORED` for an ignored target."""
+    here = (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
+    return torch.where(target == ignore_index, IGNORED, (target - vocab_shard.start).where(here, -1))
 
 
-def _words_again(group: str = "", size: int = 1, rank: int = 0, vocabulary: int = 0) -> Words | None:
-    """What an op is told of `Words`, as such again."""
-    return Words(Ranks(group, size, rank), vocabulary) if vocabulary else None
+def _words_from_op(group: str = "", size: int = 1, rank: int = 0, vocabulary: int = 0) -> VocabShard | None:
+    """`VocabShard` from the arguments of an op, None without a sharded vocabulary."""
+    return VocabShard(Group(group, size, rank), vocabulary) if vocabulary else None
 
 
 IGNORED = -100
-"""Stands for ``ignore_index``, which may be any number, beside the -1 of a word that another rank has."""
+"""Replaces ``ignore_index``, which may be any number, even the -1 that marks a word of another rank."""
 
 
 def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
-    """Rows per chunk: as many as the budget holds, evened out over the chunks, in multiples that matmuls like."""
+    """Rows per chunk: as many as fit the budget, about equal over the chunks, in multiples that suit matmuls."""
     budget = WORKSPACE_MIB * max(1, N / WORKSPACE_TOKENS) if workspace_mib is None else workspace_mib
     limit = max(int(budget * 2**20) // (V * itemsize) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
     chunks = max(-(-N // limit), 1)
@@ -171,42 +173,42 @@ def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
     return max(-(-N // (chunks * ROW_MULTIPLE)), 1) * ROW_MULTIPLE
 
 
-def _word_parts(V: int, size: int) -> list[int]:
-    """Sizes of parts of the vocabulary of up to ``size`` words, but for the last in multiples of COLUMN_MULTIPLE."""
+def _split_words(V: int, size: int) -> list[int]:
+    """Split V words into parts of up to ``size``; all but the last are multiples of COLUMN_MULTIPLE."""
     aligned = V - V % COLUMN_MULTIPLE
     sizes = [min(size, aligned - start) for start in range(0, aligned, size)]
     return sizes + [V - aligned] * (aligned < V)
 
 
 def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """``x @ weightᵀ + bias`` into ``out``, in its dtype."""
-    sizes = _word_parts(len(weight), len(weight))
+    """Write ``x @ weightᵀ + bias`` to ``out``, in its dtype."""
+    sizes = _split_words(len(weight), len(weight))
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)
-    for words, shift, columns in zip(weight.split(sizes), biases, out.split(sizes, 1), strict=True):
+    for vocab_shard, shift, columns in zip(weight.split(sizes), biases, out.split(sizes, 1), strict=True):
         if out.dtype != x.dtype:
             if x.device.type == "cuda":
-                torch.mm(x, words.t(), out_dtype=out.dtype, out=columns)
+                torch.mm(x, vocab_shard.t(), out_dtype=out.dtype, out=columns)
             else:
-                torch.mm(x.to(out.dtype), words.t().to(out.dtype), out=columns)
+                torch.mm(x.to(out.dtype), vocab_shard.t().to(out.dtype), out=columns)
             if shift is not None:
                 columns += shift
         elif shift is None:
-            torch.mm(x, words.t(), out=columns)
+            torch.mm(x, vocab_shard.t(), out=columns)
         else:
-            torch.addmm(shift, x, words.t(), out=columns)
+            torch.addmm(shift, x, vocab_shard.t(), out=columns)
 
 
 def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
-    """``gradient @ weight`` into ``out``; the few words first, whose rounding is as small as they are."""
-    sizes = _word_parts(len(weight), len(weight))
-    for beta, (columns, words) in enumerate(
+    """Write ``gradient @ weight`` to ``out``, the few remaining words first: their sum is small and rounds little."""
+    sizes = _split_words(len(weight), len(weight))
+    for beta, (columns, vocab_shard) in enumerate(
         zip(gradient.split(sizes, 1)[::-1], weight.split(sizes)[::-1], strict=True)
     ):
-        out.addmm_(columns, words, beta=beta)
+        out.addmm_(columns, vocab_shard, beta=beta)
 
 
 def accumulate(sums: Sequence[Tensor], gradient: Tensor, x: Tensor, beta: int) -> None:
-    """``beta`` (0 or 1) times the blocks of rows in ``sums``, plus ``gradientᵀ @ x``, in their dtype."""
+    """``sums = beta · sums + gradientᵀ @ x`` in their dtype, with beta 0 or 1; ``sums`` are blocks of rows."""
     for total, columns in zip(sums, gradient.split([len(block) for block in sums], 1), strict=True):
         if x.dtype == total.dtype:
             total.addmm_(columns.t(), x, beta=beta)
@@ -216,19 +218,19 @@ def accumulate(sums: Sequence[Tensor], gradient: Tensor, x: Tensor, beta: int) -
             total.addmm_(columns.t().to(total.dtype), x.to(total.dtype), beta=beta)
 
 
-def _new_sums(weight: Tensor, chunks: int) -> tuple[Tensor | None, list[Tensor]]:
-    """Room to sum dweight in: the whole and its parts; or None and blocks, if they are rounded to bf16 in the end."""
+def _allocate_sums(weight: Tensor, chunks: int) -> tuple[Tensor | None, list[Tensor]]:
+    """Allocate the sum of dweight: the whole and views of its parts; or None and fp32 blocks to be rounded to bf16."""
     V, C = weight.shape
     wide = torch.promote_types(weight.dtype, torch.float32)
     if weight.dtype != torch.bfloat16 or chunks <= BF16_CHUNKS:
         whole = weight.new_empty(V, C, dtype=weight.dtype if weight.dtype == torch.bfloat16 else wide)
-        return whole, list(whole.split(_word_parts(V, V)))
+        return whole, list(whole.split(_split_words(V, V)))
     rows = max(BLOCK_MIB * 2**20 // (4 * C) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
-    return None, [weight.new_empty(size, C, dtype=wide) for size in _word_parts(V, rows)]
+    return None, [weight.new_empty(size, C, dtype=wide) for size in _split_words(V, rows)]
 
 
-def _gathered(sums: list[Tensor]) -> Tensor:
-    """The blocks in bf16, one below the other; the list is emptied on the way."""
+def _concatenate(sums: list[Tensor]) -> Tensor:
+    """Concatenate the blocks in bf16; this empties the list."""
     blocks = []
     while sums:  # each block's sum is freed before the next one is cast
         blocks.append(sums.pop(0).to(torch.bfloat16))
@@ -236,29 +238,29 @@ def _gathered(sums: list[Tensor]) -> Tensor:
 
 
 def logits_buffer(x: Tensor, V: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Room for the logits of ``rows`` rows of x, or of all if they are fewer; the rows start where matmuls like it."""
+    """A buffer for the logits of ``rows`` rows of x, or of all if x has fewer; its rows are aligned for matmuls."""
     return x.new_empty(min(rows, len(x)), -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, dtype=dtype)[:, :V]
 
 
 class Gradients:
-    """dx, dweight and dbias of ``x @ weightᵀ + bias``, from the gradients of the logits of its rows, some at a time.
+    """dx, dweight and dbias of ``x @ weightᵀ + bias``, accumulated from the logits' gradients chunk by chunk.
 
     Args:
         x: [N, C].
         weight: [V, C].
-        need: whether dx, dweight and dbias are needed; those that are not are empty.
-        chunks: how many times there will be some.
+        need: whether dx, dweight and dbias are needed; the others are empty.
+        chunks: number of chunks.
     """
 
     def __init__(self, x: Tensor, weight: Tensor, need: tuple[bool, bool, bool], chunks: int) -> None:
         self._weight, self._need, self._begun = weight, need, False
         self.dx = torch.empty_like(x) if need[0] else x.new_empty(0)
-        self._dweight, self._sums = _new_sums(weight, chunks) if need[1] else (x.new_empty(0), [])
+        self._dweight, self._sums = _allocate_sums(weight, chunks) if need[1] else (x.new_empty(0), [])
         wide = torch.promote_types(x.dtype, torch.float32)
         self._dbias = torch.zeros(len(weight), dtype=wide, device=x.device) if need[2] else x.new_empty(0)
 
     def add(self, gradient: Tensor, x: Tensor, dx: Tensor | None) -> None:
-        """Of some rows: the logits' gradient [n, V] and x [n, C]; their dx is written."""
+        """Add a chunk: the logits' gradient [n, V] and x [n, C]; ``dx`` [n, C] is written."""
         if self._need[0]:
             assert dx is not None
             _linear_backward(gradient, self._weight, dx)
@@ -269,9 +271,9 @@ class Gradients:
         self._begun = True
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """dx, dweight as its sum is kept, dbias in fp32."""
+        """Return dx, dweight in the dtype of its sum, and dbias in fp32."""
         if self._dweight is None:
-            self._dweight = _gathered(self._sums)
+            self._dweight = _concatenate(self._sums)
         elif not self._begun:
             self._dweight.zero_()
         return self.dx, self._dweight, self._dbias
@@ -287,21 +289,22 @@ def walk_chunks(
     logits_dtype: torch.dtype | None = None,
     together: int = 1,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """What ``of_logits`` makes of ``x @ weightᵀ + bias``, chunk by chunk, and as far as needed dx, dweight and dbias.
+    """Apply ``of_logits`` to ``x @ weightᵀ + bias`` chunk by chunk, and compute dx, dweight and dbias if needed.
 
     Args:
         x: [N, C], contiguous.
         weight: [V, C].
         bias: [V].
         rows: rows per chunk.
-        need: whether dx, dweight and dbias are needed; those that are not come back empty.
-        of_logits: ``(logits of a chunk, its rows, room for the gradient of these logits) -> results per row, or None``.
-            The room has the dtype of x; if that is the logits' own, it is the logits. Read only if something is needed.
-        logits_dtype: of the logits handed to it; None for the dtype of x.
-        together: of so many chunks the products with the gradients are made at once, if those have a room of their own.
+        need: whether dx, dweight and dbias are needed; the others are returned empty.
+        of_logits: ``(logits of a chunk, its rows, gradient buffer) -> results per row, or None``. It writes the
+            gradient of the logits to the buffer, which is read only if something is needed. The buffer has the dtype of
+            x; if the logits have it, too, the buffer is the logits themselves.
+        logits_dtype: dtype of the logits; None for the dtype of x.
+        together: number of chunks whose gradients go through the products at once, if gradients have their own buffer.
 
     Returns:
-        Each result of all rows ([] without rows), dx, dweight as its sum is kept, dbias in fp32.
+        The results, each of all rows ([] without rows); dx; dweight in the dtype of its sum; dbias in fp32.
     """
     N, V = x.shape[0], weight.shape[0]
     logits = buffer = logits_buffer(x, V, rows, logits_dtype)
@@ -339,17 +342,17 @@ def _walk_chunks(
     c: Tensor | None = None,
     lse: Tensor | None = None,
     need: tuple[bool, bool, bool] = (False, False, False),
-    words: Words | None = None,
+    vocab_shard: VocabShard | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Statistics of every row (none if ``lse`` is given) and, as far as needed, dx, dweight and dbias."""
+    """Statistics of every row (none if ``lse`` is given), and dx, dweight and dbias if needed."""
     own_target, own_options = target, options
-    if words is not None:
-        own_target, own_options = _own_target(target, options[0], words), (IGNORED, *options[1:])
+    if vocab_shard is not None:
+        own_target, own_options = _local_target(target, options[0], vocab_shard), (IGNORED, *options[1:])
 
     def statistics(logits: Tensor, part: slice, gradient: Tensor) -> Sequence[Tensor] | None:
         results, known = None, None if lse is None else lse[part]
-        if words is not None and known is None:
-            results = _of_all_words(logits, target[part], options, words)
+        if vocab_shard is not None and known is None:
+            results = _vocab_parallel_statistics(logits, target[part], options, vocab_shard)
             known = results.lse
         if known is None or any(need):
             made = token_statistics(
@@ -362,7 +365,7 @@ def _walk_chunks(
                 a=None if a is None else a[part],
                 c=None if c is None else c[part],
                 gradient=gradient if any(need) else None,
-                vocabulary=None if words is None else words.vocabulary,
+                vocabulary=None if vocab_shard is None else vocab_shard.vocabulary,
             )  # fmt: skip
             results = made if results is None else results
         return results
@@ -370,7 +373,7 @@ def _walk_chunks(
     results, dx, dweight, dbias = walk_chunks(x, weight, bias, rows, need, statistics)
     if lse is None and not results:
         empty = lambda *size: x.new_empty(0, *size, dtype=torch.promote_types(x.dtype, torch.float32))
-        results = [empty(), empty(), empty(), empty(2), target.new_empty(0)]  # one tensor may not be two outputs
+        results = [empty(), empty(), empty(), empty(2), target.new_empty(0)]  # an op's outputs must differ
     return results, dx, dweight, dbias
 
 
@@ -394,11 +397,11 @@ LIBRARY.define(
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy", "CompositeExplicitAutograd")
 def _loss(x, weight, target, bias, class_weight, factors, *rest) -> tuple[Tensor, ...]:
-    (*options, rows, predict), need, words = rest[:7], rest[7:10], _words_again(*rest[10:])
+    (*options, rows, predict), need, vocab_shard = rest[:7], rest[7:10], _words_from_op(*rest[10:])
     a, scale = without_exponent(factors, x.dtype)
     statistics, dx, dweight, dbias = _walk_chunks(
         x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
-        predict=predict, a=a, need=need, words=words,
+        predict=predict, a=a, need=need, vocab_shard=vocab_shard,
     )  # fmt: skip
     loss, z_loss, _, _, predicted = statistics
     loss = (loss * factors).sum()
@@ -424,7 +427,7 @@ def _loss_fake(x, weight, target, bias, class_weight, factors, *rest) -> tuple[T
 def wide_gradients_fake(
     weight: Tensor, dw_dtype: torch.dtype, db_dtype: torch.dtype, need_dw: bool, need_db: bool
 ) -> tuple[Tensor, Tensor]:
-    """dweight and dbias as the real ops make them, without values."""
+    """Fake dweight and dbias of the real ops."""
     return (
         weight.new_empty(weight.shape if need_dw else 0, dtype=dw_dtype),
         weight.new_empty(weight.shape[0] if need_db else 0, dtype=db_dtype),
@@ -438,10 +441,10 @@ torch.library.register_autograd(
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy_tokens", "CompositeExplicitAutograd")
 def _tokens(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, ...]:
-    (*options, rows, predict), words = rest[:7], _words_again(*rest[7:])
+    (*options, rows, predict), vocab_shard = rest[:7], _words_from_op(*rest[7:])
     statistics, *_ = _walk_chunks(
         x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
-        predict=predict, words=words,
+        predict=predict, vocab_shard=vocab_shard,
     )  # fmt: skip
     return tuple(statistics)
 
@@ -454,13 +457,13 @@ def _tokens_fake(x, weight, target, bias, class_weight, *rest) -> tuple[Tensor, 
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy_tokens_backward", "CompositeExplicitAutograd")
 def _tokens_backward(a, c, x, weight, target, bias, class_weight, lse, *rest) -> tuple[Tensor, ...]:
-    (*options, rows), need, words = rest[:6], rest[6:9], _words_again(*rest[9:])
+    (*options, rows), need, vocab_shard = rest[:6], rest[6:9], _words_from_op(*rest[9:])
     a = lse.new_zeros(len(lse)) if a is None else a
     factors, scale = without_exponent(torch.cat([a, a.new_empty(0) if c is None else c]), x.dtype)
     a, c = factors[: len(a)], None if c is None else factors[len(a) :]
     _, dx, dweight, dbias = _walk_chunks(
         x.contiguous(), weight, target.contiguous(), bias, class_weight, tuple(options), rows,
-        a=a, c=c, lse=lse, need=need, words=words,
+        a=a, c=c, lse=lse, need=need, vocab_shard=vocab_shard,
     )  # fmt: skip
     return scaled((dx, dweight, dbias), scale, (x.dtype, weight.dtype, weight.dtype))
 
@@ -474,7 +477,7 @@ def _tokens_backward_fake(a, c, x, weight, target, bias, class_weight, lse, *res
 
 def _tokens_setup(ctx, inputs, output):
     x, weight, target, bias, class_weight, *options = inputs
-    ctx.options, ctx.words = options[:6], options[7:]
+    ctx.options, ctx.vocab_shard = options[:6], options[7:]
     _, z_loss, _, lse, predicted = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(z_loss, lse, predicted)
@@ -487,7 +490,7 @@ def _tokens_grad(ctx, a, _z_loss, c, _lse, _predicted):
     *inputs, lse = ctx.saved_tensors
     need = [ctx.needs_input_grad[index] for index in (0, 1, 3)]
     gradients = torch.ops.liger_models.linear_cross_entropy_tokens_backward(
-        a, c, *inputs, lse, *ctx.options, *need, *ctx.words
+        a, c, *inputs, lse, *ctx.options, *need, *ctx.vocab_shard
     )
     dx, dweight, dbias = (g if wanted else None for g, wanted in zip(gradients, need, strict=True))
     return dx, dweight, None, dbias, *(None,) * 12
@@ -499,7 +502,7 @@ torch.library.register_autograd(
 
 
 def check_head(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, workspace_mib: int | None) -> None:
-    """Raise unless x [..., C], weight [V, C] and bias [V] are a head and its input, and the budget is one."""
+    """Raise unless x [..., C], weight [V, C] and bias [V] match and the budget is positive."""
     check_floating(op, x=x, weight=weight, bias=bias)
     check(
         weight.dim() == 2 and x.dim() > 0 and weight.shape[1] == x.shape[-1],
@@ -513,10 +516,10 @@ def check_head(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, workspac
 
 
 def matching_dtypes(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors in autocast's dtype, if it is enabled, and else as they are.
+    """Under autocast, cast the tensors to its dtype; otherwise return them unchanged.
 
     Raises:
-        TypeError: they are not of one dtype then.
+        TypeError: without autocast the dtypes differ.
     """
     first = next(tensor for tensor in tensors if tensor is not None)
     if torch.is_autocast_enabled(first.device.type):
@@ -551,44 +554,45 @@ def linear_cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
     workspace_mib: int | None = None,
-    words: Words | None = None,
+    vocab_shard: VocabShard | None = None,
 ) -> CrossEntropyOutput:
-    """`cross_entropy` of ``x @ weightᵀ + bias`` against ``target``; the logits exist one chunk at a time.
+    """`cross_entropy` of ``x @ weightᵀ + bias`` against ``target``, with the logits of only one chunk at a time.
 
     Args:
         x: [..., C], floating-point.
         weight: [V, C], in the dtype of x.
         target: [...], int64 in [0, V) or ``ignore_index``.
         bias: [V], in the dtype of x.
-        workspace_mib: budget in MiB of the buffer for logits; at least 128 rows are taken at a time. None takes 512
-            MiB for up to 8192 tokens, for more tokens more in proportion, and for V > 262,144 an eighth of the rows.
-        words: of which weight and bias are the rows, where the vocabulary is cut over ranks: each has the same x, the
-            same loss, and of the gradient of x its part of a sum (`collectives.enter`). Neither with ``class_weight``
-            nor with ``return_token_accuracy`` or ``return_predicted_tokens``.
-        Others: as in `cross_entropy`. ``return_log_probs`` and reduction "none" are differentiable per token and make
-            the logits again in the backward.
+        workspace_mib: budget of the logits buffer in MiB; a chunk has at least 128 rows. None: 512 MiB for up to 8192
+            tokens, proportionally more for more tokens, and an eighth of the rows for V > 262,144.
+        vocab_shard: this rank's shard, whose rows weight and bias are, if the vocabulary is sharded over ranks. All
+            ranks pass the same x and get the same loss; the gradient of x is a partial sum
+            (`collectives.copy_to_region`). Not with ``class_weight``, ``return_token_accuracy`` or
+            ``return_predicted_tokens``.
+        Others: as in `cross_entropy`. ``return_log_probs`` and reduction "none" are differentiable per token; their
+            backward recomputes the logits.
 
     Returns:
         `CrossEntropyOutput`.
 
     Raises:
-        ValueError: shapes that do not fit, an option out of range, on the CPU a target out of range.
-        TypeError: dtypes that do not fit.
+        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        TypeError: a dtype is wrong.
     """
     op = "linear_cross_entropy"
     predict = return_token_accuracy or return_predicted_tokens
     check_head(op, x, weight, bias, workspace_mib)
     check_floating(op, class_weight=class_weight, token_weight=token_weight)
-    V = weight.shape[0] if words is None else words.vocabulary
-    if words is not None:
+    V = weight.shape[0] if vocab_shard is None else vocab_shard.vocabulary
+    if vocab_shard is not None:
         check(
             class_weight is None and not predict,
-            f"{op}: class_weight, return_token_accuracy and return_predicted_tokens are not to be had with words. "
+            f"{op}: class_weight, return_token_accuracy and return_predicted_tokens do not work with words. "
             "Leave them out.",
         )
         check(
-            len(weight) == words.count > 0,
-            f"{op}: weight must have the {words.count} > 0 rows of this rank's words, got {len(weight)}.",
+            len(weight) == vocab_shard.count > 0,
+            f"{op}: weight must have the {vocab_shard.count} > 0 rows of this rank's words, got {len(weight)}.",
         )
     check_arguments(
         op, tuple(x.shape[:-1]), V, target, class_weight, token_weight,
@@ -596,9 +600,9 @@ def linear_cross_entropy(
     )  # fmt: skip
     x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
     flat, y = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-    # The same on all ranks, which talk to each other after each chunk.
-    rows = chunk_rows(flat.shape[0], V if words is None else words.each, x.element_size(), workspace_mib)
-    told = () if words is None else (words.ranks.group, words.ranks.size, words.ranks.rank, V)
+    # Equal on all ranks: they communicate after each chunk.
+    rows = chunk_rows(flat.shape[0], V if vocab_shard is None else vocab_shard.each, x.element_size(), workspace_mib)
+    told = () if vocab_shard is None else (vocab_shard.ranks.name, vocab_shard.ranks.size, vocab_shard.ranks.rank, V)
     options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale, rows)
     factors = token_scale(
         y, class_weight, token_weight, ignore_index, reduction, num_items, torch.promote_types(x.dtype, torch.float32)

@@ -1,23 +1,24 @@
-"""Log-probability of each target under ``softmax(x @ weightᵀ + bias)``, and the entropy, without all the logits.
+"""Log-probability of each target under ``softmax(x @ weightᵀ + bias)``, and the entropy, without holding all logits.
 
-Per token, over the vocabulary, in fp32, z = logit_scale · logit / temperature, with a softcap
+Per token, over the vocabulary, in fp32, with z = logit_scale · logit / temperature, or with a softcap
 z = softcap · tanh(logit_scale · logit / softcap) / temperature::
 
     logp = z_y − log Σ_j exp(z_j)
     H    = −Σ_j p_j · log p_j = log Σ_j exp(z_j − m) − Σ_j p_j · (z_j − m),  m = max z
 
-Backward, for upstream c of logp and h of H::
+Backward, for upstream gradients c of logp and h of H::
 
     dz_j = c · ([j = y] − p_j) − h · p_j · (log p_j + H)
 
-then on to the logits as in `cross_entropy`. Rows with target ``ignore_index`` give 0 everywhere.
+and from dz to the logits as in `cross_entropy`. Rows with target ``ignore_index`` give 0 everywhere.
 
-The rows go through in the chunks of `linear_cross_entropy`: two products forward and back of which one is the logits,
-made again in the backward since each token has an upstream gradient of its own (four in all). Saved: x, weight, max z
-and log Σ exp(z − max z), and H. Without the entropy it is `linear_cross_entropy`'s own per-token op that runs.
+The rows are processed in the chunks of `linear_cross_entropy`. Each token has its own upstream gradient, so the
+backward recomputes the logits: four products in all. Saved: x, weight, max z, log Σ exp(z − max z), and H. Without the
+entropy `linear_cross_entropy`'s per-token op runs.
 
-A loss that is a sum over sequences, or pairs of them, needs no second product for the logits (`loss_of_log_probs`): its
-gradient for a sequence is known once that sequence's log-probabilities are, while its logits are still there.
+A loss that is a sum over sequences, or over pairs of them, needs no second product for the logits
+(`loss_of_log_probs`): its gradient for a sequence is known as soon as that sequence's log-probabilities are, while its
+logits still exist.
 
 Source: https://arxiv.org/abs/2410.10989 (Liger Kernel, chunked losses).
 """
@@ -29,8 +30,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .checks import check
 from .cross_entropy import LOWEST, _transformed, check_arguments, exp, token_statistics
-from .dispatch import LIBRARY, check, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 from .linear_cross_entropy import (
     Gradients,
     check_head,
@@ -48,8 +50,8 @@ More = TypeVar("More")
 MAX_BLOCK = 16384
 
 KEPT = 5 / 8
-"""Share of all rows whose logits `loss_of_log_probs` keeps at most, if a single sequence or pair has more than a chunk.
-The peak is then a fifth of what plain PyTorch takes for a preference loss without a reference model."""
+"""Largest share of all rows whose logits `loss_of_log_probs` keeps at a time, if one sequence or pair exceeds a chunk.
+The peak is then a fifth of plain PyTorch's for a preference loss without a reference model."""
 
 
 def fused_linear_logprobs_reference(
@@ -63,7 +65,7 @@ def fused_linear_logprobs_reference(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies in plain torch, with all the logits."""
+    """Log-probabilities and entropies in plain torch, with all logits."""
     logits = F.linear(x, weight, bias)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
     if softcap is not None:
@@ -111,7 +113,7 @@ def _log_probs_kernel(
             z = _transformed(x, logit_scale, softcap, HAS_SOFTCAP)
             log_p = (z - maximum) - log_total
             p = exp(log_p)
-            # A logit of −inf: p · log p is 0 there, not NaN.
+            # For a logit of −inf, p · log p must be 0 and not NaN.
             dz = -p * (c + h * (tl.maximum(log_p, LOWEST) + entropy))
             dz = tl.where(start + columns == y, dz + c, dz)
             if HAS_SOFTCAP:
@@ -147,7 +149,7 @@ def _log_probs_kernel(
 def _rows_in_torch(
     logits: Tensor, target: Tensor, ignore_index: int, softcap: float | None, logit_scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """z, log p, log p of the target, entropy: the formulas above in plain torch, without autograd."""
+    """z, log p, log p of the target, and the entropy, by the formulas above in plain torch, without autograd."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -160,7 +162,7 @@ def _rows_in_torch(
 def _statistics(
     logits: Tensor, target: Tensor, ignore_index: int, softcap: float | None, logit_scale: float
 ) -> Sequence[Tensor]:
-    """Log-probability, entropy and the two summands of lse ([N, 2]) of each row."""
+    """Log-probability, entropy, and the two summands of lse ([N, 2]) of each row."""
     if not use_triton(logits):
         z, _, log_prob, entropy = _rows_in_torch(logits, target, ignore_index, softcap, logit_scale)
         maximum = z.amax(-1)
@@ -325,7 +327,7 @@ def fused_linear_logprobs(
     return_entropy: bool = False,
     workspace_mib: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probability of each target given ``x @ weightᵀ + bias``; the logits exist one chunk at a time.
+    """Log-probability of each target given ``x @ weightᵀ + bias``, with the logits of only one chunk at a time.
 
     Args:
         x: [..., C], floating-point.
@@ -333,24 +335,24 @@ def fused_linear_logprobs(
         target: [...], int64 in [0, V) or ``ignore_index``.
         bias: [V], in the dtype of x.
         ignore_index: target value of tokens whose results are 0.
-        softcap: ``softcap · tanh(logits / softcap)``, after ``logit_scale``.
+        softcap: cap the logits, after ``logit_scale``, to ``softcap · tanh(logits / softcap)``; None for no cap.
         logit_scale: factor of the logits.
         temperature: divisor of the logits, after the softcap.
         return_entropy: also return the entropy of each token's distribution.
-        workspace_mib: budget in MiB of the buffer for logits; None as in `linear_cross_entropy`.
+        workspace_mib: budget of the logits buffer in MiB; None as in `linear_cross_entropy`.
 
     Returns:
-        Log-probabilities [...] fp32, differentiable token by token; with ``return_entropy`` a pair of these and the
-        entropies (in nats) [...] fp32, differentiable as well.
+        Log-probabilities [...], fp32, differentiable per token. With ``return_entropy`` a pair of these and the
+        entropies in nats [...], fp32, also differentiable.
 
     Raises:
-        ValueError: shapes that do not fit, an option out of range, on the CPU a target out of range.
-        TypeError: dtypes that do not fit.
+        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        TypeError: a dtype is wrong.
     """
     op = "fused_linear_logprobs"
     check(temperature > 0, f"{op}: temperature must be positive, got {temperature}.")
     check(softcap is None or softcap > 0, f"{op}: softcap must be positive or None, got {softcap}.")
-    # Dividing by the temperature after the softcap is dividing both the scale and the cap by it.
+    # Dividing by the temperature after the softcap equals dividing both scale and cap by it.
     softcap, logit_scale = None if softcap is None else softcap / temperature, logit_scale / temperature
     if not return_entropy:
         log_probs = linear_cross_entropy(
@@ -385,29 +387,29 @@ def loss_of_log_probs(
     temperature: float = 1.0,
     workspace_mib: int | None = None,
 ) -> tuple[Tensor, More]:
-    """``loss_of(fused_linear_logprobs(...))`` for a loss that is a sum over sequences; its gradients are made with it.
+    """``loss_of(fused_linear_logprobs(...))`` for a loss that sums over sequences; the forward computes the gradients.
 
     Args:
-        loss_of: log-probabilities [B, T] fp32 -> loss [], and what else is wanted of it, without gradients. The
-            gradient for a sequence may depend on no other one, but for those ``together`` with it; numbers that are the
-            same for all, such as counts of targets, must come from elsewhere than the log-probabilities. It is called
-            several times, with log-probabilities of −1 where they are not known yet, and the last time with all.
+        loss_of: log-probabilities [B, T] fp32 -> ``(loss [], anything else without gradients)``. The gradient for a
+            sequence must depend only on that sequence and those ``together`` with it; numbers shared by all sequences,
+            such as counts of targets, must not be derived from the log-probabilities. It is called several times: with
+            log-probabilities of −1 where they are not known yet, and the last time with all of them.
         x: [B, T, C].
-        together: so many sequences belong together: b, b + B / together, ... (2: chosen, then rejected ones).
+        together: how many sequences belong together: b, b + B / together, ... (2: chosen, then rejected sequences).
         target: [B, T].
-        Others: as in `fused_linear_logprobs`. Without ``workspace_mib`` the logits of a chunk are those of whole
-            sequences, of up to five eighths of all rows if one needs so many; what is more is computed twice.
+        Others: as in `fused_linear_logprobs`. Without ``workspace_mib`` a chunk holds the logits of whole sequences, if
+            need be up to five eighths of all rows; logits beyond that are computed twice.
 
     Returns:
-        Loss [], differentiable in x, weight and bias, and what else ``loss_of`` returned.
+        The loss [], differentiable in x, weight and bias, and the second result of ``loss_of``.
 
     Raises:
-        ValueError, TypeError: as `fused_linear_logprobs`.
+        ValueError, TypeError: as in `fused_linear_logprobs`.
     """
     options = {"bias": bias, "ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
     need = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
     half = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    # In fp16 the gradients of all tokens are scaled by one power of two, which must be known before the first.
+    # In fp16 one power of two scales the gradients of all tokens; it must be known before the first is computed.
     if not any(need) or half == torch.float16 or target.numel() == 0 or torch.compiler.is_compiling():
         return loss_of(
             fused_linear_logprobs(x, weight, target, temperature=temperature, workspace_mib=workspace_mib, **options)  # type: ignore[call-overload]
@@ -450,7 +452,7 @@ def _loss_and_gradients(
     B, T, C = x.shape
     V, N, unit = len(weight), B * T, together * T
     rows = chunk_rows(N, V, x.element_size(), workspace_mib)
-    each = -(-rows // unit) if workspace_mib is None else max(rows // unit, 1)  # sequences, or pairs, at a time
+    each = -(-rows // unit) if workspace_mib is None else max(rows // unit, 1)  # sequences (or pairs) per chunk
     room = rows if workspace_mib is not None else max(rows, int(KEPT * N))
     size = min(each * unit, N)
     step = size if size <= room else rows
@@ -471,7 +473,7 @@ def _loss_and_gradients(
     for group in groups:
         rows_x, y = x[:, group].reshape(-1, C), target[:, group].reshape(-1)
         parts = [slice(start, min(start + step, len(y))) for start in range(0, len(y), step)]
-        dropped = max(len(parts) - len(buffer) // step, 0)  # so many logits do not stay
+        dropped = max(len(parts) - len(buffer) // step, 0)  # parts whose logits are overwritten and recomputed
         found, lse = log_probs.new_empty(len(y)), log_probs.new_empty(len(y), 2)
         logits = []
         for number, part in enumerate(parts):
@@ -482,7 +484,7 @@ def _loss_and_gradients(
             assert statistics is not None
             found[part], lse[part] = statistics.log_probs, statistics.lse
         log_probs[:, group] = found.view(log_probs[:, group].shape)
-        a = -gradient_of_log_probs()[:, group].reshape(-1)  # of −log p
+        a = -gradient_of_log_probs()[:, group].reshape(-1)  # upstream gradient of −log p
         d_rows = gradients.dx.new_empty(rows_x.shape) if need[0] else gradients.dx
         for number, part in sorted(enumerate(parts), key=lambda each: each[0] < dropped):
             if number < dropped:

@@ -1,16 +1,17 @@
-"""A linear layer whose frozen weight is kept in 4 bits (NF4, as torchao stores it).
+"""A linear layer whose frozen weight is stored in 4 bits (NF4, in torchao's layout).
 
     W = table[code] · scale,   scale = cast(code of the scale / factor) + mean        y = x · Wᵀ + b,   dx = dy · W
 
-Each row of codes is made into W in one pass, in the weight's dtype, for the product that needs it: forward and backward
-each make it anew, and it is gone after the product. The numbers are those of torchao's ``get_original_weight``, bit for
-bit: every step is rounded to the weight's dtype.
+W is dequantised in one pass, in the weight's dtype, by the forward and again by the backward, and freed after the
+product. It equals torchao's ``get_original_weight`` bit for bit: every step is rounded to the weight's dtype.
 
-    codes      two in a byte, the first in its upper half
+    codes      two per byte, the first in the upper half
     scales     one int8 per block of 64 codes
     factors    one per block of at most 256 scales; one mean for all
 
-Saved: what is kept anyway. Source: https://arxiv.org/abs/2305.14314.
+Saved: only the quantised weight, which exists anyway.
+
+Source: https://arxiv.org/abs/2305.14314.
 """
 
 from typing import Any
@@ -19,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import LIBRARY, check, on_device_of, tl, triton, use_triton
+from .checks import check
+from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 
 BLOCK = 1024
 NUM_WARPS = 4
-"""Bytes of codes per program, and its warps."""
+"""Bytes of codes, and warps, of a program."""
 
 
 @triton.jit
@@ -114,7 +116,7 @@ def nf4_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     """``x @ Wᵀ + bias`` with a frozen weight in NF4.
 
     Args:
-        x: [..., C]; under autocast it is cast to the dtype that autocast asks for.
+        x: [..., C]; under autocast it is cast to autocast's dtype.
         weight: torchao's ``NF4Tensor`` of shape [O, C]. It gets no gradient.
         bias: [O] or None.
 
@@ -122,7 +124,7 @@ def nf4_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         [..., O] in the dtype of x.
 
     Raises:
-        ValueError: shapes that don't fit together.
+        ValueError: the shapes do not match.
     """
     rows, columns = weight.shape
     check(

@@ -8,8 +8,8 @@ class KernelOptions:
     """Each part on its fused kernel (True) or in plain torch (False), for debugging and comparison.
 
     Args:
-        rms_norm: RMSNorms, and the products that follow them without keeping the normed activations.
-        layer_norm: LayerNorms, which vision towers have.
+        rms_norm: RMSNorms, and the linear layers after them, for which no normed activations are saved.
+        layer_norm: LayerNorms, likewise.
         rope: rotary embedding on the packed QKV projection.
         swiglu: the activation of the MLP, gated or not, whatever its function.
         cross_entropy: loss on logits that are built in full.

@@ -1,4 +1,4 @@
-"""RMSNorm of queries and keys, then their rotation, while the packed QKV projection is taken apart.
+"""RMSNorm and rotary embedding of queries and keys, while the packed QKV projection is split.
 
 Forward, with r = 1 / sqrt(mean(x²) + eps) and n = x · r, in fp32::
 
@@ -6,25 +6,26 @@ Forward, with r = 1 / sqrt(mean(x²) + eps) and n = x · r, in fp32::
     z = (weight_offset + w) · n          scale_in_fp32=True (Gemma 3, OLMo 2)
     q, k = cast(rotated(z))              as in `rope`;  v is copied
 
-The mean is over a head, with one weight [D] for all queries and one for all keys; or, where the weights are as wide as
-the projections ([H · D] and [G · D]: OLMo 2), over all heads of a token, queries and keys apart.
+The mean is over one head, with one weight [D] for all queries and one for all keys. If the weights are as wide as the
+projections ([H · D] and [G · D]: OLMo 2), it is over all heads of a token, separately for queries and keys.
 
 Backward, with dz = rotated back(dq), s = dz · (weight_offset + w), and likewise for k::
 
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ dz · n
 
-Saved: the packed projection itself. r is made again from x, which the backward has at hand. The outputs, which
-attention keeps anyway, would not do instead: n is not to be had from them where a weight is 0. The weight gradients are
-summed in fp32: a partial result per program, then a sum.
+Saved: the packed projection. r is recomputed from x, which the backward reads anyway. The outputs, which attention
+saves anyway, are no substitute: where a weight is 0, n cannot be recovered from them. The weight gradients are summed
+in fp32: one partial result per program, then the sum of these.
 
-Source: https://arxiv.org/abs/2010.04245, as Qwen3 (https://arxiv.org/abs/2505.09388), Gemma 3
-(https://arxiv.org/abs/2503.19786) and OLMo 2 (https://arxiv.org/abs/2501.00656) have it.
+Source: https://arxiv.org/abs/2010.04245, as in Qwen3 (https://arxiv.org/abs/2505.09388), Gemma 3
+(https://arxiv.org/abs/2503.19786) and OLMo 2 (https://arxiv.org/abs/2501.00656).
 """
 
 import torch
 from torch import Tensor
 
-from .dispatch import LIBRARY, check, check_floating, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
+from .checks import check, check_floating
+from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 from .rms_norm import _scaled, rms_norm_reference
 from .rope import (
     ELEMENTS_PER_WARP,
@@ -44,9 +45,10 @@ from .rope import (
 
 HEAD_WARPS_PER_SM, HEAD_STAGES = 64, 4
 WHOLE_WARPS_PER_SM, WHOLE_STAGES = 16, 3
-"""Warps per multiprocessor among which the tokens are divided when each program sums a weight gradient over its own,
-and tokens that each has in flight as far as shared memory holds them; for norms of each head, and of all together. On
-an H200 the backward, 32 + 8 and 32 + 32 heads of 128, has 0.81 and 0.99 of copy bandwidth; one by one 0.73 and 0.87."""
+"""Warps per multiprocessor of the backward when each program sums a weight gradient over its tokens, and tokens that a
+program has in flight if shared memory holds them; HEAD for norms of single heads, WHOLE for norms of all heads. On an
+H200 the backward with 32 + 8 and 32 + 32 heads of 128 reaches 0.81 and 0.99 of copy bandwidth; with one token in flight
+0.73 and 0.87."""
 
 
 def qk_norm_rope_reference(
@@ -64,7 +66,7 @@ def qk_norm_rope_reference(
     scale_in_fp32: bool = False,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `qk_norm_rope` computes, in plain torch (differentiable; fp64 stays fp64)."""
+    """`qk_norm_rope` in plain torch (differentiable; fp64 stays fp64)."""
     q, k, v = split_heads(qkv, num_heads, num_kv_heads, head_dim)
 
     def normed_and_rotated(x: Tensor, weight: Tensor) -> Tensor:
@@ -77,13 +79,13 @@ def qk_norm_rope_reference(
 
 @triton.jit
 def _mean(x, count, WHOLE: tl.constexpr):
-    """The mean over ``count`` entries, from their sums by pair: of each row [ROWS, 1], or, with WHOLE, of all rows."""
+    """The mean over ``count`` entries, given their sums by pair: of each row, [ROWS, 1], or with WHOLE of all rows."""
     return (tl.sum(x) if WHOLE else tl.sum(x, 1)[:, None]) / count
 
 
 @triton.jit
 def _heads(chunk, G: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
-    """The heads of a program, [ROWS, 1]: index (queries, then keys), if there is one, index in the packed row.
+    """The heads of a program, [ROWS, 1] each: index (queries, then keys), whether it exists, index in the packed row.
 
     With WHOLE all queries are the first chunk, all keys the second.
     """
@@ -98,7 +100,7 @@ def _heads(chunk, G: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, WH
 
 @triton.jit
 def _values(chunk, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr):
-    """A program's share of a token's values: index [ROWS, 1], column [1, 2 BLOCK], and which of them there are."""
+    """A program's share of a token's values: index [ROWS, 1], column [1, 2 BLOCK], and which of these exist."""
     row = tl.arange(0, ROWS)[:, None]
     value = chunk * SHARE + row
     column = tl.arange(0, 2 * BLOCK)[None, :]
@@ -200,7 +202,7 @@ def _qk_norm_rope_backward_kernel(
 
 
 def _constants(num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor | None, whole: bool) -> dict[str, int]:
-    """What both kernels are compiled for, and how many programs (``CHUNKS``) share the heads of a token."""
+    """Constants of both kernels; ``CHUNKS`` is how many programs share the heads of a token."""
     constants = tiles(num_heads + num_kv_heads, head_dim, cos)
     if whole:
         rows = triton.next_power_of_2(num_heads)
@@ -264,7 +266,7 @@ def _qk_norm_rope_backward(
     chunks = constants["CHUNKS"]
     cos, sin, table_b, table_t = tables(cos, sin, qkv)
     B, T, _ = qkv.shape
-    shares = B * T  # programs among which the tokens are divided, for each chunk of heads
+    shares = B * T  # programs that share the tokens, for each chunk of heads
     warps, stages = (WHOLE_WARPS_PER_SM, WHOLE_STAGES) if whole else (HEAD_WARPS_PER_SM, HEAD_STAGES)
     in_flight = 2 * constants["ROWS"] * 2 * constants["BLOCK"] * qkv.element_size()
     stages = fitting_stages(qkv, stages, in_flight)
@@ -274,7 +276,7 @@ def _qk_norm_rope_backward(
     rows, q_rows = (num_heads + num_kv_heads, num_heads) if whole else (2, 1)
     partials = (shares if whole else shares * chunks) if need_dw else 0
     partial = torch.empty(partials, rows, head_dim, dtype=torch.float32, device=qkv.device)
-    # A part that the constants switch off still has to be a tensor with strides.
+    # A part that the constants disable must still be a tensor with strides.
     parts = [qkv.unsqueeze(2) if grad is None else grad for grad in grads]
     if qkv.numel():
         with on_device_of(qkv):
@@ -288,7 +290,7 @@ def _qk_norm_rope_backward(
     if not need_dw:
         return dqkv, q_norm_weight.new_empty(0), k_norm_weight.new_empty(0)
     total = partial.sum(0)
-    # Copied even from fp32 to fp32: outputs of an op may not share memory.
+    # Copied even from fp32 to fp32: outputs of an op must not share memory.
     dwq, dwk = (part.flatten().to(q_norm_weight.dtype, copy=True) for part in (total[:q_rows], total[q_rows:]))
     return dqkv, dwq, dwk
 
@@ -343,12 +345,12 @@ def qk_norm_rope(
     scale_in_fp32: bool = False,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Take the packed projection apart, norm q and k and rotate them, in one kernel; it is kept for the backward.
+    """Split the packed projection, then norm and rotate q and k, in one kernel. The packed tensor is saved.
 
     Args:
         qkv, cos, sin, num_heads, num_kv_heads, head_dim: as in `rope_qkv`.
-        q_norm_weight, k_norm_weight: [D] both, to norm each head by itself; or [H · D] and [G · D], in the order of the
-            outputs' heads, to norm all queries and all keys of a token as one vector each. Of one dtype.
+        q_norm_weight, k_norm_weight: both [D], to norm each head by itself; or [H · D] and [G · D], in the order of the
+            outputs' heads, to norm all queries of a token as one vector and all keys as another. Both of one dtype.
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.
         interleaved: as in `rope`.
 
@@ -356,8 +358,8 @@ def qk_norm_rope(
         ``(q, k, v)``: [B, T, H, D], [B, T, G, D] and [B, T, G, D], each contiguous, in the dtype of qkv.
 
     Raises:
-        ValueError: the sizes don't fit together, or one table is given without the other.
-        TypeError: a tensor that is not floating-point, or weights of two dtypes.
+        ValueError: the sizes do not match, or only one table is given.
+        TypeError: a tensor is not floating-point, or the weights differ in dtype.
     """
     check_qkv("qk_norm_rope", qkv, cos, sin, num_heads, num_kv_heads, head_dim)
     check_floating("qk_norm_rope", q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)

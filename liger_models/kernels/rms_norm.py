@@ -19,7 +19,8 @@ Source: https://arxiv.org/abs/1910.07467.
 import torch
 from torch import Tensor
 
-from .dispatch import LIBRARY, check, check_floating, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
+from .checks import check, check_floating
+from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 
 MAX_TILE = 16384
 """Widest row that a program holds in registers; wider rows are walked in tiles."""
@@ -29,6 +30,9 @@ STAGES = 3
 4096 and 8192, 0.76, 0.88 and 0.93 of copy bandwidth, and without 0.52, 0.74 and 0.71."""
 
 WIDE_ROW_SPLITS = 64
+
+ELEMENTWISE_BLOCK = 4096
+"""Columns per program where saved statistics make a norm elementwise: a row of a 7B model, 16 elements per thread."""
 
 
 def rms_norm_reference(
@@ -191,6 +195,20 @@ def _rms_norm_weight_gradient_kernel(
     tl.store(dw_ptr + tl.program_id(1).to(tl.int64) * C + columns, dw, mask=inside)
 
 
+@triton.jit
+def _rms_normed_kernel(
+    h_ptr, w_ptr, rstd_ptr, y_ptr, C, weight_offset, SCALE_IN_FP32: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * C
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < C
+    h = tl.load(h_ptr + row + columns, mask=inside, other=0.0)
+    w = tl.load(w_ptr + columns, mask=inside, other=0.0)
+    n = h.to(tl.float32) * tl.load(rstd_ptr + tl.program_id(0))
+    y = _scaled(n, w, weight_offset, SCALE_IN_FP32, h.dtype).to(h.dtype)
+    tl.store(y_ptr + row + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
 def _num_warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
@@ -215,6 +233,23 @@ def rms_norm_forward(
                 num_warps=_num_warps(block),
             )  # fmt: skip
     return y, h, rstd
+
+
+def rms_normed(
+    h: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float, scale_in_fp32: bool, dtype: torch.dtype
+) -> Tensor:
+    """The forward's normed rows, bit for bit, from the saved rstd; cast to ``dtype``."""
+    h, weight = h.contiguous(), weight.contiguous()
+    C = h.shape[-1]
+    y = torch.empty_like(h, dtype=dtype)
+    block = min(triton.next_power_of_2(C), ELEMENTWISE_BLOCK)
+    if h.numel():
+        with on_device_of(h):
+            _rms_normed_kernel[(h.numel() // C, triton.cdiv(C, block))](
+                h, weight, rstd, y, C, weight_offset, SCALE_IN_FP32=scale_in_fp32, BLOCK=block,
+                num_warps=max(block // 512, 1),
+            )  # fmt: skip
+    return y
 
 
 def rms_norm_backward(

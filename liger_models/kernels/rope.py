@@ -1,4 +1,4 @@
-"""Rotary position embedding: of one tensor, or of the packed QKV projection while it is taken apart.
+"""Rotary position embedding of one tensor, or of the packed QKV projection while it is split.
 
 Forward, per token and head, for each pair (x1, x2) of the first R (rotary width) of D entries, in fp32::
 
@@ -6,10 +6,11 @@ Forward, per token and head, for each pair (x1, x2) of the first R (rotary width
     y2 = x2 · cos + x1 · sin                      the entries from R on, and the values v, are copied
 
 A pair is (i, i + R/2), the half-split order of most Hugging Face checkpoints, or (2i, 2i + 1) if ``interleaved`` (GLM).
-The packed projection may come without tables (layers that have no rotation): it is only taken apart.
+Without tables (layers without rotation) the packed projection is only split.
 
-Backward is the rotation by the opposite angle, ``dx = rope(dy, cos, −sin)``: no activation is saved, only the tables,
-which get no gradient. Tables hold one entry per pair (half width); the result is rounded once, to the input dtype.
+The backward is the rotation by the opposite angle, ``dx = rope(dy, cos, −sin)``. No activation is saved, only the
+tables, which get no gradient. Tables hold one entry per pair (half width). The result is rounded once, to the input
+dtype.
 
 The packed projection is grouped by KV head: for each KV head its H / G query heads, then k, then v.
 
@@ -19,19 +20,20 @@ Source: https://arxiv.org/abs/2104.09864.
 import torch
 from torch import Tensor
 
-from .dispatch import LIBRARY, check, check_floating, on_device_of, tl, triton, use_triton
+from .checks import check, check_floating
+from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 
 MIN_WARPS, MAX_WARPS = 4, 16
 ELEMENTS_PER_WARP = 512
-"""Heads of one token are tiled to about this size: 16 heads of 128, so 32 + 2 · 8 heads leave no lane idle. In bf16 a
-thread makes one 16-byte load of each half, in 32 registers."""
+"""A program takes heads of one token up to about this size: 16 heads of 128, so 32 + 2 · 8 heads leave no lane idle. In
+bf16 a thread loads 16 bytes of each half, into 32 registers."""
 
 PAIRS_PER_WARP = 16
-"""At most: a token's angles must be fewer than the threads, or Triton sends them through shared memory."""
+"""Upper limit: with more angles per token than threads, Triton sends the angles through shared memory."""
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """What `rope` computes, in plain torch (differentiable in x; fp64 stays fp64)."""
+    """`rope` in plain torch (differentiable in x; fp64 stays fp64)."""
     compute = torch.promote_types(x.dtype, torch.float32)
     half = cos.shape[-1]
     cos, sin = (table.detach().to(compute).unsqueeze(2) for table in (cos, sin))  # [B, T, 1, R / 2]
@@ -44,7 +46,7 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fals
 
 
 def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The heads of the packed projection, in plain torch: q [B, T, H, D], k and v [B, T, G, D], new and contiguous."""
+    """Split the packed projection in plain torch: q [B, T, H, D], k and v [B, T, G, D], new and contiguous."""
     queries = num_heads // num_kv_heads
     groups = qkv.unflatten(-1, (num_kv_heads, queries + 2, head_dim))  # [B, T, G, H / G + 2, D]
     parts = groups.split([queries, 1, 1], 3)
@@ -62,7 +64,7 @@ def rope_qkv_reference(
     *,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `rope_qkv` computes, in plain torch."""
+    """`rope_qkv` in plain torch."""
     q, k, v = split_heads(qkv, num_heads, num_kv_heads, head_dim)
     if cos is None or sin is None:
         return q, k, v
@@ -73,7 +75,7 @@ def rope_qkv_reference(
 def load_angles(
     cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF: tl.constexpr, BLOCK: tl.constexpr, INVERSE: tl.constexpr
 ):
-    """cos and sin of a token, [1, BLOCK] in fp32; with INVERSE those of the opposite angle."""
+    """cos and sin of a token, [1, BLOCK] in fp32; with INVERSE of the opposite angle."""
     pair = tl.arange(0, BLOCK)[None, :]
     entry = batch * table_b + position * table_t + pair
     cos = tl.load(cos_ptr + entry, mask=pair < HALF, other=1.0).to(tl.float32)
@@ -83,9 +85,9 @@ def load_angles(
 
 @triton.jit
 def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """[1, BLOCK]: the D / 2 pairs of a head in half-split order, where x1 and x2 of each lie, and which there are."""
+    """The D / 2 pairs of a head in half-split order, [1, BLOCK] each: columns of x1, of x2, and which pairs exist."""
     pair = tl.arange(0, BLOCK)[None, :]
-    turned = pair < HALF  # the others pair up the two halves of what follows the rotary width
+    turned = pair < HALF  # the other pairs take the entries after the rotary width, one from each half
     return pair + tl.where(turned, 0, HALF), pair + tl.where(turned, HALF, D // 2), pair < D // 2
 
 
@@ -93,7 +95,7 @@ def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
 def load_heads(
     source, given, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """One head per row of [ROWS, 1] pointers: x1 and x2 of all its pairs, [ROWS, BLOCK]; rows not given read as 0."""
+    """x1 and x2 [ROWS, BLOCK] of all pairs, one head per row of ``source`` [ROWS, 1]; rows not ``given`` read as 0."""
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK)[None, :]
         x = tl.load(source + column, mask=given & (column < D), other=0.0)
@@ -109,7 +111,7 @@ def load_heads(
 def store_heads(
     target, given, y1, y2, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """The inverse of `load_heads`, rounding to what the pointers point to; rows not given are left alone."""
+    """The inverse of `load_heads`, rounding to the pointers' dtype; rows not ``given`` are not written."""
     y1, y2 = y1.to(target.dtype.element_ty), y2.to(target.dtype.element_ty)
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK)[None, :]
@@ -122,7 +124,7 @@ def store_heads(
 
 @triton.jit
 def rotate(x1, x2, cos, sin, rotary, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """The first HALF pairs of rotary rows turned by their angles, all else as it is, bit for bit."""
+    """Rotate the first HALF pairs of the rows marked ``rotary``; everything else is returned bit for bit."""
     turned = rotary
     if HALF < BLOCK:
         turned = rotary & (tl.arange(0, BLOCK)[None, :] < HALF)
@@ -188,7 +190,7 @@ def contiguous_rows(x: Tensor) -> Tensor:
 
 
 def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """``(cos, sin, batch stride, position stride)``, the strides common to both; batch 1 serves every batch.
+    """``(cos, sin, batch stride, position stride)``; both tables share the strides, and a batch of 1 is broadcast.
 
     Without tables ``stand_in`` takes their place in the launch: there are no pairs, so nothing is read.
     """
@@ -237,7 +239,7 @@ def _launch_qkv(
     constants = tiles(slots, head_dim, cos)
     cos, sin, table_b, table_t = tables(cos, sin, packed)
     B, T, _ = packed.shape
-    # A part that the constants switch off still has to be a tensor with strides.
+    # A part that the constants disable must still be a tensor with strides.
     parts = [packed.unsqueeze(2) if part is None else part for part in (q, k, v)]
     if packed.numel():
         with on_device_of(packed):
@@ -353,11 +355,12 @@ def _check_even(op: str, head_dim: int) -> None:
 
 
 def _check_tables(op: str, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
-    check(
-        cos.shape == sin.shape and cos.dim() == 3 and cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == x.shape[1],
-        f"{op}: cos and sin must be [B or 1, T, R / 2] with B {x.shape[0]} and T {x.shape[1]}, "
-        f"got {list(cos.shape)} and {list(sin.shape)}.",
-    )
+    B, T = x.shape[:2]
+    if not (cos.shape == sin.shape and cos.dim() == 3 and cos.shape[0] in (1, B) and cos.shape[1] == T):
+        raise ValueError(
+            f"{op}: cos and sin must be [B or 1, T, R / 2] with B {B} and T {T}, "
+            f"got {list(cos.shape)} and {list(sin.shape)}."
+        )
     check(
         0 < 2 * cos.shape[-1] <= head_dim,
         f"{op}: cos and sin hold one entry per pair, at most head_dim ({head_dim}) / 2, got {cos.shape[-1]}.",
@@ -367,16 +370,16 @@ def _check_tables(op: str, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -
 def check_qkv(
     op: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
-    """Raise unless the packed projection, the tables (or none) and the sizes fit together."""
+    """Raise unless the packed projection, the tables (or None) and the sizes match."""
     check(
         num_kv_heads > 0 and num_heads % num_kv_heads == 0,
         f"{op}: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).",
     )
     width = (num_heads + 2 * num_kv_heads) * head_dim
-    check(
-        qkv.dim() == 3 and qkv.shape[-1] == width,
-        f"{op}: qkv must be [B, T, (H + 2 G) · D] with a last dimension of {width}, got {list(qkv.shape)}.",
-    )
+    if qkv.dim() != 3 or qkv.shape[-1] != width:
+        raise ValueError(
+            f"{op}: qkv must be [B, T, (H + 2 G) · D] with a last dimension of {width}, got {list(qkv.shape)}."
+        )
     _check_even(op, head_dim)
     check_floating(op, qkv=qkv, cos=cos, sin=sin)
     check((cos is None) == (sin is None), f"{op}: cos and sin must both be given, or both be None for no rotation.")
@@ -389,16 +392,16 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
 
     Args:
         x: [B, T, H, D], any strides (a transposed [B, H, T, D] is read in place), float32, float16 or bfloat16.
-        cos, sin: [B or 1, T, R / 2], best in float32; the tables of each token's position. Entries of a head from R on
-            pass through. They get no gradient.
-        interleaved: the pairs are (2i, 2i + 1) instead of (i, i + R/2).
+        cos, sin: [B or 1, T, R / 2], preferably float32; the tables of each token's position. Entries of a head from R
+            on are copied. The tables get no gradient.
+        interleaved: pairs are (2i, 2i + 1) instead of (i, i + R/2).
 
     Returns:
         [B, T, H, D], contiguous, in the dtype of x.
 
     Raises:
-        ValueError: the shapes don't fit together.
-        TypeError: a tensor that is not floating-point.
+        ValueError: the shapes do not match.
+        TypeError: a tensor is not floating-point.
     """
     check(x.dim() == 4, f"rope: x must be [B, T, H, D], got {list(x.shape)}.")
     _check_even("rope", x.shape[-1])
@@ -420,11 +423,11 @@ def rope_qkv(
     *,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Take the packed projection apart and rotate q and k, in one kernel; the packed buffer is not kept for backward.
+    """Split the packed projection and rotate q and k, in one kernel. The packed tensor is not saved for the backward.
 
     Args:
-        qkv: [B, T, (H + 2 G) · D], for each of the G KV heads its H / G query heads, then k, then v.
-        cos, sin: as in `rope`; None for no rotation.
+        qkv: [B, T, (H + 2 G) · D]; for each of the G KV heads its H / G query heads, then k, then v.
+        cos, sin: as in `rope`, or None for no rotation.
         num_heads: H, query heads.
         num_kv_heads: G, a divisor of H.
         head_dim: D.
@@ -434,8 +437,8 @@ def rope_qkv(
         ``(q, k, v)``: [B, T, H, D], [B, T, G, D] and [B, T, G, D], each contiguous, in the dtype of qkv.
 
     Raises:
-        ValueError: the sizes don't fit together, or one table is given without the other.
-        TypeError: a tensor that is not floating-point.
+        ValueError: the sizes do not match, or only one table is given.
+        TypeError: a tensor is not floating-point.
     """
     check_qkv("rope_qkv", qkv, cos, sin, num_heads, num_kv_heads, head_dim)
     if not use_triton(qkv):
@@ -447,21 +450,21 @@ def rope_qkv(
 def liger_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """`rope` with the call order of Liger and of transformers' ``apply_rotary_pos_emb``.
+    """`rope` with the arguments of Liger's function and of transformers' ``apply_rotary_pos_emb``.
 
     Args:
         q: [B, H, T, D] ([B, T, H, D] with unsqueeze_dim 2).
         k: [B, G, T, D] ([B, T, G, D] with unsqueeze_dim 2).
         cos, sin: [B or 1, T, R], the two halves equal, as transformers' rotary embeddings return them.
-        position_ids: not used, as in transformers: the tables are those of the positions already.
+        position_ids: ignored, as in transformers: the tables already belong to the positions.
         unsqueeze_dim: the dimension of q and k that holds the heads, 1 or 2.
 
     Returns:
-        ``(q, k)`` rotated, new tensors of the same shapes and dtypes.
+        ``(q, k)`` rotated: new tensors of the same shapes and dtypes.
 
     Raises:
-        ValueError: the shapes don't fit together, or unsqueeze_dim is neither 1 nor 2.
-        TypeError: a tensor that is not floating-point.
+        ValueError: the shapes do not match, or unsqueeze_dim is neither 1 nor 2.
+        TypeError: a tensor is not floating-point.
     """
     check(unsqueeze_dim in (1, 2), f"liger_rotary_pos_emb: unsqueeze_dim must be 1 or 2, got {unsqueeze_dim}.")
     check(

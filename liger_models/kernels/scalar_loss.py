@@ -1,7 +1,8 @@
-"""Losses whose gradients are made in the forward: a scalar has one unknown upstream factor, which the backward brings.
+"""Scalar losses whose gradients are computed in the forward.
 
-The forward of such an op takes factors of the tokens' losses, so that what is left to the backward is a multiplication
-of all its gradients by one number, mostly 1: then nothing is read or written.
+A scalar loss has one unknown upstream factor. The forward of such an op takes the factor of each token's loss and
+computes the gradients; the backward multiplies them by the upstream factor. If that is 1, as usual, nothing is read or
+written.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ BLOCK = 4096
 
 
 def without_exponent(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """For fp16, ``factors`` as numbers of magnitude up to 1 and the power of two that they share; else the power 1."""
+    """For fp16: ``factors`` scaled to magnitudes up to 1, and the power of two removed. Otherwise unchanged, and 1."""
     one = factors.new_ones(())
     if dtype != torch.float16 or factors.numel() == 0:
         return factors, one
@@ -35,7 +36,7 @@ def _scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
-    """x, contiguous, times a factor [] in place; on an accelerator it is left alone if that is 1, without a wait."""
+    """Multiply x (contiguous) by ``factor`` [] in place; the kernel skips x if it is 1, so the host never waits."""
     if not use_triton(x) or factor.dtype != torch.float32:
         return x.mul_(factor)
     if x.numel():
@@ -45,7 +46,7 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def scaled(gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
-    """What a backward has just made, times a factor and in these dtypes; nothing is copied that has its dtype."""
+    """Scale fresh gradients in place and cast them to ``dtypes``; a gradient already in its dtype is not copied."""
     return tuple(scale_(made, factor).to(dtype) for made, dtype in zip(gradients, dtypes, strict=True))
 
 
@@ -54,7 +55,7 @@ LIBRARY.define("scale_cast(Tensor x, Tensor scale, ScalarType dtype) -> Tensor")
 
 @torch.library.impl(LIBRARY, "scale_cast", "CompositeExplicitAutograd")
 def scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x · scale`` in one kernel: no temporary in the wide dtype."""
+    """``x · scale`` in ``dtype``, in one kernel without a temporary in the wide dtype."""
     return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
 
 
@@ -64,7 +65,7 @@ def _scale_cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scalar_loss_setup(ctx, inputs, output):
-    """Autograd of an op like `HandOver`'s, with two results beside the loss, in compiled graphs: what is kept."""
+    """``setup_context`` for compiled graphs, of an op as in `HandOver` with two results besides the loss."""
     x, weight, _, bias, *_ = inputs
     _, z_loss, predicted, dx, dweight, dbias, scale = output
     ctx.set_materialize_grads(False)
@@ -74,7 +75,7 @@ def scalar_loss_setup(ctx, inputs, output):
 
 
 def scalar_loss_backward(ctx, upstream, *_):
-    """The gradients that `scalar_loss_setup` kept, times the upstream factor."""
+    """The gradients saved by `scalar_loss_setup`, times the upstream factor."""
     gradients = [None] * ctx.inputs
     if upstream is not None:
         *saved, scale = ctx.saved_tensors
@@ -85,16 +86,17 @@ def scalar_loss_backward(ctx, upstream, *_):
 
 
 class HandOver(torch.autograd.Function):
-    """The op of a scalar loss, outside of compiled graphs: its backward scales the gradients in place and lets go.
+    """The op of a scalar loss outside compiled graphs: the backward scales the gradients in place and frees them.
 
-    ``op(*inputs, *options)`` with ``tensors`` inputs returns the loss, other results (no gradient), the gradients of
-    the inputs at ``places`` (whatever it likes for those that need none), and a scale that these lack. A second
-    backward (``retain_graph``) runs it again; a second derivative (``create_graph``) is an error.
+    ``op(*inputs, *options)`` has ``tensors`` inputs. It returns the loss, other results without a gradient, the
+    gradients of the inputs at ``places`` (anything for inputs that need none), and a scale that these must still be
+    multiplied by. A second backward (``retain_graph``) runs the op again; a second derivative (``create_graph``) is an
+    error.
     """
 
     @staticmethod
     def forward(ctx: Any, op: Callable[..., Any], tensors: int, places: tuple[int, ...], *inputs: Any) -> Any:
-        results, gradients, scale = _sorted_out(op(*inputs), places)
+        results, gradients, scale = _split_results(op(*inputs), places)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*results[1:])
         ctx.save_for_backward(*inputs[:tensors], scale)
@@ -103,9 +105,9 @@ class HandOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph: what was made in the forward has no graph
+        if torch.is_grad_enabled():  # create_graph: gradients from the forward have no graph
             raise RuntimeError(
-                "backward: a fused loss has no second derivative, got create_graph=True. Take a loss of the logits."
+                "backward: a fused loss has no second derivative, got create_graph=True. Use a loss of the logits."
             )
         saved = ctx.saved_tensors
         inputs, scale = saved[:-1], saved[-1]
@@ -114,7 +116,7 @@ class HandOver(torch.autograd.Function):
             return tuple(gradients)
         made, ctx.made = ctx.made, None
         if made is None:
-            _, made, _scale = _sorted_out(ctx.op(*inputs, *ctx.rest), ctx.places)
+            _, made, _scale = _split_results(ctx.op(*inputs, *ctx.rest), ctx.places)
         factor = upstream * scale
         for place, gradient in zip(ctx.places, made, strict=True):
             if ctx.needs_input_grad[3 + place]:
@@ -122,6 +124,6 @@ class HandOver(torch.autograd.Function):
         return tuple(gradients)
 
 
-def _sorted_out(made: Any, places: tuple[int, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+def _split_results(made: Any, places: tuple[int, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
     results, gradients = made[: -len(places) - 1], made[-len(places) - 1 : -1]
     return results, gradients, made[-1]

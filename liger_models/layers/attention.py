@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,51 +15,54 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from liger_models.kernels.collectives import Ranks, sum_over, to_heads, to_tokens
-from liger_models.kernels.dispatch import ACCELERATORS, check
+from liger_models.kernels.checks import check
+from liger_models.kernels.collectives import Group, sum_over, to_heads, to_tokens
+from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from liger_models.kernels.rms_norm import scale_normed
 from liger_models.kernels.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
-
-from .norm import LigerRMSNorm, Norm, add_norm, add_norm_linear
-from .recompute import draws, recomputes
-from .sequence import VARLEN_OPTIONS, Segments, Sequence, takes_flash, takes_segments
-from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, check_parts
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.layer import AttentionSpec, Layer
+from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible
+from liger_models.layers.masks import VARLEN_OPTIONS, Segments, takes_flash, takes_segments
+from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear
+from liger_models.memory.recompute import draws, recomputes
 
 CAUSAL_BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,  # H200, head dim 128, S 8192: ahead of flash by about a quarter
+    SDPBackend.CUDNN_ATTENTION,  # about a quarter faster than flash on an H200, head dimension 128, S 8192
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
 MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Never cuDNN with a mask: its gradient of q has been NaN for some lengths (pytorch#196678)."""
+"""Backends for attention with a mask. Not cuDNN: its gradient of q is NaN for some lengths (pytorch#196678)."""
 
 CUDNN_STEP = 128
-"""cuDNN only for lengths that are multiples of this: it builds a plan for every new one, 0.13 s on an H200, and a job
-whose lengths vary would wait for that again and again."""
+"""cuDNN is used only for lengths that are multiples of this. It builds a plan for every new length, which takes 0.13 s
+on an H200, so a job with varying lengths would wait for plans all the time."""
 
 LEAST_CALL = 1024
-"""Tokens: segments of as many on average are faster in calls of their own, on cuDNN, than in one kernel for all."""
+"""Mean length in tokens from which on segments are faster in separate calls, on cuDNN, than in one kernel for all."""
 
 LEAST_HEAD_DIM = 16
-"""Of flex_attention's kernel; smaller heads are filled up with zeros."""
+"""Smallest head dimension that flex_attention's kernel supports; smaller heads are padded with zeros."""
 
 MOST_SCORES = 2**28
-"""Bytes. On GPUs only flash attention and cuDNN, which are for half precision, let heads share keys and values. In fp32
-PyTorch keeps all scores then. That is its most exact way; beyond this size each head has copies, and a fused kernel."""
+"""Bytes of scores up to which fp32 attention with shared keys and values runs unfused, which is PyTorch's most accurate
+way. (On GPUs only flash attention and cuDNN, both for half precision, support sharing.) Beyond this size keys and
+values are repeated for each head, and a fused kernel runs."""
 
 LARGE_HEAD_OPTIONS = {
     "fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_stages": 2, "fwd_num_warps": 8,
     "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32, "bwd_num_stages": 2,
     "bwd_num_warps": 8,
 }  # fmt: skip
-"""Of flex_attention's kernels, for heads of more than 128 in half precision on Hopper. PyTorch's own options have four
-warps, which such a head's sums do not fit in the registers of."""
+"""Kernel options of flex_attention for head dimensions above 128 in half precision on Hopper. PyTorch's defaults use
+four warps, whose registers cannot hold the accumulators of such heads."""
 
 RECOMPILE_LIMIT = 256
-"""Each dtype, head size and batch shape compiles flex_attention once; from PyTorch's own limit of 8 on it would run
-unfused, with all scores in memory."""
+"""flex_attention is compiled once per dtype, head dimension and batch shape. Beyond PyTorch's default limit of 8 it
+would run unfused, with all scores in memory."""
 
 
 @functools.cache
@@ -79,18 +83,18 @@ def _score(softcap: float) -> Callable[..., Tensor]:
 
 
 _cached_score = functools.cache(_score)
-"""One function per value, so that flex_attention compiles once for all layers."""
+"""`_score` with one function per value, so that flex_attention is compiled once for all layers."""
 
 
 def _flex_attention(
     q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float, softcap: float | None
 ) -> Tensor:
-    """flex_attention's fused kernel, on [B, heads, T, D]."""
+    """Run the fused kernel of flex_attention on [B, heads, T, D]."""
     D = q.shape[-1]
     if D < LEAST_HEAD_DIM:
         q, k, v = (F.pad(x, (0, LEAST_HEAD_DIM - D)) for x in (q, k, v))
     options: dict[str, Any] = {"block_mask": block_mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    # The kernel for few queries has no configuration for some head sizes.
+    # The kernel for few queries has no configuration for some head dimensions.
     options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if 128 < D <= 256 and takes_flash(q.dtype, D) and q.is_cuda and _on_hopper():
         options["kernel_options"] |= LARGE_HEAD_OPTIONS
@@ -105,7 +109,7 @@ def _flex_attention(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """PyTorch's, of [B, heads, T, D], where the heads of a group share keys and values."""
+    """PyTorch's scaled dot-product attention on [B, heads, T, D]; heads of a group share keys and values."""
     shared = q.shape[1] != k.shape[1]
     by_formula = shared and q.device.type in ACCELERATORS and not takes_flash(q.dtype, q.shape[3])
     if by_formula and math.prod(q.shape[:3]) * k.shape[2] * q.itemsize > MOST_SCORES:
@@ -117,14 +121,14 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def _within_segments(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: tuple[int, int]
 ) -> Tensor:
-    """Attention of [B, T, H, D] within segments: one kernel for all, or a call for each length."""
+    """Attention of [B, T, H, D] within segments, by one kernel for all segments or one call for each length."""
     seen = segments.keys or segments
     queries, keys, values = (
         x.flatten(0, 1) if each.at is None else x.flatten(0, 1).index_select(0, each.at)
         for x, each in ((q, segments), (k, seen), (v, seen))
     )
     at_once = takes_segments(q.device, q.dtype, q.shape[3])
-    graph = at_once and torch.compiler.is_compiling()  # for all lengths
+    graph = at_once and torch.compiler.is_compiling()  # one graph must serve all lengths
     lengths = [] if graph else [*zip(segments.lengths or [], seen.lengths or [], strict=True)]
     runs = [(length, len([*run])) for length, run in itertools.groupby(lengths)]
     if at_once and not 0 < len(runs) * LEAST_CALL <= len(queries):
@@ -133,10 +137,10 @@ def _within_segments(
         padding = -q.shape[3] % 8
         queries, keys, values = (F.pad(x, (0, padding)) if padding else x for x in (queries, keys, values))
         options: dict[str, Any] = {"scale": scale, "window_size": window}
-        if "enable_gqa" in VARLEN_OPTIONS:  # else it is always so
+        if "enable_gqa" in VARLEN_OPTIONS:  # versions without the option always allow it
             options["enable_gqa"] = q.shape[2] != k.shape[2]
-        bounds = segments.bounds, seen.bounds, segments.longest, seen.longest
-        out: Any = varlen_attn(queries, keys, values, *bounds, **options)
+        lengths_of = segments.cu_seqlens, seen.cu_seqlens, segments.max_seqlen, seen.max_seqlen
+        out: Any = varlen_attn(queries, keys, values, *lengths_of, **options)
         y: Tensor = out[..., : q.shape[3]]
     else:
         splits = [[length[side] * count for length, count in runs] for side in (0, 1, 1)]
@@ -158,7 +162,7 @@ def _within_segments(
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float | None, dropout: float
 ) -> Tensor:
-    """Attention by its formula, softmax in fp32. q [B, H, T, D], k, v [B, G, S, D], visible [B, 1, T, S] bool."""
+    """Unfused attention with softmax in fp32. q [B, H, T, D]; k, v [B, G, S, D]; visible [B, 1, T, S] bool."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale
     if softcap is not None:
@@ -169,29 +173,43 @@ def attention_reference(
     return F.dropout(weights, dropout) @ v
 
 
+class _CountedAttention(torch.autograd.Function):
+    """Saves what a fused kernel saves, but computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> None:
+        raise RuntimeError("attention: a counted mask has no backward.")
+
+
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sequence: Sequence,
+    layout: BatchLayout,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention within each document of ``sequence``, and within a window; causal unless it is of patches.
+    """Attention within each document of ``layout`` and within a window; causal, except for image patches.
 
-    SDPA on the fastest backend where causality is all there is. On an accelerator no T × T mask exists, and scores only
-    up to `MOST_SCORES`: documents and windows go through a kernel for segments in half precision, else, and where there
-    are padding and softcaps, through flex_attention. SDPA with a mask on the CPU and for single-token decoding.
+    Plainly causal attention runs in SDPA, on the fastest backend. On an accelerator there is never a T × T mask, and
+    scores exist only up to `MOST_SCORES`: in half precision documents and windows run in variable-length attention;
+    padding, softcaps and other dtypes run in flex_attention. The CPU and single-token decoding use SDPA with a mask.
 
     Args:
         q: [B, T, H, D].
         k, v: [B, S, G, D], S = cached + T; H is a multiple of G.
-        sequence: has a mask for ``window``.
+        layout: has a mask for ``window``.
         scale: factor of q·k.
-        window: number of tokens that are seen, the token itself included; None for all.
+        window: number of tokens that a token attends to, itself included; None for all.
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight.
 
@@ -199,10 +217,12 @@ def attention(
         [B, T, H, D].
 
     Raises:
-        ValueError: dropout where a kernel runs that has none.
+        ValueError: ``dropout`` is positive, but the kernel for this batch does not support it.
     """
     T, H, G = q.shape[1], q.shape[2], k.shape[2]
-    mask = sequence.mask(window, q)
+    mask = layout.mask(window, q)
+    if mask.counted:
+        return _CountedAttention.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
     check(
         dropout == 0.0 or (mask.block is None and mask.segments is None),
         f"attention: dropout must be 0 with packed or padded batches, windows and softcaps on {q.device.type}, "
@@ -210,7 +230,7 @@ def attention(
     )
     if mask.segments is not None:
         back = -1 if window is None else window - 1
-        return _within_segments(q, k, v, mask.segments, scale, (back, 0) if sequence.causal else (-1, -1))
+        return _within_segments(q, k, v, mask.segments, scale, (back, 0) if layout.causal else (-1, -1))
     dense = mask.dense
     if T == 1 and window is not None:
         k, v = k[:, -window:], v[:, -window:]
@@ -220,15 +240,15 @@ def attention(
         out = _flex_attention(queries, keys, values, mask.block, scale, softcap)
     elif softcap is not None:
         out = attention_reference(queries, keys, values, dense, scale, softcap, dropout)
-    elif T == 1 and sequence.cache is not None:
-        # One query per head: the heads of a group are rows that share keys, so keys and values are not repeated.
+    elif T == 1 and layout.cache is not None:
+        # One query per head: treat the heads of a group as rows that share keys, so that nothing is repeated.
         rows = queries.reshape(q.shape[0], G, H // G, q.shape[3])
         with _backends(MASKED_BACKENDS, q):
             out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=dense, scale=scale)
         return out.reshape(q.shape)
     else:
         with _unmasked(q, T):
-            causal = dense is None and sequence.causal
+            causal = dense is None and layout.causal
             out = _sdpa(queries, keys, values, attn_mask=dense, dropout_p=dropout, is_causal=causal, scale=scale)
     y: Tensor = out.transpose(1, 2)
     return y
@@ -243,34 +263,36 @@ def _backends(order: list[SDPBackend], x: Tensor) -> AbstractContextManager[Any]
     return sdpa_kernel(order, set_priority=True) if x.device.type in ACCELERATORS else nullcontext()
 
 
-def check_heads(where: str, kv_heads: int, ranks: Ranks) -> None:
-    """Raise ValueError unless ranks can have equal parts of the heads."""
-    advice = ": heads are not copied. Use fewer ranks, and FSDP over the others."
-    check_parts(where, "num_key_value_heads", kv_heads, ranks, advice)
+def check_heads(where: str, kv_heads: int, ranks: Group) -> None:
+    """Raise ValueError unless the KV heads can be divided equally among the ranks."""
+    advice = ": heads are not replicated. Use fewer ranks, and FSDP over the others."
+    check_divisible(where, "num_key_value_heads", kv_heads, ranks, advice)
 
 
-class LigerAttention(nn.Module):
-    """Causal grouped-query attention with rotary embedding, on one projection for q, k and v.
+class LigerAttention(Layer):
+    """Causal grouped-query attention with rotary embedding, and one projection for q, k and v.
 
-    The rows of ``qkv_proj`` are grouped by KV head: for each one its H / G query heads, then k, then v.
+    The rows of ``qkv_proj`` are grouped by KV head: its H / G query heads, then its key, then its value.
 
     Args:
         hidden_size: C.
         num_heads, num_kv_heads: H and G; H is a multiple of G.
         head_dim: D.
-        layer: index of the layer, its place in the decode cache.
-        qkv_bias, o_bias: biases in the projections.
-        scale: factor of q·k, None for D^-0.5.
-        window: number of tokens that are seen, the token itself included; None for all.
+        layer: index of the layer, its slot in the decode cache.
+        qkv_bias, o_bias: whether the projections have biases.
+        scale: factor of q·k; None for D^-0.5.
+        window: number of tokens that a token attends to, itself included; None for all.
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight in training.
-        rotary: name of the model's rotary embedding; None for no rotation.
-        interleaved: rotate the pairs (2i, 2i + 1) and not (i, i + R/2).
+        rotary: name of the rotary embedding; None for no rotation.
+        interleaved: rotate the pairs (2i, 2i + 1) instead of (i, i + R/2).
         rope_kernel: False for plain torch.
 
     Raises:
         ValueError: H is not a multiple of G.
     """
+
+    linears = ("qkv_proj", "o_proj")
 
     def __init__(
         self,
@@ -300,99 +322,108 @@ class LigerAttention(nn.Module):
         self.window, self.softcap, self.dropout = window, softcap, dropout
         self.rotary, self.interleaved, self.rope_kernel = rotary, interleaved, rope_kernel
         self.recompute = False
-        """True keeps only the inputs and makes everything again in the backward (checkpointing policy "full")."""
-        self.context_ranks: Ranks | None = None
-        """Those that have a part of the tokens each, and here, of all tokens, a part of the heads."""
+        """Save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
         self.qkv_proj = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
 
     @property
-    def parts(self) -> int:
-        """What R ranks must divide to have equal parts: the number of KV heads."""
-        return self.num_kv_heads
+    def attention(self) -> AttentionSpec:
+        """What the layer requires from the model, and what it computes."""
+        return AttentionSpec(
+            self.layer, self.rotary, self.window, self.softcap is not None, 4 * self.num_heads * self.head_dim
+        )
 
-    def cut(self, ranks: Ranks) -> dict[str, int]:
-        """Keep 1 / R of the KV heads, and the query heads that share them: see `layers.tensor_parallel`.
+    def set_policy(self, policy: str) -> None:
+        """Recompute under "full"."""
+        self.recompute = policy == "full"
+
+    def can_shard(self, size: int) -> bool:
+        """Whether ``size`` divides the number of KV heads."""
+        return self.num_kv_heads % size == 0
+
+    def shard(self, ranks: Group) -> dict[str, int]:
+        """Keep 1 / R of the KV heads and the query heads that share them; see `liger_models.parallel.apply_tp`.
 
         Raises:
-            ValueError: there is no equal part of them.
+            ValueError: the number of KV heads is not a multiple of the number of ranks.
         """
         self._share_heads(ranks)
         self.qkv_proj = ColumnParallelLinear.of(self.qkv_proj, ranks)
         self.o_proj = RowParallelLinear.of(self.o_proj, ranks)
         return {"qkv_proj.weight": 0, "qkv_proj.bias": 0, "o_proj.weight": 1}
 
-    def _share_heads(self, ranks: Ranks) -> None:
+    def _share_heads(self, ranks: Group) -> None:
         check_heads("LigerAttention", self.num_kv_heads, ranks)
         self.num_heads //= ranks.size
         self.num_kv_heads //= ranks.size
 
-    def spread(self, ranks: Ranks) -> None:
-        """Take T / R tokens of a rank, and attend from all T with 1 / R of the heads.
+    def shard_tokens(self, ranks: Group) -> None:
+        """Take T / R tokens per rank; inside attention each rank has all T tokens and 1 / R of the heads.
 
         Raises:
-            ValueError: there is no equal part of them.
+            ValueError: the number of KV heads is not a multiple of the number of ranks.
         """
         self._share_heads(ranks)
-        self.context_ranks = ranks
+        self.groups = replace(self.groups, context=ranks)
 
-    def forward(self, x: Tensor, sequence: Sequence) -> Tensor:
+    def forward(self, x: Tensor, layout: BatchLayout) -> Tensor:
         """x [B, T, C] -> [B, T, C]."""
-        return self._attend(self.qkv_proj(x), sequence)
+        return self._attend(self.qkv_proj(x), layout)
 
     def add_norm(
-        self, norm: Norm | None, x: Tensor | None, residual: Tensor, sequence: Sequence
+        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
         """``residual = residual + x; attention(norm(residual))``: ``(y, residual)``, each [B, T, C].
 
-        Without a norm, attention takes the sum itself. The normed activations are recomputed in the backward; with
-        ``recompute`` all but the output projection.
+        Without a norm, attention takes the sum itself. The backward recomputes the normed activations; with
+        ``recompute`` it recomputes everything except the output projection.
         """
         if norm is None:
-            x, (residual, _) = None, add_norm(norm, x, residual)  # the sum is all that is kept
-        if recomputes(self) and sequence.cache is None:  # which would be appended to again
+            x, (residual, _) = None, add_norm(norm, x, residual)  # only the sum is saved
+        if recomputes(self) and layout.cache is None:  # recomputation would append to the cache again
             y, residual = checkpoint(
-                self._add_norm, norm, x, residual, sequence,
+                self._add_norm, norm, x, residual, layout,
                 use_reentrant=False, preserve_rng_state=draws(self, self.dropout),
             )  # fmt: skip
             return y, residual
-        return self._add_norm(norm, x, residual, sequence)
+        return self._add_norm(norm, x, residual, layout)
 
     def _add_norm(
-        self, norm: Norm | None, x: Tensor | None, residual: Tensor, sequence: Sequence
+        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
-        return self._attend(qkv, sequence), residual
+        return self._attend(qkv, layout), residual
 
-    def _split(self, qkv: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
+    def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, H, D], k, v [B, T, G, D], rotated."""
         split = rope_qkv if self.rope_kernel else rope_qkv_reference
-        cos, sin = self._tables(sequence)
+        cos, sin = self._tables(layout)
         return split(qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim, interleaved=self.interleaved)
 
-    def _tables(self, sequence: Sequence) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        return (None, None) if self.rotary is None else sequence.tables[self.rotary]
+    def _tables(self, layout: BatchLayout) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        return (None, None) if self.rotary is None else layout.tables[self.rotary]
 
-    def _attend(self, qkv: Tensor, sequence: Sequence) -> Tensor:
-        qkv = qkv if self.context_ranks is None else to_heads(qkv, self.context_ranks)
-        q, k, v = self._split(qkv, sequence)
-        if sequence.cache is not None:
-            k, v = sequence.cache.extend(self.layer, k, v)
+    def _attend(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
+        context = self.groups.context
+        qkv = qkv if context is None else to_heads(qkv, context)
+        q, k, v = self._split(qkv, layout)
+        if layout.cache is not None:
+            k, v = layout.cache.extend(self.layer, k, v)
         out = attention(
-            q, k, v, sequence, scale=self.scale, window=self.window, softcap=self.softcap,
+            q, k, v, layout, scale=self.scale, window=self.window, softcap=self.softcap,
             dropout=self.dropout if self.training else 0.0,
         )  # fmt: skip
         out = out.flatten(2)  # [B, T, H · D]
-        y: Tensor = self.o_proj(out if self.context_ranks is None else to_tokens(out, self.context_ranks))
+        y: Tensor = self.o_proj(out if context is None else to_tokens(out, context))
         return y
 
 
 class LigerQKNormAttention(LigerAttention):
-    """`LigerAttention` with a norm of q and one of k before the rotation.
+    """`LigerAttention` with norms of q and k before the rotation.
 
     Args:
-        norm: width -> a `LigerRMSNorm`.
-        whole_projection: norm over all heads together (OLMo 2), not over each head (Qwen3, Gemma 3).
+        norm: returns a `LigerRMSNorm` for a width.
+        whole_projection: normalise over all heads together (OLMo 2), not over each head (Qwen3, Gemma 3).
         Others: as in `LigerAttention`.
     """
 
@@ -411,36 +442,36 @@ class LigerQKNormAttention(LigerAttention):
         self.q_norm = norm(num_heads * head_dim if whole_projection else head_dim)
         self.k_norm = norm(num_kv_heads * head_dim if whole_projection else head_dim)
         self.whole_projection = whole_projection
-        self.ranks: Ranks | None = None
-        """Those over which the norms take their means."""
+        self.mean_group: Group | None = None
+        """The process group over whose heads the norms take their means."""
 
-    def cut(self, ranks: Ranks) -> dict[str, int]:
-        """As `LigerAttention.cut`; norms over all heads together take the mean over the ranks."""
-        dims = super().cut(ranks)
+    def shard(self, ranks: Group) -> dict[str, int]:
+        """As `LigerAttention.shard`; norms over all heads together take the mean over the ranks."""
+        dims = super().shard(ranks)
         if not self.whole_projection:
             self.q_norm.ranks = self.k_norm.ranks = ranks
             return dims
-        self.ranks = ranks
-        self.q_norm.ranks = self.k_norm.ranks = None  # their weights are cut, too
+        self.mean_group = ranks
+        self.q_norm.ranks = self.k_norm.ranks = None  # their weights are sharded, too
         return {**dims, "q_norm.weight": 0, "k_norm.weight": 0}
 
-    def spread(self, ranks: Ranks) -> None:
-        """As `LigerAttention.spread`; norms over all heads together take the mean over the ranks."""
-        super().spread(ranks)
-        self.ranks = ranks if self.whole_projection else None
+    def shard_tokens(self, ranks: Group) -> None:
+        """As `LigerAttention.shard_tokens`; norms over all heads together take the mean over the ranks."""
+        super().shard_tokens(ranks)
+        self.mean_group = ranks if self.whole_projection else None
 
-    def _split_over(self, qkv: Tensor, sequence: Sequence, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
-        """`_split` with norms over the heads of all ranks: not fused, for their means are exchanged."""
+    def _split_over(self, qkv: Tensor, layout: BatchLayout, ranks: Group) -> tuple[Tensor, Tensor, Tensor]:
+        """`_split` with norms over the heads of all ranks; not fused, because the ranks must exchange their means."""
         *heads, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
         wide = [x.flatten(2).to(torch.promote_types(x.dtype, torch.float32)) for x in heads]
         means = torch.stack([x.square().mean(-1) for x in wide], -1)
         means = sum_over(means, ranks) / ranks.size  # [B, T, 2]
-        cos, sin = self._tables(sequence)
+        cos, sin = self._tables(layout)
         rotate = rope if self.rope_kernel else rope_reference
         results = []
         for norm, x, mean, like in zip((self.q_norm, self.k_norm), wide, means.split(1, -1), heads, strict=True):
-            weight = norm.own_weight()
-            if self.context_ranks is not None:  # whole on every rank
+            weight = norm.local_weight()
+            if self.groups.context is not None:  # replicated
                 weight = weight.chunk(ranks.size)[ranks.rank]
             normed = scale_normed(
                 x * torch.rsqrt(mean + norm.eps), weight, like.dtype, norm.offset, norm.scale_in_fp32
@@ -451,14 +482,14 @@ class LigerQKNormAttention(LigerAttention):
         q, k = results
         return q, k, v
 
-    def _split(self, qkv: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
-        if self.ranks is not None:
-            return self._split_over(qkv, sequence, self.ranks)
+    def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        if self.mean_group is not None:
+            return self._split_over(qkv, layout, self.mean_group)
         split = qk_norm_rope if self.rope_kernel and self.q_norm.kernel else qk_norm_rope_reference
-        cos, sin = self._tables(sequence)
+        cos, sin = self._tables(layout)
         return split(
             qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim,
-            self.q_norm.own_weight(), self.k_norm.own_weight(),
+            self.q_norm.local_weight(), self.k_norm.local_weight(),
             eps=self.q_norm.eps, weight_offset=self.q_norm.offset, scale_in_fp32=self.q_norm.scale_in_fp32,
             interleaved=self.interleaved,
         )  # fmt: skip

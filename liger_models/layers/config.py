@@ -1,35 +1,34 @@
-"""The fields that every decoder's configuration has, and the checks across them."""
+"""The config fields that all decoders share, and checks between them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from liger_models.kernels.dispatch import check
-
-from .rope import RopeScaling
+from liger_models.kernels.checks import check
+from liger_models.layers.rope import RopeScaling
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and constants of a decoder, in the spelling of Hugging Face's config.json.
+    """Sizes and constants of a decoder, named as in Hugging Face's config.json.
 
-    An architecture's configuration derives from it: it gives the defaults of its own class in transformers, for keys
-    that a config.json leaves out, and adds its own fields.
+    The config of each architecture derives from it. It adds its own fields, and its defaults are those of transformers'
+    config class, which apply to keys that a config.json omits.
 
     Raises:
-        ValueError: sizes that do not fit together, or an activation that the architecture does not have.
+        ValueError: sizes do not fit together, or the architecture does not have the activation.
     """
 
     activations: ClassVar[tuple[str, ...]] = ("silu",)
-    """Values of ``hidden_act`` that the architecture computes."""
+    """Values of ``hidden_act`` that the architecture supports."""
 
     rope_aliases: ClassVar[Mapping[str, str]] = {}
-    """Names of rope types that mean another one in the architecture's config.json files."""
+    """Rope types in config.json files of this architecture that stand for another type -> that type."""
 
     original_length: ClassVar[int | None] = None
-    """``original_max_position_embeddings`` where config.json has none at its top level, if the architecture says so."""
+    """Default of ``original_max_position_embeddings`` at the top level of config.json; None if it is not read there."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -41,7 +40,6 @@ class DecoderConfig:
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     attention_dropout: float = 0.0
@@ -51,6 +49,7 @@ class DecoderConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        _let_use_cache_be_set(type(self))
         name, H, G = type(self).__name__, self.num_attention_heads, self.kv_heads
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         for field, size in {**{each: getattr(self, each) for each in sizes}, "num_key_value_heads": G}.items():
@@ -62,39 +61,60 @@ class DecoderConfig:
         check(
             self.head_dim is not None or self.hidden_size % H == 0,
             f"{name}: hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads ({H}), "
-            "or head_dim be given. Check config.json.",
+            "or head_dim must be given. Check config.json.",
         )
         check(self.head_size % 2 == 0, f"{name}: head_dim must be even, got {self.head_size}. Check config.json.")
         check(
             self.hidden_act in self.activations,
             f"{name}: hidden_act must be {' or '.join(map(repr, self.activations))}, got {self.hidden_act!r}. "
-            "The architecture has no other activation.",
+            "The architecture supports no other activation.",
         )
 
     @property
     def kv_heads(self) -> int:
-        """Number of KV heads; as many as query heads if the configuration does not say."""
+        """Number of KV heads. Default: the number of query heads."""
         return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
 
     @property
     def head_size(self) -> int:
-        """Width of a head; hidden_size over the number of heads if the configuration does not say."""
+        """Dimension of a head. Default: ``hidden_size`` divided by the number of heads."""
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
 
+@dataclass(frozen=True, kw_only=True)
+class RMSNormDecoderConfig(DecoderConfig):
+    """`DecoderConfig` of a decoder whose norms are RMSNorms."""
+
+    rms_norm_eps: float = 1e-6
+
+
+def _let_use_cache_be_set(cls: Any) -> None:
+    """Make the frozen config ignore assignments to ``use_cache``, which transformers' Trainer makes on every config."""
+    frozen = cls.__setattr__
+    if getattr(frozen, "drops_use_cache", False):
+        return
+
+    def set_attribute(config: Any, name: str, value: Any) -> None:
+        if name != "use_cache":
+            frozen(config, name, value)
+
+    set_attribute.drops_use_cache = True  # type: ignore[attr-defined]
+    cls.__setattr__ = set_attribute
+
+
 def check_values(config: DecoderConfig, **allowed: tuple[Any, ...]) -> None:
-    """Raise ValueError unless each field named has one of the values that the architecture computes."""
+    """Raise ValueError unless each named field has one of the values that the architecture supports."""
     for field, values in allowed.items():
         value = getattr(config, field)
         check(
             value in values,
             f"{type(config).__name__}: {field} must be {' or '.join(map(repr, values))}, got {value!r}. "
-            "The architecture computes nothing else.",
+            "The architecture supports nothing else.",
         )
 
 
 def check_layer_types(name: str, layer_types: list[str] | None, num_hidden_layers: int) -> None:
-    """Raise ValueError unless ``layer_types``, if given, names a known type for each layer."""
+    """Raise ValueError if ``layer_types`` is given but does not name a known type for each layer."""
     if layer_types is None:
         return
     check(
@@ -104,5 +124,5 @@ def check_layer_types(name: str, layer_types: list[str] | None, num_hidden_layer
 
 
 def is_sliding(layer: int, layer_types: list[str] | None, *, default: bool) -> bool:
-    """Whether a layer has the window: what ``layer_types`` says of it, ``default`` if that is not given."""
+    """Whether a layer has an attention window, according to ``layer_types`` or else ``default``."""
     return default if layer_types is None else layer_types[layer] == "sliding_attention"

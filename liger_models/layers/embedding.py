@@ -1,36 +1,36 @@
-"""Token embedding."""
+"""The token embedding."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.kernels.collectives import Ranks, leave
-from liger_models.kernels.linear_cross_entropy import Words
+from liger_models.kernels.collectives import Group, reduce_from_region
+from liger_models.kernels.linear_cross_entropy import VocabShard
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import local
 
-from .tensor_parallel import own
 
-
-class LigerEmbedding(nn.Embedding):
-    """`nn.Embedding` that says which token id is wrong, where that can be known without waiting for a device.
+class LigerEmbedding(nn.Embedding, Layer):
+    """`nn.Embedding` whose errors name the wrong token id if the ids are on the CPU.
 
     Args:
         num_embeddings, embedding_dim: V and C.
-        scale: factor of the embeddings, rounded to the dtype of the weight before it is applied (Gemma); None for 1.
+        scale: factor of the embeddings, rounded to the dtype of the weight (Gemma); None for 1.
 
     Raises:
-        ValueError: on the CPU, an id outside the vocabulary. (On an accelerator the lookup itself fails.)
-        TypeError: ids that are not integers.
+        ValueError: an id on the CPU is outside the vocabulary. (On an accelerator the lookup itself fails.)
+        TypeError: the ids are not integers.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, scale: float | None = None) -> None:
         super().__init__(num_embeddings, embedding_dim)
         self.scale = scale
-        self.words: Words | None = None
-        """Those that this rank has, where the weight's rows are cut over ranks."""
+        self.vocab_shard: VocabShard | None = None
+        """This rank's shard of the vocabulary; None if it is not sharded."""
 
-    def cut(self, ranks: Ranks) -> dict[str, int]:
-        """Keep 1 / R of the words: see `layers.tensor_parallel`."""
-        self.words = Words(ranks, self.num_embeddings).check()
+    def shard(self, ranks: Group) -> dict[str, int]:
+        """Keep 1 / R of the vocabulary; see `liger_models.parallel.apply_tp`."""
+        self.vocab_shard = VocabShard(ranks, self.num_embeddings).check()
         return {"weight": 0}
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -44,11 +44,11 @@ class LigerEmbedding(nn.Embedding):
                     f"LigerEmbedding: input_ids must lie in [0, {self.num_embeddings}), "
                     f"got {low if low < 0 else high}. Check the tokenizer and vocab_size."
                 )
-        x = super().forward(input_ids) if self.words is None else self._of_all_words(input_ids, self.words)
+        x = super().forward(input_ids) if self.vocab_shard is None else self._of_all_words(input_ids, self.vocab_shard)
         return x if self.scale is None else x * torch.tensor(self.scale, dtype=self.weight.dtype, device="cpu")
 
-    def _of_all_words(self, input_ids: Tensor, words: Words) -> Tensor:
-        rows = input_ids - words.start
-        here = (rows >= 0) & (rows < words.count)
-        x = F.embedding(rows.where(here, 0), own(self.weight))
-        return leave(x * here.unsqueeze(-1), words.ranks)
+    def _of_all_words(self, input_ids: Tensor, vocab_shard: VocabShard) -> Tensor:
+        rows = input_ids - vocab_shard.start
+        here = (rows >= 0) & (rows < vocab_shard.count)
+        x = F.embedding(rows.where(here, 0), local(self.weight))
+        return reduce_from_region(x * here.unsqueeze(-1), vocab_shard.ranks)

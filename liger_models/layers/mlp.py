@@ -1,21 +1,29 @@
 """Gated MLPs on the packed gate and up projection, and the plain MLP of vision towers."""
 
 import functools
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels.act_linear import act_linear, act_reference
-from liger_models.kernels.collectives import Ranks
+from liger_models.kernels.collectives import Group
 from liger_models.kernels.dispatch import use_triton
+from liger_models.kernels.fused_norm import FusedNorm
 from liger_models.kernels.gated_act import gated_act, gated_act_reference
 from liger_models.kernels.gated_mlp import gated_mlp
-
-from .norm import LigerRMSNorm, Norm, add_norm, autocast_weights, is_plain
-from .recompute import recomputes, repeats
-from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, check_parts, own, own_or_none
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    check_divisible,
+    local,
+    local_or_none,
+    row_parallel,
+)
+from liger_models.layers.norm import add_norm, add_norm_linear, autocast_weights, fused_norm, is_plain
+from liger_models.memory.recompute import is_hooked, recomputes, repeats
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -37,7 +45,7 @@ class MLPConfig(Protocol):
     def intermediate_size(self) -> int: ...
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     """``down(act(gate(x)) · up(x))`` with gate and up in one projection, their rows interleaved.
 
     Args:
@@ -47,6 +55,8 @@ class GatedMLP(nn.Module):
         bias: biases in all three projections.
         kernel: False for plain torch.
     """
+
+    linears = ("gate_up_proj", "down_proj")
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, *, act: str = "silu", bias: bool = False, kernel: bool = True
@@ -58,15 +68,23 @@ class GatedMLP(nn.Module):
         self.parts = intermediate_size
         """What R ranks must divide to have equal parts."""
         self.recompute = False
-        """True makes gate and up again in the backward (checkpointing policies "selective" and "full")."""
+        """Whether the backward recomputes gate and up (checkpointing policies "selective" and "full")."""
 
-    def cut(self, ranks: Ranks) -> dict[str, int]:
-        """Keep 1 / R of the gates and ups: see `layers.tensor_parallel`.
+    def set_policy(self, policy: str) -> None:
+        """Recompute under every policy but "none"."""
+        self.recompute = policy != "none"
+
+    def can_shard(self, size: int) -> bool:
+        """Whether ``size`` divides the intermediate size."""
+        return self.parts % size == 0
+
+    def shard(self, ranks: Group) -> dict[str, int]:
+        """Keep 1 / R of the gates and ups: see `Layer.shard`.
 
         Raises:
             ValueError: there is no equal part of them.
         """
-        check_parts("GatedMLP", "intermediate_size", self.parts, ranks)
+        check_divisible("GatedMLP", "intermediate_size", self.parts, ranks)
         self.gate_up_proj = ColumnParallelLinear.of(self.gate_up_proj, ranks)
         self.down_proj = RowParallelLinear.of(self.down_proj, ranks)
         return {"gate_up_proj.weight": 0, "gate_up_proj.bias": 0, "down_proj.weight": 1}
@@ -77,37 +95,38 @@ class GatedMLP(nn.Module):
         y: Tensor = self.down_proj(act(self.gate_up_proj(x), self.act))
         return y
 
-    def add_norm(self, norm: Norm | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual = residual + x; mlp(norm(residual))``: ``(y, residual)``, each [..., C].
 
         Without a norm, the MLP takes the sum itself. The normed activations and the gated product are recomputed in the
         backward; with ``recompute`` the gate and up projection too.
         """
-        fused = self.kernel and is_plain(self.gate_up_proj, self.down_proj)
-        if norm is not None:
-            fused = fused and isinstance(norm, LigerRMSNorm) and norm.kernel and is_plain(norm)
-        if not (fused and use_triton(residual)):
+        fused = None
+        if self.kernel and is_plain(self.gate_up_proj, self.down_proj) and use_triton(residual):
+            fused = FusedNorm(None) if norm is None else fused_norm(norm)
+        if fused is None:
             if recomputes(self):
-                residual, _ = add_norm(None, x, residual)  # the sum is all that is kept
-                return checkpoint(self._behind, norm, residual, use_reentrant=False), residual
+                residual, _ = add_norm(None, x, residual)  # only the sum is saved
+                return checkpoint(self._of_sum, norm, residual, use_reentrant=False), residual
             normed, residual = add_norm(norm, x, residual)
             return self(normed), residual
+        partial = row_parallel(self.down_proj)
         gate_up, down, gate_up_bias, down_bias = autocast_weights(
-            residual, own(self.gate_up_proj.weight), own(self.down_proj.weight), own_or_none(self.gate_up_proj.bias),
-            None if isinstance(self.down_proj, RowParallelLinear) else own_or_none(self.down_proj.bias),
-        )  # fmt: skip
+            residual,
+            local(self.gate_up_proj.weight),
+            local(self.down_proj.weight),
+            local_or_none(self.gate_up_proj.bias),
+            None if partial else local_or_none(self.down_proj.bias),
+        )
         assert gate_up is not None
         assert down is not None
-        options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
-        norm_weight = None
-        if isinstance(norm, LigerRMSNorm):
-            options |= {"eps": norm.eps, "weight_offset": norm.offset, "scale_in_fp32": norm.scale_in_fp32}
-            norm_weight = norm.own_weight()
-        tensors = (x, residual, norm_weight, gate_up, down, gate_up_bias, down_bias)
-        partial = self.down_proj if isinstance(self.down_proj, RowParallelLinear) else None
-        mlp = functools.partial(gated_mlp, *tensors, **options, ranks=partial.ranks if partial else None)
+        mlp = functools.partial(
+            gated_mlp, x, residual, fused.weight, gate_up, down, gate_up_bias, down_bias,
+            act=self.act, eps=fused.eps, weight_offset=fused.weight_offset, scale_in_fp32=fused.scale_in_fp32,
+            norm=fused.kind, norm_bias=fused.bias, recompute=self.recompute, ranks=partial.ranks if partial else None,
+        )  # fmt: skip
         if repeats():
-            # The repetition ends in this call if nothing is saved behind it. Else what is behind it needs the numbers.
+            # Recomputation stops in this call if nothing is saved after it; otherwise what follows needs the numbers.
             y, residual = mlp(result=False)
             with torch.no_grad():
                 y.data.copy_(mlp()[0])  # autograd lets nobody write into one of several results
@@ -115,69 +134,98 @@ class GatedMLP(nn.Module):
             y, residual = mlp()
         return (partial.sum(y) if partial else y), residual
 
-    def _behind(self, norm: Norm | None, residual: Tensor) -> Tensor:
+    def _of_sum(self, norm: nn.Module | None, residual: Tensor) -> Tensor:
         y: Tensor = self(residual if norm is None else norm(residual))
         return y
 
 
-class LigerMLP(nn.Module):
-    """``fc2(act(fc1(x)))``, keeping only the activation's input.
+class LigerMLP(Layer):
+    """``fc2(act(fc1(x)))``, which saves only the input of the activation.
 
     Args:
         hidden_size: C.
         intermediate_size: F.
         out_size: width of the result; None for C.
         act: "gelu", "gelu_tanh" or "quick_gelu".
+        bias: biases in both layers.
         kernel: False for plain torch.
     """
 
+    linears = ("fc1", "fc2")
+
     def __init__(
-        self, hidden_size: int, intermediate_size: int, out_size: int | None = None, *, act: str, kernel: bool = True
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        out_size: int | None = None,
+        *,
+        act: str,
+        bias: bool = True,
+        kernel: bool = True,
     ) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(hidden_size, intermediate_size)
-        self.fc2 = nn.Linear(intermediate_size, hidden_size if out_size is None else out_size)
+        self.fc1 = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.fc2 = nn.Linear(intermediate_size, hidden_size if out_size is None else out_size, bias=bias)
         self.act, self.kernel = act, kernel
         self.parts = intermediate_size
         """What R ranks must divide to have equal parts."""
         self.recompute = False
-        """True makes all of it again in the backward (checkpointing policies "selective" and "full")."""
+        """Whether the backward recomputes everything (checkpointing policies "selective" and "full")."""
 
-    def cut(self, ranks: Ranks) -> dict[str, int]:
-        """Keep 1 / R of the width between the two layers: see `layers.tensor_parallel`.
+    def set_policy(self, policy: str) -> None:
+        """Recompute under every policy but "none"."""
+        self.recompute = policy != "none"
+
+    def can_shard(self, size: int) -> bool:
+        """Whether ``size`` divides the intermediate size."""
+        return self.parts % size == 0
+
+    def shard(self, ranks: Group) -> dict[str, int]:
+        """Keep 1 / R of the width between the two layers: see `Layer.shard`.
 
         Raises:
             ValueError: there is no equal part of it.
         """
-        check_parts("LigerMLP", "intermediate_size", self.parts, ranks)
+        check_divisible("LigerMLP", "intermediate_size", self.parts, ranks)
         self.fc1 = ColumnParallelLinear.of(self.fc1, ranks)
         self.fc2 = RowParallelLinear.of(self.fc2, ranks)
         return {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., out]."""
-        hidden = self.fc1(x)
+        return self._second(self.fc1(x))
+
+    def _second(self, hidden: Tensor) -> Tensor:
+        """hidden [..., F], the first layer's output -> [..., out]."""
         if not (self.kernel and is_plain(self.fc2)):
             y: Tensor = self.fc2(act_reference(hidden, self.act))
             return y
-        partial = self.fc2 if isinstance(self.fc2, RowParallelLinear) else None
-        bias = None if partial else own_or_none(self.fc2.bias)
-        weight, bias = autocast_weights(hidden, own(self.fc2.weight), bias)
+        partial = row_parallel(self.fc2)
+        bias = None if partial else local_or_none(self.fc2.bias)
+        weight, bias = autocast_weights(hidden, local(self.fc2.weight), bias)
         assert weight is not None
         y = act_linear(hidden, weight, bias, self.act)
         return partial.sum(y) if partial else y
 
-    def add_norm(self, norm: Norm | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """``residual = residual + x; mlp(norm(residual))``: ``(y, residual)``, each [..., C]."""
-        if recomputes(self):
-            residual, _ = add_norm(None, x, residual)  # the sum is all that is kept
-            return checkpoint(self._behind, norm, residual, use_reentrant=False), residual
-        normed, residual = add_norm(norm, x, residual)
-        return self(normed), residual
+    def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``residual = residual + x; mlp(norm(residual))``: ``(y, residual)``, each [..., C].
 
-    def _behind(self, norm: Norm | None, residual: Tensor) -> Tensor:
-        y: Tensor = self(residual if norm is None else norm(residual))
-        return y
+        The normed activations are recomputed in the backward; with ``recompute`` everything but the sum.
+        """
+        if recomputes(self):
+            residual, _ = add_norm(None, x, residual)  # only the sum is saved
+            return checkpoint(self._of_sum, norm, residual, use_reentrant=False), residual
+        return self._add_norm(norm, x, residual)
+
+    def _add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if is_hooked(self):
+            normed, residual = add_norm(norm, x, residual)
+            return self(normed), residual
+        hidden, residual = add_norm_linear(norm, self.fc1, x, residual)
+        return self._second(hidden), residual
+
+    def _of_sum(self, norm: nn.Module | None, residual: Tensor) -> Tensor:
+        return self._add_norm(norm, None, residual)[0]
 
 
 class LigerSwiGLUMLP(GatedMLP):

@@ -1,34 +1,46 @@
-"""Mixture of experts: a router and gated MLPs of which each token passes through a few."""
+"""Mixture of experts: a router sends each token through a few of many gated MLPs."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from liger_models.kernels.collectives import Ranks, all_tokens, divide_gradient, enter, leave, sum_gradient
-from liger_models.kernels.dispatch import check, use_triton
+from liger_models.kernels.checks import check
+from liger_models.kernels.collectives import (
+    Group,
+    copy_to_region,
+    divide_gradient,
+    gather_tokens,
+    reduce_from_region,
+    sum_gradient,
+)
+from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.gated_act import check_act
-from liger_models.kernels.moe import moe_mlp, moe_mlp_over, moe_mlp_reference, route, route_reference
+from liger_models.kernels.moe.expert_parallel import moe_mlp_over
+from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
+from liger_models.kernels.moe.routing import route, route_reference
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import ReplicatedLinear, check_divisible, local
+from liger_models.layers.norm import Norm, add_norm, autocast_weights
 
-from .norm import autocast_weights
-from .tensor_parallel import WholeLinear, check_parts, own
 
-
-class LigerMoE(nn.Module):
-    """``Σ_k w_k · down_e(act(gate_e(x)) · up_e(x))`` over the ``top_k`` experts e that the router gives a token.
+class LigerMoE(Layer):
+    """``Σ_k w_k · down_e(act(gate_e(x)) · up_e(x))`` over the ``top_k`` experts e that the router selects for a token.
 
     Args:
         hidden_size: C.
-        intermediate_size: F, of one expert.
+        intermediate_size: F of one expert.
         num_experts: X.
         top_k: K.
         normalize: divide the K routing weights of a token by their sum.
-        round_weights: round the routing weights to the dtype of the router's logits; otherwise they stay in fp32.
+        round_weights: round the routing weights to the dtype of the router logits; otherwise they stay in fp32.
         act: "silu", "gelu" or "gelu_tanh".
-        router_jitter: in training the input is multiplied by noise, uniform in 1 ± router_jitter.
+        router_jitter: in training, multiply the input by uniform noise in 1 ± router_jitter.
         kernel: False for plain torch.
 
     Raises:
-        ValueError: a top_k that is not in 1 to num_experts, or an unknown activation.
+        ValueError: ``top_k`` is not in 1 to ``num_experts``, or the activation is unknown.
 
     Source: https://arxiv.org/abs/2401.04088.
     """
@@ -57,41 +69,62 @@ class LigerMoE(nn.Module):
         self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.top_k, self.normalize, self.round_weights = top_k, normalize, round_weights
         self.act, self.router_jitter, self.kernel = act, router_jitter, kernel
+        self.replayable = False  # a second forward could select other experts
         self.recompute = False
-        """True makes gate and up again in the backward (checkpointing policies "selective" and "full")."""
-        self.ranks: Ranks | None = None
-        """Those that have a part of each expert."""
-        self.expert_ranks: Ranks | None = None
-        """Those that have some of the experts each, and tokens of their own."""
+        """Recompute gate and up in the backward (checkpointing policies "selective" and "full")."""
         self.reset_parameters()
 
-    def cut(self, ranks: Ranks) -> dict[str, int]:
-        """Keep 1 / R of each expert's gates and ups: see `layers.tensor_parallel`.
+    @property
+    def router(self) -> nn.Linear:  # type: ignore[override]
+        """The linear layer that routes tokens to experts."""
+        return self.gate
+
+    @property
+    def active_share(self) -> float:  # type: ignore[override]
+        """Fraction of the experts that a token passes through."""
+        return self.top_k / len(self.down_weight)
+
+    def set_policy(self, policy: str) -> None:
+        """Recompute gate and up under every policy but "none"."""
+        self.recompute = policy != "none"
+
+    def can_shard(self, size: int) -> bool:
+        """Whether ``size`` divides the intermediate size of an expert."""
+        return self.down_weight.shape[2] % size == 0
+
+    def shard(self, ranks: Group) -> dict[str, int]:
+        """Keep 1 / R of the intermediate size of each expert; see `liger_models.parallel.apply_tp`.
 
         Raises:
-            ValueError: there is no equal part of them, or the router's noise would differ between ranks.
+            ValueError: the intermediate size is not a multiple of the number of ranks, or ``router_jitter`` is set,
+                whose noise would differ between ranks.
         """
-        check_parts("LigerMoE", "intermediate_size", self.down_weight.shape[2], ranks)
+        check_divisible("LigerMoE", "intermediate_size", self.down_weight.shape[2], ranks)
         check(
             self.router_jitter == 0,
-            f"LigerMoE: router_jitter must be 0 over ranks, got {self.router_jitter}. Set router_jitter_noise=0.",
+            f"LigerMoE: router_jitter must be 0 with apply_tp, got {self.router_jitter}. Set router_jitter_noise=0.",
         )
-        self.gate = WholeLinear.of(self.gate, ranks)
-        self.ranks = ranks
+        self.gate = ReplicatedLinear.of(self.gate, ranks)
+        self.groups = replace(self.groups, tensor=ranks)
         return {"gate_up_weight": 1, "down_weight": 2}
 
-    def cut_experts(self, ranks: Ranks) -> dict[str, int]:
-        """Keep 1 / R of the experts: see `liger_models.parallel.apply_ep`.
+    def shard_experts(self, ranks: Group) -> dict[str, int]:
+        """Keep 1 / R of the experts; see `liger_models.parallel.apply_ep`.
 
         Raises:
-            ValueError: there is no equal part of them.
+            ValueError: the number of experts is not a multiple of the number of ranks.
         """
-        check_parts("LigerMoE", "num_experts", self.down_weight.shape[0], ranks)
-        self.expert_ranks = ranks
+        check_divisible("LigerMoE", "num_experts", self.down_weight.shape[0], ranks)
+        self.groups = replace(self.groups, expert=ranks)
         return {"gate_up_weight": 0, "down_weight": 0}
 
+    def draw(self, std: float) -> bool:
+        """Initialise the experts' weights from a normal distribution with ``std``."""
+        self.reset_parameters(std)
+        return True
+
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Draw the experts' weights anew, normal with ``std``; the router is a linear layer and draws its own."""
+        """Initialise the experts' weights from a normal distribution with ``std``; the router initialises itself."""
         nn.init.normal_(self.gate_up_weight, std=std)
         nn.init.normal_(self.down_weight, std=std)
 
@@ -100,31 +133,37 @@ class LigerMoE(nn.Module):
         X, C, F = self.down_weight.shape
         return f"{C}, {F}, num_experts={X}, top_k={self.top_k}, normalize={self.normalize}, act={self.act}"
 
+    def add_norm(self, norm: Norm, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``residual = residual + x; experts(norm(residual))``: ``(y, residual, router_logits)``."""
+        normed, residual = add_norm(norm, x, residual)
+        y, router_logits = self(normed)
+        return y, residual, router_logits
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., C] -> ``(y [..., C], router_logits [N, X])``, N being the number of tokens."""
+        """x [..., C] -> ``(y [..., C], router_logits [N, X])``, N the number of tokens."""
         if self.training and self.router_jitter:
             x = x * torch.empty_like(x).uniform_(1 - self.router_jitter, 1 + self.router_jitter)
         rows = x.reshape(-1, x.shape[-1])
         logits: Tensor = self.gate(rows)
         fused = self.kernel and use_triton(rows)
-        # Outside of what is recomputed: the backward must not choose other experts.
+        # Routing is not recomputed, because the backward must not select other experts.
         choose = route if fused else route_reference
         weights, experts = choose(logits, self.top_k, self.normalize, self.round_weights)
-        gate_up_weight, down_weight = autocast_weights(x, own(self.gate_up_weight), own(self.down_weight))
+        gate_up_weight, down_weight = autocast_weights(x, local(self.gate_up_weight), local(self.down_weight))
         assert gate_up_weight is not None
         assert down_weight is not None
-        ranks = self.ranks
+        ranks, expert = self.groups.tensor, self.groups.expert
         if ranks is not None:
-            x = enter(x, ranks)
+            x = copy_to_region(x, ranks)
             rows = x.reshape(-1, x.shape[-1])
             weights, experts, logits = self._of_all_tokens(weights, experts, logits, x.shape[:-1], ranks)
         inputs = rows, weights, experts, gate_up_weight, down_weight
-        if self.expert_ranks is not None:
-            # FSDP averages gradients over the ranks; these are their sum already.
-            R = self.expert_ranks.size
+        if expert is not None:
+            # FSDP averages gradients over the ranks, but the experts' gradients are already summed over them.
+            R = expert.size
             gate_up_weight, down_weight = divide_gradient(gate_up_weight, R), divide_gradient(down_weight, R)
             y = moe_mlp_over(
-                rows, weights, experts, gate_up_weight, down_weight, self.expert_ranks,
+                rows, weights, experts, gate_up_weight, down_weight, expert,
                 act=self.act, recompute=self.recompute,
             )  # fmt: skip
         elif fused:
@@ -133,14 +172,18 @@ class LigerMoE(nn.Module):
             y = checkpoint(moe_mlp_reference, *inputs, act=self.act, use_reentrant=False)
         else:
             y = moe_mlp_reference(*inputs, act=self.act)
-        return leave(y.view(x.shape), ranks), logits
+        return reduce_from_region(y.view(x.shape), ranks), logits
 
     def _of_all_tokens(
-        self, weights: Tensor, experts: Tensor, logits: Tensor, shape: torch.Size, ranks: Ranks
+        self, weights: Tensor, experts: Tensor, logits: Tensor, shape: torch.Size, ranks: Group
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The router's results, those of the own tokens together where each rank has its own; [B, T] is ``shape``."""
-        if not ranks.sequence:
+        """The router's results for all tokens, gathered if each rank has its own; ``shape`` is [B, T]."""
+        if not ranks.sequence_parallel:
             return sum_gradient(weights, ranks), experts, logits
         weights, experts, logits = (each.unflatten(0, (*shape[:-1], -1)) for each in (weights, experts, logits))
-        weights, experts, logits = enter(weights, ranks), all_tokens(experts, ranks), all_tokens(logits, ranks)
+        weights, experts, logits = (
+            copy_to_region(weights, ranks),
+            gather_tokens(experts, ranks),
+            gather_tokens(logits, ranks),
+        )
         return weights.flatten(0, -2), experts.flatten(0, -2), logits.flatten(0, -2)

@@ -1,24 +1,39 @@
-"""RMSNorm and LayerNorm, and the projection behind them."""
+"""RMSNorm and LayerNorm, and the projection after them."""
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from liger_models.kernels.collectives import Ranks, sum_gradient
+from liger_models.kernels.collectives import Group, sum_gradient
+from liger_models.kernels.fused_norm import FusedNorm
 from liger_models.kernels.layer_norm import (
     add_layer_norm,
     add_layer_norm_reference,
     layer_norm,
     layer_norm_reference,
 )
+from liger_models.kernels.norm_linear import norm_linear
 from liger_models.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from liger_models.kernels.rms_norm_linear import rms_norm_linear
-
-from .tensor_parallel import ColumnParallelLinear, RowParallelLinear, WholeLinear, is_cut, own, own_or_none, whole
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    is_sharded,
+    local,
+    local_or_none,
+    ranks_of,
+    replicated,
+)
+from liger_models.memory.recompute import is_hooked
 
 CASTING_MODES = ("llama", "gemma")
 
+PLAIN_WEIGHTS = (nn.Parameter, Tensor, FakeTensor)
+"""Types of weights that a fused op reads itself; a FakeTensor has a shape and no values."""
 
-class LigerRMSNorm(nn.Module):
+
+class LigerRMSNorm(Layer):
     """``(offset + weight) · x / sqrt(mean(x²) + eps)`` over the last dimension.
 
     Args:
@@ -53,17 +68,27 @@ class LigerRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.eps, self.offset, self.scale_in_fp32, self.init_fn = eps, offset, casting_mode == "gemma", init_fn
         self.kernel = kernel
-        self.ranks: Ranks | None = None
-        """Those whose gradients of the weight are to be summed: each norms tokens or heads of its own."""
+        self.ranks: Group | None = None
+        """The process group over which the gradient of the weight is all-reduced: its ranks norm different rows."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set the weight to what ``init_fn`` says."""
         nn.init.ones_(self.weight) if self.init_fn == "ones" else nn.init.zeros_(self.weight)
 
-    def own_weight(self) -> Tensor:
+    def draw(self, std: float) -> bool:
+        """Set the parameters as at construction."""
+        self.reset_parameters()
+        return True
+
+    def sum_gradients(self, ranks: Group) -> bool:
+        """All-reduce the gradients of the parameters over ``ranks``, which have tokens of their own."""
+        self.ranks = ranks
+        return True
+
+    def local_weight(self) -> Tensor:
         """The weight [C], or the calling rank's part of it."""
-        weight = own(self.weight)
+        weight = local(self.weight)
         return weight if self.ranks is None else sum_gradient(weight, self.ranks)
 
     def extra_repr(self) -> str:
@@ -73,25 +98,32 @@ class LigerRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., C] in the dtype of x."""
         function = rms_norm if self.kernel else rms_norm_reference
-        return function(x, self.own_weight(), self.eps, self.offset, self.scale_in_fp32)
+        return function(x, self.local_weight(), self.eps, self.offset, self.scale_in_fp32)
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
-        if x is None or is_hooked(self):
+        if x is None or not is_plain(self):
             _, residual = add_norm(None, x, residual)
             return self(residual), residual
         function = add_rms_norm if self.kernel else add_rms_norm_reference
-        return function(x, residual, self.own_weight(), self.eps, self.offset, self.scale_in_fp32)
+        return function(x, residual, self.local_weight(), self.eps, self.offset, self.scale_in_fp32)
+
+    def as_fused(self) -> FusedNorm | None:
+        """The norm as fused ops take it; None where it must be called instead."""
+        if not (self.kernel and is_plain(self)):
+            return None
+        return FusedNorm(self.local_weight(), None, "rms_norm", self.eps, self.offset, self.scale_in_fp32)
 
 
-class LigerLayerNorm(nn.Module):
+class LigerLayerNorm(Layer):
     """``weight · (x − mean(x)) / sqrt(var(x) + eps) + bias`` over the last dimension.
 
     Args:
         hidden_size: C.
         eps: added to the variance.
-        bias: where the bias, which is there in any case, starts from: False zeros, True a normal distribution.
+        bias: what the bias starts from: False zeros, True a normal distribution (Liger-Kernel's signature).
         init_fn: "ones" or "zeros", what the weight starts from.
+        use_bias: False for a norm without bias, which has no such parameter.
         kernel: False for plain torch.
 
     Raises:
@@ -101,26 +133,44 @@ class LigerLayerNorm(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", *, kernel: bool = True
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        bias: bool = False,
+        init_fn: str = "ones",
+        *,
+        use_bias: bool = True,
+        kernel: bool = True,
     ) -> None:
         super().__init__()
         if init_fn not in ("ones", "zeros"):
             raise ValueError(f"LigerLayerNorm: init_fn must be 'ones' or 'zeros', got {init_fn!r}.")
         self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.bias = nn.Parameter(torch.empty(hidden_size))
+        self.bias = nn.Parameter(torch.empty(hidden_size)) if use_bias else None
         self.eps, self.random_bias, self.init_fn, self.kernel = eps, bias, init_fn, kernel
-        self.ranks: Ranks | None = None
-        """Those whose gradients of weight and bias are to be summed: each norms tokens of its own."""
+        self.ranks: Group | None = None
+        """The process group over which the gradients are all-reduced; its ranks norm tokens of their own."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set weight and bias to what ``init_fn`` and ``bias`` say."""
         nn.init.ones_(self.weight) if self.init_fn == "ones" else nn.init.zeros_(self.weight)
-        nn.init.normal_(self.bias) if self.random_bias else nn.init.zeros_(self.bias)
+        if self.bias is not None:
+            nn.init.normal_(self.bias) if self.random_bias else nn.init.zeros_(self.bias)
+
+    def draw(self, std: float) -> bool:
+        """Set the parameters as at construction."""
+        self.reset_parameters()
+        return True
+
+    def sum_gradients(self, ranks: Group) -> bool:
+        """All-reduce the gradients of the parameters over ``ranks``, which have tokens of their own."""
+        self.ranks = ranks
+        return True
 
     def extra_repr(self) -> str:
         """Sizes and constants, for ``print(model)``."""
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        return f"{self.weight.shape[0]}, eps={self.eps}, use_bias={self.bias is not None}"
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., C] in the dtype of x."""
@@ -129,47 +179,64 @@ class LigerLayerNorm(nn.Module):
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
-        if x is None or is_hooked(self):
+        if x is None or not is_plain(self):
             _, residual = add_norm(None, x, residual)
             return self(residual), residual
         function = add_layer_norm if self.kernel else add_layer_norm_reference
         return function(x, residual, *self._own(), self.eps)
 
-    def _own(self) -> tuple[Tensor, Tensor]:
-        return whole(self.weight, self.ranks), whole(self.bias, self.ranks)
+    def as_fused(self) -> FusedNorm | None:
+        """The norm as fused ops take it; None where it must be called instead."""
+        return FusedNorm(*self._own(), "layer_norm", self.eps) if self.kernel and is_plain(self) else None
+
+    def _own(self) -> tuple[Tensor, Tensor | None]:
+        return replicated(self.weight, self.ranks), None if self.bias is None else replicated(self.bias, self.ranks)
 
 
 Norm = LigerRMSNorm | LigerLayerNorm
 
+PLAIN_MODULES = frozenset(
+    {nn.Linear, ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, LigerRMSNorm, LigerLayerNorm}
+)
+"""Modules whose weights a fused op may read itself."""
 
-def add_norm(norm: Norm | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """``norm.add``; without a norm (OLMo 2: a branch takes the stream itself) the sum stands in both places."""
-    if norm is not None:
-        return norm.add(x, residual)
+
+def add_norm(norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """``residual + x`` and its norm: ``(normed, residual)``, each [..., C].
+
+    A norm with a method ``add`` does both at once; any other module is called with the sum. Without a norm (OLMo 2: a
+    branch takes the stream itself) the sum is returned twice.
+    """
+    add = getattr(norm, "add", None)
+    if add is not None:
+        both: tuple[Tensor, Tensor] = add(x, residual)
+        return both
     total = residual if x is None else (residual + x).to(residual.dtype)
-    return total, total
+    return (total if norm is None else norm(total)), total
+
+
+def fused_norm(norm: nn.Module | None) -> FusedNorm | None:
+    """A norm as fused ops take it, by its method ``as_fused``; None for one that has none or must be called."""
+    as_fused = getattr(norm, "as_fused", None)
+    return None if as_fused is None else as_fused()
 
 
 def is_plain(*modules: nn.Module) -> bool:
     """True if a fused op may read these modules' weights itself instead of calling them.
 
-    Not so for anything that replaces or wraps a linear layer (adapters, quantised or float8 linears, weights that are
+    False for anything that replaces or wraps a linear layer (adapters, quantised or float8 linears, weights that are
     cut by others than `apply_tp`) and for modules with hooks or a forward of their own: those are called.
     """
-    ours = (LigerRMSNorm, ColumnParallelLinear, RowParallelLinear, WholeLinear)
-    return all(
-        type(module) in (nn.Linear, *ours)
-        and not (isinstance(module, WholeLinear) and module.ranks is not None)
-        and (type(module.weight) in (nn.Parameter, Tensor) or (type(module) in ours and is_cut(module.weight)))
-        and not is_hooked(module)
-        for module in modules
-    )
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of the module does more than the forward of its class."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or "forward" in vars(module)
+    for module in modules:  # a loop, since every layer asks in every step
+        kind = type(module)
+        if kind not in PLAIN_MODULES or is_hooked(module):
+            return False
+        weight = module.weight
+        if type(weight) not in PLAIN_WEIGHTS and (kind is nn.Linear or not is_sharded(weight)):
+            return False
+        if kind is ReplicatedLinear and module.ranks is not None:
+            return False
+    return True
 
 
 def autocast_weights(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
@@ -180,25 +247,24 @@ def autocast_weights(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
     return [None if weight is None else weight.to(dtype) for weight in weights]
 
 
-def add_norm_linear(norm: Norm | None, linear: nn.Linear, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """``residual = residual + x; linear(norm(residual))``, recomputing an RMSNorm's activations in the backward.
+def add_norm_linear(
+    norm: nn.Module | None, linear: nn.Linear, x: Tensor | None, residual: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``residual = residual + x; linear(norm(residual))``; a fused norm's activations are recomputed in the backward.
 
     Args:
-        norm: of width C; None for no norm.
+        norm: of width C, any module; None for no norm.
         linear: [C] -> [O].
-        x: [..., C], what the last branch adds to the stream; None at the start of the stream.
+        x: [..., C], the output of the last branch, which is added to the stream; None at the start of the stream.
         residual: [..., C].
 
     Returns:
         ``(y [..., O], residual [..., C])``.
     """
-    if not isinstance(norm, LigerRMSNorm) or not (norm.kernel and is_plain(norm, linear)):
+    fused = fused_norm(norm) if is_plain(linear) else None
+    if fused is None:
         normed, residual = add_norm(norm, x, residual)
         return linear(normed), residual
-    weight, bias = autocast_weights(residual, own(linear.weight), own_or_none(linear.bias))
+    weight, bias = autocast_weights(residual, local(linear.weight), local_or_none(linear.bias))
     assert weight is not None
-    return rms_norm_linear(
-        x, residual, norm.own_weight(), weight, bias,
-        eps=norm.eps, weight_offset=norm.offset, scale_in_fp32=norm.scale_in_fp32,
-        ranks=linear.ranks if isinstance(linear, ColumnParallelLinear) else None,
-    )  # fmt: skip
+    return norm_linear(x, residual, fused, weight, bias, ranks_of(linear))

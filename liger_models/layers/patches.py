@@ -1,8 +1,8 @@
-"""Where patches stand in their images, and where image tokens stand in a text: tensors without a loop over images.
+"""Positions of patches in their images, and of image tokens in a text, computed without a loop over images.
 
-A batch's images (and videos) lie end to end, each with a grid of frames, rows and columns of patches (``grid_thw``, as
-Hugging Face's processors give it). Patches that are merged into one token lie next to each other: a grid is walked
-block by block, and within a block row by row.
+The images and videos of a batch are concatenated, each with a grid of frames, rows and columns of patches
+(``grid_thw``, as in Hugging Face's processors). Patches that are merged into one token are adjacent: they are ordered
+block by block, and row by row within a block.
 """
 
 from typing import NamedTuple
@@ -10,16 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .sequence import number_documents
+from liger_models.layers.batch import number_documents
 
 
 class Patches(NamedTuple):
-    """Of each patch of a batch, [N] int64.
+    """The location of each patch of a batch, [N] int64 each.
 
     Attributes:
-        item: number of its image or video.
-        frame: number of its frame, counted over the batch.
-        row, column: place in its frame.
+        item: index of its image or video.
+        frame: index of its frame, counted over the batch.
+        row, column: its position in the frame.
         height, width: number of rows and columns of its frame.
     """
 
@@ -32,20 +32,20 @@ class Patches(NamedTuple):
 
     @property
     def position_ids(self) -> Tensor:
-        """Rows and columns, [2, 1, N]."""
+        """Rows and columns, [2, 1, N] int64."""
         return torch.stack([self.row, self.column])[:, None]
 
     def take(self, order: Tensor, unit: int) -> "Patches":
-        """The patches in another order of groups of ``unit``; ``order`` [N / unit] int64."""
+        """The patches reordered in groups of ``unit``; ``order`` [N / unit] int64 indexes the groups."""
         return Patches(*(place.unflatten(0, (-1, unit))[order].flatten() for place in self))
 
 
 def locate_patches(grid_thw: Tensor, count: int, merge: int) -> Patches:
-    """Where each patch stands.
+    """Locate each patch of a batch.
 
     Args:
         grid_thw: [n, 3] int64, frames, rows and columns of each image or video.
-        count: N, number of patches of all of them.
+        count: N, the total number of patches.
         merge: side of the blocks of patches that become one token.
 
     Returns:
@@ -63,15 +63,16 @@ def locate_patches(grid_thw: Tensor, count: int, merge: int) -> Patches:
 
 
 def order_by_window(patches: Patches, merge: int, side: int) -> tuple[Tensor, Tensor]:
-    """The order in which merged tokens of one window lie next to each other, and the window of each.
+    """Sort merged tokens by window.
 
     Args:
-        patches: of a batch.
+        patches: the patches of a batch.
         merge: side of the blocks of patches that become one token.
-        side: of a window, in tokens; windows at the lower and right border may be smaller.
+        side: side of a window in tokens; windows at the lower and right border may be smaller.
 
     Returns:
-        ``(order, window)``, each [N / merge²] int64: the token that comes next, and the ascending number of its window.
+        ``(order, window)``, each [N / merge²] int64: the indices of the tokens sorted by window, and the window number
+        of each sorted token, ascending.
     """
     first = slice(None, None, merge * merge)
     row, column = patches.row[first] // merge // side, patches.column[first] // merge // side
@@ -91,22 +92,23 @@ def mrope_positions(
     frames_apart: bool = False,
     interval: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Positions of tokens in time, height and width, and of the next one.
+    """Positions of tokens in time, height and width (M-RoPE).
 
-    A text token counts one on in all three. The tokens of an image or a video have the position of the image plus their
-    frame, row and column; what follows continues after the larger of its numbers of rows and columns of tokens.
+    A text token advances all three positions by one. The tokens of an image or a video have the position of its start
+    plus their frame, row and column. The next token advances from the start by the larger of the numbers of rows and
+    columns of tokens.
 
     Args:
         kinds: [B, T] int64: 0 text, 1 image, 2 video.
-        grids: grid_thw [n, 3] of all images and of all videos, in the order of the text; None for none.
-        merge: side of the blocks of patches that are one token.
+        grids: ``grid_thw`` [n, 3] of all images, and of all videos, in the order of the text; None for none.
+        merge: side of the blocks of patches that become one token.
         mask: [B, T], 0 for padding, which is not counted and has position 0.
-        cu_seqlens: [n + 1], boundaries of packed documents, each of which counts from 0; see `Sequence.build`.
-        frames_apart: each frame of a video counts like an image of its own (text with its time stands before it).
-        interval: [videos] fp32, how far the frames of a video are apart; None for 1.
+        cu_seqlens: [n + 1], boundaries of packed documents; positions start from 0 in each. See `BatchLayout.build`.
+        frames_apart: treat each frame of a video like an image (its timestamp precedes it in the text).
+        interval: [videos] fp32, distance in time between frames of a video; None for 1.
 
     Returns:
-        ``(positions, following)``: [3, B, T] int64, and [B, 1], what a text token behind each row would have.
+        ``(positions, following)``: [3, B, T] int64, and [B, 1] int64, the position of a text token after each row.
     """
     B, T = kinds.shape
     step = torch.ones_like(kinds)
@@ -145,13 +147,13 @@ def mrope_positions(
 
 
 def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """How many tokens do not stand behind the one before in the same part of an image or a video.
+    """Count image tokens that do not directly follow the previous token of the same contiguous part.
 
     Args:
-        here: [B, T] bool, which tokens are of images.
+        here: [B, T] bool, which tokens belong to images (or videos).
         sizes: [n] int64, number of tokens of each image, in the order of the text.
-        parts: [n] int64, of each how many tokens stand together.
-        cu_seqlens: [documents + 1], boundaries of packed documents, which part what they are between.
+        parts: [n] int64, number of tokens of each image that must be contiguous.
+        cu_seqlens: [documents + 1], boundaries of packed documents, which parts must not cross.
     """
     if len(sizes) == 0:
         return here.sum() * 0
@@ -165,11 +167,11 @@ def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | 
 
 
 def interpolate_positions(weight: Tensor, patches: Patches) -> Tensor:
-    """Learned positions of a square grid, stretched over each image's: bilinear, corners on corners.
+    """Interpolate the learned positions of a square grid bilinearly to the grid of each image, with aligned corners.
 
     Args:
         weight: [side², C].
-        patches: of a batch, N of them.
+        patches: the N patches of a batch.
 
     Returns:
         [N, C] fp32.
@@ -191,7 +193,7 @@ def interpolate_positions(weight: Tensor, patches: Patches) -> Tensor:
 
 
 def _between(index: Tensor, length: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The two neighbours of a place on a line of ``side`` points, and how far it is from the first of them."""
+    """The two neighbours of each position on a line of ``side`` points, and the distance from the first of them."""
     place = index.float() * (side - 1) / (length - 1).clamp_min(1)
     first = place.floor()
     return first.long(), (first.long() + 1).clamp_max(side - 1), place - first
@@ -203,13 +205,13 @@ def _divide(index: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _share_out(here: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [B, T], where they are ``here``, to things of these sizes: as `_split_by`."""
+    """Assign the tokens marked in ``here`` [B, T] to consecutive items of these sizes; returns as `_split_by`."""
     rank = (here.flatten().cumsum(0) - 1).view(here.shape).clamp_min(0)  # among all tokens of its kind
     return _split_by(sizes, rank)
 
 
 def _split_by(sizes: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Of places in a row of things of these sizes: the number of the thing, and the place within it."""
+    """For each index into concatenated items of these sizes: the number of the item, and the index within it."""
     ends = sizes.cumsum(0)
     item = torch.searchsorted(ends, index, right=True).clamp_max(len(sizes) - 1)
     return item, index - (ends - sizes)[item]

@@ -1,7 +1,7 @@
-"""Rotary position embedding: frequencies of every scaling type, fp32 tables per token.
+"""Rotary position embedding: frequencies of every scaling type, and fp32 tables of cos and sin per token.
 
-Source: RoFormer (https://arxiv.org/abs/2104.09864), YaRN (https://arxiv.org/abs/2309.00071), and the frequency rules
-that the released checkpoints were trained with, as transformers' ``modeling_rope_utils.py`` has them.
+Source: RoFormer (https://arxiv.org/abs/2104.09864), YaRN (https://arxiv.org/abs/2309.00071), and transformers'
+``modeling_rope_utils.py`` for the frequency rules that the released checkpoints were trained with.
 """
 
 import math
@@ -9,26 +9,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from liger_models.layers.layer import Layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling:
-    """Every frequency divided by ``factor``."""
+    """Divides every frequency by ``factor``."""
 
     factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicScaling:
-    """NTK: past ``max_position_embeddings`` the base grows with the length of the sequence at hand."""
+    """Dynamic NTK: beyond ``max_position_embeddings`` the base grows with the length of the current sequence."""
 
     factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Long wavelengths divided by ``factor``, short ones kept, a smooth ramp between (Llama 3.1 and later)."""
+    """Divides low frequencies by ``factor``, keeps high ones, and ramps between (Llama 3.1 and later)."""
 
     factor: float
     low_freq_factor: float
@@ -38,7 +40,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """Ramp between kept and divided frequencies, by number of rotations over the original length."""
+    """Divides low frequencies, keeps high ones, and ramps between, by the number of turns over the original length."""
 
     factor: float
     original_max_position_embeddings: int
@@ -52,7 +54,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LongRopeScaling:
-    """A divisor per frequency: of the short set, or of the long one once a position passes the original length."""
+    """One divisor per frequency, from the short set, or from the long set if a position exceeds the original length."""
 
     short_factor: list[float]
     long_factor: list[float]
@@ -70,11 +72,11 @@ ROPE_TYPES: dict[str, type[RopeScaling]] = {
     "yarn": YarnScaling,
     "longrope": LongRopeScaling,
 }
-"""``rope_type`` of a config.json -> its dataclass. ``default`` is no scaling: None."""
+"""``rope_type`` in config.json -> its dataclass. The type ``default`` means no scaling, which is None."""
 
 
 def yarn_attention_factor(scaling: YarnScaling) -> float:
-    """Factor of cos and sin that makes up for YaRN's flatter attention."""
+    """The factor of cos and sin that compensates YaRN's effect on attention entropy."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 
@@ -87,7 +89,7 @@ def yarn_attention_factor(scaling: YarnScaling) -> float:
 
 
 def longrope_attention_factor(scaling: LongRopeScaling, max_position_embeddings: int) -> float:
-    """Factor of cos and sin, the same for both sets of divisors."""
+    """The factor of cos and sin, which is the same for both sets of divisors."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     original = scaling.original_max_position_embeddings
@@ -109,8 +111,8 @@ def _base_frequencies(width: int, theta: float | Tensor) -> Tensor:
 def _longrope_frequencies(width: int, theta: float, divisors: list[float]) -> Tensor:
     if len(divisors) != width // 2:
         raise ValueError(
-            f"RotaryEmbedding: short_factor and long_factor must have half the rotary width ({width // 2}) of entries, "
-            f"got {len(divisors)}. Check head_dim and partial_rotary_factor."
+            f"RotaryEmbedding: short_factor and long_factor must have one entry for each of the {width // 2} "
+            f"frequencies, got {len(divisors)}. Check head_dim and partial_rotary_factor."
         )
     return 1.0 / (torch.tensor(divisors, dtype=torch.float32, device="cpu") * theta ** _exponent(width))
 
@@ -127,7 +129,7 @@ def _llama3_frequencies(base: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScaling) -> Tensor:
     def pair_of(rotations: float) -> float:
-        """Index of the pair that turns this many times over the original length."""
+        """Index of the pair that makes this many turns over the original length."""
         turns = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return width * math.log(turns) / (2 * math.log(theta))
 
@@ -138,24 +140,24 @@ def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScali
     if first == last:
         last += 0.001
     ramp = ((torch.arange(width // 2, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
-    kept = 1 - ramp  # rounded here, as where the checkpoints were trained
+    kept = 1 - ramp  # rounded at this point, as in the training code of the checkpoints
     return base / scaling.factor * (1 - kept) + base * kept
 
 
-class RotaryEmbedding(nn.Module):
-    """cos and sin of every token's position, in fp32.
+class RotaryEmbedding(Layer):
+    """cos and sin of the position of every token, in fp32.
 
-    The frequencies are computed in fp32 from the configuration and kept out of the parameters and buffers, so that no
-    cast, meta initialisation or checkpoint touches them; they follow the module to its device.
+    The frequencies are computed in fp32 from the config. They are neither parameters nor buffers, so that no cast, meta
+    initialisation or checkpoint changes them, but they move with the module to its device.
 
     Args:
-        width: rotary width (the head dimension, or less for partial rotary), even.
+        width: number of dimensions that are rotated, even; the head dimension, or less for partial rotary.
         theta: base of the frequencies.
-        scaling: how they are changed for longer contexts, None for not at all.
-        max_position_embeddings: length from which `DynamicScaling` acts, and that `LongRopeScaling` was made for.
+        scaling: how the frequencies are scaled for longer contexts; None for not at all.
+        max_position_embeddings: length from which on `DynamicScaling` applies, and target length of `LongRopeScaling`.
 
     Raises:
-        ValueError: an odd width, or sets of divisors that do not fit it.
+        ValueError: the width is odd, or the number of divisors does not match it.
     """
 
     def __init__(
@@ -171,8 +173,6 @@ class RotaryEmbedding(nn.Module):
         self.width, self.theta, self.scaling = width, theta, scaling
         self.max_position_embeddings = max_position_embeddings
         self.attention_factor = 1.0
-        self.switch_length: int | None = None
-        """Length past which all positions have other frequencies, those of cached keys too."""
         self.long_inv_freq: Tensor | None = None
         base = _base_frequencies(width, theta)
         match scaling:
@@ -199,7 +199,7 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def frequencies(self, position_ids: Tensor) -> Tensor:
-        """[width / 2] fp32, on the device of ``position_ids``."""
+        """The frequencies for these positions, [width / 2] fp32 on the device of ``position_ids``."""
         inv_freq = self.inv_freq.to(position_ids.device)
         if position_ids.numel() == 0:
             return inv_freq
@@ -221,16 +221,16 @@ class RotaryEmbedding(nn.Module):
 
 
 class MultimodalRotaryEmbedding(RotaryEmbedding):
-    """cos and sin of positions in time, height and width: each frequency turns with one of the three (M-RoPE).
+    """cos and sin of positions in time, height and width; each frequency belongs to one of the three (M-RoPE).
 
     Args:
         width, theta, scaling, max_position_embeddings: as in `RotaryEmbedding`.
         sections: number of frequencies of time, height and width.
-        interleaved: height and width take every third frequency, from the second and the third on, so many each, and
-            time all others; False: the sections follow each other.
+        interleaved: give height and width every third frequency, starting with the second and the third, until they
+            have their number, and all others to time. False: the sections follow each other.
 
     Raises:
-        ValueError: not three sections, or they do not add up to half the width.
+        ValueError: there are not three sections, or they do not add up to half the width.
 
     Source: https://arxiv.org/abs/2409.12191, https://arxiv.org/abs/2511.21631.
     """
@@ -256,7 +256,7 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
         else:
             axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
         self.axes = torch.tensor(axes, device="cpu")
-        """Which of the three positions each frequency turns with."""
+        """Which of the three positions each frequency belongs to."""
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> "RotaryEmbedding":
         super()._apply(fn, recurse)
@@ -274,7 +274,7 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
 
 
 class AxialRotaryEmbedding(RotaryEmbedding):
-    """cos and sin of the row and the column of a patch: half of the frequencies each.
+    """cos and sin of the row and the column of a patch, which have half of the frequencies each.
 
     Args:
         width: head dimension, a multiple of 4.

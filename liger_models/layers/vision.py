@@ -1,28 +1,27 @@
-"""What vision towers are made of: patches of any number of images, end to end, through blocks to image tokens."""
+"""The parts of vision towers, which turn the concatenated patches of any number of images into image tokens."""
 
 from collections.abc import Callable
 
 from torch import Tensor, nn
 
 from liger_models.kernels.options import KernelOptions
-
-from .attention import LigerAttention
-from .mlp import GatedMLP, LigerMLP
-from .norm import Norm
-from .sequence import Sequence
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.mlp import GatedMLP, LigerMLP
+from liger_models.layers.norm import Norm
 
 
 class VisionBlock(nn.Module):
-    """``h += attention(norm(h)); h += mlp(norm(h))``, each addition done together with the norm that follows it.
+    """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it.
 
     Args:
         hidden_size: C.
-        num_heads: heads of attention, which has as many for keys and values.
-        norm: makes a norm.
-        mlp: what stands behind the second norm.
+        num_heads: number of heads, the same for queries, keys and values.
+        norm: returns a norm.
+        mlp: the MLP after the second norm.
         kernels: which parts run on fused kernels.
         rotary: name of the rotary embedding; None for no rotation.
-        bias: biases in attention.
+        bias: whether the projections of attention have biases.
     """
 
     def __init__(
@@ -45,21 +44,21 @@ class VisionBlock(nn.Module):
         self.norm2 = norm()
         self.mlp = mlp
 
-    def forward(self, x: Tensor | None, residual: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """x [1, N, C] is still to be added to residual [1, N, C]; returns the same pair."""
-        x, residual = self.attn.add_norm(self.norm1, x, residual, sequence)
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [1, N, C] is yet to be added to residual [1, N, C]; returns the next such pair."""
+        x, residual = self.attn.add_norm(self.norm1, x, residual, layout)
         return self.mlp.add_norm(self.norm2, x, residual)
 
 
 class PatchMerger(nn.Module):
-    """Neighbouring patches as one image token: ``fc2(gelu(fc1(concatenated norm(patches))))``.
+    """Merges a square of neighbouring patches into one image token: ``fc2(gelu(fc1(concat(norm(patches)))))``.
 
     Args:
-        norm: makes a norm of a width.
+        norm: returns a norm for a width.
         hidden_size: C of a patch.
-        out_size: width of the result.
-        merge: side of the block of patches that becomes one token.
-        norm_of_all: the norm is over the concatenated patches, not over each.
+        out_size: width of an image token.
+        merge: side of the square of patches that becomes one token.
+        norm_of_all: normalise the concatenated patches, not each patch.
         kernels: which parts run on fused kernels.
     """
 
@@ -80,7 +79,7 @@ class PatchMerger(nn.Module):
         self.mlp = LigerMLP(wide, wide, out_size, act="gelu", kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor) -> Tensor:
-        """x [1, N, C] is still to be added to residual [1, N, C] -> [N / merge², out]."""
+        """x [1, N, C] is yet to be added to residual [1, N, C] -> [N / merge², out_size]."""
         if self.norm_of_all:
             total = residual if x is None else (residual + x).to(residual.dtype)
             normed = self.norm(self._grouped(total))

@@ -1,25 +1,27 @@
-"""Cross entropy as modules, called as Liger-Kernel's are."""
+"""Cross entropy of logits, and of hidden states over the language-model head."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from liger_models.kernels.checks import check
 from liger_models.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_models.kernels.dispatch import check
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 
 
 class LigerCrossEntropyLoss(nn.Module):
-    """`liger_models.kernels.cross_entropy.cross_entropy` with its options fixed.
+    """The op `liger_models.kernels.cross_entropy.cross_entropy` as a module.
 
     Args:
-        weight: [V], class weights.
-        ignore_index: target value of tokens that count for nothing.
+        weight: [V] class weights.
+        ignore_index: target value of tokens that the loss skips.
         lse_square_scale: coefficient of the z-loss.
         label_smoothing: in [0, 1].
         reduction: "mean", "sum" or "none".
         softcap: None for none.
         return_z_loss, return_token_accuracy, return_predicted_tokens: return a `CrossEntropyOutput` with these fields
-            and not the loss alone.
+            instead of the loss alone.
     """
 
     weight: Tensor | None
@@ -44,36 +46,38 @@ class LigerCrossEntropyLoss(nn.Module):
         self.return_predicted_tokens = return_predicted_tokens
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        """Logits [..., V] and target [...] int64 -> loss."""
-        return self._chosen(
-            cross_entropy(
-                _input,
-                target,
-                class_weight=self.weight,
-                ignore_index=self.ignore_index,
-                label_smoothing=self.label_smoothing,
-                z_loss=self.lse_square_scale,
-                softcap=self.softcap,
-                reduction=self.reduction,
-                return_z_loss=self.return_z_loss,
-                return_token_accuracy=self.return_token_accuracy,
-                return_predicted_tokens=self.return_predicted_tokens,
-            )
-        )
+        """Compute the loss of logits [..., V] and targets [...] int64."""
+        return self._selected(cross_entropy(_input, target, **self._options))
 
-    def _chosen(self, out: CrossEntropyOutput) -> Tensor | CrossEntropyOutput:
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Keyword arguments of the op."""
+        return {
+            "class_weight": self.weight,
+            "ignore_index": self.ignore_index,
+            "label_smoothing": self.label_smoothing,
+            "z_loss": self.lse_square_scale,
+            "softcap": self.softcap,
+            "reduction": self.reduction,
+            "return_z_loss": self.return_z_loss,
+            "return_token_accuracy": self.return_token_accuracy,
+            "return_predicted_tokens": self.return_predicted_tokens,
+        }
+
+    def _selected(self, out: CrossEntropyOutput) -> Tensor | CrossEntropyOutput:
+        """The whole output if more than the loss was asked for."""
         more = self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens
         return out if more else out.loss
 
 
 class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
-    """`liger_models.kernels.linear_cross_entropy.linear_cross_entropy` with its options fixed.
+    """The op `liger_models.kernels.linear_cross_entropy.linear_cross_entropy` as a module.
 
     Args:
-        ce_weight: [V], class weights.
-        accum_dtype: None or float32. Sums over chunks are as in `linear_cross_entropy` either way.
-        use_token_scaling: only False; `linear_cross_entropy` takes a ``token_weight``.
-        workspace_mib: budget in MiB of the buffer for logits; None as in `linear_cross_entropy`.
+        ce_weight: [V] class weights.
+        accum_dtype: None or float32; both sum over chunks as `linear_cross_entropy` does.
+        use_token_scaling: only False; `linear_cross_entropy` has ``token_weight``.
+        workspace_mib: budget in MiB of the logits buffer; None for the default of `linear_cross_entropy`.
         Others: as in `LigerCrossEntropyLoss`.
 
     Raises:
@@ -114,22 +118,6 @@ class LigerFusedLinearCrossEntropyLoss(LigerCrossEntropyLoss):
     def forward(  # type: ignore[override]
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
-        """lin_weight [V, C], _input [..., C], target [...] int64, bias [V] -> loss."""
-        return self._chosen(
-            linear_cross_entropy(
-                _input,
-                lin_weight,
-                target,
-                bias=bias,
-                class_weight=self.weight,
-                ignore_index=self.ignore_index,
-                label_smoothing=self.label_smoothing,
-                z_loss=self.lse_square_scale,
-                softcap=self.softcap,
-                reduction=self.reduction,
-                return_z_loss=self.return_z_loss,
-                return_token_accuracy=self.return_token_accuracy,
-                return_predicted_tokens=self.return_predicted_tokens,
-                workspace_mib=self.workspace_mib,
-            )
-        )
+        """Compute the loss of lin_weight [V, C], hidden states [..., C], targets [...] int64 and bias [V]."""
+        options = {**self._options, "bias": bias, "workspace_mib": self.workspace_mib}
+        return self._selected(linear_cross_entropy(_input, lin_weight, target, **options))

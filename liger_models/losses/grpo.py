@@ -1,76 +1,85 @@
-"""GRPO and its relatives over the language-model head, without building its logits; called as Liger-Kernel's is.
+"""Group-relative policy optimisation and seven related losses of sampled completions.
 
-One pass of `fused_linear_logprobs` without gradient for a reference model, and one of `loss_of_log_probs` over the
-completions, with a few operations on log-probabilities [B, T], whose gradient is autograd's.
-
-Per token, with l its log-probability, l_old that under the policy which sampled it, A the advantage of its sequence,
-m the mask and w = exp(l − l_old) (or, per sequence, exp of the mean of l − l_old over its tokens: GSPO)::
-
-    L = −min(min(w, δ) · A, clip(w, 1 − ε_low, 1 + ε_high) · A) + β · KL
-    k1 = l − l_ref,  k2 = (l − l_ref)² / 2,  k3 = exp(l_ref − l) − (l_ref − l) − 1
-
-The loss types differ in what L is summed over and divided by, and some in L itself, see `LigerFusedLinearGRPOLoss`.
+The reference model takes one pass of `fused_linear_logprobs` without gradients, the policy one pass of
+`loss_of_log_probs` over the completions. The loss itself is plain torch on log-probabilities [B, T], differentiated by
+autograd; ``from_log_probs`` runs this part alone, on log-probabilities that were computed elsewhere.
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from liger_models.convert.ranks import several, world_size
-from liger_models.kernels.dispatch import check
+from liger_models.kernels.checks import check
 from liger_models.kernels.linear_logprobs import fused_linear_logprobs, loss_of_log_probs
+from liger_models.losses.base import FusedLinearLoss
+from liger_models.parallel.groups import is_distributed, world_size
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 TOKEN_MEANS = ("dapo", "cispo", "vespo")
+"""Loss types that divide by the number of tokens on all ranks."""
 ONLY_PER_TOKEN = ("cispo", "sapo", "vespo")
+"""Loss types without the clipped minimum and without one ratio per sequence."""
 UNCLIPPED = ("sapo", "vespo")
+"""Loss types that clip nothing."""
 KL_ESTIMATORS = ("k1", "k2", "k3")
 IGNORED = -100
 LOG_MAX, LOG_MIN = 20.0, -18.420680743952367
-"""Bounds of VESPO's log weights: e^20 and 1e-8."""
+"""Bounds of the log weights of vespo; the weights lie between 1e-8 and e^20."""
 
 
 def _tokens_of_all_ranks(mask: Tensor) -> Tensor:
+    """Number of tokens [] that the masks of all ranks leave, fp32."""
     tokens = mask.sum(dtype=torch.float32)
-    if several():
+    if is_distributed():
         dist.all_reduce(tokens)
     return tokens
 
 
-class LigerFusedLinearGRPOLoss(nn.Module):
-    """Group-relative policy optimisation of sampled completions, given their advantages.
+class LigerFusedLinearGRPOLoss(FusedLinearLoss):
+    """Group-relative policy optimisation (GRPO) of sampled completions with given advantages, and related losses.
 
-    With L as above and Σ over the tokens that the mask leaves, the loss is by ``loss_type``:
+    For each token, l is its log-probability, l_old that under the policy which sampled it, l_ref that under the
+    reference model, A the advantage of its sequence and w = exp(l − l_old). With ``importance_sampling_level``
+    "sequence" (GSPO) w is one number per sequence, exp of the mean of l − l_old. The loss L of a token is::
+
+        L = −min(min(w, δ) · A, clip(w, 1 − ε_low, 1 + ε_high) · A) + β · KL
+        k1 = l − l_ref,  k2 = (l − l_ref)² / 2,  k3 = exp(l_ref − l) − (l_ref − l) − 1
+
+    where KL is k1, k2 or k3. ``loss_type`` decides how L is reduced (ΣL runs over the tokens that the mask leaves), and
+    for some types the first term of L:
 
     - grpo: mean over sequences of ΣL / (tokens of the sequence)
-    - bnpo: ΣL over all / (tokens of the batch)
-    - dr_grpo: ΣL over all / (B · ``max_completion_length``)
-    - dapo: ΣL over all / (tokens of all ranks / number of ranks), or / (``num_items_in_batch`` / number of ranks)
+    - bnpo: ΣL over the batch / (tokens of the batch)
+    - dr_grpo: ΣL over the batch / (B · ``max_completion_length``)
+    - dapo: ΣL over the batch / (n / number of ranks), n the tokens of all ranks or ``num_items_in_batch``
     - luspo: mean over sequences of ΣL
-    - cispo: as dapo, with −sg(min(w, ε_high)) · A · l for the first term of L; sg stops the gradient
-    - sapo: as grpo, with −4/τ · σ(τ·(w − 1)) · A, τ one of two temperatures by the sign of A
-    - vespo: as dapo, with −sg(φ(W)) · A · l, φ(W) = W^k · exp(λ·(1 − W)), W the product of w over the sequence, clamped
+    - cispo: as dapo, with the first term −sg(min(w, ε_high)) · A · l; sg stops the gradient
+    - sapo: as grpo, with the first term −4/τ · σ(τ·(w − 1)) · A; τ depends on the sign of A
+    - vespo: as dapo, with the first term −sg(φ(W)) · A · l, φ(W) = W^k · exp(λ·(1 − W)); W is the product of w over the
+      sequence, clamped
 
     Args:
         beta: β, weight of the KL term.
-        compiled, chunk_size: how Liger-Kernel splits its work. Nothing here depends on them; see ``workspace_mib``.
-        use_ref_model: whether there is a reference model; a ``beta`` other than 0 needs it.
-        epsilon_low, epsilon_high: ε_low and ε_high; the larger second one is "clip-higher". cispo has the second one
-            alone, sapo and vespo have neither: what a loss does not have is to be left out.
+        compiled, chunk_size: accepted for Liger-Kernel's sake and ignored; see ``workspace_mib``.
+        use_ref_model: whether there is a reference model; any ``beta`` other than 0 needs one.
+        epsilon_low, epsilon_high: ε_low and ε_high; a larger ε_high is "clip-higher". Leave out what the loss type does
+            not have: cispo has no ε_low, sapo and vespo have neither.
         loss_type: one of the above.
-        max_completion_length: divisor of dr_grpo; the others do without.
-        importance_sampling_level: "token", or "sequence" for one ratio w per sequence.
-        sapo_temperature_pos, sapo_temperature_neg: τ of sapo for A > 0 and for others.
-        temperature: divisor of the logits when the completions were sampled.
-        delta: δ, upper bound of w where the clipped branch has none (two-sided clipping); None for none.
+        max_completion_length: divisor of dr_grpo; ignored by the others.
+        importance_sampling_level: "token" for one ratio w per token, "sequence" for one per sequence.
+        sapo_temperature_pos, sapo_temperature_neg: τ of sapo for A > 0, and for A <= 0.
+        temperature: divisor of the logits with which the completions were sampled.
+        delta: δ, upper bound of w where clipping leaves it unbounded (two-sided clipping); None for no bound.
         use_bias_correction_kl: multiply the KL term by w.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: k and λ of vespo for A >= 0 and for A < 0.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: k and λ of vespo for A >= 0, and for A < 0.
         kl_estimator: "k1", "k2" or "k3" (Liger-Kernel's).
-        softcap, logit_scale: of the logits, as in `fused_linear_logprobs`; for the reference as well.
-        workspace_mib: budget in MiB of the buffer for logits; None as in `linear_cross_entropy`.
+        softcap, logit_scale: applied to the policy's and the reference model's logits, as in `fused_linear_logprobs`.
+        workspace_mib: budget in MiB of the logits buffer; None for the default of `linear_cross_entropy`.
 
     Raises:
-        ValueError: an unknown choice, or options that don't go together.
+        ValueError: an unknown choice, or options that do not go together.
 
     Source: grpo https://arxiv.org/abs/2402.03300, dr_grpo https://arxiv.org/abs/2503.20783, dapo
     https://arxiv.org/abs/2503.14476, sequence level https://arxiv.org/abs/2507.18071, cispo
@@ -104,8 +113,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         logit_scale: float = 1.0,
         workspace_mib: int | None = None,
     ) -> None:
-        super().__init__()
-        name = type(self).__name__
+        super().__init__(IGNORED, softcap, logit_scale, workspace_mib)
+        name = self._name
         for argument, choice, allowed in (
             ("loss_type", loss_type, LOSS_TYPES),
             ("importance_sampling_level", importance_sampling_level, ("token", "sequence")),
@@ -123,7 +132,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             check(value >= 0, f"{name}: {argument} must not be negative, got {value}.")
         check(
             importance_sampling_level == "token" or loss_type not in ONLY_PER_TOKEN,
-            f"{name}: importance_sampling_level must be 'token' with loss_type {loss_type!r}.",
+            f"{name}: importance_sampling_level must be 'token' with loss_type {loss_type!r}, got"
+            f" {importance_sampling_level!r}.",
         )
         check(
             loss_type != "dr_grpo" or (max_completion_length is not None and max_completion_length > 0),
@@ -164,8 +174,12 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         self.temperature, self.use_bias_correction_kl = temperature, use_bias_correction_kl
         self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
-        self.kl_estimator, self.softcap, self.logit_scale = kl_estimator, softcap, logit_scale
-        self.workspace_mib = workspace_mib
+        self.kl_estimator = kl_estimator
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Keyword arguments of the fused ops."""
+        return {**self._head_options, "temperature": self.temperature}
 
     def forward(
         self,
@@ -183,46 +197,48 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Loss and metrics. The hidden states come first here, as in Liger-Kernel.
+        """Compute loss and metrics. The hidden states come before the weight, as in Liger-Kernel.
 
         Args:
-            _input: [B, T, C], of the positions that predict the completions.
+            _input: [B, T, C] hidden states of the positions that predict the completions.
             lin_weight: [V, C].
-            selected_token_ids: [B, T] int64, the completions. Where the mask is 0 any value will do.
+            selected_token_ids: [B, T] int64, the completions; ids where the mask is 0 are not read.
             attention_mask: [B, T], 1 for tokens that count, 0 for padding.
             advantages: [B].
             bias: [V].
             ref_per_token_logps: [B, T] log-probabilities under the reference model.
-            old_per_token_logps: [B, T] under the policy that sampled. None: the current one, so that w = 1.
-            ref_input, ref_weight, ref_bias: the reference model's instead of ``ref_per_token_logps``.
-            vllm_is_ratio: [B, T], [B, 1] or [B], factor of each token's loss (but not of its KL) that corrects for a
-                sampler with other probabilities.
-            num_items_in_batch: for dapo, cispo and vespo: tokens of all ranks and accumulation steps.
+            old_per_token_logps: [B, T] log-probabilities under the policy that sampled; None for the current policy,
+                so that w = 1.
+            ref_input, ref_weight, ref_bias: hidden states, weight and bias of the reference model, which replace
+                ``ref_per_token_logps``.
+            vllm_is_ratio: [B, T], [B, 1] or [B] factor of each token's loss without its KL term; corrects for a sampler
+                whose probabilities differ from the policy's.
+            num_items_in_batch: tokens of all ranks and accumulation steps, for dapo, cispo and vespo.
 
         Returns:
-            Loss [] fp32, and metrics [] without gradients: the mean KL if ``beta`` is not 0, and then the share of
+            Loss [] fp32 and metrics, [] each, without gradients: the mean KL if ``beta`` is not 0, then the share of
             clipped tokens.
 
         Raises:
-            ValueError: shapes that do not fit; a reference that is missing or given twice; ``num_items_in_batch`` for a
-                loss type without it.
+            ValueError: shapes do not match; the reference is missing or given twice; ``num_items_in_batch`` is given to
+                a loss type that does not use it.
         """
-        name = type(self).__name__
         target = self._target(selected_token_ids, attention_mask, _input)
         reference = ref_per_token_logps
         given = (ref_per_token_logps is not None, ref_input is not None, ref_weight is not None)
         check(
             given in ((True, False, False), (False, True, True), (False, False, False))
             and (given[2] or ref_bias is None),
-            f"{name}: a reference is ref_per_token_logps, or ref_input and ref_weight, got of these three {given}.",
+            f"{self._name}: a reference is either ref_per_token_logps, or ref_input and ref_weight; got, of these"
+            f" three, {given}.",
         )
         check(
             self.use_ref_model or not any(given),
-            f"{name}: a reference was given with use_ref_model=False. Leave it out.",
+            f"{self._name}: a reference was given with use_ref_model=False. Leave it out.",
         )
         if self.beta != 0.0 and ref_input is not None and ref_weight is not None:
             with torch.no_grad():
-                reference = self._log_probs(ref_input, ref_weight, target, ref_bias)
+                reference = fused_linear_logprobs(ref_input, ref_weight, target, bias=ref_bias, **self._options)
         if num_items_in_batch is None and self.loss_type in TOKEN_MEANS:
             num_items_in_batch = _tokens_of_all_ranks(attention_mask)
 
@@ -233,10 +249,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 num_items_in_batch=num_items_in_batch,
             )  # fmt: skip
 
-        return loss_of_log_probs(
-            loss_of, _input, lin_weight, target, bias=bias, ignore_index=IGNORED, softcap=self.softcap,
-            logit_scale=self.logit_scale, temperature=self.temperature, workspace_mib=self.workspace_mib,
-        )  # fmt: skip
+        return loss_of_log_probs(loss_of, _input, lin_weight, target, bias=bias, **self._options)
 
     def from_log_probs(
         self,
@@ -249,17 +262,17 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """As `forward`, from the policy's log-probabilities [B, T], which know the temperature already."""
+        """Same as `forward`, from the policy's log-probabilities [B, T], computed with the temperature."""
         self._check_rows(log_probs, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio)
         check(
             num_items_in_batch is None or self.loss_type in TOKEN_MEANS,
-            f"{type(self).__name__}: num_items_in_batch is for dapo, cispo and vespo, got it with {self.loss_type!r}.",
+            f"{self._name}: num_items_in_batch is for dapo, cispo and vespo, got it with {self.loss_type!r}.",
         )
         mask = attention_mask.to(log_probs.dtype)
         inside = mask != 0
         log_probs = log_probs.where(inside, 0)
         old = log_probs.detach() if old_per_token_logps is None else old_per_token_logps.detach()
-        log_ratio = (log_probs - old).where(inside, 0)  # whatever stands at masked tokens, it must not become NaN
+        log_ratio = (log_probs - old).where(inside, 0)  # values at masked positions may be NaN
         if vllm_is_ratio is not None and vllm_is_ratio.dim() == 1:
             vllm_is_ratio = vllm_is_ratio[:, None]
         level = log_ratio
@@ -285,7 +298,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     def _policy_losses(
         self, log_probs: Tensor, log_ratio: Tensor, ratio: Tensor, A: Tensor, mask: Tensor, vllm_is_ratio: Tensor | None
     ) -> Tensor:
-        """L of each token without KL, [B, T], or [B, 1] where it is one for the sequence."""
+        """First term of L, [B, T], or [B, 1] where one number holds for the whole sequence."""
         if self.loss_type == "cispo":
             return -ratio.detach().clamp_max(self.epsilon_high) * A * log_probs
         if self.loss_type == "sapo":
@@ -298,7 +311,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         return -torch.minimum(bounded * A, clipped * A)
 
     def _vespo_weight(self, log_ratio: Tensor, A: Tensor, mask: Tensor, vllm_is_ratio: Tensor | None) -> Tensor:
-        """φ(W) [B, 1]."""
+        """φ(W) [B, 1] of vespo."""
         log_w = (log_ratio.clamp(-LOG_MAX, LOG_MAX) * mask).sum(-1, keepdim=True)
         if vllm_is_ratio is not None:
             correction = vllm_is_ratio.detach().to(log_w.dtype).log().clamp(LOG_MIN, LOG_MAX)
@@ -311,6 +324,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         return (rate + k * log_w - rate * log_w.exp()).exp()
 
     def _kl(self, difference: Tensor) -> Tensor:
+        """KL estimate of each token from l − l_ref, [B, T]."""
         if self.kl_estimator == "k1":
             return difference
         if self.kl_estimator == "k2":
@@ -318,7 +332,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         return torch.expm1(-difference) + difference
 
     def _clipped(self, ratio: Tensor, A: Tensor) -> Tensor:
-        """Where the clipping holds the gradient back, bool, in the shape of ``ratio``."""
+        """Where clipping stops the gradient: bool, in the shape of ``ratio``."""
         if self.loss_type in UNCLIPPED:
             return torch.zeros_like(ratio, dtype=torch.bool)
         if self.loss_type == "cispo":
@@ -326,7 +340,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         return ((ratio < 1 - self.epsilon_low) & (A < 0)) | ((ratio > 1 + self.epsilon_high) & (A > 0))
 
     def _reduced(self, loss: Tensor, mask: Tensor, num_items: Tensor | float | None) -> Tensor:
-        """Loss [] of the masked losses [B, T]."""
+        """Loss [] of the masked token losses [B, T]."""
         sequences = max(len(mask), 1)
         if self.loss_type in ("grpo", "sapo"):
             return (loss.sum(-1) / mask.sum(-1).clamp_min(1)).sum() / sequences
@@ -341,20 +355,11 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         tokens = torch.as_tensor(found, dtype=mask.dtype, device=mask.device)
         return loss.sum() / (tokens / world_size()).clamp_min(1)
 
-    def _log_probs(self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
-        log_probs = fused_linear_logprobs(
-            x, weight, target, bias=bias, ignore_index=IGNORED, softcap=self.softcap, logit_scale=self.logit_scale,
-            temperature=self.temperature, workspace_mib=self.workspace_mib,
-        )  # fmt: skip
-        assert isinstance(log_probs, Tensor)
-        return log_probs
-
     def _target(self, ids: Tensor, attention_mask: Tensor, x: Tensor) -> Tensor:
-        name = type(self).__name__
         check(
             ids.dim() == 2 and attention_mask.shape == ids.shape and x.shape[:2] == ids.shape,
-            f"{name}: selected_token_ids and attention_mask must be [B, T] for _input [B, T, C], got {list(ids.shape)},"
-            f" {list(attention_mask.shape)}, {list(x.shape)}.",
+            f"{self._name}: selected_token_ids and attention_mask must be [B, T] for _input [B, T, C], got"
+            f" {list(ids.shape)}, {list(attention_mask.shape)} and {list(x.shape)}.",
         )
         return ids.where(attention_mask != 0, IGNORED)
 
@@ -367,7 +372,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         old: Tensor | None,
         vllm_is_ratio: Tensor | None,
     ) -> None:
-        name = type(self).__name__
+        name = self._name
         B, T = log_probs.shape
         check(advantages.shape == (B,), f"{name}: advantages must be [{B}], got {list(advantages.shape)}.")
         for argument, tensor in (
@@ -386,5 +391,5 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         )
         check(
             self.beta == 0.0 or reference is not None,
-            f"{name}: beta {self.beta} needs a reference, ref_per_token_logps or ref_input and ref_weight. Give one.",
+            f"{name}: beta {self.beta} needs a reference: pass ref_per_token_logps, or ref_input and ref_weight.",
         )

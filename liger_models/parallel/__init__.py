@@ -1,13 +1,29 @@
-"""Training on several devices, in a loop of one's own: thin functions over PyTorch's FSDP2 and its checkpoints."""
+"""Training on several devices in a loop of your own: thin functions over PyTorch's FSDP2, DTensor and checkpoints."""
 
-from .context import apply_cp as apply_cp
-from .fsdp import apply_fsdp as apply_fsdp
-from .fsdp import compile_blocks as compile_blocks
-from .fsdp import reshard as reshard
-from .state import load_state as load_state
-from .state import save_state as save_state
-from .step import clip_grad_norm_ as clip_grad_norm_
-from .step import mean_over_ranks as mean_over_ranks
-from .step import targets_per_rank as targets_per_rank
-from .tensor import apply_ep as apply_ep
-from .tensor import apply_tp as apply_tp
+from typing import TYPE_CHECKING
+
+from liger_models.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from liger_models.parallel.context import apply_cp as apply_cp
+    from liger_models.parallel.fsdp import apply_fsdp as apply_fsdp
+    from liger_models.parallel.fsdp import compile_blocks as compile_blocks
+    from liger_models.parallel.fsdp import reshard as reshard
+    from liger_models.parallel.state import load_state as load_state
+    from liger_models.parallel.state import save_state as save_state
+    from liger_models.parallel.step import clip_grad_norm_ as clip_grad_norm_
+    from liger_models.parallel.step import mean_over_ranks as mean_over_ranks
+    from liger_models.parallel.step import targets_per_rank as targets_per_rank
+    from liger_models.parallel.tensor import apply_ep as apply_ep
+    from liger_models.parallel.tensor import apply_tp as apply_tp
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "context": ["apply_cp"],
+            "fsdp": ["apply_fsdp", "compile_blocks", "reshard"],
+            "state": ["load_state", "save_state"],
+            "step": ["clip_grad_norm_", "mean_over_ranks", "targets_per_rank"],
+            "tensor": ["apply_ep", "apply_tp"],
+        },
+    )

@@ -1,46 +1,46 @@
-"""Context parallel: each rank has a part of every sequence's tokens."""
+"""Context parallelism: each rank has a share of the tokens of every sequence."""
 
+from dataclasses import replace
 from typing import TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from liger_models.kernels.collectives import ranks_of
-from liger_models.layers.attention import LigerAttention
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.cross_attention import LigerCrossAttention
+from liger_models.kernels.collectives import group_of
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.layer import layers_of
+from liger_models.parallel.tensor import check_unsharded
 
-from .tensor import check_unsharded
-
-Model = TypeVar("Model", bound=CausalLM)
+Model = TypeVar("Model", bound=Decoder)
 
 
 def apply_cp(model: Model, mesh: DeviceMesh) -> Model:
-    """Share the tokens of every sequence among the ranks of a mesh, in place: T / R for each, in order.
+    """Distribute the tokens of every sequence over the ranks of a mesh, in place: each rank has T / R, in order.
 
-    The ranks must be given the same batch, whole, and get the same loss. Only in attention a token meets those of other
-    ranks: there each rank has all tokens of 1 / R of the heads, so that packed documents, padding, windows and softcaps
-    are what they are on one rank. Weights are whole: `apply_fsdp` afterwards, over a mesh that includes these ranks,
-    shards them and averages their gradients (or DistributedDataParallel averages them). Towers run whole on each rank.
+    All ranks must be given the same full batch; they return the same loss. Tokens of different ranks interact only in
+    attention. There each rank has all tokens for 1 / R of the heads, so packed documents, padding, windows and softcaps
+    work as on one rank. Weights are replicated. Call `apply_fsdp` afterwards, over a mesh that includes these ranks: it
+    shards the weights and averages their gradients (DistributedDataParallel also averages them). Vision towers run in
+    full on every rank.
 
     Args:
         model: on the meta device, or with the same weights on every rank.
-        mesh: of one dimension; R ranks, best those of one host. T must be a multiple of R, so not to generate.
+        mesh: of one dimension with R ranks, preferably on one host. T must be a multiple of R, so the model cannot
+            generate.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: a model that is sharded already, a mesh that does not fit, KV heads that R does not divide. Make the
-            model anew after that.
+        ValueError: the model is already sharded, the mesh does not fit, or R does not divide the number of KV heads.
+            The model may then be changed in part; create it again.
 
     Source: https://arxiv.org/abs/2309.14509.
     """
     check_unsharded("apply_cp", model, mesh)
-    ranks = ranks_of(mesh.get_group())
+    ranks = group_of(mesh.get_group())
     if ranks.size == 1:
         return model
-    for module in model.layers.modules():
-        if isinstance(module, LigerAttention | LigerCrossAttention):
-            module.spread(ranks)
-    model.context_ranks = model.balance_ranks = ranks
+    for layer in layers_of(model.layers):
+        layer.shard_tokens(ranks)
+    model.groups = replace(model.groups, context=ranks, balance=ranks)
     return model

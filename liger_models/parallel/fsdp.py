@@ -1,13 +1,12 @@
-"""FSDP2 on a model: every block is gathered for its own forward and backward only."""
+"""FSDP2: parameters are sharded over the ranks, and each block is gathered only for its own forward and backward."""
 
-import socket
 import warnings
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -17,17 +16,16 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_leaves
 
-from liger_models.kernels.add_parts import add_parts
-from liger_models.kernels.collectives import ranks_of, reduce_into
-from liger_models.kernels.dispatch import check
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.layers.moe import LigerMoE
-from liger_models.medusa import LigerMedusa
+from liger_models.adapters.medusa import LigerMedusa
+from liger_models.kernels.checks import check
+from liger_models.kernels.collectives import group_of
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.layer import layers_of
+from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
 
-Model = TypeVar("Model", bound=CausalLM)
-Sharded = TypeVar("Sharded", bound=CausalLM | LigerMedusa)
+Model = TypeVar("Model", bound=Decoder)
+Sharded = TypeVar("Sharded", bound=Decoder | LigerMedusa)
 
 
 def apply_fsdp(
@@ -42,34 +40,34 @@ def apply_fsdp(
 ) -> Sharded:
     """Shard a model's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
-    Groups that are gathered together: the embedding; each block, a vision tower's, too; the head, which stays gathered
-    until its backward. Tied, embedding and head are one group, which stays gathered from the first to the last use. The
-    final norm, and what a tower has around its blocks, belong to the model itself. Experts that `apply_ep` has spread
-    are a group of each layer, sharded over the ranks that have the same ones. Parameters keep their dtype (fp32 for
-    master weights) and are computed with in ``param_dtype``.
+    These groups of parameters are gathered together: the embedding; each block, including a vision tower's; and the
+    head, which stays gathered until its backward. If embedding and head are tied they form one group, which stays
+    gathered from its first to its last use. The final norm and a tower's parameters outside its blocks form the group
+    of the model itself. Experts sharded by `apply_ep` form one group per layer, sharded over the ranks that hold the
+    same experts. Parameters keep their dtype (fp32 for master weights); the computation uses ``param_dtype``.
 
-    Make the optimizer afterwards: it must see the sharded parameters.
+    Create the optimizer afterwards, because it must hold the sharded parameters.
 
     Args:
-        model: on the meta device (`from_pretrained` with ``shard`` then reads each rank's part only), or with the same
-            weights on every rank. A `LigerMedusa` may have a model that is sharded already; each head is a group.
-        mesh: of one dimension, or of two with names (HSDP): copies, and the ranks over which each is sharded. After
-            `apply_tp` of a mesh's last dimension the others. After `apply_ep` the whole mesh of two dimensions, of
-            which `apply_ep` got the second. Default: all ranks.
-        param_dtype: of gathered parameters, and so of the computation; None for the parameters' own.
-        reduce_dtype: in which gradients are averaged over the ranks; None for ``param_dtype``. Within a host, for fp32,
-            they are sent in a narrower ``param_dtype``, in which they are made, unless several backward passes were
-            added up before (``set_requires_gradient_sync``).
-        cpu_offload: parameters, gradients and optimizer state live on the CPU, and the optimizer runs there.
-        reshard_after_forward: False keeps blocks gathered until their backward (ZeRO-2); a number shards them over so
-            many ranks in the meantime.
+        model: on the meta device (`from_pretrained` with ``shard`` then reads only each rank's shards), or with the
+            same weights on every rank. The model of a `LigerMedusa` may be sharded already; each head is a group.
+        mesh: of one dimension, or of two named ones (HSDP): replicas, and the ranks over which each is sharded. After
+            `apply_tp` on a mesh's last dimension, its other dimensions. After `apply_ep`, the whole mesh of two
+            dimensions whose second `apply_ep` got. Default: all ranks.
+        param_dtype: dtype of gathered parameters, and so of the computation. None: the parameters' own.
+        reduce_dtype: dtype in which gradients are averaged over the ranks. None: ``param_dtype``. Within one host fp32
+            gradients are sent in the narrower ``param_dtype`` that backward produced them in, unless several backward
+            passes were accumulated first (``set_requires_gradient_sync``).
+        cpu_offload: keep parameters, gradients and optimizer state on the CPU, where the optimizer then runs.
+        reshard_after_forward: False keeps blocks gathered until their backward (ZeRO-2). A number reshards them over
+            that many ranks in between.
         prefetch: number of groups that are gathered ahead of their use.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: no process group, a model that is sharded already, a mesh that does not fit.
+        ValueError: there is no process group, the model is already sharded, or the mesh does not fit.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
     """
@@ -89,10 +87,11 @@ def apply_fsdp(
         )  # fmt: skip
         return model
     check(
-        model.ranks is None or mesh is not None,
-        "apply_fsdp: mesh must be that of the data-parallel ranks for a model that is cut by apply_tp, got none. Pass "
-        'mesh["dp"] of the mesh of which apply_tp got mesh["tp"].',
+        model.groups.tensor is None or mesh is not None,
+        "apply_fsdp: mesh must be that of the data-parallel ranks for a model that apply_tp has sharded, got none. "
+        'Pass mesh["dp"] of the mesh whose mesh["tp"] apply_tp got.',
     )
+    tensor = model.groups.tensor
     check(prefetch >= 0, f"apply_fsdp: prefetch must not be negative, got {prefetch}.")
     mesh = _all_ranks() if mesh is None else mesh
     check(
@@ -101,53 +100,53 @@ def apply_fsdp(
         "ranks; name its dimensions by mesh_dim_names.",
     )
     check(
-        model.ranks is None or all(group.group_name != model.ranks.group for group in mesh.get_all_groups()),
-        "apply_fsdp: mesh must not have the dimension over which apply_tp has cut the model, got "
+        tensor is None or all(group.group_name != tensor.name for group in mesh.get_all_groups()),
+        "apply_fsdp: mesh must not have the dimension over which apply_tp has sharded the model, got "
         f'{mesh}. Pass the others: mesh["dp"].',
     )
     experts_mesh = None
-    experts = [module for module in model.modules() if isinstance(module, LigerMoE)]
-    spread = next((module.expert_ranks.size for module in experts if module.expert_ranks is not None), None)
-    if spread is not None:
+    expert_ranks = next((layer.groups.expert.size for layer in layers_of(model) if layer.groups.expert), None)
+    if expert_ranks is not None:
         check(
-            mesh.ndim == 2 and mesh.size(1) == spread,
-            f"apply_fsdp: mesh must have two dimensions after apply_ep, the second of {spread} ranks, "
-            f'got {mesh}. Pass the mesh, of which apply_ep got mesh["ep"]; its first dimension may be of size 1.',
+            mesh.ndim == 2 and mesh.size(1) == expert_ranks,
+            f"apply_fsdp: mesh must have two dimensions after apply_ep, the second of {expert_ranks} ranks, "
+            f'got {mesh}. Pass the mesh whose mesh["ep"] apply_ep got; its first dimension may be of size 1.',
         )
         assert mesh.mesh_dim_names is not None
         experts_mesh = mesh[mesh.mesh_dim_names[0]]
         mesh = DeviceMesh(mesh.device_type, mesh.mesh.flatten(), mesh_dim_names=("data",))
-        model.balance_ranks = ranks_of(mesh.get_group())
-    passes, options = _Passes(), _options(mesh, param_dtype, reduce_dtype, cpu_offload)
+        model.groups = replace(model.groups, balance=group_of(mesh.get_group()))
+    passes, options = BackwardPasses(), _options(mesh, param_dtype, reduce_dtype, cpu_offload)
     tied = model.lm_head.weight is model.embed_tokens.weight
     if tied:
         _shard([model.embed_tokens, model.lm_head], passes, reshard_after_forward=False, **options)
     else:
         _shard(model.embed_tokens, passes, reshard_after_forward=reshard_after_forward, **options)
-    tower = list(getattr(getattr(model, "visual", None), "blocks", []))
-    for block in [*tower, *model.layers]:
-        # No layer writes in place, so a view is a result like any other.
-        names = f"FSDP({type(block).__name__}|{LigerMoE.__name__})"
+    for block in model.blocks:
+        sharded = [layer for layer in layers_of(block) if layer.groups.expert is not None]
+        # FSDP2 warns because in-place writes to a view would be lost. No layer writes in place.
+        names = f"FSDP({'|'.join({type(each).__name__ for each in [block, *sharded]})})"
         message = rf"FSDP2-wrapped module \({names}\) returned a view tensor"
         warnings.filterwarnings("ignore", message, UserWarning)
-        for module in block.modules() if experts_mesh is not None else ():
-            if isinstance(module, LigerMoE):
-                _shard(module.gate, passes, reshard_after_forward=reshard_after_forward, **options)
-                # A number of ranks is one of the whole mesh.
-                given = {**options, "mesh": experts_mesh, "reshard_after_forward": bool(reshard_after_forward)}
-                _shard(module, passes, **given)
+        for layer in sharded:
+            assert layer.router is not None
+            _shard(layer.router, passes, reshard_after_forward=reshard_after_forward, **options)
+            # A number in reshard_after_forward counts ranks of the whole mesh, not of the experts' mesh.
+            given = {**options, "mesh": experts_mesh, "reshard_after_forward": bool(reshard_after_forward)}
+            _shard(layer, passes, **given)
         _shard(block, passes, reshard_after_forward=reshard_after_forward, **options)
     if not tied:
         _shard(model.lm_head, passes, reshard_after_forward=False, **options)
-    # What is left, the final norm: the model calls its method `add`, past the hooks that a group of its own would have.
+    # The final norm is left to the model's own group: the model calls its method `add`, which would bypass the hooks of
+    # a group of the norm's own.
     fully_shard(model, reshard_after_forward=False, **options)
     if param_dtype is not None:
         model.register_forward_pre_hook(_EmbedsCast(param_dtype), with_kwargs=True)
 
-    order: list[Any] = [model.embed_tokens, *tower, *model.layers, *([] if tied else [model.lm_head])]
+    order: list[Any] = [model.embed_tokens, *model.blocks, *([] if tied else [model.lm_head])]
     for index, module in enumerate(order if prefetch else []):
         module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + prefetch])
-        # Without such a list PyTorch gathers one group ahead, in the order of the forward at hand.
+        # Without such a list PyTorch gathers one group ahead, in the reverse order of the last forward.
         if prefetch > 1:
             module.set_modules_to_backward_prefetch(order[max(index - prefetch, 0) : index][::-1])
     return model
@@ -161,130 +160,57 @@ def _all_ranks() -> DeviceMesh:
 def _options(
     mesh: DeviceMesh, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, cpu_offload: bool
 ) -> dict[str, Any]:
-    """Of ``fully_shard``."""
+    """The arguments of ``fully_shard`` that all groups share."""
     accelerated = mesh.device_type != "cpu"
 
     def along(parameter: nn.Parameter) -> Shard | None:
-        # Of rows that `apply_tp` could not cut evenly (a vocabulary's) PyTorch loses track once they are cut again: the
-        # offsets that checkpoints go by are wrong. Columns then, where the ranks divide them.
+        # If `apply_tp` has sharded rows unevenly (a vocabulary's) and they are sharded again, PyTorch computes wrong
+        # offsets for checkpoints. Shard columns instead, where the ranks divide them.
         uneven = isinstance(parameter, DTensor) and parameter.shape[0] % parameter.device_mesh.size() > 0
         return Shard(1) if uneven and parameter.ndim > 1 and parameter.shape[1] % mesh.size(-1) == 0 else None
 
     return {
         "mesh": mesh,
         "shard_placement_fn": along,
-        # Inputs are not cast: it would reach into `Sequence` and round the rotary tables.
+        # Do not cast inputs: PyTorch would also cast the rotary tables in `BatchLayout`, and round them.
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=accelerated) if cpu_offload else OffloadPolicy(),
     }
 
 
-class _Passes:
-    """How many backward passes have reached a model: the same number on all ranks, though of a batch on one of them the
-    loss may leave a group out.
-    """
+def _shard(modules: nn.Module | list[nn.Module], passes: BackwardPasses, **options: Any) -> None:
+    """``fully_shard``, with `ReduceScatter` where that sends fewer bytes: if all ranks are on one host.
 
-    def __init__(self) -> None:
-        self.count, self.last = 0, -1
-        self.hosts: dict[Any, list[Any]] = {}
-
-    def on_one_host(self, group: dist.ProcessGroup) -> bool:
-        """Whether several ranks share a host. They ask each other, so that all have the same answer."""
-        if group not in self.hosts:
-            self.hosts[group] = [None] * group.size()
-            dist.all_gather_object(self.hosts[group], socket.gethostname(), group=group)
-        return len(set(self.hosts[group])) == 1 < group.size()
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A hook of the forward. A loss may hide in what it returns; then the gradient of what it got tells."""
-        for leaf in tree_leaves((args, output)):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self._reach)
-
-    def _reach(self, _: Tensor) -> None:
-        number = torch._C._current_graph_task_id()  # no public function tells one pass from the next
-        self.count += number != self.last
-        self.last = number
-
-
-def _shard(modules: nn.Module | list[nn.Module], passes: _Passes, **options: Any) -> None:
-    """``fully_shard``, with `_Exchange` where it saves bytes: among the GPUs of one host.
-
-    Between hosts PyTorch's own exchange sends less, since the gradients of a host are added up on the way.
+    Between hosts PyTorch's own reduce-scatter sends less, because it sums the gradients within each host first.
     """
     fully_shard(modules, **options)
     mesh, policy = options["mesh"], options["mp_policy"]
     each = modules if isinstance(modules, list) else [modules]
-    group, made = each[0], policy.param_dtype
+    group, dtype = each[0], policy.param_dtype
     assert isinstance(group, FSDPModule)
-    # Without param_dtype gradients can be of several dtypes; and for other sums FSDP2 divides what is sent before.
-    narrow = made in (torch.bfloat16, torch.float16) and policy.reduce_dtype == torch.float32
+    # Without param_dtype the gradients may have several dtypes. For other reductions FSDP2 divides before it sends.
+    narrow = dtype in (torch.bfloat16, torch.float16) and policy.reduce_dtype == torch.float32
     if narrow and passes.on_one_host(mesh.get_group(mesh.ndim - 1)):
-        group.set_custom_reduce_scatter(_Exchange(passes, made))  # type: ignore[arg-type]  # no public name to inherit
+        group.set_custom_reduce_scatter(ReduceScatter(passes, dtype))  # type: ignore[arg-type]  # no public name to inherit
         for module in each:
             module.register_forward_hook(passes.watch)
-
-
-class _Exchange:
-    """How FSDP2 brings a group's gradients together: sent in their own dtype, added up in that of the result.
-
-    The sum is that of PyTorch's own exchange, which sends and stores every gradient in the result's dtype, with twice
-    the bytes for bf16 and fp32. What has been added up over several backward passes is in that dtype too, and is sent
-    so.
-
-    Args:
-        passes: of the model.
-        dtype: in which autograd makes the group's gradients.
-    """
-
-    def __init__(self, passes: _Passes, dtype: torch.dtype) -> None:
-        self.passes, self.dtype = passes, dtype
-        self.done = 0  # passes until the last exchange
-        self.sends = True  # what is asked for next; after one that failed what is sent is not narrowed
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """For what is sent, then for what is received: FSDP2 asks in turn."""
-        dtype = self.dtype if self.sends and self.passes.count - self.done <= 1 else dtype
-        memory = torch.empty(size, dtype=dtype, device=device)
-        self.sends = False
-        return memory
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """FSDP2's interface: the part of this rank of what all ranks have, [ranks · size] -> [size]."""
-        self.sends, self.done = True, self.passes.count
-        divisor = {dist.ReduceOp.AVG: group.size(), dist.ReduceOp.SUM: 1}.get(op)
-        if input_tensor.dtype == output_tensor.dtype or divisor is None:
-            input_tensor = input_tensor.to(output_tensor.dtype)
-            return reduce_into(output_tensor, input_tensor, op, group, async_op)  # type: ignore[no-any-return]
-        parts = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts, input_tensor, group=group)
-        add_parts(parts.view(group.size(), -1), output_tensor, divisor)
-        return None
 
 
 def _shard_medusa(
     medusa: LigerMedusa, mesh: DeviceMesh | None, *, reshard_after_forward: bool | int, prefetch: int, **given: Any
 ) -> None:
-    """`apply_fsdp` of the model, unless that is done, and of the heads."""
+    """`apply_fsdp` on the model, unless it is sharded already, and on the heads."""
     mesh = _all_ranks() if mesh is None else mesh
     if not isinstance(medusa.model, FSDPModule):
         apply_fsdp(medusa.model, mesh, reshard_after_forward=reshard_after_forward, prefetch=prefetch, **given)
-    passes, options = _Passes(), _options(mesh, **given)
+    passes, options = BackwardPasses(), _options(mesh, **given)
     for head in medusa.heads:
         _shard(head, passes, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(medusa, reshard_after_forward=False, **options)
 
 
 class _EmbedsCast:
-    """Brings ``inputs_embeds`` into the dtype of the gathered parameters."""
+    """Forward hook that casts ``inputs_embeds`` to the dtype of the gathered parameters."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -295,9 +221,9 @@ class _EmbedsCast:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what FSDP has gathered: an evaluation leaves the groups gathered that wait for a backward.
+    """Free gathered parameters: after a forward without backward, FSDP keeps some groups gathered.
 
-    Until then ``model.parameters()`` has the gathered parameters in their place.
+    Until then ``model.parameters()`` returns the gathered parameters of those groups.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -305,17 +231,17 @@ def reshard(model: nn.Module) -> None:
 
 
 def compile_blocks(model: Model, **options: Any) -> Model:
-    """Compile each block's forward, in place; before or after `apply_fsdp`, whose hooks stay outside.
+    """Compile the forward of each block, in place. Call it before or after `apply_fsdp`, whose hooks are not compiled.
 
-    Blocks of one kind share what is compiled. Names of modules and parameters stay as they are.
+    Blocks of one kind share the compiled code. The names of modules and parameters do not change.
 
     Args:
         model: changed in place.
-        options: of ``torch.compile``; ``fullgraph=True`` by default.
+        options: arguments of ``torch.compile``; ``fullgraph=True`` by default.
 
     Returns:
         ``model``.
     """
-    for block in [*getattr(getattr(model, "visual", None), "blocks", []), *model.layers]:
+    for block in model.blocks:
         block.forward = torch.compile(block.forward, **{"fullgraph": True, **options})
     return model

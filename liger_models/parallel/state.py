@@ -1,7 +1,7 @@
-"""The state of a training run on disk, to go on from: bit for bit, or on another number of ranks.
+"""Checkpoints of a training run, to resume it: bit for bit, or on another number of ranks.
 
-- ``step-00000200/``: model and optimizer as torch.distributed.checkpoint writes them, each rank's own state.
-- ``latest``: the name of the newest step that is whole.
+- ``step-00000200/``: model and optimizer as torch.distributed.checkpoint writes them, and the state of each rank.
+- ``latest``: the name of the newest complete checkpoint.
 """
 
 import random
@@ -24,21 +24,23 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
-from liger_models.convert.ranks import agreeing, several, this_rank, world_size
-from liger_models.kernels.dispatch import check
-from liger_models.lora import adapter_config
-
-from .fsdp import reshard
+from liger_models.adapters.lora_layers import adapter_config
+from liger_models.kernels.checks import check
+from liger_models.parallel.fsdp import reshard
+from liger_models.parallel.groups import is_distributed, raise_on_all_ranks, rank, world_size
 
 LATEST = "latest"
 SHARED = "shared.pt"
+"""File of the state that all ranks share: step, number of ranks, scheduler."""
 
 _in_flight: set[Path] = set()
+"""Folders with a save in the background."""
 _groups: dict[Any, Any] = {}
+"""The default process group -> the group that saves and loads."""
 
 
 class Stateful(Protocol):
-    """A learning rate scheduler, a data loader: what gives its state and takes it back."""
+    """Anything with a state to save and load, such as a learning rate scheduler or a data loader."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
@@ -55,61 +57,64 @@ def save_state(
     background: bool = False,
     keep: int | None = None,
 ) -> "Future[None]":
-    """Save the state of a training run as ``folder/step-...``; every rank must call it.
+    """Save the state of a training run as ``folder/step-...``. Every rank must call it.
 
-    It is written beside, renamed once it is whole, and only then named in ``folder/latest``: whenever the run dies, the
-    checkpoint before it remains. Random generators (torch's, the accelerator's, Python's) are saved for each rank.
+    The checkpoint is written under another name, renamed when it is complete, and only then named in ``folder/latest``.
+    So the previous checkpoint remains whenever the run dies. The states of the random number generators (torch's, the
+    accelerator's, Python's) are saved for each rank.
 
     Args:
-        folder: of the run, on storage that all ranks share.
-        step: its number; a checkpoint of the same step is replaced.
-        model: sharded or not; its parameters and buffers are saved, each once. Of a model with adapters only what is
-            trained: the rest is in the checkpoint that it was loaded from.
-        optimizer: its state is saved by the names of the parameters.
-        scheduler: saved once.
-        data: saved for each rank. Its state, as the scheduler's, holds plain values and tensors.
-        background: copy everything to host memory and return; training may go on while it is written.
-        keep: remove all but so many of the newest checkpoints.
+        folder: folder of the run, on storage that all ranks share.
+        step: number of the step. A checkpoint of the same step is replaced.
+        model: sharded or not. Its parameters and buffers are saved, tied ones once. If it has adapters, only trainable
+            parameters are saved; the others are in the checkpoint that the model was loaded from.
+        optimizer: its state is saved under the names of the parameters.
+        scheduler: saved once for all ranks.
+        data: saved for each rank. The states of ``data`` and ``scheduler`` must hold plain values and tensors only.
+        background: copy the state to host memory and return; training may continue while it is written.
+        keep: delete all but this number of the newest checkpoints.
 
     Returns:
-        Without ``background`` it is done; with it, call ``result()`` before the next one and at the end: it waits, and
-        raises what went wrong.
+        A future. Without ``background`` it is done. With it, call ``result()`` before the next save and at the end of
+        the run: it waits, and raises the error of a failed save.
 
     Raises:
-        ValueError: ``keep`` below 1, or the one before is not written yet.
+        ValueError: ``keep`` is below 1, or the previous save is not finished.
         OSError: the folder cannot be written.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"save_state: keep must be at least 1, got {keep}. Leave it out to keep all.")
     folder = Path(folder).absolute()
     if folder in _in_flight:
-        raise ValueError(f"save_state: {folder} must not be written to, got a save that is. Call its result() first.")
+        raise ValueError(
+            f"save_state: the previous save in {folder} must be finished, got one in progress. Call its result() first."
+        )
     place, temporary = _place(folder, step), folder / f".step-{step:08d}.tmp"
     group = _cpu_group()
     reshard(model)
-    with agreeing(group):
-        if this_rank() == 0:
+    with raise_on_all_ranks(group):
+        if rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             replaced = [old for old in folder.glob("step-*.old") if old.with_suffix("").exists()]
-            for stale in [*folder.glob(".step-*.tmp"), *replaced]:  # of a run that died
+            for stale in [*folder.glob(".step-*.tmp"), *replaced]:  # left by a run that died
                 shutil.rmtree(stale)
             temporary.mkdir()
             state = None if scheduler is None else scheduler.state_dict()
             torch.save({"step": step, "ranks": world_size(), "scheduler": state}, temporary / SHARED)
-    with agreeing(group):
-        own = {"random": _random_state(), "data": None if data is None else data.state_dict()}
-        torch.save(own, temporary / f"rank-{this_rank()}.pt")
+    with raise_on_all_ranks(group):
+        of_rank = {"random": _random_state(), "data": None if data is None else data.state_dict()}
+        torch.save(of_rank, temporary / f"rank-{rank()}.pt")
     tensors = _tensors(model)
     if optimizer is not None:
         fresh = not optimizer.state
         tensors["optimizer"] = get_optimizer_state_dict(model, optimizer)
-        if fresh:  # PyTorch has taken a step on zeros, which counts
+        if fresh:  # PyTorch has created a state by a step with zero gradients, which would count as a step
             optimizer.state.clear()
             tensors["optimizer"]["state"] = {}
     done: Future[None] = Future()
 
     def publish() -> None:
-        if this_rank() == 0:
+        if rank() == 0:
             old = place.with_suffix(".old")
             if place.exists():
                 place.rename(old)
@@ -145,7 +150,7 @@ def save_state(
             saving.add_done_callback(written)
             return done
         save(tensors, checkpoint_id=temporary, process_group=group)
-    with agreeing(group):
+    with raise_on_all_ranks(group):
         publish()
     done.set_result(None)
     return done
@@ -160,40 +165,42 @@ def load_state(
     *,
     step: int | None = None,
 ) -> int | None:
-    """Load what `save_state` saved, in place; every rank must call it, with the model sharded for the ranks at hand.
+    """Load what `save_state` saved, in place. Every rank must call it, with the model sharded for the current ranks.
 
-    On as many ranks as before, training goes on as if it had not stopped. On another number of them, model, optimizer
-    and scheduler are the same; generators are restored on the ranks that there were; the state of ``data`` must be one
-    that all ranks shared.
+    On the same number of ranks, training continues as if it had not stopped. On another number, model, optimizer and
+    scheduler are restored in full, and random number generators on the ranks that existed before. The state of ``data``
+    must then be the same for all ranks.
 
     Args:
-        folder: of the run.
-        model, optimizer, scheduler, data: made as for a new run; None leaves a part out.
-        step: which one; default: that which ``latest`` names.
+        folder: folder of the run.
+        model, optimizer, scheduler, data: created as for a new run; None skips a part.
+        step: step of the checkpoint. Default: the one named in ``latest``.
 
     Returns:
-        Its step; None, with nothing changed, if there is no checkpoint yet.
+        The step of the checkpoint; None, with nothing changed, if there is no checkpoint yet.
 
     Raises:
-        FileNotFoundError: there is none of this step.
-        ValueError: another number of ranks, and states of ``data`` that differ between them; a part that was not saved.
+        FileNotFoundError: there is no checkpoint of ``step``.
+        ValueError: a part was not saved, or the number of ranks changed and the saved states of ``data`` differ.
+        OSError: the checkpoint is incomplete, or is of another model or optimizer.
     """
     folder = Path(folder).absolute()
     group = _cpu_group()
-    with agreeing(group):
-        found = [_find(folder, step) if this_rank() == 0 else None]
+    with raise_on_all_ranks(group):
+        found = [_find(folder, step) if rank() == 0 else None]
     if group is not None:
         dist.broadcast_object_list(found, 0, group)
     place = found[0]
     if place is None:
         return None
-    with agreeing(group):
+    with raise_on_all_ranks(group):
         shared = _load(place / SHARED)
-        own = _own(place, shared["ranks"], data is not None)
-        for name, part, saved in (("scheduler", scheduler, shared["scheduler"]), ("data", data, own.get("data"))):
+        of_rank = _state_of_rank(place, shared["ranks"], data is not None)
+        for name, part, saved in (("scheduler", scheduler, shared["scheduler"]), ("data", data, of_rank.get("data"))):
             check(
                 part is None or saved is not None,
-                f"load_state: {name} must have a state in {place}, got none: save_state had none. Leave it out.",
+                f"load_state: {name} must have a state in {place}, got none: save_state was called without it. Leave "
+                "it out.",
             )
         with_state = set() if optimizer is None else _with_state(place)
     reshard(model)
@@ -205,19 +212,19 @@ def load_state(
         load(tensors, checkpoint_id=place, process_group=group)
     if optimizer is not None:
         for options, names in zip(tensors["optimizer"]["param_groups"], parameters, strict=True):
-            options["params"] = names  # which may be others by now: some were frozen
+            options["params"] = names  # loading has put in the saved names, of which some may be frozen now
         optimizer.load_state_dict(tensors["optimizer"])
     if scheduler is not None:
         scheduler.load_state_dict(shared["scheduler"])
     if data is not None:
-        data.load_state_dict(own["data"])
-    if "random" in own:
-        _restore_random_state(own["random"])
+        data.load_state_dict(of_rank["data"])
+    if "random" in of_rank:
+        _restore_random_state(of_rank["random"])
     return int(shared["step"])
 
 
 def _tensors(model: nn.Module) -> dict[str, Any]:
-    tensors: dict[int, tuple[str, Tensor]] = {}  # tied ones once
+    tensors: dict[int, tuple[str, Tensor]] = {}  # tied tensors once
     adapted = adapter_config(model) is not None
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and (value.requires_grad or not adapted):
@@ -226,9 +233,9 @@ def _tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) -> dict[str, Any]:
-    """The state to load into: of these parameters, since one that never had a gradient has none."""
+    """An optimizer state to load into, for the named parameters: those that never had a gradient have no state."""
     found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    if not names <= found["state"].keys():  # PyTorch makes it only where there is neither state nor gradient
+    if not names <= found["state"].keys():  # PyTorch creates it only if there is neither state nor gradient
         optimizer.state.clear()
         optimizer.zero_grad()
         found = get_optimizer_state_dict(model, optimizer)
@@ -236,11 +243,11 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) ->
 
 
 def _with_state(place: Path) -> set[str]:
-    """Names of the parameters that the optimizer's saved state is of."""
+    """Names of the parameters that have a saved optimizer state."""
     try:
         paths = FileSystemReader(place).read_metadata().planner_data or {}
     except Exception as error:
-        raise _not_whole(place, this_rank(), error) from error
+        raise _incomplete(place, rank(), error) from error
     return {path[2] for path in paths.values() if path[:2] == ("optimizer", "state")}
 
 
@@ -262,18 +269,18 @@ def _find(folder: Path, step: int | None) -> Path | None:
     return found
 
 
-def _own(place: Path, ranks: int, with_data: bool) -> dict[str, Any]:
-    """The state of the calling rank, or what there is for it if the number of ranks has changed."""
-    own = place / f"rank-{this_rank()}.pt"
+def _state_of_rank(place: Path, ranks: int, with_data: bool) -> dict[str, Any]:
+    """The state of the calling rank; if the number of ranks has changed, the parts of it that exist."""
+    file = place / f"rank-{rank()}.pt"
     if ranks == world_size():
-        return _load(own)
+        return _load(file)
     states = [_load(place / f"rank-{rank}.pt") for rank in range(ranks)] if with_data else []
     if any(not _equal(state["data"], states[0]["data"]) for state in states):
         raise ValueError(
-            f"load_state: data must have one state for all ranks to go on with {world_size()} instead of {ranks}, got "
+            f"load_state: data must have one state for all ranks to resume with {world_size()} instead of {ranks}, got "
             f"different ones. Save the position in the whole data set, or resume with {ranks} ranks."
         )
-    found = _load(own) if own.is_file() else {}
+    found = _load(file) if file.is_file() else {}
     return {**found, "data": states[0]["data"] if states else None}
 
 
@@ -307,8 +314,8 @@ def _restore_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _cpu_group() -> Any:
-    """A process group of its own for saving: host memory, and beside what training communicates."""
-    if not several():
+    """A separate process group on the CPU for saving, so that it does not interfere with training's collectives."""
+    if not is_distributed():
         return None
     world = dist.group.WORLD
     if world not in _groups:
@@ -319,17 +326,18 @@ def _cpu_group() -> Any:
 
 @contextmanager
 def _checkpoint_errors(place: Path) -> Iterator[None]:
-    if not several():  # a single process is what is meant
+    """Raise the errors of torch.distributed.checkpoint as OSError."""
+    if not is_distributed():  # PyTorch warns about a single process
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     try:
         yield
-    except CheckpointException as error:  # which is no Exception
+    except CheckpointException as error:  # a BaseException
         rank, (reason, _) = next(iter(error.failures.items()))
-        raise _not_whole(place, rank, reason) from error
+        raise _incomplete(place, rank, reason) from error
 
 
-def _not_whole(place: Path, rank: int, reason: BaseException) -> OSError:
+def _incomplete(place: Path, rank: int, reason: BaseException) -> OSError:
     return OSError(
-        f"{place}: must be written and read whole by all ranks, got on rank {rank}: {reason!r}. What was saved "
-        "before is as it was; a run of another model or optimizer takes another folder."
+        f"{place}: must be written and read in full by all ranks, got on rank {rank}: {reason!r}. Earlier checkpoints "
+        "are unchanged. Use another folder for another model or optimizer."
     )

@@ -1,4 +1,4 @@
-"""What a training step needs across ranks: how many targets there are, the norm of all gradients."""
+"""What a training step needs from all ranks: the number of targets, means, and the norm of all gradients."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,41 +9,44 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from liger_models.convert.ranks import several, world_size
-from liger_models.kernels.dispatch import check
-from liger_models.layers.sequence import Sequence, mark_padding, number_documents
+from liger_models.kernels.checks import check
+from liger_models.layers.batch import BatchLayout, mark_padding, number_documents
+from liger_models.parallel.groups import is_distributed, world_size
 
 
 def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], device: Any = None) -> Tensor:
     """Number of targets in all batches of a step on all ranks, divided by the number of ranks.
 
-    It is the ``num_items_in_batch`` for each of these batches. FSDP and DistributedDataParallel average gradients over
-    the ranks, so the average of the sums divided by this is the mean over all targets, each with the same weight,
-    however they are spread over ranks and accumulation steps. So is the average over the ranks (`mean_over_ranks`) of
-    the sum of a rank's losses.
+    Pass it as ``num_items_in_batch`` with each of these batches. FSDP and DistributedDataParallel average gradients
+    over the ranks. With this divisor the average is the gradient of the mean loss over all targets, each with the same
+    weight, however they are distributed over ranks and accumulation steps. Likewise that mean loss is the sum of a
+    rank's losses, averaged over the ranks (`mean_over_ranks`).
 
     Args:
-        batches: the keyword arguments of the model's forward, of one batch or of each accumulation step. Every rank
-            must have as many; one without targets counts nothing.
-        device: where the ranks add up; default: the labels'. An accelerator for NCCL.
+        batches: keyword arguments of the model's forward, for one batch or for each accumulation step. Every rank must
+            pass the same number of batches; a batch may have no targets.
+        device: device of the all-reduce. Default: the labels'. NCCL needs an accelerator.
 
     Returns:
         [] fp32, at least 1 / ranks.
+
+    Raises:
+        ValueError: there are no batches, or one has no labels.
     """
     batches = [batches] if isinstance(batches, Mapping) else list(batches)
     check(
         len(batches) > 0,
-        "targets_per_rank: batches must hold those of a step, got none. Give each rank as many.",
+        "targets_per_rank: batches must hold those of a step, got none. Give each rank the same number.",
     )
     total = torch.stack([_targets(batch) for batch in batches]).sum().to(device)
-    if not several():
+    if not is_distributed():
         return total.clamp(min=1).float()
     dist.all_reduce(total)
     return total.clamp(min=1).double().div(world_size()).float()
 
 
 def _targets(batch: Mapping[str, Any]) -> Tensor:
-    """Number of targets of the model's loss, which `Sequence.shift` decides."""
+    """Number of targets after the model's shift of the labels (`BatchLayout.shift`)."""
     names = ("labels", "attention_mask", "cu_seqlens")
     labels, attention_mask, cu_seqlens = (batch.get(name) for name in names)
     check(labels is not None, f"targets_per_rank: a batch must have labels, got {sorted(batch)}. Add them.")
@@ -54,14 +57,14 @@ def _targets(batch: Mapping[str, Any]) -> Tensor:
         documents, _ = number_documents(cu_seqlens, B, T, labels.device)
     elif attention_mask is not None:
         documents = mark_padding(attention_mask, labels.device)
-    target = Sequence(labels, {}, documents).shift(labels)
+    target = BatchLayout(labels, {}, documents).shift(labels)
     return (target != -100).sum()
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """The average of a tensor over the ranks, the same on all of them; without a process group its value."""
+    """The average of a tensor over the ranks, returned on all of them. Without a process group, the tensor's value."""
     value = value.detach().clone()
-    if several():
+    if is_distributed():
         dist.all_reduce(value)
         value = value / world_size()
     return value
@@ -70,23 +73,23 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale gradients so that their norm, all taken as one vector, is at most ``max_norm``.
+    """Scale gradients so that their norm, taken over all of them as one vector, is at most ``max_norm``.
 
-    As torch's, but for any mixture of sharded and plain parameters, and the norm is that of all ranks.
+    Like torch's function, but sharded and plain parameters may be mixed, and the norm covers all ranks.
 
     Args:
-        parameters: one or more; those without a gradient are left out. All ranks pass the same ones.
-        max_norm: not scaled if the norm is less; ``inf`` only measures.
-        norm_type: p of the p-norm; ``inf`` for the largest.
-        error_if_nonfinite: raise, on all ranks, where the norm is not finite.
+        parameters: one or more; those without a gradient are ignored. All ranks must pass the same ones.
+        max_norm: gradients are scaled only if their norm is larger; ``inf`` only computes the norm.
+        norm_type: p of the p-norm; ``inf`` for the maximum.
+        error_if_nonfinite: raise on all ranks if the norm is not finite.
 
     Returns:
-        [] the norm before, a plain tensor, the same on all ranks.
+        [] the norm before scaling, a plain tensor, the same on all ranks.
 
     Raises:
-        RuntimeError: a norm that is not finite, with ``error_if_nonfinite``.
+        RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else parameters  # which would yield its rows
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters  # iterating a tensor yields its rows
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
@@ -101,8 +104,8 @@ def clip_grad_norm_(
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
-            f"clip_grad_norm_: the norm of the gradients must be finite, got {total.item()}. Look for the step where "
-            "the loss rose, or lower the learning rate."
+            f"clip_grad_norm_: the norm of the gradients must be finite, got {total.item()}. Find the step where the "
+            "loss rose, or lower the learning rate."
         )
     for group in groups.values():
         clip_grads_with_norm_(group, max_norm, total)

@@ -6,7 +6,7 @@ import torch
 from liger_models import KernelOptions
 from liger_models.arch import get_arch
 from liger_models.kernels.dispatch import reference_backend
-from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
+from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.moe import LigerMoE
 
 from .families import (
@@ -156,6 +156,7 @@ def test_half_precision_errs_no_more_than_transformers(pair, root, dtype):
     assert error_of_all(our_gradients(ours, exact), exact) <= 1.2 * error_of_all(hf_gradients(theirs), exact)
 
 
+@pytest.mark.compile
 @pytest.mark.gpu
 @one_case_each
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])

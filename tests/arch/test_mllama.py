@@ -8,18 +8,14 @@ import dataclasses
 
 import pytest
 import torch
-from transformers.models.mllama import modeling_mllama
-from transformers.models.mllama.processing_mllama import (
-    convert_sparse_cross_attention_mask_to_dense,
-    get_cross_attention_token_mask,
-)
 
 from liger_models import KernelOptions
-from liger_models.layers import cross_attention
-from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
-from liger_models.layers.cross_attention import tiles_seen
-from liger_models.layers.sequence import DecodeCache
+from liger_models.arch.mllama import cross_attention
+from liger_models.arch.mllama.cross_attention import tiles_seen
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
+from ..late import Late
 from .families import (
     LIMIT,
     VISION_CASES,
@@ -31,6 +27,8 @@ from .families import (
     make_folder,
 )
 
+modeling = Late("transformers.models.mllama.modeling_mllama")
+processing = Late("transformers.models.mllama.processing_mllama")
 CASES = [case for case in VISION_CASES if case[0] == "mllama"]
 every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
 one_case = pytest.mark.parametrize("pair", CASES[:1], indirect=True, ids="-".join)
@@ -60,8 +58,8 @@ def make(model, row, seed=0):
     ids = torch.tensor([ids])
     inputs = {}
     if count:
-        spans = get_cross_attention_token_mask(ids[0].tolist(), model.config.image_token_index)
-        mask = convert_sparse_cross_attention_mask_to_dense([spans], [lengths], tiles, ids.shape[1])
+        spans = processing.get_cross_attention_token_mask(ids[0].tolist(), model.config.image_token_index)
+        mask = processing.convert_sparse_cross_attention_mask_to_dense([spans], [lengths], tiles, ids.shape[1])
         inputs = {
             "pixel_values": pixels,
             "aspect_ratio_ids": ratios,
@@ -220,7 +218,7 @@ def test_places_without_any_image(pair):
 def test_states_that_enter_the_layers(pair, monkeypatch):
     """What the weights of the releases were trained on; early versions of transformers took it."""
     _, _, theirs, ours = pair
-    forward = modeling_mllama.MllamaVisionEncoder.forward
+    forward = modeling.MllamaVisionEncoder.forward
 
     def entering(self, hidden_states, attention_mask=None):
         out = forward(self, hidden_states, attention_mask)
@@ -230,7 +228,7 @@ def test_states_that_enter_the_layers(pair, monkeypatch):
     ids, _, inputs = make(ours, [3, IMAGE, 2])
     outputs = ours(ids, **inputs).logits
     ours.visual.intermediate = "inputs"
-    monkeypatch.setattr(modeling_mllama.MllamaVisionEncoder, "forward", entering)
+    monkeypatch.setattr(modeling.MllamaVisionEncoder, "forward", entering)
     assert error(ours(ids, **inputs).logits, theirs(ids, **inputs).logits) <= LIMIT
     assert error(ours(ids, **inputs).logits, outputs) > 1e-3
 
@@ -270,6 +268,7 @@ def test_cross_attention_within_segments(pair, monkeypatch):
     assert taken
 
 
+@pytest.mark.compile
 @one_case
 def test_compiled_in_one_graph(pair, fresh_dynamo):
     _, _, _, ours = pair
@@ -324,7 +323,7 @@ def test_on_gpu(pair):
 def test_what_does_not_fit_is_named(pair):
     _, _, _, ours = pair
     ids, _, inputs = make(ours, [3, IMAGE, 2])
-    with pytest.raises(ValueError, match=r"a placeholder for each image of a row \(\[1\]\), got \[0\]"):
+    with pytest.raises(ValueError, match=r"one placeholder for each image of a row \(\[1\]\), got \[0\]"):
         ours(ids[:, :3], **inputs)
     with pytest.raises(ValueError, match="1 image placeholders in input_ids must have pixel_values, got none"):
         ours(ids)
@@ -348,7 +347,7 @@ def test_what_does_not_fit_is_named(pair):
         ({"hidden_act": "relu"}, "hidden_act must be"),
         ({"image_size": 17}, r"image_size \(17\) must be a multiple"),
         ({"attention_heads": 5}, "must be a multiple of attention_heads"),
-        ({"vision_output_dim": 64}, r"vision_output_dim \(64\) must be hidden_size \(32\) once"),
+        ({"vision_output_dim": 64}, r"vision_output_dim \(64\) must be hidden_size \(32\) times 1 plus"),
         ({"intermediate_layers_indices": [1, 3]}, r"must ascend and be below num_hidden_layers \(3\), got \[1, 3\]"),
         ({"max_num_tiles": 3}, "supported_aspect_ratios must be rows and columns"),
     ):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from liger_models import KernelOptions
-from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
-from liger_models.layers.sequence import DecodeCache
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
 from .families import (
     LIMIT,
@@ -292,14 +292,14 @@ def test_images_do_not_see_each_other(pair):
     _, _, _, ours = pair
     batch = Batch(ours, SEVERAL)
     pixels, grid = batch.inputs["pixel_values"], batch.inputs["image_grid_thw"]
-    together = ours.visual(pixels, grid).tokens
+    together = ours.visual(pixels, grid)[0]
     merged = grid.prod(1) // ours.config.vision_config.spatial_merge_size**2
     places = zip(pixels.split(grid.prod(1).tolist()), grid, together.split(merged.tolist()), strict=True)
     for own, one, tokens in places:
-        assert error(ours.visual(own, one[None]).tokens, tokens) <= LIMIT
+        assert error(ours.visual(own, one[None])[0], tokens) <= LIMIT
     changed = pixels.clone()
     changed[-1] += 1
-    after = ours.visual(changed, grid).tokens
+    after = ours.visual(changed, grid)[0]
     last = int(merged[-1])
     assert torch.equal(after[:-last], together[:-last])
     assert not torch.isclose(after[-last:], together[-last:]).all(1).any()
@@ -313,6 +313,7 @@ def test_a_batch_of_transformers_processors_is_taken(pair):
     assert torch.equal(ours(batch.ids, mm_token_type_ids=batch.kinds, **batch.inputs).logits, want)
 
 
+@pytest.mark.compile
 @one_video_case_each
 def test_compiled_in_one_graph(pair, fresh_dynamo):
     """Also with images of other sizes than those of the first call."""
@@ -368,7 +369,7 @@ def test_wrong_numbers_are_named(pair):
         ours(batch.ids, attention_mask=torch.ones(1, 3), **batch.inputs)
     swapped = Batch(ours, [[2, ("image", (1, 2, 3)), 4], [2, ("video", (2, 1, 2)), ("image", (1, 1, 2)), 3]])
     swapped.inputs["image_grid_thw"] = swapped.inputs["image_grid_thw"].flip(0)
-    message = r"of each image must stand together in input_ids and in one document, got 1 apart .* order"
+    message = r"of each image must be contiguous in input_ids and in one document, got 1 apart .* order"
     with pytest.raises(ValueError, match=message):
         ours(swapped.ids, **swapped.inputs)
     start = int((batch.ids[0] == ours.config.image_token_id).nonzero()[0])

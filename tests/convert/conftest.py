@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
+
+from ..late import transformers
 
 DATA = Path(__file__).parents[1] / "data"
 CONFIGS = sorted(path.with_name(path.name.replace(".shapes", "")) for path in DATA.glob("*/*.shapes.json"))

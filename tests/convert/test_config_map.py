@@ -5,17 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from liger_models.arch import get_arch
+from liger_models.arch.cohere2 import Cohere2Config
 from liger_models.arch.llama import LlamaConfig
 from liger_models.arch.ministral3 import Ministral3Config
 from liger_models.arch.phi3 import Phi3Config
-from liger_models.convert import get_ignored_keys
+from liger_models.convert import format_of
 from liger_models.convert.config_map import flat_rope, read_config, write_config
+from liger_models.layers.config import DecoderConfig
 from liger_models.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 from ..arch.families import CASES, tiny
+from ..late import transformers
 from .conftest import TINY
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -141,13 +143,13 @@ def test_reads_what_transformers_5_writes_and_writes_what_it_reads(arch: str, va
         written = json.loads(json.dumps(write_config(config, source, torch.float32)))
         assert read_config(config_class, written, strict=True) == config
         again = json.loads(json.dumps(transformers.AutoConfig.for_model(**written).to_dict()))
-        inert = {"architectures", "dtype", *get_ignored_keys(arch)}
+        inert = {"architectures", "dtype", *format_of(get_arch(arch)).ignored_keys}
         theirs.get("text_config", {}).pop("dtype", None)
         assert _within({key: value for key, value in theirs.items() if key not in inert}, again)
 
 
 def _within(part: Any, whole: Any) -> bool:
-    """Equal but for keys that ``whole`` has besides."""
+    """Equal but for keys that ``replicated`` has besides."""
     if isinstance(part, dict):
         return all(_within(value, whole.get(key)) for key, value in part.items())
     return part == whole
@@ -263,11 +265,11 @@ def test_keys_of_the_source_are_kept() -> None:
 
 
 def test_an_unknown_key_is_named() -> None:
-    with pytest.warns(UserWarning, match=r"LlamaConfig does not know: head_gain, rope_scaling\.alpha\."):
+    with pytest.warns(UserWarning, match=r"LlamaConfig does not know the keys head_gain, rope_scaling\.alpha\."):
         read_config(LlamaConfig, {"head_gain": 2, "rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1}})
-    with pytest.raises(ValueError, match="does not know: head_gain"):
+    with pytest.raises(ValueError, match="does not know the keys head_gain"):
         read(head_gain=2)
-    with pytest.raises(ValueError, match="does not know: original_max_position_embeddings"):
+    with pytest.raises(ValueError, match="does not know the keys original_max_position_embeddings"):
         read(original_max_position_embeddings=8)
 
 
@@ -278,7 +280,7 @@ def test_an_unknown_key_is_named() -> None:
         ({"rope_parameters": {"rope_type": "mrope"}}, r"rope_parameters must have one of the types .*got 'mrope'"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, r"must have factor, high_freq_factor, low_freq_factor"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, r"rope_scaling\.factor must be float, got '2'"),
-        ({"rope_parameters": {"full": {}, "sliding": {}}}, r"one set of values for all layers, got .*full, sliding"),
+        ({"rope_parameters": {"full": {}, "sliding": {}}}, r"must be the same for all layers, got .*full, sliding"),
         ({"rope_scaling": ["linear", 2.0]}, r"rope_scaling must be an object of values, got \['linear', 2\.0\]"),
         ({"hidden_act": "gelu_new"}, r"hidden_act must be 'silu', got 'gelu_new'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"must not be quantised, got .*gptq"),
@@ -300,5 +302,13 @@ def test_a_required_key_is_asked_for() -> None:
         num_experts: int
 
     assert read_config(Sized, {"num_experts": 3}) == Sized(num_experts=3)
-    with pytest.raises(ValueError, match="must have num_experts, which Sized needs"):
+    with pytest.raises(ValueError, match="must have num_experts, which Sized requires"):
         read_config(Sized, {})
+
+
+def test_a_model_without_rms_norms_has_no_rms_norm_eps() -> None:
+    assert "rms_norm_eps" not in {field.name for field in dataclasses.fields(DecoderConfig)}
+    config = read_config(Cohere2Config, {"layer_norm_eps": 1e-6}, strict=True)
+    assert "rms_norm_eps" not in write_config(config, {}, torch.float32)
+    with pytest.raises(ValueError, match="Cohere2Config does not know the keys rms_norm_eps"):
+        read_config(Cohere2Config, {"rms_norm_eps": 1e-6}, strict=True)

@@ -13,18 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
 from liger_models.arch import get_arch
 from liger_models.arch.llama import LlamaConfig
-from liger_models.convert import checkpoint, get_maps
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert import format_of
 from liger_models.convert.config_map import read_config
+from liger_models.convert.files import INDEX
+from liger_models.convert.load import pick_map
 from liger_models.convert.weight_map import Stack, WeightMap, expert_rows, fused_expert_rows
-from liger_models.layers.causal_lm import CausalLM
 
 from ..arch.families import VISION_CASES, tiny
+from ..late import transformers
 from .conftest import CONFIGS, TINY, assert_same_bits, read_tensors
 from .test_checkpoint import listing, run
 from .test_weight_map import meta_model, random_bits
@@ -39,7 +41,7 @@ Tensors = dict[str, Tensor]
 
 
 @cache
-def theirs(arch: str) -> transformers.PreTrainedModel:
+def theirs(arch: str) -> Any:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(arch, **TINY | SIZES[arch] | {"num_hidden_layers": LAYERS})
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -110,7 +112,7 @@ def test_parts_of_one_layer_in_different_files(arch: str, folders: tuple[Path, P
     for file in sorted(set(place.values())):
         save_file({name: tensor for name, tensor in tensors.items() if place[name] == file}, folder / file)
     (folder / "model.safetensors").unlink()
-    (folder / checkpoint.INDEX).write_text(json.dumps({"weight_map": place}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": place}))
     assert_same_bits(parameters(load(arch, folder)), want)
 
 
@@ -146,7 +148,7 @@ def test_fused_rows_are_the_experts_rows() -> None:
 )
 def test_every_map_is_of_the_whole_model(config_file: Path) -> None:
     model, weights = meta_model(config_file)
-    _, *others = get_maps(config_file.parent.name)(model.config)
+    _, *others = format_of(get_arch(config_file.parent.name)).weight_maps(model.config)
     assert others
     count = sum(tensor.numel() for tensor in model.parameters())
     for other in others:
@@ -172,9 +174,9 @@ def test_the_map_with_most_of_the_parameters_is_picked() -> None:
         (["norm"], hub),
         ([], hub),
     ]:
-        assert checkpoint.pick_map([hub, fused], dict.fromkeys(names), {}) is want, names
-    assert checkpoint.pick_map([hub], dict.fromkeys("xy"), {}) is hub
-    assert len(get_maps("llama")(LlamaConfig())) == 1
+        assert pick_map([hub, fused], dict.fromkeys(names), {}) is want, names
+    assert pick_map([hub], dict.fromkeys("xy"), {}) is hub
+    assert len(format_of(get_arch("llama")).weight_maps(LlamaConfig())) == 1
 
 
 GATE_UP, DOWN = (f"model.layers.2.mlp.experts.{part}_proj" for part in ("gate_up", "down"))
@@ -258,17 +260,19 @@ print(sum(p.nbytes for p in model.parameters()), max(p.nbytes for p in model.par
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fused", "copies"), [(False, 2), (True, 1)], ids=["hub", "fused"])
 def test_experts_are_read_layer_by_layer(tmp_path: Path, fused: bool, copies: int) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_local_experts": 16, "num_hidden_layers": 5}
     for name, changes in (("small", {}), ("big", sizes)):
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**TINY | changes))
         model.save_pretrained(tmp_path / name, save_original_format=not fused, max_shard_size="60MB")
-    # The system's own pages, of files that are mapped for example, only add to what is measured: the least counts.
-    measured = [run(MEMORY, tmp_path / "small", tmp_path / "big").split() for _ in range(3)]
-    size, largest, peak = min((tuple(map(int, each)) for each in measured), key=lambda each: each[2])
-    assert size > 200e6 > 5 * largest
-    assert peak < size + copies * largest + 16e6
+    for _ in range(3):  # the system's own pages, of files that are mapped for example, add to what is measured
+        size, largest, peak = map(int, run(MEMORY, tmp_path / "small", tmp_path / "big").split())
+        assert size > 200e6 > 5 * largest
+        if peak < size + copies * largest + 16e6:
+            return
+    pytest.fail(f"{peak} bytes for {size} of weights, the largest {largest}")
 
 
 @pytest.mark.parametrize(("arch", "variant"), VISION_CASES, ids=str)
@@ -278,7 +282,7 @@ def test_every_layout_of_towers_gives_one_model_and_one_export(arch: str, varian
     model = model_class.from_config(read_config(model_class.config_class, theirs, strict=True))
     model.save_pretrained(tmp_path / "hub")
     hub = read_tensors(tmp_path / "hub")
-    _, *maps = get_maps(arch)(model.config)
+    _, *maps = format_of(get_arch(arch)).weight_maps(model.config)
     assert maps
     for number, weights in enumerate(maps):
         folder = tmp_path / str(number)

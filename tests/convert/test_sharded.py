@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_models.arch import get_arch, list_archs
-from liger_models.convert import get_maps
+from liger_models.convert import format_of
 from liger_models.convert.sharded import MAX_RUNS, Part, plan_rows, read_part, untouched
 from liger_models.convert.weight_map import Cat, Expression, Name, Rearrange, Split, Stack
 
@@ -27,7 +27,7 @@ def maps(arch: str) -> list[tuple[Any, dict[str, Tensor]]]:
         config = read_config(cls.config_class, AutoConfig.for_model(arch, **options).to_dict())
         with torch.device("meta"):
             parameters = dict(cls(config).named_parameters())
-        made += [(layout, parameters) for layout in get_maps(arch)(config)]
+        made += [(layout, parameters) for layout in format_of(get_arch(arch)).weight_maps(config)]
     return made
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_models.arch import get_arch
 from liger_models.arch.llama import LigerLlama, LlamaConfig
-from liger_models.convert import get_map, model_type_of
+from liger_models.convert import format_of
 from liger_models.convert.config_map import read_config
 from liger_models.convert.weight_map import (
     Cat,
@@ -30,7 +30,7 @@ def meta_model(config_file: Path) -> tuple[Any, WeightMap]:
     model_class = get_arch(model_type)
     config = read_config(model_class.config_class, json.loads(config_file.read_text()), strict=True)
     with torch.device("meta"):
-        return model_class(config), get_map(model_type)(config)
+        return model_class(config), format_of(get_arch(model_type)).weight_map(config)
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -77,7 +77,7 @@ def test_the_hub_indices_are_among_the_data() -> None:
 @pytest.mark.parametrize("biases", [False, True])
 def test_round_trip_keeps_every_bit(dtype: torch.dtype, biases: bool) -> None:
     config = tiny(attention_bias=biases, mlp_bias=biases)
-    weights = get_map("llama")(config)
+    weights = format_of(get_arch("llama")).weight_map(config)
     with torch.device("meta"):
         parameters = dict(LigerLlama(config).to(dtype).named_parameters())
     theirs = {name: random_bits(tuple(t.shape), t.dtype) for name, t in weights.shapes(parameters).items()}
@@ -101,7 +101,9 @@ def test_qkv_rows_are_grouped_by_kv_head(heads: int, kv_heads: int, kind: str) -
         f"{prefix}.{part}_proj.{kind}": torch.randn(count * D, *tail)
         for part, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
     }
-    packed = get_map("llama")(config).entries[f"layers.1.self_attn.qkv_proj.{kind}"].pack(tensors)
+    packed = (
+        format_of(get_arch("llama")).weight_map(config).entries[f"layers.1.self_attn.qkv_proj.{kind}"].pack(tensors)
+    )
 
     row = 0
     for group in range(kv_heads):
@@ -116,7 +118,8 @@ def test_gate_and_up_rows_alternate() -> None:
     gate, up = torch.randn(48, 32), torch.randn(48, 32)
     prefix = "model.layers.0.mlp"
     packed = (
-        get_map("llama")(tiny())
+        format_of(get_arch("llama"))
+        .weight_map(tiny())
         .entries["layers.0.mlp.gate_up_proj.weight"]
         .pack({f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up})
     )
@@ -143,7 +146,10 @@ def test_fused_checkpoints_give_the_same_rows(heads: int, kv_heads: int) -> None
 
 
 def test_a_tied_model_has_no_head_of_its_own() -> None:
-    tied, untied = get_map("llama")(tiny(tie_word_embeddings=True)), get_map("llama")(tiny())
+    tied, untied = (
+        format_of(get_arch("llama")).weight_map(tiny(tie_word_embeddings=True)),
+        format_of(get_arch("llama")).weight_map(tiny()),
+    )
     assert "lm_head.weight" not in tied.entries
     assert "lm_head.weight" in tied.skip
     assert str(untied.entries["lm_head.weight"]) == "lm_head.weight"
@@ -151,7 +157,9 @@ def test_a_tied_model_has_no_head_of_its_own() -> None:
 
 
 def test_the_plan_is_printed_line_by_line() -> None:
-    plan = str(get_map("llama")(tiny(num_hidden_layers=1, tie_word_embeddings=True))).splitlines()
+    plan = str(
+        format_of(get_arch("llama")).weight_map(tiny(num_hidden_layers=1, tie_word_embeddings=True))
+    ).splitlines()
     assert "embed_tokens.weight = model.embed_tokens.weight" in plan
     assert (
         "layers.0.mlp.gate_up_proj.weight = Rearrange('f two ... -> (f two) ...', "
@@ -197,9 +205,9 @@ def test_expressions_cover_mixtures_of_experts() -> None:
 
 
 def test_one_name_in_two_entries_is_refused() -> None:
-    with pytest.raises(ValueError, match="every name must stand in one entry"):
+    with pytest.raises(ValueError, match="every name must be in one entry only"):
         WeightMap({"a.{i}": "x.{i}", "b": "x.1"}, over={"i": range(2)})
-    with pytest.raises(ValueError, match="every name must stand in one entry"):
+    with pytest.raises(ValueError, match="every name must be in one entry only"):
         WeightMap({"a.{i}": "x.{i}", "a.0": "y"}, over={"i": range(2)})
 
 
@@ -216,7 +224,7 @@ def test_map_and_model_must_have_the_same_parameters() -> None:
 
 
 def test_a_class_from_elsewhere_has_no_model_type() -> None:
-    assert model_type_of(LlamaConfig) == "llama"
-    assert model_type_of(type("Mine", (LigerLlama,), {})) == "llama"
-    with pytest.raises(ValueError, match=r"Cat: must be registered, or derive from a class"):
-        model_type_of(Cat)
+    assert format_of(LlamaConfig).model_type == "llama"
+    assert format_of(type("Mine", (LigerLlama,), {})).model_type == "llama"
+    with pytest.raises(ValueError, match=r"Cat: must be registered, or derive from a registered class"):
+        format_of(Cat)

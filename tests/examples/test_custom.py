@@ -4,13 +4,16 @@ import ast
 import re
 from pathlib import Path
 
-from liger_models.convert.checkpoint import read_json_config
+import pytest
+
+from liger_models.convert.files import read_json_config
 
 from ..torchrun import torchrun
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_it_learns_and_is_found_by_name(tmp_path):
     done = torchrun(0, ROOT / "examples" / "custom.py", "--steps", "60", "--output", "model", cwd=tmp_path)
     assert "model: saved and loaded as SideBySide, the same weights" in done.stdout

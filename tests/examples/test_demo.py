@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
+
+from ..late import transformers
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,6 +20,7 @@ def run_demo(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_second_run_trains_saves_and_generates(device, tmp_path):
     (tmp_path / "trained").mkdir()
@@ -42,6 +44,7 @@ def test_a_second_run_trains_saves_and_generates(device, tmp_path):
     assert model(ids).logits.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -19,6 +19,8 @@ def run(example: str, steps: int, ranks: int, gpu: bool = False) -> dict[str, tu
     return {name.removeprefix("pairs not trained on, "): (float(old), float(new)) for name, old, new in lines}
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "gpu"), [(0, False), (2, False), pytest.param(0, True, marks=pytest.mark.gpu)], ids=["1", "2", "gpu"]
 )

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import transformers
 from PIL import Image
+
+from ..late import transformers
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,6 +19,7 @@ def run_example(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_it_trains_saves_and_describes(device, tmp_path):
     run = run_example("--output", str(tmp_path), "--steps", "12", "--device", device)
@@ -34,6 +36,7 @@ def test_it_trains_saves_and_describes(device, tmp_path):
     transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "trained")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"), [(["--steps", "0"], "must be positive, got 0"), (["--output", "Makefile"], "Makefile")]
 )

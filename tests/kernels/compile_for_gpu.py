@@ -30,9 +30,9 @@ from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_models.kernels.linear_logprobs import fused_linear_logprobs
 from liger_models.kernels.moe import moe_mlp, route
 from liger_models.kernels.nf4_linear import nf4_linear
+from liger_models.kernels.norm_linear import layer_norm_linear, rms_norm_linear
 from liger_models.kernels.qk_norm_rope import qk_norm_rope
 from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
-from liger_models.kernels.rms_norm_linear import rms_norm_linear
 from liger_models.kernels.rope import rope, rope_qkv
 
 compiled: dict[str, set[str]] = defaultdict(set)
@@ -77,8 +77,12 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     for fp32 in (False, True):
         differentiate(rms_norm(x, norm, 1e-6, 1.0, fp32))
         differentiate(add_rms_norm(x, residual, norm, 1e-6, 0.0, fp32))
-    differentiate(layer_norm(x, norm, draw_(C)))
-    differentiate(add_layer_norm(x, residual, norm, draw_(C)))
+    for bias in (draw_(C), None):
+        differentiate(layer_norm(x, norm, bias))
+        differentiate(add_layer_norm(x, residual, norm, bias))
+        differentiate(layer_norm_linear(x, residual, norm, bias, draw_(64, C)))
+        mlp = draw_(2 * F, C), draw_(C, F)
+        differentiate(gated_mlp(x, residual, norm, *mlp, norm="layer_norm", norm_bias=bias, recompute=True))
     for act in ACTIVATIONS:
         differentiate(act_linear(x, draw_(64, C), draw_(64), act))
     differentiate(nf4_linear(draw_(3, 64), to_nf4(draw_(8, 64).detach(), 64, 1)))
@@ -108,6 +112,7 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
 def run_wide_norm() -> None:
     x, norm = draw(2, 65536), draw(65536)
     differentiate(rms_norm(x, norm))
+    differentiate(layer_norm_linear(None, x, norm, norm, draw(1, 65536)))
 
 
 def run_experts(X: int, K: int, F: int) -> None:
@@ -146,7 +151,7 @@ if __name__ == "__main__":
     run_optimizer()
     run_exchange()
     modules = [
-        importlib.import_module(f"{kernels.__name__}.{name}") for _, name, _ in pkgutil.iter_modules(kernels.__path__)
+        importlib.import_module(name) for _, name, _ in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")
     ]
     every = {
         f"{value.fn.__module__}.{name}"

@@ -9,6 +9,8 @@ import pytest
 pytest.importorskip("triton", reason="no wheel for this platform")
 
 
+@pytest.mark.compile
+@pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(

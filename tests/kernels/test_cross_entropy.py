@@ -501,6 +501,7 @@ def test_opcheck(kernel_device):
     opcheck(ops.linear_cross_entropy, (x, w, target, b, weights, factors, *options, 4, True, True, True, True))
 
 
+@pytest.mark.compile
 def test_compiles_without_a_graph_break(kernel_device):
     (x, w), _ = linear_inputs(kernel_device, torch.float32)
     target = targets(kernel_device)

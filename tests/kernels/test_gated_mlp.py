@@ -3,6 +3,7 @@ import sys
 import pytest
 import torch
 
+from liger_models.kernels.fused_norm import FusedNorm
 from liger_models.kernels.gated_act import ACTIVATIONS
 from liger_models.kernels.gated_mlp import gated_mlp, gated_mlp_reference
 
@@ -12,11 +13,13 @@ FLAVOURS = [
     pytest.param({"act": "silu", "eps": 1e-6}, id="llama"),
     pytest.param({"act": "gelu", "eps": 1e-5, "scale_in_fp32": True}, id="erf"),
     pytest.param({"act": "gelu_tanh", "eps": 1e-6, "weight_offset": 1.0, "scale_in_fp32": True}, id="gemma"),
+    pytest.param({"act": "gelu_tanh", "eps": 1e-5, "norm": "layer_norm"}, id="layer"),
 ]
 # The stream, F, O.
 SHAPES = [((1, 130), 200, 70), ((3, 67), 51, 47), ((2, 3, 64), 40, 64), ((4, 1, 129), 33, 50), ((11, 72), 36, 40)]
 GPU_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ORDER = ("x", "residual", "norm_weight", "gate_up_weight", "down_weight", "gate_up_bias", "down_bias")
+NORMS = pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 MODES = pytest.mark.parametrize(
     ("recompute", "chunk"),
@@ -51,6 +54,13 @@ def make(shape, width, out, dtype, device, weight_dtype=None):
     return [t.to(dtype) for t in stream] + [t.to(weight_dtype or dtype) for t in weights], upstream
 
 
+def with_norm_bias(inputs, names=ORDER, norm="layer_norm"):
+    """The inputs and their names, and for a LayerNorm a bias of its own and its name."""
+    if norm != "layer_norm":
+        return inputs, names
+    return [*inputs, torch.randn_like(inputs[names.index("norm_weight")])], (*names, "norm_bias")
+
+
 def with_names(function, names=ORDER, outputs=None, **constants):
     """``function`` of the arguments named, in that order, the other tensors None; ``outputs`` picks one result."""
 
@@ -81,6 +91,9 @@ def test_matches_fp64(backend, shape, width, out, flavour, recompute, chunk, poi
         for missing in ((), ("gate_up_bias", "down_bias"), ("x", "down_bias"), ("norm_weight",), ("x", "norm_weight")):
             left, names = without(inputs, *missing)
             check(left, upstream, names, recompute, **flavour)
+            if "norm" in flavour and "norm_weight" in names:
+                left, names = with_norm_bias(left, names)
+                check(left, upstream, names, recompute, **flavour)
 
 
 @pytest.mark.gpu
@@ -102,21 +115,28 @@ def test_weights_of_another_dtype(backend, stream, weights, recompute, chunk, po
         left, names = without(inputs, *missing)
         check(left, upstream, names, recompute)
     check(inputs, upstream, recompute=recompute, scale_in_fp32=True)
+    left, names = with_norm_bias(inputs)
+    check(left, upstream, names, recompute, norm="layer_norm")
     x, residual, norm_weight, gate_up_weight, down_weight, *biases = inputs
     biases = [bias.to(stream) for bias in biases]
     inputs = [x.to(weights), residual, norm_weight.float(), gate_up_weight, down_weight, *biases]
     check(inputs, upstream, recompute=recompute)
+    left, names = with_norm_bias(inputs)
+    check([*left[:-1], left[-1].to(weights)], upstream, names, recompute, norm="layer_norm")
 
 
-def test_recomputation_gives_the_same_bits(kernel_device):
+@NORMS
+def test_recomputation_gives_the_same_bits(kernel_device, norm):
     for dtype in dtypes(kernel_device):
         for stream in {torch.float32, dtype}:
             inputs, upstream = make((2, 33, 64), 48, 64, stream, kernel_device, dtype)
             for act in ACTIVATIONS:
                 for missing in ((), ("x", "norm_weight")):
                     left, names = without(inputs, *missing)
-                    kept = run(with_names(gated_mlp, names, act=act), left, upstream)
-                    again = run(with_names(gated_mlp, names, act=act, recompute=True), left, upstream)
+                    if "norm_weight" in names:
+                        left, names = with_norm_bias(left, names, norm)
+                    kept = run(with_names(gated_mlp, names, act=act, norm=norm), left, upstream)
+                    again = run(with_names(gated_mlp, names, act=act, norm=norm, recompute=True), left, upstream)
                     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
 
 
@@ -148,10 +168,12 @@ def test_without_x_the_residual_is_returned_as_it_is(backend):
 
 
 @MODES
-def test_second_backward_agrees_and_nothing_is_overwritten(backend, recompute, chunk):
+@NORMS
+def test_second_backward_agrees_and_nothing_is_overwritten(backend, norm, recompute, chunk):
     inputs, upstream = make((12, 48), 20, 48, torch.float32, backend)
+    inputs, names = with_norm_bias(inputs, norm=norm)
     leaves = [t.requires_grad_() for t in inputs]
-    outputs = gated_mlp(*leaves, recompute=recompute)
+    outputs = with_names(gated_mlp, names, recompute=recompute, norm=norm)(*leaves)
     tensors = [*upstream, *outputs, *leaves]
     kept = [t.clone() for t in tensors]
     first = [g.clone() for g in torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)]
@@ -161,70 +183,84 @@ def test_second_backward_agrees_and_nothing_is_overwritten(backend, recompute, c
 
 
 @MODES
-def test_empty_and_single_rows(backend, recompute, chunk):
+@NORMS
+def test_empty_and_single_rows(backend, norm, recompute, chunk):
     for shape, width in (((0, 8), 4), ((1, 8), 1), ((2, 0, 8), 4), ((8,), 4), ((12, 8), 4)):
         inputs, upstream = make(shape, width, 8, torch.float32, backend)
-        got = run(with_names(gated_mlp, recompute=recompute), inputs, upstream)
-        want = run(gated_mlp_reference, inputs, upstream)
+        inputs, names = with_norm_bias(inputs, norm=norm)
+        got = run(with_names(gated_mlp, names, recompute=recompute, norm=norm), inputs, upstream)
+        want = run(with_names(gated_mlp_reference, names, norm=norm), inputs, upstream)
         torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("with_x", [True, False])
-def test_what_is_saved(kernel_device, with_x):
-    inputs, _ = make((6, 32), 10, 8, torch.float32, kernel_device)
+@NORMS
+def test_what_is_saved(kernel_device, norm, with_x):
+    inputs, names = with_norm_bias(make((6, 32), 10, 8, torch.float32, kernel_device)[0], norm=norm)
     x, *rest = (t.requires_grad_() for t in inputs)
-    weights = [(32,), (20, 32), (8, 10)]
+    of_norm, statistics = ([(32,), (32,)], (6, 2)) if norm == "layer_norm" else ([(32,)], (6,))
+    weights = [*of_norm, (20, 32), (8, 10)]
     for recompute, expected in ((False, [(6, 20), *weights]), (True, [*weights, (20,)])):
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
-            _, stream = gated_mlp(x if with_x else None, *rest, recompute=recompute)
-        assert [tuple(t.shape) for t in saved] == [(6, 32), (6,), *expected]
+            call = with_names(gated_mlp, names, norm=norm, recompute=recompute)
+            _, stream = call(x if with_x else None, *rest)
+        assert [tuple(t.shape) for t in saved] == [(6, 32), statistics, *expected]
         assert saved[0].data_ptr() == stream.data_ptr()
+
+
+FROZEN = [
+    ((*ORDER, "norm_bias"), 4, 1, 1),
+    (("x", "residual"), 2, 0, 0),  # frozen weights
+    (("norm_weight",), 2, 0, 0),
+    (("norm_bias",), 2, 0, 0),
+    (("gate_up_weight",), 2, 1, 0),  # a frozen trunk
+    (("down_weight",), 1, 0, 1),
+    (("gate_up_bias",), 1, 0, 0),
+    (("down_bias",), 0, 0, 0),
+    (("x", "down_weight"), 3, 0, 1),
+]
 
 
 @RECOMPUTE
 @pytest.mark.parametrize(
-    ("trained", "matmuls", "rows", "products"),
+    ("norm", "trained", "matmuls", "rows", "products"),
     [
-        (ORDER, 4, 1, 1),
-        (("x", "residual"), 2, 0, 0),  # frozen weights
-        (("norm_weight",), 2, 0, 0),
-        (("gate_up_weight",), 2, 1, 0),  # a frozen trunk
-        (("down_weight",), 1, 0, 1),
-        (("gate_up_bias",), 1, 0, 0),
-        (("down_bias",), 0, 0, 0),
-        (("x", "down_weight"), 3, 0, 1),
+        *(("layer_norm", *case) for case in FROZEN),
+        ("rms_norm", ORDER, *FROZEN[0][1:]),
+        *(("rms_norm", *case) for case in FROZEN[1:] if "norm_bias" not in case[0]),
     ],
     ids=str,
 )
-def test_frozen_inputs_cost_nothing(kernel_device, monkeypatch, trained, matmuls, rows, products, recompute):
+def test_frozen_inputs_cost_nothing(kernel_device, monkeypatch, norm, trained, matmuls, rows, products, recompute):
     inputs, (dy, _) = make((6, 32), 10, 8, torch.float32, kernel_device)
-    want = dict(zip(ORDER, run(with_names(gated_mlp, outputs=0), inputs, [dy])[1:], strict=True))
-    named = dict(zip(ORDER, inputs, strict=True))
+    inputs, names = with_norm_bias(inputs, norm=norm)
+    want = dict(zip(names, run(with_names(gated_mlp, names, outputs=0, norm=norm), inputs, [dy])[1:], strict=True))
+    named = dict(zip(names, inputs, strict=True))
     for name in trained:
         named[name].requires_grad_()
-    y, stream = gated_mlp(**named, recompute=recompute)
+    y, stream = gated_mlp(**named, norm=norm, recompute=recompute)
     assert stream.requires_grad == bool({"x", "residual"} & set(trained))
 
     module = sys.modules[gated_mlp.__module__]
     made = {}  # what the backward made, by the function that made it
 
-    def spy(name, pick):
-        original = getattr(module, name)
+    def spy(place, name, pick):
+        original = getattr(place, name)
         call = lambda *args, **kwargs: made.setdefault(name, []).append(pick(out := original(*args, **kwargs))) or out
-        monkeypatch.setattr(module, name, call)
+        monkeypatch.setattr(place, name, call)
 
-    spy("norm_backward", lambda out: out[2])
-    spy("normed_again", lambda out: out)
-    spy("gated_act_backward", lambda out: out[1])
-    spy("gated_act_forward", lambda out: out)
+    spy(FusedNorm, "backward", lambda out: out[3])
+    spy(FusedNorm, "again", lambda out: out)
+    spy(module, "gated_act_backward", lambda out: out[1])
+    spy(module, "gated_act_forward", lambda out: out)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         y.backward(dy)
     again = recompute and trained != ("down_bias",)  # the projection with its bias is the one addmm
     assert sum(event.name == "aten::mm" for event in profile.events()) == matmuls
     assert sum(event.name == "aten::addmm" for event in profile.events()) == again
     count = lambda *names: sum(out is not None for name in names for out in made.get(name, []))
-    assert count("norm_backward", "normed_again") == rows + again
+    assert count("backward", "again") == rows + again
     assert count("gated_act_backward", "gated_act_forward") == products
     for name, tensor in named.items():
         assert (tensor.grad is not None) == (name in trained)
@@ -304,28 +340,41 @@ def test_opcheck(kernel_device):
     inputs, (dy, dh) = make((3, 24), 8, 24, torch.float32, kernel_device)
     for tensor in inputs:
         tensor.requires_grad_()
-    constants = ("silu", 1e-6, 0.0, False)
-    opcheck(torch.ops.liger_models.gated_mlp, (*inputs, *constants, False, True))
-    opcheck(torch.ops.liger_models.gated_mlp, (*inputs, *constants, True, True))
-    _, residual, norm_weight, gate_up_weight, down_weight, *_ = inputs
-    weights = (gate_up_weight, down_weight, None, None)
-    opcheck(torch.ops.liger_models.gated_mlp, (None, residual, None, *weights, *constants, False, True))
+    x, residual, norm_weight, *weights = inputs
+    norm_bias = torch.randn(24, device=kernel_device, requires_grad=True)
+    rms, layer = ("rms_norm", 1e-6, 0.0, False, "silu"), ("layer_norm", 1e-6, 0.0, False, "silu")
+    op = torch.ops.liger_models.gated_mlp
+    opcheck(op, (x, residual, norm_weight, None, *weights, *rms, False, True))
+    opcheck(op, (x, residual, norm_weight, None, *weights, *rms, True, True))
+    opcheck(op, (x, residual, norm_weight, norm_bias, *weights, *layer, False, True))
+    opcheck(op, (None, residual, norm_weight, None, *weights, *layer, True, True))
+    opcheck(op, (None, residual, None, None, *weights[:2], None, None, *rms, False, True))
     strided = [t.detach()[:, None].expand(3, 2, 24).transpose(0, 1).requires_grad_() for t in inputs[:2]]
     for stream in (strided, (None, strided[1])):
-        opcheck(torch.ops.liger_models.gated_mlp, (*stream, None, *inputs[3:], *constants, True, True))
+        opcheck(op, (*stream, None, None, *weights, *rms, True, True))
+        opcheck(op, (*stream, norm_weight, norm_bias, *weights, *layer, True, True))
     residual, norm_weight, gate_up_weight, down_weight = (t.detach() for t in inputs[1:5])
-    rstd, gate_up = torch.ones(3, device=kernel_device), torch.ones(3, 16, device=kernel_device).half()
-    for kept, needs in ((gate_up, [True] * 6), (None, [False, False, True, False, False, False]), (None, [True] * 6)):
-        args = (rstd, kept, norm_weight, gate_up_weight.half(), down_weight.half(), None, "gelu", 0.0, False, needs)
-        opcheck(torch.ops.liger_models.gated_mlp_backward, (dy.half(), dh, residual, *args))
+    gate_up = torch.ones(3, 16, device=kernel_device).half()
+    halves = gate_up_weight.half(), down_weight.half(), None
+    for bias, statistics, kind in ((None, (3,), "rms_norm"), (norm_bias.detach(), (3, 2), "layer_norm")):
+        with_bias = bias is not None
+        all_needed = [True, True, with_bias, True, True, True, True]
+        for kept, needs in ((gate_up, all_needed), (None, [False] * 3 + [True] + [False] * 3), (None, all_needed)):
+            args = torch.ones(statistics, device=kernel_device), kept, norm_weight, bias, *halves
+            constants = kind, 1e-6, 0.0, False, "gelu", needs
+            opcheck(torch.ops.liger_models.gated_mlp_backward, (dy.half(), dh, residual, *args, *constants))
 
 
+@pytest.mark.compile
 @MODES
 def test_compiles_without_graph_breaks(kernel_device, recompute, chunk):
     inputs, upstream = make((7, 24), 8, 24, torch.float32, kernel_device)
 
     def function(x, residual, norm_weight, *weights):
         y, residual = gated_mlp(None, residual, None, *weights, recompute=recompute)
+        y, residual = gated_mlp(
+            x + y, residual, norm_weight, *weights, norm="layer_norm", norm_bias=norm_weight, recompute=recompute
+        )
         return gated_mlp(x + y, residual, norm_weight, *weights, act="gelu_tanh", recompute=recompute)
 
     backend = "inductor" if kernel_device == "cuda" else "aot_eager"
@@ -354,6 +403,12 @@ def test_bad_arguments():
         bad(5, ones(3))
     with pytest.raises(ValueError, match=r"act must be one of silu, gelu_tanh, gelu, got 'relu'"):
         bad(6, None, act="relu")
+    with pytest.raises(ValueError, match=r"norm must be one of rms_norm, layer_norm, got 'batch_norm'"):
+        bad(6, None, norm="batch_norm")
+    with pytest.raises(ValueError, match=r"norm_bias must be None without a LayerNorm"):
+        bad(6, None, norm_bias=ones(4))
+    with pytest.raises(ValueError, match=r"norm_bias must be None without a LayerNorm"):
+        bad(2, None, norm="layer_norm", norm_bias=ones(4))
     with pytest.raises(TypeError, match=r"must have one dtype, got torch.float32 and torch.float16"):
         bad(4, ones(5, 3).half())
     with pytest.raises(TypeError, match=r"x must be a floating-point tensor, got torch.int64"):

@@ -30,29 +30,34 @@ def make(shape, dtype, device, seed=0):
 def test_the_reference_is_torchs():
     x, _, weight, bias, _ = make((3, 7), torch.float32, "cpu")
     for dtype in (torch.float32, torch.bfloat16):
-        want = torch.nn.functional.layer_norm(x.to(dtype), (7,), weight.to(dtype), bias.to(dtype), 1e-5)
-        assert torch.equal(layer_norm_reference(x.to(dtype), weight.to(dtype), bias.to(dtype), 1e-5), want)
+        for bias_or_none in (bias.to(dtype), None):
+            want = torch.nn.functional.layer_norm(x.to(dtype), (7,), weight.to(dtype), bias_or_none, 1e-5)
+            assert torch.equal(layer_norm_reference(x.to(dtype), weight.to(dtype), bias_or_none, 1e-5), want)
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_matches_fp64(backend, shape, eps, poisoned_empty):
+def test_matches_fp64(backend, shape, with_bias, eps, poisoned_empty):
     for dtype in dtypes(backend):
         x, residual, weight, bias, upstream = make(shape, dtype, backend)
+        weights = [weight, bias] if with_bias else [weight]
         assert_close_to_truth(
-            lambda *a: layer_norm(*a, eps), lambda *a: layer_norm_reference(*a, eps), [x, weight, bias], upstream[:1]
-        )
+            lambda *a: layer_norm(*a, eps=eps), lambda *a: layer_norm_reference(*a, eps=eps),
+            [x, *weights], upstream[:1],
+        )  # fmt: skip
         assert_close_to_truth(
-            lambda *a: add_layer_norm(*a, eps), lambda *a: add_layer_norm_reference(*a, eps),
-            [x, residual, weight, bias], upstream,
+            lambda *a: add_layer_norm(*a, eps=eps), lambda *a: add_layer_norm_reference(*a, eps=eps),
+            [x, residual, *weights], upstream,
         )  # fmt: skip
 
 
 def test_wide_rows(kernel_device, poisoned_empty):
     for dtype in dtypes(kernel_device):
         x, residual, weight, bias, upstream = make((3, 20000), dtype, kernel_device)
-        assert_close_to_truth(layer_norm, layer_norm_reference, [x, weight, bias], upstream[:1])
-        assert_close_to_truth(add_layer_norm, add_layer_norm_reference, [x, residual, weight, bias], upstream)
+        for weights in ([weight, bias], [weight]):
+            assert_close_to_truth(layer_norm, layer_norm_reference, [x, *weights], upstream[:1])
+            assert_close_to_truth(add_layer_norm, add_layer_norm_reference, [x, residual, *weights], upstream)
 
 
 def test_a_mean_far_from_zero(backend):
@@ -121,6 +126,8 @@ def test_empty_rows_and_frozen_weights(backend):
     bias.grad = None
     layer_norm(x.detach(), weight.detach(), bias).sum().backward()
     assert (bias.grad == 3).all()
+    layer_norm(x.detach(), weight).sum().backward()
+    assert weight.grad.any()
 
 
 @pytest.mark.gpu
@@ -135,13 +142,16 @@ def test_opcheck(kernel_device):
     x, residual, weight, bias, _ = make((3, 24), torch.float32, kernel_device)
     for tensor in (x, residual, weight, bias):
         tensor.requires_grad_()
-    opcheck(torch.ops.liger_models.layer_norm, (x, weight, bias, 1e-6))
-    opcheck(torch.ops.liger_models.add_layer_norm, (x, residual, weight, bias, 1e-6))
+    for bias_or_none in (bias, None):
+        opcheck(torch.ops.liger_models.layer_norm, (x, weight, bias_or_none, 1e-6))
+        opcheck(torch.ops.liger_models.add_layer_norm, (x, residual, weight, bias_or_none, 1e-6))
 
 
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"got weight \[3\] and bias \[4\] for x \[2, 4\]"):
         layer_norm(torch.ones(2, 4), torch.ones(3), torch.ones(4))
+    with pytest.raises(ValueError, match=r"got weight \[3\] and bias None for x \[2, 4\]"):
+        layer_norm(torch.ones(2, 4), torch.ones(3))
     with pytest.raises(ValueError, match=r"one shape, got \[2, 4\] and \[1, 4\]"):
         add_layer_norm(torch.ones(2, 4), torch.ones(1, 4), torch.ones(4), torch.ones(4))
     with pytest.raises(ValueError, match=r"at most 65536 wide, got 65537"):

@@ -135,6 +135,7 @@ def test_ops_are_registered_in_full():
                                                                   for t in backward])  # fmt: skip
 
 
+@pytest.mark.compile
 def test_compiled():
     x, w, b = inputs("cpu")
     target = targets()

@@ -4,9 +4,10 @@ import torch.nn.functional as F
 
 from liger_models.kernels.nf4_linear import BLOCK, nf4_linear
 
+from ..late import Late
 from .oracle import opcheck
 
-quantization = pytest.importorskip("torchao.quantization", reason="4-bit weights need torchao")
+quantization = Late("torchao.quantization", "4-bit weights need torchao")
 
 SIZES = [((3, 64), 1), ((5, 128), 2), ((96, 192), 36), ((2 * BLOCK // 64 + 1, 64), 1)]
 """[O, C], and scales with one factor."""

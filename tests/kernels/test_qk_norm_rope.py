@@ -264,6 +264,7 @@ def test_opcheck(kernel_device):
     )
 
 
+@pytest.mark.compile
 def test_compiles_without_graph_breaks(kernel_device):
     for flavour in ("qwen3", "olmo2"):
         ours, _, inputs, upstream = make(SMALL, flavour, device=kernel_device)

@@ -291,6 +291,7 @@ def test_opcheck(kernel_device):
     opcheck(torch.ops.liger_models.rope_qkv_backward, (dq, None, None, cos, sin, 4, 2, 8, False))
 
 
+@pytest.mark.compile
 def test_compiles_without_graph_breaks(kernel_device):
     cos, sin = tables(1, 3, 8, kernel_device)
     full = [torch.cat([table, table], -1) for table in (cos, sin)]

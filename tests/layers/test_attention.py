@@ -7,12 +7,14 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 from liger_models.layers.attention import MOST_SCORES, LigerAttention, attention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.masks import Mask, Segments
 from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import DecodeCache, Mask, Segments, Sequence
 
 
 def sequence(B, T, **options):
-    return Sequence.build((B, T), torch.device("cpu"), {"default": RotaryEmbedding(8)}, **options)
+    return BatchLayout.build((B, T), torch.device("cpu"), {"default": RotaryEmbedding(8)}, **options)
 
 
 def naive(q, k, v, visible, scale, softcap=None):
@@ -108,7 +110,7 @@ def test_cudnn_runs_where_nothing_but_causality_is_asked():
     from torch.profiler import ProfilerActivity, profile
 
     q, k = (torch.randn(1, 1024, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 2))
-    s = Sequence.build((1, 1024), torch.device("cuda"), {"default": RotaryEmbedding(128)})
+    s = BatchLayout.build((1, 1024), torch.device("cuda"), {"default": RotaryEmbedding(128)})
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         attention(q, k, k, s, scale=0.1).sum().backward()
     names = {event.key for event in trace.key_averages()}
@@ -123,7 +125,7 @@ def test_shared_heads_have_no_scores_in_memory(dtype, bounds):
     T, H, G, D = 4096, 8, 2, 64
     q, k, v = (torch.randn(1, T, h, D, device="cuda", dtype=dtype, requires_grad=True) for h in (H, G, G))
     bounds = None if bounds is None else torch.tensor(bounds, device="cuda")
-    s = Sequence.build((1, T), torch.device("cuda"), {}, windows={None: False}, cu_seqlens=bounds)
+    s = BatchLayout.build((1, T), torch.device("cuda"), {}, windows={None: False}, cu_seqlens=bounds)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     attention(q, k, v, s, scale=0.1).sum().backward()
@@ -143,7 +145,7 @@ def test_flex_attention_against_the_formula(dtype, H, G, D, window, softcap, bou
     T = 600
     q, k, v = (torch.randn(2, T, h, D, device="cuda", dtype=dtype, requires_grad=True) for h in (H, G, G))
     dy = torch.randn(2, T, H, D, device="cuda", dtype=dtype)
-    s = Sequence.build(
+    s = BatchLayout.build(
         (2, T), torch.device("cuda"), {}, windows={window: softcap is not None},
         cu_seqlens=None if bounds is None else torch.tensor(bounds, device="cuda"),
     )  # fmt: skip
@@ -151,11 +153,12 @@ def test_flex_attention_against_the_formula(dtype, H, G, D, window, softcap, bou
     assert_close_to_formula(q, k, v, dy, s, window, softcap)
 
 
+@pytest.mark.compile
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 160, 256])
 def test_flex_attention_in_a_graph(D):
     q, k = (torch.randn(1, 600, h, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2))
-    s = Sequence.build((1, 600), q.device, {}, windows={100: True})
+    s = BatchLayout.build((1, 600), q.device, {}, windows={100: True})
     dy, results = torch.randn_like(q), []
     for function in (attention, torch.compile(attention, fullgraph=True)):
         y = function(q, k, k, s, scale=0.1, window=100, softcap=20.0)
@@ -172,7 +175,7 @@ def test_half_precision_within_segments(H, G, D, window, bounds):
     T = 600
     q, k, v = (torch.randn(2, T, h, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (H, G, G))
     dy = torch.randn(2, T, H, D, device="cuda", dtype=torch.bfloat16)
-    s = Sequence.build(
+    s = BatchLayout.build(
         (2, T), torch.device("cuda"), {}, windows={window: False}, dtype=torch.bfloat16,
         cu_seqlens=None if bounds is None else torch.tensor(bounds, device="cuda"),
     )  # fmt: skip
@@ -200,7 +203,7 @@ def test_heads_that_no_kernel_for_segments_takes(device, window, bounds):
     q, k, v = (torch.randn(1, 600, 2, 16, device=device, requires_grad=True) for _ in range(3))
     dy = torch.randn_like(q)
     bounds = None if bounds is None else torch.tensor(bounds, device=device)
-    s = Sequence.build((1, 600), torch.device(device), {}, windows={window: False}, cu_seqlens=bounds)
+    s = BatchLayout.build((1, 600), torch.device(device), {}, windows={window: False}, cu_seqlens=bounds)
     s.masks[window] = Mask(segments=Segments.of_rows(1, 600, bounds, torch.device(device)))
     assert_close_to_formula(q, k, v, dy, s, window, None)
 
@@ -212,7 +215,7 @@ def test_heads_that_no_kernel_for_segments_takes(device, window, bounds):
 def test_segments_against_the_formula(device, dtype, D, sizes):
     torch.manual_seed(0)
     numbers = torch.arange(len(sizes), device=device).repeat_interleave(torch.tensor(sizes, device=device))
-    s = Sequence.bidirectional(numbers[None], {}, numbers)
+    s = BatchLayout.bidirectional(numbers[None], {}, numbers)
     N = sum(sizes)
     q, k, v = (torch.randn(1, N, 4, D, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     dy = torch.randn(1, N, 4, D, device=device, dtype=dtype)
@@ -241,7 +244,7 @@ def test_segments_of_parts_against_the_formula(device, dtype, recurring, T, size
     visible[1] = True
     part = torch.arange(len(sizes), device=device).repeat_interleave(torch.tensor(sizes, device=device))
     segments = Segments.of_parts(visible, part, recurring)
-    s = Sequence(torch.arange(T, device=device)[None], {}, masks={None: Mask(segments=segments)}, causal=False)
+    s = BatchLayout(torch.arange(T, device=device)[None], {}, masks={None: Mask(segments=segments)}, causal=False)
     q, k, v = (
         torch.randn(2, n, heads, 80, generator=generator).to(device, dtype).requires_grad_()
         for n, heads in ((T, 4), (sum(sizes), 2), (sum(sizes), 2))
@@ -257,6 +260,7 @@ def test_segments_of_parts_against_the_formula(device, dtype, recurring, T, size
         assert (ours.double() - exact).norm() <= limit * exact.norm()
 
 
+@pytest.mark.compile
 @pytest.mark.gpu
 def test_segments_of_any_lengths_are_one_graph():
     torch._dynamo.reset()
@@ -264,7 +268,7 @@ def test_segments_of_any_lengths_are_one_graph():
     compiled = torch.compile(attention, backend=counter, fullgraph=True)
     for sizes in ([5, 6], [7, 9, 3], [2000], [4] * 7, [1100, 1200, 5], [300]):
         numbers = torch.arange(len(sizes), device="cuda").repeat_interleave(torch.tensor(sizes, device="cuda"))
-        s = Sequence.bidirectional(numbers[None], {}, numbers)
+        s = BatchLayout.bidirectional(numbers[None], {}, numbers)
         q = torch.randn(1, sum(sizes), 2, 64, device="cuda", dtype=torch.bfloat16)
         out = compiled(q, q, q, s, scale=0.1)
         assert (out - attention(q, q, q, s, scale=0.1)).norm() <= 1e-2 * out.norm()

@@ -5,14 +5,15 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from benchmarks.train import graphed
+from benchmarks.training.step import graphed
 from liger_models import AutoLigerModel, KernelOptions, LigerFusedLinearDPOLoss, LigerLlama, LlamaConfig, register
-from liger_models.kernels.collectives import Ranks
-from liger_models.kernels.linear_cross_entropy import Words
-from liger_models.layers.causal_lm import CHECKPOINTING_POLICIES
+from liger_models.adapters import LoRAConfig, apply_lora
+from liger_models.kernels.collectives import Group
+from liger_models.kernels.linear_cross_entropy import VocabShard
 from liger_models.layers.embedding import LigerEmbedding
-from liger_models.layers.head import LigerLMHead, Targets
-from liger_models.lora import LoRAConfig, apply_lora
+from liger_models.layers.groups import ParallelGroups
+from liger_models.layers.layer import CHECKPOINTING_POLICIES
+from liger_models.layers.lm_head import LigerLMHead, Targets
 
 from ..test_readme import ROOT, blocks
 
@@ -204,6 +205,7 @@ def test_gradient_accumulation_with_num_items_equals_one_batch():
     torch.testing.assert_close([p.grad for p in model.parameters()], want)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("policy", CHECKPOINTING_POLICIES)
 def test_blocks_compile_by_themselves(backend, policy):
     """Each in one graph; all but the first, which has no branch to add, share one."""
@@ -286,8 +288,8 @@ def test_loss_function_excludes_what_it_replaces(options):
 
 def test_loss_function_needs_the_whole_head():
     model = LigerLlama.from_config(CONFIG)
-    model.lm_head.words = Words(Ranks("", 2, 0), 20)
-    with pytest.raises(ValueError, match="loss_function needs the whole weight, got one cut by apply_tp"):
+    model.lm_head.vocab_shard = VocabShard(Group("", 2, 0), 20)
+    with pytest.raises(ValueError, match="loss_function needs the whole weight, got a shard of apply_tp"):
         model(IDS, labels=IDS, loss_function=lambda *given: given)
 
 
@@ -296,8 +298,8 @@ def test_vocabularies_that_cannot_be_resized():
     for numbers in ((0,), (-5,), (80, 0)):
         with pytest.raises(ValueError, match="must be positive"):
             model.resize_token_embeddings(*numbers)
-    model.ranks = Ranks("", 2, 0)
-    with pytest.raises(ValueError, match=r"got a model that is cut or sharded. Resize first"):
+    model.groups = ParallelGroups(tensor=Group("", 2, 0))
+    with pytest.raises(ValueError, match=r"got a model that is sharded. Resize first"):
         model.resize_token_embeddings(80)
     model = LigerLlama(CONFIG)
     apply_lora(model, LoRAConfig(r=2, target_modules=["lm_head"]))
@@ -332,9 +334,9 @@ def test_ignored_rows_do_not_reach_the_head(monkeypatch, kept, options):
     labels[:, 1:] = ids[:, 1:].flatten().where(torch.randperm(57) < kept, torch.tensor(-100)).view(3, 19)
     rows = []
     model.lm_head.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[:-1].numel()))
-    monkeypatch.setattr("liger_models.layers.head.ROW_MULTIPLE", 8)
+    monkeypatch.setattr("liger_models.layers.lm_head.ROW_MULTIPLE", 8)
     loss, gradients = loss_and_gradients(model, ids, labels, **options)
-    monkeypatch.setattr("liger_models.layers.head.ROW_MULTIPLE", 1000)
+    monkeypatch.setattr("liger_models.layers.lm_head.ROW_MULTIPLE", 1000)
     expected, others = loss_and_gradients(model, ids, labels, **options)
     assert rows == [{0: 8, 1: 8, 23: 24, 24: 24, 50: 56}[kept], 60]
     torch.testing.assert_close(loss, expected)
@@ -344,7 +346,7 @@ def test_ignored_rows_do_not_reach_the_head(monkeypatch, kept, options):
 
 @pytest.mark.gpu
 def test_ignored_rows_cost_no_wait(monkeypatch):
-    monkeypatch.setattr("liger_models.layers.head.ROW_MULTIPLE", 8)
+    monkeypatch.setattr("liger_models.layers.lm_head.ROW_MULTIPLE", 8)
     model = LigerLlama(CONFIG).cuda()
     ids = torch.randint(CONFIG.vocab_size, (4, 64), device="cuda")
     labels = ids.masked_fill(torch.arange(64, device="cuda") < 40, -100)

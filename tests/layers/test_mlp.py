@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from liger_models import LigerGEGLUMLP, LigerRMSNorm, LigerSwiGLUMLP
+from liger_models import LigerGEGLUMLP, LigerLayerNorm, LigerMLP, LigerRMSNorm, LigerSwiGLUMLP
 
 CONFIG = SimpleNamespace(hidden_size=8, intermediate_size=12)
 
@@ -36,13 +36,27 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
+NORMS = {
+    "rms": lambda: LigerRMSNorm(8),
+    "layer": lambda: LigerLayerNorm(8, bias=True),
+    "layer-no-bias": lambda: LigerLayerNorm(8, use_bias=False),
+    "no-norm": lambda: None,
+}
+by_norm = pytest.mark.parametrize("make_norm", NORMS.values(), ids=NORMS)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("with_norm", [True, False], ids=["norm", "no-norm"])
-def test_norm_and_mlp_together(with_norm, recompute, kernel_device):
+@by_norm
+@pytest.mark.parametrize("plain", [False, True], ids=["gated", "plain"])
+def test_norm_and_mlp_together(plain, make_norm, recompute, kernel_device):
     """The fused path, hooks, a replaced forward, a replaced linear: each is what the modules say."""
     torch.manual_seed(0)
-    norm, mlp = LigerRMSNorm(8).to(kernel_device) if with_norm else None, LigerSwiGLUMLP(CONFIG).to(kernel_device)
-    normed = norm or nn.Identity()
+    norm = make_norm()
+    mlp = LigerMLP(8, 12, act="gelu") if plain else LigerSwiGLUMLP(CONFIG)
+    normed = (norm or nn.Identity()).to(kernel_device)
+    mlp.to(kernel_device)
+    first, second = ("fc1", "fc2") if plain else ("gate_up_proj", "down_proj")
+    last = getattr(mlp, second)
     x, residual = torch.randn(2, 3, 8, device=kernel_device).unbind()
     mlp.recompute = recompute
 
@@ -56,16 +70,44 @@ def test_norm_and_mlp_together(with_norm, recompute, kernel_device):
 
     check()
     calls = []
-    hook = mlp.down_proj.register_forward_hook(lambda *_: calls.append(1))
+    hook = last.register_forward_hook(lambda *_: calls.append(1))
     check()
     assert calls
     hook.remove()
-    hook = mlp.down_proj.register_full_backward_pre_hook(lambda module, gradients: (3 * gradients[0],))
+    hook = last.register_full_backward_pre_hook(lambda module, gradients: (3 * gradients[0],))
     check()
     hook.remove()
-    forward = mlp.down_proj.forward
-    mlp.down_proj.forward = lambda x: 2 * forward(x)
+    forward = last.forward
+    last.forward = lambda x: 2 * forward(x)
     check()
-    del mlp.down_proj.forward
-    mlp.gate_up_proj.__class__ = Doubled
+    del last.forward
+    getattr(mlp, first).__class__ = Doubled
     check()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_hooks_of_a_plain_mlp_are_called(recompute, backend):
+    norm, mlp = LigerLayerNorm(8).to(backend), LigerMLP(8, 12, act="gelu").to(backend)
+    residual = torch.randn(3, 8, device=backend)
+    expected = mlp(norm(residual))
+    mlp.register_forward_hook(lambda module, args, out: 2 * out)
+    mlp.recompute = recompute
+    torch.testing.assert_close(mlp.add_norm(norm, None, residual)[0], 2 * expected)
+
+
+@by_norm
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_plain_mlp_keeps_no_normed_activations(make_norm, bias, kernel_device):
+    norm, mlp = make_norm(), LigerMLP(8, 12, act="gelu", bias=bias).to(kernel_device)
+    assert (mlp.fc1.bias is not None) == (mlp.fc2.bias is not None) == bias
+    if norm is not None:
+        norm.to(kernel_device)
+    x, residual = torch.randn(2, 3, 8, device=kernel_device, requires_grad=True).unbind()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        _, total = mlp.add_norm(norm, x, residual)
+    weights = {parameter.data_ptr() for module in (norm, mlp) if module for parameter in module.parameters()}
+    kept = [t for t in saved if t.data_ptr() not in weights]
+    statistics = {LigerRMSNorm: [(3,)], LigerLayerNorm: [(3, 2)], type(None): []}[type(norm)]
+    assert [tuple(t.shape) for t in kept] == [(3, 8), *statistics, (3, 12)]
+    assert kept[0].data_ptr() == total.data_ptr()

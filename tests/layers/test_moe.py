@@ -1,27 +1,34 @@
 import pytest
 import torch
-from transformers.models.mixtral.configuration_mixtral import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from liger_models.kernels.moe import route_reference
 from liger_models.layers.moe import LigerMoE
+
+from ..late import Late, transformers
+
+mixtral_modeling = Late("transformers.models.mixtral.modeling_mixtral")
+qwen3_modeling = Late("transformers.models.qwen3_moe.modeling_qwen3_moe")
 
 C, F, X, K = 32, 24, 6, 3
 RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 
 
 def mixtral(**options):
-    config = MixtralConfig(hidden_size=C, intermediate_size=F, num_local_experts=X, num_experts_per_tok=K, **options)
-    return MixtralSparseMoeBlock, config, {"normalize": True}
+    config = transformers.MixtralConfig(
+        hidden_size=C, intermediate_size=F, num_local_experts=X, num_experts_per_tok=K, **options
+    )
+    return mixtral_modeling.MixtralSparseMoeBlock, config, {"normalize": True}
 
 
 def qwen3(norm_topk_prob):
-    config = Qwen3MoeConfig(
+    config = transformers.Qwen3MoeConfig(
         hidden_size=C, moe_intermediate_size=F, num_experts=X, num_experts_per_tok=K, norm_topk_prob=norm_topk_prob
     )
-    return Qwen3MoeSparseMoeBlock, config, {"normalize": norm_topk_prob, "round_weights": True}
+    return qwen3_modeling.Qwen3MoeSparseMoeBlock, config, {"normalize": norm_topk_prob, "round_weights": True}
+
+
+CASES = {"mixtral": mixtral, "qwen3": lambda: qwen3(True), "qwen3-plain": lambda: qwen3(False)}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def pair(build, config, ours, **options):
@@ -45,9 +52,9 @@ def error(ours, theirs):
 
 @RECOMPUTE
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "torch"])
-@pytest.mark.parametrize("case", [mixtral(), qwen3(True), qwen3(False)], ids=["mixtral", "qwen3", "qwen3-plain"])
+@every_case
 def test_matches_transformers(backend, case, kernel, recompute):
-    block, moe = pair(*case, kernel=kernel)
+    block, moe = pair(*case(), kernel=kernel)
     moe.to(backend).recompute = recompute
     x, dy = torch.randn(2, 2, 5, C)
     theirs, ours = x.clone().requires_grad_(), x.to(backend).requires_grad_()
@@ -66,10 +73,10 @@ def test_matches_transformers(backend, case, kernel, recompute):
         assert error(a, b) <= 1e-6
 
 
-@pytest.mark.parametrize("case", [mixtral(), qwen3(True), qwen3(False)], ids=["mixtral", "qwen3", "qwen3-plain"])
+@every_case
 def test_routing_weights_in_bf16_are_transformers(case):
     """The order of the casts: Mixtral keeps the weights in fp32, Qwen3-MoE rounds them."""
-    block, moe = pair(*case)
+    block, moe = pair(*case())
     x = torch.randn(9, C, dtype=torch.bfloat16)
     logits, want, experts = block.gate.to(torch.bfloat16)(x)
     weights, chosen = route_reference(logits, K, moe.normalize, moe.round_weights)
@@ -105,6 +112,7 @@ def test_autocast(backend):
     assert x.grad.dtype == torch.float32
 
 
+@pytest.mark.compile
 @RECOMPUTE
 def test_compiles_in_one_graph(backend, recompute):
     """Also on the reference backend, where the experts are a loop over row counts that no compiler knows."""

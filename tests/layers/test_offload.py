@@ -1,11 +1,12 @@
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
 
 from liger_models.arch.llama import LigerLlama, LlamaConfig
-from liger_models.layers import offload
-from liger_models.layers.offload import Inbound, Kept, Offload
+from liger_models.memory import offload
+from liger_models.memory.offload import Kept, Offload
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -167,14 +168,49 @@ def test_memory_moves_to_the_host():
     assert held[8] <= held[0] * 0.2  # what is kept outside of the blocks
 
 
-@pytest.mark.gpu
-def test_copies_of_the_computation_come_in_between():
-    """A GPU takes up all copies of one stream first: those of FSDP2, on the computation's, would come last."""
-    host, small = (torch.ones(size, dtype=torch.uint8, pin_memory=True) for size in (2**26, 2**20))
-    place, last = (torch.zeros(size, dtype=torch.uint8, device="cuda") for size in (2**26, 8))
-    torch.cuda.synchronize()
-    arrived = Inbound(place.device).copy([*[(place, host)] * 64, (last, host[:8])])
-    copied, before = small.to("cuda", non_blocking=True), last.clone()
-    arrived.synchronize()
-    assert copied.all()
-    assert (before.tolist(), last.tolist()) == ([0] * 8, [1] * 8)
+class Recorded:
+    """A stream or an event; streams write down what they wait for and what they copy."""
+
+    log: ClassVar[list] = []
+
+    def __init__(self, *_):
+        self.name = len(Recorded.log)
+
+    def wait_event(self, event):
+        Recorded.log.append((self, "wait", event))
+
+    def record_event(self):
+        event = Recorded()
+        Recorded.log.append((self, "record", event))
+        return event
+
+    def __enter__(self):
+        Recorded.log.append((self, "copy", None))
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_copies_of_the_computation_come_in_between(monkeypatch):
+    """A GPU takes up all copies that are ready on one stream before those of others: so no stream ever has two ready.
+
+    Each slice waits for the one before it, which is on the other stream.
+    """
+    monkeypatch.setattr(Recorded, "log", [])
+    monkeypatch.setattr(offload.torch, "Stream", Recorded)
+    monkeypatch.setattr(offload, "SLICE", 4)
+    place, host = torch.zeros(10, dtype=torch.uint8), torch.arange(10, dtype=torch.uint8)
+    inbound = offload.Inbound(torch.device("cpu"))
+    ends = [inbound.copy([(place, host)]), inbound.copy([(place, host), (place[:2], host[:2])])]
+    assert place.tolist() == host.tolist()
+    copies = [index for index, (_, what, _) in enumerate(Recorded.log) if what == "copy"]
+    assert len(copies) == 3 + 3 + 1
+    done = None
+    for before, index in zip([None, *copies], copies, strict=False):
+        stream = Recorded.log[index][0]
+        if before is not None:
+            assert stream is not Recorded.log[before][0]
+            assert (stream, "wait", done) == Recorded.log[index - 1]
+        recorder, what, done = Recorded.log[index + 1]
+        assert (recorder, what) == (stream, "record")
+    assert ends[1] is done

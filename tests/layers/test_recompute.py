@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from liger_models import LigerGemma2, LigerGranite, LigerLlama, LigerMixtral
 from liger_models.kernels import gated_mlp
-from liger_models.layers.sequence import DecodeCache
+from liger_models.layers.kv_cache import DecodeCache
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
 
@@ -66,9 +66,9 @@ class Twice(nn.Module):
         super().__init__()
         self.block, self.mlp = block, other.mlp
 
-    def forward(self, x, residual, sequence):
+    def forward(self, x, residual, layout):
         norm = self.block.post_attention_layernorm
-        x, residual = self.block.mlp.add_norm(norm, *self.block(x, residual, sequence))
+        x, residual = self.block.mlp.add_norm(norm, *self.block(x, residual, layout))
         return self.mlp.add_norm(norm, x, residual)
 
 

@@ -3,8 +3,6 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig as HFConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from liger_models.arch import get_arch
 from liger_models.convert.config_map import read_config
@@ -18,6 +16,9 @@ from liger_models.layers.rope import (
 )
 
 from ..arch.families import DATA
+from ..late import Late, transformers
+
+modeling = Late("transformers.models.llama.modeling_llama")
 
 SHORT = [1 + 0.05 * i for i in range(32)]
 LONG = [1 + 0.9 * i for i in range(32)]
@@ -68,11 +69,11 @@ SCALINGS = [
 )
 @pytest.mark.parametrize("length", [64, 65, 300])  # to the original length, past it, past max_position_embeddings
 def test_tables_equal_transformers(scaling, hf, length):
-    config = HFConfig(
+    config = transformers.LlamaConfig(
         hidden_size=64, num_attention_heads=1, max_position_embeddings=128, rope_parameters={"rope_theta": 5e5, **hf}
     )
     positions = torch.arange(length)[None]
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    cos, sin = modeling.LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
     ours = RotaryEmbedding(64, 5e5, scaling, 128)(positions)
     for got, want in zip(ours, (cos, sin), strict=True):
         assert got.dtype == torch.float32
@@ -127,5 +128,5 @@ def test_odd_width():
 
 def test_longrope_needs_a_divisor_per_frequency():
     scaling = LongRopeScaling(short_factor=SHORT, long_factor=LONG[:-1], original_max_position_embeddings=64)
-    with pytest.raises(ValueError, match=r"half the rotary width \(32\) of entries, got 31"):
+    with pytest.raises(ValueError, match=r"one entry for each of the 32 frequencies, got 31"):
         RotaryEmbedding(64, scaling=scaling)

@@ -3,55 +3,55 @@ import itertools
 import pytest
 import torch
 
-from liger_models.layers.rope import RotaryEmbedding
-from liger_models.layers.sequence import (
+from liger_models.arch.gemma3.model import ends_of_runs
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.masks import (
     BLOCK,
-    DecodeCache,
-    Sequence,
     _block_mask,
     _document_block_mask,
-    _document_mask,
     _parts_block_mask,
+    document_mask,
     parts_mask,
 )
-from liger_models.layers.vision_language import ends_of_runs
+from liger_models.layers.rope import RotaryEmbedding
 
 CPU = torch.device("cpu")
 
 
 def build(B, T, **options):
-    return Sequence.build((B, T), CPU, {"default": RotaryEmbedding(4)}, **options)
+    return BatchLayout.build((B, T), CPU, {"default": RotaryEmbedding(4)}, **options)
 
 
 def test_plain():
-    sequence = build(2, 3)
-    assert sequence.position_ids.tolist() == [[0, 1, 2]]
-    assert sequence.masks[None].dense is None
-    assert sequence.shift(torch.tensor([[5, 6, 7]])).tolist() == [[6, 7, -100]]
+    layout = build(2, 3)
+    assert layout.position_ids.tolist() == [[0, 1, 2]]
+    assert layout.masks[None].dense is None
+    assert layout.shift(torch.tensor([[5, 6, 7]])).tolist() == [[6, 7, -100]]
 
 
 def test_packed():
-    sequence = build(2, 4, cu_seqlens=torch.tensor([0, 3, 6], dtype=torch.int32))
-    assert sequence.position_ids.tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]  # document 1 is cut by the end of its row
-    assert sequence.documents.tolist() == [[0, 0, 0, 1], [1, 1, 2, 2]]
-    assert sequence.shift(torch.arange(8).view(2, 4)).tolist() == [[1, 2, -100, -100], [5, -100, 7, -100]]
-    mask = sequence.masks[None].dense[0, 0].int().tolist()
+    layout = build(2, 4, cu_seqlens=torch.tensor([0, 3, 6], dtype=torch.int32))
+    assert layout.position_ids.tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]  # document 1 is cut by the end of its row
+    assert layout.documents.tolist() == [[0, 0, 0, 1], [1, 1, 2, 2]]
+    assert layout.shift(torch.arange(8).view(2, 4)).tolist() == [[1, 2, -100, -100], [5, -100, 7, -100]]
+    mask = layout.masks[None].dense[0, 0].int().tolist()
     assert mask == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]]
 
 
 def test_empty_documents_are_allowed():
-    sequence = build(1, 4, cu_seqlens=torch.tensor([0, 2, 2, 4]))
-    assert sequence.position_ids.tolist() == [[0, 1, 0, 1]]
+    layout = build(1, 4, cu_seqlens=torch.tensor([0, 2, 2, 4]))
+    assert layout.position_ids.tolist() == [[0, 1, 0, 1]]
 
 
 def test_padding():
-    sequence = build(1, 4, attention_mask=torch.tensor([[0, 1, 1, 0]]))
-    assert sequence.position_ids.tolist() == [[0, 1, 2, 3]]
-    assert sequence.masks[None].dense[0, 0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]
-    assert sequence.shift(torch.tensor([[4, 5, 6, 7]])).tolist() == [[-100, 6, -100, -100]]
-    sequence = build(2, 5, attention_mask=torch.tensor([[0, 0, 0, 1, 1], [1, 1, 0, 0, 0]]))
+    layout = build(1, 4, attention_mask=torch.tensor([[0, 1, 1, 0]]))
+    assert layout.position_ids.tolist() == [[0, 1, 2, 3]]
+    assert layout.masks[None].dense[0, 0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]]
+    assert layout.shift(torch.tensor([[4, 5, 6, 7]])).tolist() == [[-100, 6, -100, -100]]
+    layout = build(2, 5, attention_mask=torch.tensor([[0, 0, 0, 1, 1], [1, 1, 0, 0, 0]]))
     want = [[-100, -100, -100, 8, -100], [5, -100, -100, -100, -100]]
-    assert sequence.shift(torch.tensor([[4, 5, 6, 7, 8]] * 2)).tolist() == want
+    assert layout.shift(torch.tensor([[4, 5, 6, 7, 8]] * 2)).tolist() == want
     assert build(1, 2, attention_mask=torch.ones(1, 2)).masks[None].dense is None
 
 
@@ -117,7 +117,7 @@ def test_block_mask_of_images_in_a_text(past, window):
     q, k = torch.arange(T)[:, None], torch.arange(past + T)
     dense = (until[:, :, None] + past >= k) & (q + past - k < (window or past + T))
     assert_block_mask(_block_mask(None, past, window, 2, T, CPU, until), dense, exact=False)
-    made = Sequence.build(
+    made = BatchLayout.build(
         (2, T), CPU, {}, windows={window: False}, visible_until=until, cache=None if past == 0 else cached(past, T)
     )
     assert torch.equal(made.masks[window].dense[:, 0], dense)
@@ -132,13 +132,13 @@ def cached(past, new):
 @pytest.mark.parametrize("sizes", [[517], [64] * 8 + [5], [1, 127, 128, 129, 100, 32], [300, 217]], ids=str)
 def test_segments_of_patches(sizes):
     numbers = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) * 3
-    segments = Sequence.bidirectional(numbers[None], {}, numbers).masks[None].segments
+    segments = BatchLayout.bidirectional(numbers[None], {}, numbers).masks[None].segments
     assert segments.lengths == sizes
-    assert segments.bounds.tolist() == [0, *itertools.accumulate(sizes)]
-    assert segments.bounds.dtype == torch.int32
+    assert segments.cu_seqlens.tolist() == [0, *itertools.accumulate(sizes)]
+    assert segments.cu_seqlens.dtype == torch.int32
     dense = numbers[None, :, None] == numbers[None, None, :]
     assert_block_mask(_document_block_mask(numbers[None]), dense, exact=True)
-    assert torch.equal(_document_mask(numbers[None]).dense[:, 0], dense)
+    assert torch.equal(document_mask(numbers[None]).dense[:, 0], dense)
 
 
 @pytest.mark.parametrize("lengths", [[517], [128, 256, 128], [401, 7] * 3, [5, 300, 30, 100, 82]], ids=str)

@@ -1,4 +1,4 @@
-"""What the tests of losses over a head share: inputs, log-probabilities from all the logits in fp64, comparison."""
+"""Shared by the tests of fused losses: inputs, log-probabilities from whole logits in fp64, comparison."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def inputs(rows: int, hidden: int = C, seed: int = 0, vocabulary: int = V) -> li
 
 
 def targets(rows: int, ignore_index: int = -100, empty: tuple[int, ...] = ()) -> Tensor:
-    """[rows, T] of uneven lengths: prompts of 0 to 2 ignored tokens in front, 0 to 3 behind, and rows without any."""
+    """[rows, T]: 0 to 2 ignored tokens at the start, 0 to 3 at the end; the rows in ``empty`` have no target."""
     target = torch.randint(0, V, (rows, T), generator=torch.Generator().manual_seed(1))
     if ignore_index >= 0:
         target[target == ignore_index] = 0 if ignore_index else 1
@@ -53,7 +53,7 @@ def results(function, leaves: list[Tensor], dtype: torch.dtype, device: str = "c
 
 
 def assert_same(got, want, tolerance: float) -> None:
-    """Each result's error, as a norm, is at most ``tolerance`` of the norm of what is wanted."""
+    """The norm of each result's error is at most ``tolerance`` times the norm of the wanted result."""
     assert len(got) == len(want)
     for index, (ours, truth) in enumerate(zip(got, want, strict=True)):
         if truth is None:
@@ -67,11 +67,11 @@ def assert_same(got, want, tolerance: float) -> None:
 
 
 def assert_matches(ours, plain, leaves: list[Tensor], backend: str = "cpu", tolerance: float = 1e-6) -> None:
-    """``ours`` in fp32, and on the CPU also in fp64, gives what ``plain`` gives in fp64."""
+    """``ours`` in fp32 gives the results of ``plain`` in fp64."""
     want = results(plain, leaves, torch.float64)
     assert_same(results(ours, leaves, torch.float32, backend), want, tolerance)
 
 
 def assert_matches_in_fp64(ours, plain, leaves: list[Tensor]) -> None:
-    """As `assert_matches`, without any rounding to speak of."""
+    """Both in fp64, where rounding is negligible."""
     assert_same(results(ours, leaves, torch.float64), results(plain, leaves, torch.float64), 1e-12)

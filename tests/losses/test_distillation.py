@@ -126,10 +126,10 @@ def distributions(vocabulary=7, rows=5, dtype=torch.float32, zeros=False):
     generator = torch.Generator().manual_seed(0)
     q, p = (torch.randn(rows, vocabulary, generator=generator).softmax(-1).to(dtype) for _ in range(2))
     if zeros:
-        q[0, 1] = q[1] = p[0, 1] = 0  # words that both rule out, and a student's row that is one-hot like the teacher's
+        q[0, 1] = q[1] = p[0, 1] = 0  # q and p both 0; both rows one-hot
         q[1, 2] = 1
         p[1] = q[1]
-        p[2, 3] = 0  # a word that only the teacher rules out
+        p[2, 3] = 0  # only p is 0
     return q, p
 
 
@@ -143,7 +143,7 @@ REDUCED = {
 
 
 def compare(got, want, leaf):
-    """Both, and their gradients under an upstream gradient that is not uniform."""
+    """Values are close, and so are the gradients under a non-uniform upstream gradient."""
     torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=1e-8)
     upstream = torch.linspace(0.2, 1.3, got.numel()).view(got.shape)
     ours, theirs = (torch.autograd.grad(each, leaf, upstream.to(each))[0] for each in (got, want))
@@ -174,7 +174,7 @@ def test_jsd(beta, labels):
     m = beta * p + (1 - beta) * q
     each = {0.0: kl(p, q), 1.0: kl(q, p)}.get(beta, beta * kl(p, m) + (1 - beta) * kl(q, m))
     valid = torch.ones(5, dtype=torch.bool) if labels is None else labels != -100
-    # p comes back through a logarithm: near 1e-7 of it
+    # p has been through log and exp, which costs about 1e-7 relative
     want = (each * valid).sum() / valid.sum()
     torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=0)
     ours, theirs = (torch.autograd.grad(each, log_q)[0] for each in (got, want))

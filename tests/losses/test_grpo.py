@@ -1,4 +1,4 @@
-"""GRPO and its relatives against an fp64 implementation written down from the papers, token by token."""
+"""GRPO and related losses against an fp64 implementation written down from the papers, token by token."""
 
 import math
 
@@ -186,7 +186,7 @@ def test_number_of_items(items):
 
 @pytest.mark.parametrize("items", [None, 40])
 def test_several_ranks_divide_by_the_tokens_of_all(items, monkeypatch):
-    """Two ranks, the other of which has three times our tokens: gradients are averaged over ranks afterwards."""
+    """Two ranks, the other with three times our tokens. Gradients are averaged over ranks afterwards."""
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: tensor.mul_(4))
@@ -197,7 +197,7 @@ def test_several_ranks_divide_by_the_tokens_of_all(items, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
 def test_nothing_is_masked_in_from_padding(backend, kind):
-    """Whatever stands at masked tokens, ids out of range and NaN among it, nothing changes."""
+    """Values at masked tokens have no effect, not even NaN or ids out of range."""
     x, weight, bias = (t.to(backend).requires_grad_() for t in inputs(B))
     loss = LigerFusedLinearGRPOLoss(loss_type=kind, max_completion_length=T)
     mask, advantages = MASK.to(backend), ADVANTAGES.to(backend)
@@ -236,6 +236,7 @@ def test_from_log_probs():
     torch.testing.assert_close(loss.from_log_probs(log_probs, MASK, ADVANTAGES, **rest), want)
 
 
+@pytest.mark.compile
 def test_compiled():
     loss = LigerFusedLinearGRPOLoss(temperature=0.7)
     rest = {"ref_per_token_logps": REFERENCE, "old_per_token_logps": OLD}

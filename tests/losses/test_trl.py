@@ -11,10 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-import transformers
 from tokenizers.models import BPE
 from torch import Tensor
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from liger_models import (
     LigerFusedLinearCPOLoss,
@@ -26,26 +24,32 @@ from liger_models import (
     LigerLlama,
     preference_batch,
 )
-from liger_models.convert.llama import weight_map
+from liger_models.arch.llama import weight_map
 
+from ..late import Late, transformers
+from ..packing.conftest import tokenizer  # noqa: F401
 from ..processing.conftest import picture
 from ..processing.test_gemma3 import make as image_model
-from ..test_data import tokenizer  # noqa: F401
 
-pytest.importorskip("trl")
-with mock.patch.dict("os.environ", TRL_EXPERIMENTAL_SILENCE="1"):
-    from datasets import Dataset
-    from trl.experimental.cpo.cpo_trainer import CPOTrainer
-    from trl.experimental.orpo.orpo_trainer import ORPOTrainer
-    from trl.experimental.utils import DPODataCollatorWithPadding
-    from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer
-    from trl.trainer.grpo_trainer import GRPOTrainer
-    from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference, KTOTrainer
-    from trl.trainer.utils import add_fused_lm_head
+NEEDS = "the losses are compared with those of TRL"
+cpo = Late("trl.experimental.cpo.cpo_trainer", NEEDS)
+dpo = Late("trl.trainer.dpo_trainer", NEEDS)
+grpo = Late("trl.trainer.grpo_trainer", NEEDS)
+kto = Late("trl.trainer.kto_trainer", NEEDS)
+orpo = Late("trl.experimental.orpo.orpo_trainer", NEEDS)
+experimental = Late("trl.experimental.utils", NEEDS)
+utils = Late("trl.trainer.utils", NEEDS)
+datasets = Late("datasets", NEEDS)
+gemma3 = Late("transformers.models.gemma3.image_processing_pil_gemma3", NEEDS)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # TRL's
 V, PAIRS = 40, 4
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1")
+
+
+@pytest.fixture(autouse=True)
+def _trl_does_not_warn_of_what_is_experimental(monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +104,7 @@ def stand_in(**options: Any) -> Any:
 def prepared(model: Any, outputs: tuple[str, ...] = OUTPUTS, **options: Any) -> Any:
     """A model with TRL's head and without gradients."""
     model.__dict__.pop("forward", None)
-    add_fused_lm_head(model, outputs=outputs, **options)
+    utils.add_fused_lm_head(model, outputs=outputs, **options)
     model.zero_grad()
     return model.train()
 
@@ -157,8 +161,8 @@ def test_dpo(models, options, arguments):
             **options,
         }
     )  # fmt: skip
-    collated = DataCollatorForPreference(pad_token_id=0)(pairs())
-    want = DPOTrainer._compute_loss(trainer, theirs, collated, False)
+    collated = dpo.DataCollatorForPreference(pad_token_id=0)(pairs())
+    want = dpo.DPOTrainer._compute_loss(trainer, theirs, collated, False)
     want.backward()
 
     batch = preference_batch(collated)
@@ -207,7 +211,7 @@ def older(cls: Any, model: Any, **options: Any) -> tuple[Tensor, dict[str, Any],
     for name in ("concatenated_forward", "cpo_loss", "odds_ratio_loss"):
         if hasattr(cls, name):
             setattr(trainer, name, getattr(cls, name).__get__(trainer))
-    collated = DPODataCollatorWithPadding(pad_token_id=0)(concatenating())
+    collated = experimental.DPODataCollatorWithPadding(pad_token_id=0)(concatenating())
     model.__dict__.pop("forward", None)
     model.zero_grad()
     loss, metrics = cls.get_batch_loss_metrics(trainer, model.train(), collated)
@@ -253,7 +257,7 @@ CPO_CASES = {
 def test_cpo_and_simpo(models, options, loss):
     theirs, ours = models[0]
     options = {"beta": 0.3, "alpha": 0.0, "cpo_alpha": 0.7, "label_smoothing": 0.0, **options}
-    want, collated, logged = older(CPOTrainer, theirs, **options)
+    want, collated, logged = older(cpo.CPOTrainer, theirs, **options)
     got, metrics = trained(ours, preference_batch(collated), lambda x, w, target: loss(w, x, target))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     assert_same_gradients(theirs, ours)
@@ -262,7 +266,7 @@ def test_cpo_and_simpo(models, options, loss):
 
 def test_orpo(models):
     theirs, ours = models[0]
-    want, collated, logged = older(ORPOTrainer, theirs, beta=0.3)
+    want, collated, logged = older(orpo.ORPOTrainer, theirs, beta=0.3)
     batch = preference_batch(collated)
     # TRL's NLL is that of the prompt, too.
     every = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -285,7 +289,7 @@ def test_kto(models, kind, labels):
         model=prepared(theirs), ref_model=ref_theirs, args=SimpleNamespace(gradient_checkpointing_kwargs=None),
         beta=0.3, loss_type=kind, calculate_KL=kind == "kto", desirable_weight=1.3, undesirable_weight=0.8,
     )  # fmt: skip
-    trainer._compute_kl_logps = KTOTrainer._compute_kl_logps.__get__(trainer)
+    trainer._compute_kl_logps = kto.KTOTrainer._compute_kl_logps.__get__(trainer)
     examples = [
         {
             "prompt_ids": pair["prompt_ids"], "completion_ids": pair["chosen_ids"],
@@ -293,8 +297,8 @@ def test_kto(models, kind, labels):
         }
         for i, (pair, label) in enumerate(zip(pairs(), labels, strict=True))
     ]  # fmt: skip
-    collated = DataCollatorForUnpairedPreference(pad_token_id=0)(examples)
-    want = KTOTrainer._compute_loss(trainer, theirs, collated, False)
+    collated = kto.DataCollatorForUnpairedPreference(pad_token_id=0)(examples)
+    want = kto.KTOTrainer._compute_loss(trainer, theirs, collated, False)
     want.backward()
 
     batch = preference_batch(collated)
@@ -386,12 +390,12 @@ def test_grpo(models, case, on_policy):
         ),
         top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=vllm,
         vllm_importance_sampling_correction=True, current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
-        get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        get_gamma_weights=grpo.GRPOTrainer.get_gamma_weights,
     )  # fmt: skip
-    trainer._get_per_token_logps_and_entropies = GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__.__get__(
-        trainer
+    trainer._get_per_token_logps_and_entropies = (
+        grpo.GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__.__get__(trainer)
     )
-    want = GRPOTrainer._compute_loss(trainer, theirs, batch)
+    want = grpo.GRPOTrainer._compute_loss(trainer, theirs, batch)
     want.backward()
 
     length = 10 if options["loss_type"] == "dr_grpo" else None
@@ -440,11 +444,11 @@ def test_pairs_are_tokenised_as_by_trl(tokenizer, merges):  # noqa: F811
     ]
     together = [{side: each["prompt"] + each[side] for side in ("chosen", "rejected")} for each in chats]
     for examples in (texts, chats, together):
-        rows = Dataset.from_list(examples)
+        rows = datasets.Dataset.from_list(examples)
         trainer = stand_in(_tokenizer=backend)
         arguments = SimpleNamespace(dataset_num_proc=None, max_length=None)
-        rows = DPOTrainer._prepare_dataset(trainer, rows, backend, arguments, "train").to_list()
-        collated = DataCollatorForPreference(pad_token_id=backend.eos_token_id)(rows)
+        rows = dpo.DPOTrainer._prepare_dataset(trainer, rows, backend, arguments, "train").to_list()
+        collated = dpo.DataCollatorForPreference(pad_token_id=backend.eos_token_id)(rows)
         batch = preference_batch(examples, tokenizer)
         ids = preference_batch(rows, tokenizer)
         assert all(torch.equal(tensor, ids[name]) for name, tensor in preference_batch(collated).items())
@@ -465,16 +469,16 @@ def test_pairs_are_tokenised_as_by_trl(tokenizer, merges):  # noqa: F811
 
 def test_pairs_with_images_as_trl_collates_them(tmp_path):
     """Log-probabilities of the answers are those of each row alone, made by our processor."""
-    from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
-
     model = image_model()
     model.save_pretrained(tmp_path)
     names = {"boi_token": "<boi>", "image_token": "<img>", "eoi_token": "<eoi>"}
     hf_tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"), extra_special_tokens=names, pad_token="<end>"
     )
-    pixels = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-    collate = DataCollatorForVisionPreference(transformers.Gemma3Processor(pixels, hf_tokenizer, image_seq_length=4))
+    pixels = gemma3.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    collate = dpo.DataCollatorForVisionPreference(
+        transformers.Gemma3Processor(pixels, hf_tokenizer, image_seq_length=4)
+    )
     pairs = [
         {"images": [picture(20, 12)], "prompt": "<boi>What?", "chosen": " Noise.", "rejected": " A cat, I think."},
         {"images": [picture(9, 30, seed=1)], "prompt": "See <boi> there", "chosen": " now", "rejected": " "},

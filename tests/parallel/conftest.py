@@ -1,4 +1,8 @@
-"""Groups of processes that run functions of the tests as the ranks of a process group."""
+"""Groups of processes that run functions of the tests as the ranks of a process group.
+
+The first test that calls a group starts it, and later tests use the same processes. `tests/conftest.py` gives all of
+these tests to one worker of pytest-xdist, so that each group is started once.
+"""
 
 import gc
 import io
@@ -7,8 +11,9 @@ import socket
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,6 +44,7 @@ def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool) -> None
         except EOFError:
             return
         torch.manual_seed(rank)
+        torch._dynamo.reset()  # it counts recompilations over all that the process has compiled
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -56,12 +62,13 @@ def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool) -> None
         gc.collect()  # sharded models are cycles: not while ranks talk to each other
 
 
-class Ranks:
+class Group:
     """Processes of a group that is started by its first call, and anew after one that failed."""
 
     def __init__(self, ranks: int, *, interpret: bool = False, gpus: bool = False) -> None:
         self.ranks, self.interpret, self.gpus = ranks, interpret, gpus
         self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What the function returns on each rank."""
@@ -110,37 +117,47 @@ class Ranks:
             process.join()
             with suppress(OSError):
                 pipe.close()
-        self.processes = []
+        self.processes, self.pipes = [], []
 
 
-def group(ranks: int, **options: bool) -> Iterator[Ranks]:
-    processes = Ranks(ranks, **options)
-    yield processes
-    if processes.processes:
-        processes.stop()
+@cache  # a fixture that another module imports is a second fixture
+def lasting(ranks: int, **options: bool) -> Group:
+    """A group for the whole session."""
+    return Group(ranks, **options)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
+@contextmanager
+def running(group: Group) -> Iterator[Group]:
+    """Stop its processes afterwards."""
+    yield group
+    group.stop()
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Group]:
     """Call it with a function and arguments: a group of two processes runs it."""
-    yield from group(2)
+    with running(lasting(2)) as group:
+        yield group
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
+@pytest.fixture(scope="session")
+def four() -> Iterator[Group]:
     """As `two`, with four processes."""
-    yield from group(4)
+    with running(lasting(4)) as group:
+        yield group
 
 
-@pytest.fixture(scope="module")
-def two_with_kernels() -> Iterator[Ranks]:
+@pytest.fixture(scope="session")
+def two_with_kernels() -> Iterator[Group]:
     """As `two`, with the Triton kernels in their interpreter."""
-    yield from group(2, interpret=True)
+    with running(lasting(2, interpret=True)) as group:
+        yield group
 
 
-@pytest.fixture(scope="module")
-def two_gpus() -> Iterator[Ranks]:
+@pytest.fixture(scope="session")
+def two_gpus() -> Iterator[Group]:
     """As `two`, each process with a GPU of its own, over NCCL."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs that NCCL connects, got {torch.cuda.device_count()}")
-    yield from group(2, gpus=True)
+    with running(lasting(2, gpus=True)) as group:
+        yield group

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.arch.mixtral import LigerMixtral, MixtralConfig
-from liger_models.layers.causal_lm import CausalLM
-from liger_models.optim import LigerAdamW
+from liger_models.base.causal_lm import CausalLM
+from liger_models.train.optimizer import LigerAdamW
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,  # not a multiple of the number of ranks

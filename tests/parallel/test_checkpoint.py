@@ -14,17 +14,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from liger_models import AutoLigerModel
 from liger_models.arch import get_arch
 from liger_models.arch.llama import LigerLlama
-from liger_models.convert import checkpoint, hub
+from liger_models.convert import files, hub, save
 from liger_models.parallel import apply_fsdp
 
 from ..convert.conftest import assert_same_bits, read_tensors
+from ..late import transformers
 from .conftest import SECONDS
 from .models import batch, gradients, share, tiny, whole
 
@@ -32,7 +32,7 @@ LAYOUTS = ["llama", "phi3", "qwen3_moe", "gemma3_text"]
 """A projection for each of q, k, v, gate, up; fused ones; experts; tied, and two rotary embeddings."""
 
 
-safe_open = checkpoint.safe_open
+safe_open = files.safe_open
 
 
 class Counting:
@@ -74,7 +74,7 @@ def load_parts(arch: str, folder: Path, dtype: torch.dtype | None, shape: tuple[
     """Load sharded; what every rank reads of each tensor."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "parts")[-len(shape) :])
     bytes_read: Counter[str] = Counter()
-    with mock.patch.object(checkpoint, "safe_open", lambda *a, **k: Counting(safe_open(*a, **k), bytes_read)):
+    with mock.patch.object(files, "safe_open", lambda *a, **k: Counting(safe_open(*a, **k), bytes_read)):
         model = load(arch, folder, dtype=dtype, shard=partial(apply_fsdp, mesh=mesh, param_dtype=None))
     assert_same_bits(whole(model.named_parameters()), reference)
     assert (model.lm_head.weight is model.embed_tokens.weight) == model.config.tie_word_embeddings
@@ -199,15 +199,15 @@ def test_saved_as_by_one_process(two, tmp_path, tied):
 def save_whole(folder: Path) -> list[str]:
     """Every rank saves the same unsharded model, then the first alone; what each has met."""
     rank, met = dist.get_rank(), []
-    writing: Any = mock.patch.object(checkpoint, "write_folder", wraps=checkpoint.write_folder)
-    slow: Any = mock.patch.object(checkpoint, "save_file", side_effect=later) if rank == 0 else nullcontext()
+    writing: Any = mock.patch.object(save, "write_folder", wraps=save.write_folder)
+    slow: Any = mock.patch.object(save, "save_file", side_effect=later) if rank == 0 else nullcontext()
     with writing as write, slow:
         for options in ({"max_shard_size": "20KB"}, {}):  # a new folder, then one with files to remove
             tiny().save_pretrained(folder / "all", **options)
             met.append(f"{len(list((folder / 'all').glob('*.safetensors')))} {write.call_count}")
     if rank == 0:
         tiny().save_pretrained(folder / "alone")
-    full: Any = mock.patch.object(checkpoint, "save_file", side_effect=OSError(28, "full")) if rank == 0 else slow
+    full: Any = mock.patch.object(save, "save_file", side_effect=OSError(28, "full")) if rank == 0 else slow
     try:
         with full:
             tiny().save_pretrained(folder / "all")
@@ -252,9 +252,8 @@ def save_without_the_first(folder: Path) -> str:
 def test_a_whole_model_is_not_written_without_the_first_rank(two, tmp_path):
     first, second = two(save_without_the_first, tmp_path / "model")
     assert first == ""
-    assert second == f"save_pretrained {tmp_path / 'model'}: the first rank must do the same, got nothing from it. " + (
-        "Call it there."
-    )
+    expected = "rank 0 must make the same call, got nothing from it. Call it there, too."
+    assert second == f"save_pretrained {tmp_path / 'model'}: {expected}"
     assert not (tmp_path / "model").exists()
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from liger_models.adapters import LoRAConfig, apply_lora
+from liger_models.adapters.medusa import LigerMedusa
 from liger_models.arch import list_archs
-from liger_models.kernels.collectives import Ranks
-from liger_models.lora import LoRAConfig, apply_lora
-from liger_models.medusa import LigerMedusa
+from liger_models.kernels.collectives import Group
 from liger_models.parallel import apply_cp, apply_ep, apply_fsdp, apply_tp, compile_blocks
 
 from .images import FAMILIES, image_batch, image_config
@@ -96,6 +96,7 @@ def log_probs_spread() -> dict[str, Any]:
     return averaged(log_probs(spread(tiny()), compiled=True))
 
 
+@pytest.mark.compile
 def test_log_probs_of_compiled_blocks(two):
     expected = log_probs(tiny(), compiled=False)
     for got in two(log_probs_spread):
@@ -173,9 +174,9 @@ def refused() -> None:
         apply_cp(apply_fsdp(tiny()), mesh)
     model = apply_cp(tiny(), mesh)
     for again in (apply_cp, apply_tp, apply_ep):
-        with pytest.raises(ValueError, match="got one that apply_cp has spread"):
+        with pytest.raises(ValueError, match="must have all tokens on each rank, got one after apply_cp"):
             again(model, mesh)
-    with pytest.raises(ValueError, match="must not be cut by apply_tp or apply_cp"):
+    with pytest.raises(ValueError, match="must not be sharded by apply_tp or apply_cp"):
         LigerMedusa(model)
     ids = torch.arange(11)[None]
     with pytest.raises(ValueError, match=r"T must be a multiple of the 2 ranks that share the tokens, got 11"):
@@ -213,6 +214,6 @@ def test_what_the_gpus_are_to_run(two):
 
 
 def test_one_rank_is_as_none(monkeypatch):
-    monkeypatch.setattr("liger_models.parallel.context.ranks_of", lambda _: Ranks("", 1, 0))
+    monkeypatch.setattr("liger_models.parallel.context.group_of", lambda _: Group("", 1, 0))
     model = apply_cp(tiny(), SimpleNamespace(ndim=1, get_group=lambda: None))  # type: ignore[arg-type]
-    assert model.context_ranks is None
+    assert model.groups.context is None

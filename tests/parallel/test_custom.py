@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from liger_models import AutoLigerModel
-from liger_models.lora import LoRAConfig, apply_lora
+from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.parallel import apply_ep, apply_fsdp, apply_tp
 
 from .models import TINY, batch, gradients, make_optimizer, mean, share, whole

@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from liger_models import LigerAdamW, LigerFusedLinearDPOLoss, optim, step_in_backward
-from liger_models.layers import offload
+from liger_models import LigerAdamW, LigerFusedLinearDPOLoss, step_in_backward
+from liger_models.memory import offload
 from liger_models.parallel import apply_fsdp, compile_blocks, load_state, reshard, save_state
-from liger_models.parallel.fsdp import _Exchange, _Passes
+from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
+from liger_models.train import optimizer as optimizer_module
 
 from .images import image_batch, image_config
 from .models import TINY, batch, gradients, make_optimizer, mean, mixture, share, tiny, whole
@@ -177,7 +178,7 @@ def test_what_the_gpus_are_to_run(two):
 def exchange(op) -> torch.Tensor:
     part = torch.empty(2)
     sent = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16) * (1 + dist.get_rank())
-    _Exchange(_Passes(), torch.bfloat16)(part, sent, dist.group.WORLD, op)
+    ReduceScatter(BackwardPasses(), torch.bfloat16)(part, sent, dist.group.WORLD, op)
     return part
 
 
@@ -233,7 +234,7 @@ def test_passes_are_counted_alike_on_all_ranks_whatever_they_reach(two, case):
 
 def run_out_of_memory() -> list[dict[str, torch.Tensor]]:
     """Gradients behind a backward that found no memory for what it was to send, and with PyTorch's own exchange."""
-    found, allocate = [], _Exchange.allocate
+    found, allocate = [], ReduceScatter.allocate
 
     def fail(self, size, **options):
         with mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError):
@@ -244,7 +245,7 @@ def run_out_of_memory() -> list[dict[str, torch.Tensor]]:
             model = apply_fsdp(tiny())
         if not plain:
             loss = model(**share(batch(0), dist.get_rank(), 2)).loss
-            with mock.patch.object(_Exchange, "allocate", fail), pytest.raises(torch.OutOfMemoryError):
+            with mock.patch.object(ReduceScatter, "allocate", fail), pytest.raises(torch.OutOfMemoryError):
                 loss.backward()
             model.reset_iter_state()
         for step in (1, 2):
@@ -429,6 +430,7 @@ def train_compiled(first: bool) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("first", [True, False])
 def test_compiled_blocks(two, first):
     expected = train(tiny(num_hidden_layers=10), {"packed": True})
@@ -483,7 +485,7 @@ def moments_away(device: str, folder: str, in_backward: bool) -> None:
 
     runs = [make(False), make(True)]
     generator = torch.Generator().manual_seed(dist.get_rank())
-    with mock.patch.object(optim, "SMALLEST", 0):
+    with mock.patch.object(optimizer_module, "SMALLEST", 0):
         for step in range(6):
             if step == 3:
                 for away, run in enumerate(runs):

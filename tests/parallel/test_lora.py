@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from liger_models import LigerLlama
-from liger_models.lora import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
+from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
 from liger_models.parallel import apply_fsdp, compile_blocks, load_state, save_state, targets_per_rank
 
 from .models import batch, gradients, share, tiny, whole
@@ -52,6 +52,7 @@ def sharded(config: dict[str, Any], policy: str, compiled: bool, folder: str) ->
     return got, all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("config", "policy", "compiled"),
     [({}, "none", False), ({"use_dora": True}, "full", False), ({}, "selective", True)],

@@ -212,7 +212,7 @@ def test_a_damaged_list_of_tensors(tmp_path, damage, parts):
     run = Run({})
     save_state(tmp_path, 1, *run.parts)
     damage(next(tmp_path.rglob(".metadata")))
-    with pytest.raises(OSError, match=r"step-00000001: must be written and read whole by all ranks, got on rank 0"):
+    with pytest.raises(OSError, match=r"step-00000001: must be written and read in full by all ranks, got on rank 0"):
         load_state(tmp_path, *run.parts[:parts])
 
 
@@ -228,7 +228,7 @@ def save_different_positions(folder: Path) -> None:
 def test_positions_of_another_number_of_ranks(two, tmp_path):
     two(save_different_positions, tmp_path)
     run = Run({})
-    with pytest.raises(ValueError, match="data must have one state for all ranks to go on with 1 instead of 2"):
+    with pytest.raises(ValueError, match="data must have one state for all ranks to resume with 1 instead of 2"):
         load_state(tmp_path, *run.parts)
     assert load_state(tmp_path, *run.parts[:3]) == 1
 
@@ -309,6 +309,8 @@ with mock.patch.object(*target, hang):
 """
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("point", "background"), [("data", False), ("metadata", True), ("rename", False), ("latest", False)]
 )

@@ -9,19 +9,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from liger_models.arch import get_arch, list_archs
+from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.convert.config_map import read_config
 from liger_models.kernels import act_linear, dispatch, gated_mlp
-from liger_models.kernels.collectives import enter, ranks_of
-from liger_models.kernels.linear_cross_entropy import Words, linear_cross_entropy
+from liger_models.kernels.collectives import copy_to_region, group_of
+from liger_models.kernels.linear_cross_entropy import VocabShard, linear_cross_entropy
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers import moe
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import replicated as replicated_weight
 from liger_models.layers.mlp import LigerMLP
 from liger_models.layers.norm import LigerLayerNorm
-from liger_models.layers.vision_language import VisionLanguageModel
 from liger_models.parallel import (
     apply_ep,
     apply_fsdp,
@@ -34,7 +37,7 @@ from liger_models.parallel import (
     targets_per_rank,
 )
 
-from .conftest import group
+from .conftest import Group, running
 from .images import FAMILIES, IMAGE_BATCHES, IMAGE_MODELS, LENGTH, image_batch, image_config
 from .models import TINY, batch, gradients, make_optimizer, share, tiny, whole
 
@@ -230,23 +233,86 @@ def test_packed_and_frozen_parts(two, name, frozen):
         assert_same(got, expected)
 
 
-def layer_norms() -> dict[str, Any]:
+def layer_norms(cut: bool, use_bias: bool = True, plain_mlp: bool = False, **inputs: torch.Tensor) -> dict[str, Any]:
     """Gradients where a text model has LayerNorms."""
-    model = tiny()
-    norm = partial(LigerLayerNorm, TINY["hidden_size"], bias=True)
+    model = tiny(num_hidden_layers=1) if inputs else tiny()
+    norm = partial(LigerLayerNorm, TINY["hidden_size"], bias=True, use_bias=use_bias)
     for block in model.layers:
         block.input_layernorm, block.post_attention_layernorm = norm(), norm()
+        if plain_mlp:
+            block.mlp = LigerMLP(TINY["hidden_size"], TINY["intermediate_size"], act="gelu", bias=use_bias)
     model.norm = norm()
-    if dist.is_initialized():
+    if cut:
+        apply_tp(model, mesh_of(2), sequence_parallel=True)
+    model(**inputs or batch(0)).loss.backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize(("use_bias", "plain_mlp"), [(True, False), (False, True)])
+def test_layer_norms(two, use_bias, plain_mlp):
+    expected = layer_norms(False, use_bias, plain_mlp)
+    for got in two(layer_norms, True, use_bias, plain_mlp):
+        assert_same(got, expected)
+
+
+def layer_norm_kernels(use_bias: bool, plain_mlp: bool) -> None:
+    """The Triton kernels' results on this rank are those of an uncut model, which uses them, too."""
+    assert dispatch.INTERPRET
+    inputs = {key: value[:2, :6] for key, value in batch(0).items()}
+    expected, got = (layer_norms(cut, use_bias, plain_mlp, **inputs) for cut in (False, True))
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize(("use_bias", "plain_mlp"), [(True, False), (True, True), (False, True)])
+def test_layer_norms_with_kernels(two_with_kernels, use_bias, plain_mlp):
+    two_with_kernels(layer_norm_kernels, use_bias, plain_mlp)
+
+
+class OwnNorm(Layer):
+    """A norm of one's own, without `add`, that adds up its gradient over ranks with tokens of their own."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.group = nn.Parameter(torch.linspace(0.5, 1.5, size)), None
+
+    def sum_gradients(self, ranks: Any) -> bool:
+        self.group = ranks
+        return True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return replicated_weight(self.weight, self.group) * x / (1 + x.square().mean(-1, keepdim=True)).sqrt()
+
+
+class SilentNorm(OwnNorm):
+    def sum_gradients(self, ranks: Any) -> bool:
+        return False
+
+
+def own_norms(cut: bool, norm: Any = OwnNorm) -> dict[str, Any]:
+    model = tiny()
+    for block in model.layers:
+        block.input_layernorm, block.post_attention_layernorm = norm(TINY["hidden_size"]), norm(TINY["hidden_size"])
+    if cut:
         apply_tp(model, mesh_of(2), sequence_parallel=True)
     model(**batch(0)).loss.backward()
     return gradients(model)
 
 
-def test_layer_norms(two):
-    expected = layer_norms()
-    for got in two(layer_norms):
+def test_norms_of_ones_own_with_tokens_on_ranks(two):
+    expected = own_norms(False)
+    for got in two(own_norms, True):
         assert_same(got, expected)
+
+
+def silent_norms() -> None:
+    with pytest.raises(
+        ValueError, match=r"layers.0.input_layernorm \(SilentNorm\) must be a Layer whose sum_gradients"
+    ):
+        own_norms(True, SilentNorm)
+
+
+def test_norms_whose_gradients_nobody_adds_up_are_refused(two):
+    two(silent_norms)
 
 
 def train_copies() -> dict[str, Any]:
@@ -292,11 +358,17 @@ def test_fsdp_around_it(four, name, optimizer, sequence_parallel):
 def gather_options(options: dict[str, Any]) -> dict[str, Any]:
     """Loss and gradients of a head whose words are cut over all ranks."""
     x, weight, target, token_weight = head_inputs()
-    V, ranks = len(weight), ranks_of(dist.group.WORLD)
-    words = Words(ranks, V)
-    own = weight.detach()[words.start : words.start + words.count].requires_grad_()
+    V, ranks = len(weight), group_of(dist.group.WORLD)
+    vocab_shard = VocabShard(ranks, V)
+    own = weight.detach()[vocab_shard.start : vocab_shard.start + vocab_shard.count].requires_grad_()
     outputs = linear_cross_entropy(
-        enter(x, ranks), own, target, words=words, workspace_mib=1, token_weight=token_weight, **options
+        copy_to_region(x, ranks),
+        own,
+        target,
+        vocab_shard=vocab_shard,
+        workspace_mib=1,
+        token_weight=token_weight,
+        **options,
     )
     return results_of(outputs, x, own)
 
@@ -423,7 +495,9 @@ def refuse() -> None:
     with pytest.raises(ValueError, match="apply_fsdp: mesh must be that of the data-parallel ranks"):
         apply_fsdp(model)
     both = mesh_of(1, 2)
-    with pytest.raises(ValueError, match="apply_fsdp: mesh must not have the dimension over which apply_tp has cut"):
+    with pytest.raises(
+        ValueError, match="apply_fsdp: mesh must not have the dimension over which apply_tp has sharded"
+    ):
         apply_fsdp(apply_tp(tiny(), both["tp"]), both)
     with pytest.raises(ValueError, match="must not be sharded yet"):
         apply_tp(apply_fsdp(tiny()), mesh)
@@ -438,7 +512,7 @@ def refuse() -> None:
     ):
         apply_tp(build(*image_config("mllama", num_key_value_heads=1, cross_attention_layers=[0])), mesh)
     with pytest.raises(ValueError, match=r"LigerMLP: intermediate_size \(9\) must be a multiple of 2 ranks"):
-        LigerMLP(8, 9, act="gelu").cut(ranks_of(mesh.get_group()))
+        LigerMLP(8, 9, act="gelu").shard(group_of(mesh.get_group()))
     model = build(*image_config("qwen3_vl"))
     model.visual.blocks[1].mlp.fc2 = torch.nn.Sequential(model.visual.blocks[1].mlp.fc2)
     with pytest.raises(ValueError, match=r"RowParallelLinear: the layer must be an nn.Linear without hooks, got Seq"):
@@ -455,7 +529,7 @@ def refuse() -> None:
         apply_ep(build(arch, dataclasses.replace(config, num_local_experts=3)), mesh)
     with pytest.raises(ValueError, match="mesh must have two dimensions after apply_ep, the second of 2 ranks"):
         apply_fsdp(apply_ep(build(arch, config), mesh))
-    with pytest.raises(ValueError, match="router_jitter must be 0 over ranks"):
+    with pytest.raises(ValueError, match="router_jitter must be 0 with apply_tp"):
         apply_tp(build(arch, dataclasses.replace(config, router_jitter_noise=0.1)), mesh)
 
 
@@ -468,6 +542,7 @@ def compile_cut(sequence_parallel: bool) -> dict[str, Any]:
     return train(compile_blocks(model, backend="aot_eager"))
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_compiled_blocks(two, sequence_parallel):
     expected = train(tiny())
@@ -483,6 +558,7 @@ def compile_images(cut: bool) -> dict[str, Any]:
     return gradients(model)
 
 
+@pytest.mark.compile
 def test_compiled_blocks_with_images(two):
     for got in two(compile_images, True):
         assert_same(got, compile_images(False))
@@ -609,8 +685,10 @@ def odd_rows(folder: Path) -> dict[str, Any]:
     return results | {"weights": whole(model.named_parameters())}
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
 def test_a_vocabulary_that_no_number_of_ranks_divides(tmp_path):
-    for six in group(6):
+    with running(Group(6)) as six:
         for tied in (False, True):
             folder = tmp_path / str(tied)
             model = build("llama", get_arch("llama").config_class(**ODD, tie_word_embeddings=tied))
@@ -775,8 +853,8 @@ def test_kernels_of_experts(two, two_with_kernels):
 
 def head_kernels() -> None:
     """A target at the edges of a rank's words, one that is confident, and huge logits, in fp32."""
-    ranks = ranks_of(dist.group.WORLD)
-    V, words = 75, Words(ranks, 75)
+    ranks = group_of(dist.group.WORLD)
+    V, vocab_shard = 75, VocabShard(ranks, 75)
     x = torch.eye(6, 8)
     weight = torch.randn(V, 8, generator=torch.Generator().manual_seed(0))
     weight[:6, :6] += 15 * torch.eye(6)
@@ -784,9 +862,12 @@ def head_kernels() -> None:
     target = torch.tensor([0, 37, 38, 40, -100, 74])
     options = {"label_smoothing": 0.1, "z_loss": 1e-4, "reduction": "none"}
     found = []
-    for own, told in ((weight, {}), (weight[words.start : words.start + words.count], {"words": words})):
+    for own, told in (
+        (weight, {}),
+        (weight[vocab_shard.start : vocab_shard.start + vocab_shard.count], {"vocab_shard": vocab_shard}),
+    ):
         leaves = x.clone().requires_grad_(), own.clone().requires_grad_()
-        inside = enter(leaves[0], ranks) if told else leaves[0]
+        inside = copy_to_region(leaves[0], ranks) if told else leaves[0]
         loss = linear_cross_entropy(inside, leaves[1], target, **options, **told).loss
         loss.backward(torch.arange(1.0, 7.0))
         found.append((loss.detach(), leaves[0].grad, leaves[1].grad))

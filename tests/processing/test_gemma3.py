@@ -5,14 +5,13 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from liger_models import LigerGemma3
-from liger_models.arch.gemma3 import Gemma3Config, Gemma3VisionConfig
-from liger_models.processing.gemma3 import Gemma3Images
+from liger_models.arch.gemma3.model import Gemma3Config, Gemma3VisionConfig
+from liger_models.arch.gemma3.processor import Gemma3Images
 
+from ..late import Late
 from .conftest import encoded, picture
 
-theirs = pytest.importorskip(
-    "transformers.models.gemma3.image_processing_pil_gemma3", reason="needs a transformers with a Pillow backend"
-)
+theirs = Late("transformers.models.gemma3.image_processing_pil_gemma3", "a transformers with a Pillow backend")
 
 TEMPLATE = (
     "<bos>{% for message in messages %}<start>{{ message.role }}\n{% if message.content is string %}"
@@ -104,7 +103,7 @@ def test_what_does_not_fit_is_named():
         _ = make(size={"height": 32, "width": 32}).processor
     model = make()
     object.__setattr__(model.config, "boi_token_index", 9999)
-    with pytest.raises(ValueError, match="must have the ids 9999, 256, 258 around and of an image, got 262 tokens"):
+    with pytest.raises(ValueError, match="must have the image token ids 9999, 256, 258, got 262 tokens"):
         _ = model.processor
     model = make()
     del model.assets["preprocessor_config.json"]

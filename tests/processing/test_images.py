@@ -4,8 +4,8 @@ import pytest
 import torch
 from PIL import Image
 
-from liger_models.processing.images import Normalize, check_settings, one_list, read_image, settings_of, to_tensor
-from liger_models.processing.messages import image_parts
+from liger_models.base.images import Normalize, check_settings, one_list, read_image, settings_of, to_tensor
+from liger_models.base.processor import image_parts
 
 from .conftest import encoded, picture
 
@@ -65,7 +65,7 @@ def test_what_is_no_image():
     with pytest.raises(ValueError, match="an image must have pixels, got 0 x 5"):
         read_image(picture(9, 5).crop((3, 0, 3, 5)))
     for address in ("https://example.com/a.png", "HTTPS://example.com/a.png", "data:image/png;base64,iVBO"):
-        with pytest.raises(ValueError, match=f"got the address {address}. Fetch it and pass its bytes"):
+        with pytest.raises(ValueError, match=f"got the URL {address}. Download it and pass its bytes"):
             read_image(address)
 
 
@@ -120,7 +120,7 @@ def test_images_in_one_list_or_one_for_each_text():
         assert one_list("P", "<i>", texts, images) == [a, b, a]
     assert one_list("P", "<i>", ["<i>"], a) == [a]
     assert one_list("P", "<i>", ["none"], None) == []
-    with pytest.raises(ValueError, match=r"P: images in a list for each text .* <i>, \[2, 0, 1\], got \[1, 0, 2\]"):
+    with pytest.raises(ValueError, match=r"P: the list of images for each text .* <i>, \[2, 0, 1\], got \[1, 0, 2\]"):
         one_list("P", "<i>", texts, [[a], [], [b, a]])
     with pytest.raises(ValueError, match=r"got \[None, 1\]"):
         one_list("P", "<i>", ["<i>", "<i>"], [a, [b]])
@@ -148,5 +148,5 @@ def test_parts_of_messages():
         of({"type": "image_url", "image_url": {"url": "b.png"}}, videos=True)
     with pytest.raises(ValueError, match="must be of type text or image, got 'words'"):
         of("words")
-    with pytest.raises(ValueError, match=r"must have it beside, under image or path or url, got \['type'\]"):
+    with pytest.raises(ValueError, match=r"must have the key image or path or url, got \['type'\]"):
         of({"type": "image"})

@@ -5,14 +5,13 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from liger_models import LigerMllama
-from liger_models.arch.mllama import MllamaConfig, MllamaVisionConfig
-from liger_models.processing.mllama import MllamaImages
+from liger_models.arch.mllama.model import MllamaConfig, MllamaVisionConfig
+from liger_models.arch.mllama.processor import MllamaImages
 
+from ..late import Late
 from .conftest import encoded, picture
 
-theirs = pytest.importorskip(
-    "transformers.models.mllama.image_processing_pil_mllama", reason="needs a transformers with a Pillow backend"
-)
+theirs = Late("transformers.models.mllama.image_processing_pil_mllama", "a transformers with a Pillow backend")
 
 TEMPLATE = (
     "<bos>{% for message in messages %}<start>{{ message.role }}\n{% if message.content is string %}"
@@ -119,7 +118,7 @@ def test_what_does_not_fit_is_named():
         _ = make(max_image_tiles=9).processor
     model = make()
     object.__setattr__(model.config, "image_token_index", 9999)
-    with pytest.raises(ValueError, match="must have the ids 9999 of an image and 256 of a beginning, got 260 tokens"):
+    with pytest.raises(ValueError, match=r"must have the ids 9999 \(image\) and 256 \(bos_token_id\), got 260 tokens"):
         _ = model.processor
     model = make()
     del model.assets["preprocessor_config.json"]

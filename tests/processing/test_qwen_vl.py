@@ -3,15 +3,13 @@ import math
 import pytest
 import torch
 
-from liger_models.processing.images import to_tensor
-from liger_models.processing.qwen_vl import CLIP_MEAN, CLIP_STD, QwenVLImages, smart_resize
+from liger_models.arch._qwen_vl.processor import CLIP_MEAN, CLIP_STD, QwenVLImages, smart_resize
+from liger_models.base.images import to_tensor
 
+from ..late import Late
 from .conftest import encoded, make_model, picture
 
-theirs = pytest.importorskip(
-    "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", reason="needs a transformers with a Pillow backend"
-)
-their_smart_resize = theirs.smart_resize
+theirs = Late("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", "a transformers with a Pillow backend")
 
 SIZES = [(40, 56), (97, 31), (300, 211), (33, 640), (5, 7), (1, 100)]
 SETTINGS = {
@@ -41,7 +39,7 @@ def test_sizes_are_transformers():
         for width in range(2, 400, 17):
             if max(height, width) <= 200 * min(height, width):
                 for bounds in ((3136, 20000), (100, 1000), (1, 10**7)):
-                    assert smart_resize(height, width, 28, *bounds) == their_smart_resize(height, width, 28, *bounds)
+                    assert smart_resize(height, width, 28, *bounds) == theirs.smart_resize(height, width, 28, *bounds)
     with pytest.raises(ValueError, match="at most 200 times as long as wide, got 1 x 201"):
         smart_resize(1, 201, 28, 1, 1000)
 
@@ -72,7 +70,7 @@ def test_video_patches(of):
         patches, grid = videos(frames)
         t, h, w = grid.tolist()
         if of == "frame":
-            size = their_smart_resize(height, width, 8, 600, 6000)
+            size = theirs.smart_resize(height, width, 8, 600, 6000)
         else:
             size = video_size(count, height, width, 8, 600, 6000)
         assert (t, 4 * h, 4 * w) == ((count + 1) // 2, *size)
@@ -204,7 +202,7 @@ def test_wrong_numbers_of_images(model):
         processor(["<|video_pad|><|video_pad|>"])
     with pytest.raises(ValueError, match="fps must be one, or one for each of the 0 videos, got 1"):
         processor(["text"], fps=[1.0])
-    with pytest.raises(ValueError, match="images in a list for each text must be as many"):
+    with pytest.raises(ValueError, match="the list of images for each text must match"):
         processor(["<|image_pad|>", "text"], images=[[], [picture(8, 8)]])
 
 
@@ -233,7 +231,7 @@ def test_files_that_do_not_belong_together():
         _ = model.processor
     model = make_model("qwen2_vl")
     object.__setattr__(model.config, "image_token_id", 9999)
-    with pytest.raises(ValueError, match=r"must have the ids 9999 and 257 of the placeholders, got 262 tokens"):
+    with pytest.raises(ValueError, match=r"must have the placeholders' ids 9999 and 257, got 262 tokens"):
         _ = model.processor
 
 

@@ -1,0 +1,133 @@
+"""A few layers of each family at their real width: full fine-tuning steps, and the errors of bf16."""
+
+import argparse
+import gc
+import tempfile
+
+import torch
+from torch import Tensor, nn
+
+from . import train
+from .options import add_batch, add_modes, add_steps, several
+from .processes import measure_all, plan_modes
+from .rows import Row, Rows, grouped, of_transformers
+from .tables import Bar, markdown, ratio, smallest, speed_bars, step_ms, tokens
+from .training.batches import draw
+from .training.build import build_hf
+from .training.job import Job
+from .training.models import FAMILIES, read_config
+from .training.modes import MODE, title
+
+HELP = "a few layers of each family: speed, memory, error against fp32"
+ERROR_TOKENS = 1024
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--families", type=several("|".join(FAMILIES)), default=",".join(FAMILIES), help="comma-separated"
+    )
+    add_modes(parser, "hf,hf+liger,ours,error", f"{MODE}|error", 'comma-separated, as for train, and "error"')
+    add_batch(parser)
+    add_steps(parser, 10, train.STEPS_HELP)
+
+
+def run(options: argparse.Namespace) -> Rows:
+    file = options.out / f"families-{options.batch}.jsonl"
+    return measure_all(plan_modes("families", options.families, options.modes, options.batch, options.steps, file))
+
+
+def measure(job: Job) -> Row:
+    return measure_errors(job) if job.mode.library == "error" else train.measure(job)
+
+
+def gradients_by_name(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def measure_errors(job: Job) -> Row:
+    """The relative error of logits, and of all gradients together, in bf16 against transformers in fp32.
+
+    transformers and this package start from the same weights.
+    """
+    from liger_models import AutoLigerModel
+
+    config = read_config(job.model)
+    # Eager attention computes softcaps as well, but keeps every score: too much for the patches of images.
+    attention = "sdpa" if "vision_config" in config else "eager"
+    theirs = build_hf(config, liger=False, recompute=False, attention=attention)
+    batch = draw(config, 1, ERROR_TOKENS, torch.Generator("cuda").manual_seed(0))
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        ours = AutoLigerModel.from_pretrained(folder, device="cuda", progress=False)
+        for label, model in (("hf", theirs), ("ours", ours)):
+            out = model(**batch, **({"return_logits": True} if model is ours else {}))
+            out.loss.backward()
+            results[label] = (out.logits.detach().cpu(), gradients_by_name(model))
+            del out
+        # To get our gradients under transformers' names, save and load them as weights.
+        with torch.no_grad():
+            for parameter in ours.parameters():
+                parameter.copy_(parameter.grad)
+        ours.save_pretrained(folder)
+        named = type(theirs).from_pretrained(folder, dtype=torch.bfloat16)
+        results["ours"] = (results["ours"][0], {n: p.detach().to("cuda") for n, p in named.named_parameters()})
+    del ours, named
+    truth = theirs.float()
+    results["hf"] = (results["hf"][0], {n: g.clone() for n, g in results["hf"][1].items()})
+    truth.zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()
+    out = truth(**batch)
+    out.loss.backward()
+    logits, exact = out.logits.detach().cpu(), gradients_by_name(truth)
+    found = {}
+    for label, (approximate, gradients) in results.items():
+        squares = sum(((gradients[n].float() - g).double().norm() ** 2).item() for n, g in exact.items())
+        total = sum((g.double().norm() ** 2).item() for g in exact.values())
+        found[f"{label}_logits"] = ((approximate.float() - logits).norm() / logits.norm()).item()
+        found[f"{label}_gradients"] = (squares / total) ** 0.5
+    return found
+
+
+def by_family(rows: Rows) -> dict[str, Rows]:
+    """The rows by the name of the family; the name includes the batch where there are several."""
+    groups = grouped(rows, "model", "batch")
+    several_batches = len({batch for _, batch in groups}) > 1
+    return {
+        f"{model}, {tokens(batch)}" if several_batches else model: group for (model, batch), group in groups.items()
+    }
+
+
+def table(rows: Rows) -> str:
+    """One line per family. Ratios are to the faster and to the smaller peer; what was not measured is empty."""
+    lines = []
+    for family, group in by_family(rows).items():
+        by_mode = {row["mode"]: row for row in group}
+        peers = [row for row in group if of_transformers(row) and "error" not in row]
+        ours, error, warm = by_mode.get("ours", {}), by_mode.get("error"), by_mode.get("ours+warm")
+        warmed = f" ({warm.get('first_step_s', 'failed')})" if warm else ""
+
+        def show(key: str, by_mode: dict[str, Row] = by_mode) -> list[str]:
+            modes = [by_mode.get(mode) for mode in ("hf", "hf+liger", "ours")]
+            return ["" if row is None else str(row.get(key, "failed")) for row in modes]
+
+        def pair(what: str, error: Row | None = error) -> str:
+            found = [error.get(f"{who}_{what}") for who in ("hf", "ours")] if error else []
+            return " / ".join("failed" if value is None else f"{value:.2e}" for value in found)
+
+        least_memory = smallest(peers, lambda row: row.get("peak_gib"))
+        lines.append((
+            family, *show("step_ms"), ratio(smallest(peers, step_ms).get("step_ms"), ours.get("step_ms")),
+            *show("peak_gib"), ratio(ours.get("peak_gib"), least_memory.get("peak_gib")),
+            " / ".join(show("first_step_s")) + warmed, pair("logits"), pair("gradients"),
+        ))  # fmt: skip
+    return markdown(
+        "family|HF ms|HF + Liger ms|ours ms|speed ratio|HF GiB|HF + Liger GiB|ours GiB|memory ratio"
+        "|first step s, HF / HF + Liger / ours (after warm_up)|logits error, HF / ours|gradients error, HF / ours",
+        lines,
+    )
+
+
+def bars(rows: Rows) -> list[Bar]:
+    return speed_bars(by_family(rows), step_ms, title)

@@ -1,0 +1,44 @@
+"""Full fine-tuning steps under FSDP2: weights, gradients and optimizer state in fp32, computation in bf16."""
+
+import argparse
+
+from . import train
+from .options import add_batch, add_gpus, add_model, add_modes, add_steps
+from .processes import measure_on_gpus, plan_batch
+from .rows import Row, Rows, grouped
+from .tables import markdown, mfu, ratios, tokens
+from .training.job import Job
+from .training.modes import title
+
+HELP = "training on all GPUs of this machine, with weights in fp32"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_modes(parser, "hf+liger,hf+liger+ac,ours,ours+selective")
+    add_batch(parser, help="rows x tokens per row, of each GPU")
+    add_steps(parser, 10, train.STEPS_HELP)
+    add_gpus(parser)
+
+
+def run(options: argparse.Namespace) -> Rows:
+    return measure_on_gpus(plan_batch("fsdp", options), options.gpus)
+
+
+def measure(job: Job) -> Row:
+    return train.measure(job)
+
+
+def table(rows: Rows) -> str:
+    """One line per mode; speed and memory are those of one GPU."""
+    lines = []
+    for (model, gpus, batch), group in sorted(grouped(rows, "model", "gpus", "batch").items()):
+        for row in sorted(group, key=lambda row: row["mode"]):
+            names = (model, gpus, tokens(batch), title(row["mode"]))
+            if "error" in row:
+                lines.append((*names, row["error"], "", "", "", ""))
+                continue
+            lines.append((
+                *names, f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.1f}", mfu(row), *ratios(row, group),
+            ))  # fmt: skip
+    return markdown("model|GPUs|tokens/step||tokens/s|peak GiB|MFU|speed ratio|memory ratio", lines)

@@ -1,0 +1,101 @@
+"""Loading a checkpoint onto all GPUs to train on: seconds, and host memory."""
+
+import argparse
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from .options import add_gpus, add_model, add_modes
+from .processes import common_start, measure_on_gpus, plan_modes
+from .rows import Row, Rows
+from .tables import markdown
+from .training.build import build_ours, shard
+from .training.job import Job
+from .training.models import read_config
+from .training.modes import Mode, title
+
+HELP = "a checkpoint onto all GPUs of this machine: seconds, host memory"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_modes(parser, "hf,ours", allowed="hf|ours", help="comma-separated, of hf and ours")
+    add_gpus(parser)
+
+
+def run(options: argparse.Namespace) -> Rows:
+    plans = plan_modes("load", [options.model], options.modes, "", 0, options.out / f"load-{options.model}.jsonl")
+    with common_start("load:save", options.model):
+        return measure_on_gpus(plans, options.gpus)
+
+
+def save(job: Job) -> Row:
+    """Save a model with random weights in $SAVE."""
+    build_ours(read_config(job.model), Mode("ours", {})).save_pretrained(os.environ["SAVE"])
+    return {}
+
+
+@contextmanager
+def host_memory() -> Iterator[list[float]]:
+    """The most GiB that this process holds meanwhile, 50 times a second: of its own, and of mapped files."""
+    most, done = [0.0, 0.0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            found = dict(re.findall(r"(Rss\w+):\s+(\d+)", Path("/proc/self/status").read_text()))
+            for i, kind in enumerate(("RssAnon", "RssFile")):
+                most[i] = max(most[i], int(found[kind]) / 2**20)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield most
+    finally:
+        done.set()
+        watcher.join()
+
+
+def measure(job: Job) -> Row:
+    """Load the checkpoint in $START. Every process of transformers loads all of it, then shards. The slowest counts."""
+    torch.zeros(1, device="cuda")
+    torch.distributed.barrier()
+    with host_memory() as most:
+        begun = time.monotonic()
+        if job.mode.library == "hf":
+            from transformers import AutoModelForCausalLM
+
+            shard(AutoModelForCausalLM.from_pretrained(os.environ["START"], dtype=torch.bfloat16), ours=False)
+        else:
+            from liger_models import AutoLigerModel, apply_fsdp
+
+            AutoLigerModel.from_pretrained(
+                os.environ["START"], dtype=torch.float32, device="cuda", shard=apply_fsdp, progress=False
+            )
+        torch.cuda.synchronize()
+        seconds = time.monotonic() - begun
+    every: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, (seconds, *most))
+    longest, anonymous, mapped = (max(values) for values in zip(*every, strict=True))
+    return {
+        "checkpoint_gib": round(sum(f.stat().st_size for f in Path(os.environ["START"]).iterdir()) / 2**30, 2),
+        "load_s": round(longest, 1),
+        "host_gib": round(anonymous, 2),
+        "mapped_gib": round(mapped, 2),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+    }
+
+
+def table(rows: Rows) -> str:
+    """One line per mode. Host memory is that of one process, GPU memory the peak while it loads."""
+    keys = ("checkpoint_gib", "load_s", "host_gib", "mapped_gib", "peak_gib")
+    lines = [
+        (row["model"], row["gpus"], title(row["mode"]), *(row.get(key, row.get("error", "")) for key in keys))
+        for row in rows
+    ]
+    return markdown("model|GPUs||checkpoint GiB|seconds|host GiB|mapped files GiB|GPU GiB", lines)

@@ -1,0 +1,120 @@
+"""Every op against its peers: errors, times, memory, and the fraction of the device's limits."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.options import several
+from benchmarks.processes import Plan, measure_all
+from benchmarks.rows import Row, Rows, grouped
+from benchmarks.tables import Bar, markdown, peers_of, ratio, smallest, speed_bars
+
+from . import adamw, head, losses, mlp, moe, norm, rope
+from .measure import fraction
+from .op import Op
+
+HELP = "each op against its peers: errors, times, memory, fraction of the limits"
+OPS: dict[str, Op] = {op.name: op for file in (losses, norm, rope, mlp, head, moe, adamw) for op in file.OPS}
+"""In the order in which they are measured."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ops", type=several("|".join(OPS)), default=",".join(OPS), help="comma-separated")
+    peers = dict.fromkeys(peer for op in OPS.values() for peer in ("compile", *op.peers))
+    parser.add_argument(
+        "--peers", type=several("|".join(peers)), help="comma-separated; default: all that are installed"
+    )
+
+
+def plan_ops(names: Sequence[str], peers: Sequence[str] | None, file: Path) -> list[Plan]:
+    """The ceilings, then every op with each of its installed peers, or with those of them that are named."""
+    pairs = [(name, peer) for name in names for peer in OPS[name].available() if peers is None or peer in peers]
+    return [
+        Plan({"benchmark": "ops", "op": op, "mode": peer}, ("benchmarks.ops", op, peer), file)
+        for op, peer in [("ceilings", "torch"), *pairs]
+    ]
+
+
+def with_fractions() -> Callable[[Row], Row]:
+    """Adds to each row of a run its fraction of the ceilings, which are the run's first row."""
+    ceiling: Row = {}
+
+    def complete(row: Row) -> Row:
+        if row["op"] == "ceilings":
+            ceiling.update(row)
+        elif "ms" in row and "copy_gbs" in ceiling:
+            row["fraction"] = fraction(row, ceiling)
+        return row
+
+    return complete
+
+
+def run(options: argparse.Namespace) -> Rows:
+    plans = plan_ops(options.ops, options.peers, options.out / "ops.jsonl")
+    if len(plans) == 1:
+        ops, peers = ",".join(options.ops), ",".join(options.peers)
+        raise argparse.ArgumentError(None, f"--peers: {ops} cannot be measured with {peers} here")
+    return measure_all(plans, with_fractions())
+
+
+def total(row: Row) -> Any:
+    return row.get("ms", {}).get("total")
+
+
+def of_limit(row: Row, name: str) -> str:
+    found = row.get("fraction", {}).get(name)
+    return "" if found is None else f"{found:.2f}"
+
+
+def best_table(rows: Rows) -> str:
+    """One line per op and shape: this package and its fastest peer, forward and backward together."""
+    lines = []
+    for (op, shape), group in grouped([row for row in rows if row.get("shape")], "op", "shape").items():
+        ours: Row = next((row for row in group if row["mode"] == "ours"), {})
+        best = smallest(peers_of(group), total)
+        limit = {"bytes": " of copy", "flops": " of matmul"}[ours["limit"]] if "fraction" in ours else ""
+        lines.append((
+            op, shape, total(ours) or ours.get("error", "not measured"), of_limit(ours, "total") + limit,
+            best.get("mode", ""), total(best) or "", ratio(total(best), total(ours)),
+            ours.get("peak_mib", ""), best.get("peak_mib", ""),
+        ))  # fmt: skip
+    return markdown("op|shape|ours ms|of its limit|fastest peer|its ms|speed ratio|ours MiB|its MiB", lines)
+
+
+def error_ratios(row: Row) -> str:
+    """Error over that of plain torch, where that is more than rounding noise of a scalar."""
+    return ", ".join(f"{n} {mine / torch:.2f}" for n, (mine, torch) in row.get("errors", {}).items() if torch > 1e-4)
+
+
+def table(rows: Rows) -> str:
+    """One line per op, shape and peer."""
+    lines = []
+    for (op, shape), group in grouped([row for row in rows if "op" in row], "op", "shape").items():
+        best = smallest(peers_of(group), total)
+        for row in group:
+            names = (op, shape, row["mode"])
+            if op == "ceilings" and "copy_gbs" in row:
+                found = f"copy {row['copy_gbs']:,.0f} GB/s, matmul {row['matmul_tflops']:,.0f} TFLOP/s"
+                lines.append((*names, found, *[""] * 7))
+            elif "error" in row:
+                lines.append((*names, row["error"], *[""] * 7))
+            else:
+                passes = [name for name in ("forward", "backward", "total") if name in row["ms"]]
+                times = [row["ms"].get(name, "") for name in ("forward", "backward", "total")]
+                # Of an optimizer's many results one stands for all.
+                errors = error_ratios(row if op != "adamw" else {"errors": dict([*row["errors"].items()][:1])})
+                lines.append((
+                    *names, *times, " / ".join(of_limit(row, name) for name in passes),
+                    ratio(total(best), total(row)), row.get("peak_mib", ""), row.get("above_gradients_mib", ""), errors,
+                ))  # fmt: skip
+    return markdown(
+        "op|shape|peer|forward ms|backward ms|total ms|of its limit|speed ratio|peak MiB|above gradients MiB"
+        "|error over torch's",
+        lines,
+    )
+
+
+def bars(rows: Rows) -> list[Bar]:
+    groups = {f"{op} {shape}": group for (op, shape), group in grouped(rows, "op", "shape").items()}
+    return speed_bars(groups, total, str)

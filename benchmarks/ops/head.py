@@ -1,0 +1,94 @@
+"""Cross entropy, from logits and from the hidden states before the head."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.kernels.cross_entropy import cross_entropy
+from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+
+from .op import Op, Peer, liger, liger_peer, named, randn
+
+
+def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), target)
+
+
+def linear_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return loss_of(F.linear(x, weight), target)
+
+
+class Skeleton(torch.autograd.Function):
+    """The library calls that every chunked loss over the head needs: a bound, not a loss.
+
+    Logits are written into one reused buffer, a kernel reads and writes them in place, and two products give dx and
+    dweight, the gradients of `skeleton_truth`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: int) -> Tensor:
+        logits, dx, dw = x.new_empty(rows, len(weight)), torch.empty_like(x), torch.empty_like(weight)
+        for start in range(0, len(x), rows):
+            part = x[start : start + rows]
+            chunk = logits[: len(part)]
+            torch.mm(part, weight.t(), out=chunk)
+            chunk.mul_(0.5)
+            torch.mm(chunk, weight, out=dx[start : start + rows])
+            dw.addmm_(chunk.t(), part, beta=int(start > 0))
+        ctx.made = dx, dw
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        (dx, dw), ctx.made = ctx.made, None
+        return dx, dw, None
+
+
+def skeleton_truth(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    value = 0.25 * F.linear(x, weight).square().sum()
+    return value - value.detach()
+
+
+def skeleton(rows: int) -> Peer:
+    return Peer(lambda x, weight, target: Skeleton.apply(x, weight, rows), truth=skeleton_truth)
+
+
+OPS = (
+    Op(
+        name="cross_entropy", shapes=({"N": 8192, "V": 128256}, {"N": 8192, "V": 32000}), check={"N": 256},
+        make=lambda N, V: {"logits": randn(N, V), "target": torch.randint(V, (N,))}, truth=loss_of,
+        limit="bytes", work=lambda N, V: (4 * N * V,),  # one read, one write
+        peers={
+            "torch": Peer(loss_of),
+            "liger": liger_peer(liger("liger_cross_entropy")),
+            "quack": Peer(named("quack:cross_entropy", reduction="mean"), needs="quack"),
+            "ours": Peer(lambda logits, target: cross_entropy(logits, target).loss),
+        },
+    ),
+    Op(
+        name="linear_cross_entropy",
+        shapes=tuple(
+            {"N": N, "C": C, "V": V} for N, C, V in ((8192, 4096, 128256), (8192, 2304, 256000), (4096, 4096, 128256))
+        ),
+        check={},  # all rows: the error of dweight grows with the number of chunks
+        make=lambda N, C, V: {
+            "x": randn(N, C), "weight": randn(V, C, scale=C**-0.5), "target": torch.randint(V, (N,)),
+        },
+        truth=linear_loss, limit="flops", work=lambda N, C, V: (6 * N * C * V,),
+        peers={
+            "torch": Peer(linear_loss),
+            "liger": liger_peer(liger("liger_fused_linear_cross_entropy")),
+            "cce": Peer(named("cut_cross_entropy:linear_cross_entropy"), needs="cut_cross_entropy"),
+            "quack": Peer(named("quack.linear_cross_entropy:chunked_linear_cross_entropy"), needs="quack"),
+            "torch_linear_cross_entropy": Peer(
+                lambda *inputs: F.linear_cross_entropy(*inputs, options=torch.nn.LinearCrossEntropyOptions()),
+                needs="torch.nn.functional:linear_cross_entropy",
+            ),
+            "skeleton-2048": skeleton(2048),
+            "skeleton-4096": skeleton(4096),
+            "ours": Peer(lambda *inputs: linear_cross_entropy(*inputs).loss),
+        },
+    ),
+)  # fmt: skip

@@ -1,0 +1,237 @@
+"""Losses over the head: preferences, rewards, distillation, and Medusa's heads.
+
+Every token is a target. Plain torch builds all logits. Where a loss takes the hidden states of a reference model or
+teacher, the product with that model's head is part of the loss and has no gradient.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+
+from .op import Function, Op, Peer, Sizes, liger, liger_peer, load, randn
+
+BETA, GAMMA, DECAY = 0.1, 0.5, 0.8
+
+
+def log_probs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    logits = F.linear(x, weight)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return wide.gather(-1, target[..., None])[..., 0]
+
+
+def reference_log_probs(ref_x: Tensor, ref_weight: Tensor, target: Tensor) -> Tensor:
+    with torch.no_grad():
+        return log_probs(ref_x, ref_weight, target).sum(-1)
+
+
+def dpo(weight: Tensor, x: Tensor, target: Tensor, ref_x: Tensor, ref_weight: Tensor) -> Tensor:
+    rewards = log_probs(x, weight, target).sum(-1) - reference_log_probs(ref_x, ref_weight, target)
+    chosen, rejected = rewards.chunk(2)
+    return -logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+def orpo(weight: Tensor, x: Tensor, target: Tensor) -> Tensor:
+    mean = log_probs(x, weight, target).mean(-1)
+    chosen, rejected = (mean - torch.log1p(-mean.exp())).chunk(2)
+    return -mean.chunk(2)[0].mean() - BETA * logsigmoid(chosen - rejected).mean()
+
+
+def cpo(weight: Tensor, x: Tensor, target: Tensor) -> Tensor:
+    each = log_probs(x, weight, target)
+    chosen, rejected = each.sum(-1).chunk(2)
+    return -each.chunk(2)[0].mean() - logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+def simpo(weight: Tensor, x: Tensor, target: Tensor) -> Tensor:
+    chosen, rejected = log_probs(x, weight, target).mean(-1).chunk(2)
+    return -chosen.mean() - logsigmoid(BETA * (chosen - rejected) - GAMMA).mean()
+
+
+def kto(x: Tensor, weight: Tensor, target: Tensor, labels: Tensor, ref_x: Tensor, ref_weight: Tensor) -> Tensor:
+    rewards = log_probs(x, weight, target).sum(-1) - reference_log_probs(ref_x, ref_weight, target)
+    return (1 - torch.sigmoid(BETA * torch.where(labels, rewards, -rewards))).mean()
+
+
+def grpo(x: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, advantages: Tensor, ref: Tensor) -> Tensor:
+    """The loss of answers that the policy has just sampled, so that every probability ratio is 1."""
+    current = log_probs(x, weight, ids)
+    ratio, difference = (current - current.detach()).exp(), ref - current
+    loss = BETA * (difference.exp() - difference - 1) - ratio * advantages[:, None]
+    return ((loss * mask).sum(-1) / mask.sum(-1)).mean()
+
+
+def distil(divergence: Function) -> Function:
+    """Half the cross entropy plus half the divergence of student from teacher, both a mean over tokens."""
+
+    def run(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, target: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        student = F.linear(x, weight).to(wide)
+        with torch.no_grad():
+            teacher = F.linear(teacher_x, teacher_weight).to(wide)
+        return 0.5 * F.cross_entropy(student, target) + 0.5 * divergence(student, teacher) / len(x)
+
+    return run
+
+
+def jsd(student: Tensor, teacher: Tensor) -> Tensor:
+    each = student.log_softmax(-1), teacher.log_softmax(-1)
+    mixture = torch.logaddexp(*each) - torch.log(torch.tensor(2.0, dtype=student.dtype, device=student.device))
+    return 0.5 * sum(F.kl_div(mixture, p, reduction="sum", log_target=True) for p in each)
+
+
+def kl(student: Tensor, teacher: Tensor) -> Tensor:
+    return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="sum", log_target=True)
+
+
+def tvd(student: Tensor, teacher: Tensor) -> Tensor:
+    return 0.5 * (student.softmax(-1) - teacher.softmax(-1)).abs().sum()
+
+
+def cosine(student: Tensor, teacher: Tensor) -> Tensor:
+    return 0.5 * (1 - F.cosine_similarity(student, teacher)).sum()
+
+
+def medusa(loss: Function) -> Function:
+    """The weighted sum of the losses of K heads."""
+
+    def total(x: Tensor, targets: Tensor, *weights: Tensor) -> Tensor:
+        each = [loss(x, weight, target) for weight, target in zip(weights, targets, strict=True)]
+        return torch.stack([DECAY ** (k + 1) * one for k, one in enumerate(each)]).sum()
+
+    return total
+
+
+def in_torch(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return -log_probs(x, weight, target).mean()
+
+
+def by_class(home: str, name: str, places: tuple[int | None, ...], **options: Any) -> Function:
+    """The loss of a module with Liger Kernel's interface.
+
+    Args:
+        places: for each argument of the module the index of an input, or None to pass None.
+    """
+
+    def run(*inputs: Tensor) -> Tensor:
+        module = load(f"{home}:{name}")(**options)
+        out = module(*(None if place is None else inputs[place] for place in places))
+        loss: Tensor = out[0] if isinstance(out, tuple) else out
+        return loss
+
+    return run
+
+
+def peers(truth: Function, name: str, *places: int | None, **options: Any) -> dict[str, Peer]:
+    return {
+        "torch": Peer(truth),
+        "liger": liger_peer(by_class("liger_kernel.chunked_loss", name, places, **options)),
+        "ours": Peer(by_class("liger_models", name, places, **options)),
+    }
+
+
+def head(C: int, V: int) -> Tensor:
+    return randn(V, C, scale=C**-0.5)
+
+
+def make_rows(B: int, T: int, C: int, V: int) -> dict[str, Tensor]:
+    return {"x": randn(B, T, C), "weight": head(C, V), "target": torch.randint(V, (B, T))}
+
+
+def make_pairs(P: int, T: int, C: int, V: int) -> dict[str, Tensor]:
+    made = make_rows(2 * P, T, C, V)
+    return {name: made[name] for name in ("weight", "x", "target")}
+
+
+def make_reference(B: int, T: int, C: int, V: int) -> dict[str, Tensor]:
+    return {"ref_x": randn(B, T, C), "ref_weight": head(C, V)}
+
+
+def make_answers(B: int, T: int, C: int, V: int) -> dict[str, Tensor]:
+    rewards = {"mask": torch.ones(B, T, dtype=torch.int64), "advantages": torch.randn(B)}
+    expected = -torch.log(torch.tensor(float(V))) - 0.5
+    return make_rows(B, T, C, V) | rewards | {"ref": expected + 0.5 * torch.randn(B, T)}
+
+
+def make_teacher(N: int, C: int, V: int) -> dict[str, Tensor]:
+    made = {"x": randn(N, C), "weight": head(C, V), "teacher_x": randn(N, C), "teacher_weight": head(C, V)}
+    return made | {"target": torch.randint(V, (N,))}
+
+
+def make_medusa(N: int, C: int, V: int, K: int) -> dict[str, Tensor]:
+    heads = {f"weight {k}": head(C, V) for k in range(K)}
+    return {"x": randn(N, C), "targets": torch.randint(V, (K, N)), **heads}
+
+
+def shapes_of_pairs(C: int = 4096) -> tuple[Sizes, ...]:
+    shapes = ((1, 4096, 128256), (4, 1024, 128256), (4, 4096, 128256), (4, 1024, 256000))
+    return tuple({"P": P, "T": T, "C": C, "V": V} for P, T, V in shapes)
+
+
+def distilled(name: str, divergence: Function, module: str, shapes: tuple[Sizes, ...], liger: bool) -> Op:
+    made = peers(distil(divergence), module, 0, 1, 2, 3, 4)
+    return Op(
+        name=name, check={"N": 512}, fixed=("teacher_x", "teacher_weight"), truth=distil(divergence), limit="flops",
+        shapes=shapes, make=make_teacher, work=lambda N, C, V: (8 * N * C * V,),
+        peers=made if liger else {peer: each for peer, each in made.items() if peer != "liger"},
+    )  # fmt: skip
+
+
+def shapes_of_rows(name: str, C: int = 4096) -> tuple[Sizes, ...]:
+    return tuple({name: 8, "T": T, "C": C, "V": V} for T, V in ((1024, 128256), (4096, 128256), (1024, 256000)))
+
+
+TOKENS = tuple({"N": N, "C": 4096, "V": V} for N, V in ((4096, 128256), (8192, 128256), (4096, 256000)))
+
+OPS = (
+    Op(
+        name="dpo", shapes=shapes_of_pairs(), check={"T": 128}, fixed=("ref_x", "ref_weight"), truth=dpo, limit="flops",
+        make=lambda P, T, C, V: make_pairs(P, T, C, V) | make_reference(2 * P, T, C, V),
+        work=lambda P, T, C, V: (8 * 2 * P * T * C * V,),
+        peers=peers(dpo, "LigerFusedLinearDPOLoss", 0, 1, 2, None, 3, 4, beta=BETA),
+    ),
+    Op(
+        name="orpo", shapes=shapes_of_pairs(), check={"T": 128}, truth=orpo, limit="flops", make=make_pairs,
+        work=lambda P, T, C, V: (6 * 2 * P * T * C * V,),
+        peers=peers(orpo, "LigerFusedLinearORPOLoss", 0, 1, 2, beta=BETA),
+    ),
+    Op(
+        name="cpo", shapes=shapes_of_pairs()[1:2], check={"T": 128}, truth=cpo, limit="flops", make=make_pairs,
+        work=lambda P, T, C, V: (6 * 2 * P * T * C * V,),
+        peers=peers(cpo, "LigerFusedLinearCPOLoss", 0, 1, 2, beta=BETA),
+    ),
+    Op(
+        name="simpo", shapes=shapes_of_pairs()[1:2], check={"T": 128}, truth=simpo, limit="flops", make=make_pairs,
+        work=lambda P, T, C, V: (6 * 2 * P * T * C * V,),
+        peers=peers(simpo, "LigerFusedLinearSimPOLoss", 0, 1, 2, beta=BETA, gamma=GAMMA),
+    ),
+    Op(
+        name="kto", shapes=shapes_of_rows("B"), check={"T": 128}, fixed=("ref_x", "ref_weight"), truth=kto,
+        limit="flops", make=lambda B, T, C, V: make_rows(B, T, C, V) | {"labels": torch.arange(B) % 2 == 0}
+        | make_reference(B, T, C, V),
+        work=lambda B, T, C, V: (8 * B * T * C * V,),
+        peers=peers(kto, "LigerFusedLinearKTOLoss", 0, 1, 2, None, 3, 4, 5, beta=BETA, use_ref_model=True),
+    ),
+    Op(
+        name="grpo", shapes=shapes_of_rows("B"), check={"T": 128}, fixed=("advantages", "ref"), truth=grpo,
+        limit="flops", make=make_answers, work=lambda B, T, C, V: (6 * B * T * C * V,),
+        peers=peers(grpo, "LigerFusedLinearGRPOLoss", 0, 1, 2, 3, 4, None, 5, beta=BETA, loss_type="grpo"),
+    ),
+    distilled("jsd", jsd, "LigerFusedLinearJSDLoss", TOKENS, liger=True),
+    distilled("forward_kl", kl, "LigerFusedLinearForwardKLLoss", TOKENS[:1], liger=False),
+    distilled("tvd", tvd, "LigerFusedLinearTVDLoss", TOKENS[:1], liger=False),
+    distilled("cosine", cosine, "LigerFusedLinearCosineSimilarityLoss", TOKENS[:1], liger=True),
+    Op(
+        name="medusa", shapes=({"N": 4096, "C": 4096, "V": 128256, "K": 5},), check={"N": 1024, "V": 16032},
+        truth=medusa(in_torch), limit="flops", make=make_medusa, work=lambda N, C, V, K: (6 * K * N * C * V,),
+        peers={
+            "torch": Peer(medusa(in_torch)),
+            "liger": liger_peer(medusa(liger("liger_fused_linear_cross_entropy"))),
+            "ours": Peer(medusa(lambda *given: linear_cross_entropy(*given).loss)),
+        },
+    ),
+)  # fmt: skip

@@ -1,0 +1,182 @@
+"""How one op of one peer is checked and timed.
+
+Before a shape is timed, outputs and gradients are compared with plain torch in fp64 (`Op.truth`) at the sizes of
+`Op.check`. A peer whose error exceeds `LIMIT` times that of plain torch in bf16 is refused: its row says "wrong".
+
+A time is the median of `REPEATS` runs between two CUDA events. Before each run the inputs and upstream gradients are
+copied again, since some peers write into them, and `FLUSH_BYTES` of other memory are read. So the L2 cache holds none
+of them, and the host runs ahead of the device: unless the op itself waits, the time is the device's alone. The forward
+is that of training. Memory is the allocator's peak over forward and backward, above inputs and upstream gradients.
+
+`Op.work` is the least that a pass has to move or to compute. The process "ceilings" of the same run measures how fast
+the device copies and multiplies. A row's "fraction" is the time that its work takes at that rate, over its own time.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .op import Op, Peer, Sizes, randn
+
+LIMIT = 5.0
+LEAST_ERROR = torch.finfo(torch.bfloat16).eps / 8
+"""The error of plain torch counts as at least this, about half the error of rounding a result to bf16."""
+
+WARM_UP, REPEATS, SLOW_REPEATS, SLOW_MS = 3, 25, 8, 100.0
+FLUSH_BYTES = 2**31
+STEPS = 3
+"""Steps of an optimizer in the comparison with fp64."""
+
+
+def upstream_of(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """A gradient for each output, with the same values in every dtype: random, or 1 for a scalar loss."""
+    torch.manual_seed(1)
+    random = [torch.randn(out.shape, dtype=torch.bfloat16, device=out.device) for out in outputs]
+    return [
+        grad.to(out.dtype) if out.dim() else torch.ones_like(out) for out, grad in zip(outputs, random, strict=True)
+    ]
+
+
+def results(op: Op, peer: Peer, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Outputs (``out 0``, ...) and gradients (``d x``, ...)."""
+    leaves = op.leaves(inputs)
+    call = op.start(peer.run, peer.enter(*leaves.values()))
+    for _ in range(STEPS if op.stateful else 1):
+        outputs = call()
+    found = {f"out {i}": out.detach().clone() for i, out in enumerate(outputs)}
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    if wanted:
+        grads = torch.autograd.grad(outputs, list(wanted.values()), upstream_of(outputs))
+        found |= {f"d {name}": grad for name, grad in zip(wanted, grads, strict=True)}
+    return found
+
+
+def errors(op: Op, peer: Peer, inputs: dict[str, Tensor]) -> dict[str, list[float]]:
+    """Relative error of each result against fp64: name -> [error of the peer, error of plain torch in bf16]."""
+    plain = Peer(peer.truth or op.truth)
+    exact = results(op, plain, {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()})
+    found: dict[str, list[float]] = {name: [] for name in exact}
+    for who in (peer, plain):
+        for name, got in results(op, who, inputs).items():
+            true = exact[name]
+            found[name].append(((got.double() - true).norm() / true.norm().clamp_min(1e-30)).item())
+    return found
+
+
+def verdict(found: dict[str, list[float]]) -> str | None:
+    """What is wrong with the errors that `errors` found, or None."""
+    for name, (mine, theirs) in found.items():
+        if not mine <= LIMIT * max(theirs, LEAST_ERROR):  # also wrong if it is NaN
+            return f"wrong: {name} errs by {mine:.1e}, plain torch by {theirs:.1e}"
+    return None
+
+
+def milliseconds(prepare: Callable[[], Any], run: Callable[[Any], Any], device: str) -> list[float]:
+    """Milliseconds of each ``run(prepare())``, without the preparation."""
+
+    def mark() -> Any:
+        if device == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def once() -> tuple[Any, Any]:
+        state = prepare()
+        begun = mark()
+        made = run(state)
+        ended = mark()
+        del made  # only now: freeing it takes time
+        return begun, ended
+
+    def elapsed(begun: Any, ended: Any) -> float:
+        if device == "cpu":
+            return (ended - begun) * 1e3
+        ended.synchronize()
+        return begun.elapsed_time(ended)
+
+    for _ in range(WARM_UP):
+        last = elapsed(*once())
+    marks = [once() for _ in range(REPEATS if last < SLOW_MS else SLOW_REPEATS)]
+    return [elapsed(*pair) for pair in marks]
+
+
+def measure(op: Op, name: str, sizes: Sizes, device: str) -> dict[str, Any]:
+    """The row of one shape: errors, and unless they are too large work, times and memory."""
+
+    def make(sizes: Sizes) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        with torch.device(device):
+            return op.make(**sizes)
+
+    peer = op.peer(name)
+    row: dict[str, Any] = {"errors": errors(op, peer, make(sizes | op.check))}
+    wrong = verdict(row["errors"])
+    if wrong:
+        return row | {"error": wrong}
+    gc.collect()
+    entered = peer.enter(*op.leaves(make(sizes)).values())
+    leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in entered]
+    pristine = [tensor.detach() for tensor in entered]
+    del entered
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    call = op.start(peer.run, leaves)
+    fresh = upstream_of(call()) if wanted else []
+    upstream = [grad.clone() for grad in fresh]
+    flush = torch.zeros(FLUSH_BYTES // 4 if device == "cuda" else 1, device=device)
+
+    @torch.no_grad()
+    def refresh() -> None:
+        for copy, source in zip((*leaves, *upstream), (*pristine, *fresh), strict=True):
+            copy.copy_(source)
+        flush.sum()
+
+    def outputs() -> tuple[Tensor, ...]:
+        refresh()
+        made = call()
+        flush.sum()
+        return made
+
+    def backward(made: tuple[Tensor, ...]) -> Any:
+        return torch.autograd.grad(made, wanted, upstream)
+
+    def total(_: None) -> Any:
+        made = call()
+        return (made, backward(made)) if wanted else made
+
+    passes = {"forward": (refresh, lambda _: call()), "backward": (outputs, backward), "total": (refresh, total)}
+    row |= {"limit": op.limit, "work": op.ideal(sizes)}
+    times = {name: milliseconds(*passes[name], device) for name in row["work"]}
+    row["ms"] = {name: round(statistics.median(found), 4) for name, found in times.items()}
+    row["ms_range"] = {name: [round(min(found), 4), round(max(found), 4)] for name, found in times.items()}
+    if device == "cuda":
+        refresh()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        total(None)
+        peak = torch.cuda.max_memory_allocated() - before
+        row["peak_mib"] = round(peak / 2**20, 1)
+        row["above_gradients_mib"] = round((peak - sum(leaf.nbytes for leaf in wanted)) / 2**20, 1)
+    return row
+
+
+def ceilings(device: str, copied: int = 2**32, width: int = 8192) -> dict[str, float]:
+    """What the device sustains: GB/s of a copy (read + write), TFLOP/s of a bf16 matmul of random numbers."""
+    with torch.device(device):
+        source = torch.ones(copied, dtype=torch.uint8)
+        target = torch.empty_like(source)
+        copy = statistics.median(milliseconds(lambda: None, lambda _: target.copy_(source), device))
+        left, right = randn(width, width), randn(width, width)
+        product = statistics.median(milliseconds(lambda: None, lambda _: left @ right, device))
+    return {"copy_gbs": round(2 * copied / copy / 1e6, 1), "matmul_tflops": round(2 * width**3 / product / 1e9, 1)}
+
+
+def fraction(row: dict[str, Any], ceiling: dict[str, float]) -> dict[str, float]:
+    """The fraction of its limit that each pass of a row reaches."""
+    rate = ceiling["copy_gbs"] * 1e6 if row["limit"] == "bytes" else ceiling["matmul_tflops"] * 1e9
+    return {name: round(work / row["ms"][name] / rate, 4) for name, work in row["work"].items()}

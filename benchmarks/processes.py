@@ -1,0 +1,196 @@
+"""Starts a process for each measurement and appends its rows to a file of JSON lines."""
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import ROOT
+from .rows import Row, Rows
+
+ERRORS_AT_ONCE = 3
+"""Processes that are not timed (mode "error") run side by side."""
+
+REASON = re.compile(r"(?P<rank>\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\b")
+"""The last line of a traceback, which is not always the last line of the output."""
+
+PACKAGES = (
+    "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels",
+    "torchao", "peft", "bitsandbytes",
+)  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit of the code that is measured: from $COMMIT, for a tree without its repository, or from git.
+
+    "-dirty" means that this code differs from the commit. Results and pages, which every run changes, do not count.
+    """
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
+    git = ["git", "-C", str(ROOT)]
+    try:
+        found = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    code = ["benchmarks", "liger_models", "tests/data", ":!benchmarks/results"]
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code]).returncode
+    return found.stdout.strip() + ("-dirty" if changed else "")
+
+
+@functools.cache
+def device() -> str:
+    """The GPU's name. A short-lived process asks for it, so that this one takes no GPU memory."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A measurement to make.
+
+    Args:
+        row: the first keys of its rows.
+        command: the module to run, and its arguments.
+        file: where its rows are appended.
+    """
+
+    row: Row
+    command: tuple[str, ...]
+    file: Path
+
+
+def worker_command(measure: str, mode: str, model: str, batch: str, steps: int) -> tuple[str, ...]:
+    """The command that calls ``measure``, "MODULE:FUNCTION" below this package, in a process of its own."""
+    return "benchmarks.worker", measure, mode, model, batch, str(steps)
+
+
+def plan_modes(
+    benchmark: str, models: Sequence[str], modes: Sequence[str], batch: str, steps: int, file: Path
+) -> list[Plan]:
+    """A plan for each mode of each model."""
+    return [
+        Plan(
+            {"benchmark": benchmark, "model": model, "batch": batch, "mode": mode},
+            worker_command(f"{benchmark}:measure", mode, model, batch, steps),
+            file,
+        )
+        for model in models
+        for mode in modes
+    ]
+
+
+def plan_batch(benchmark: str, options: argparse.Namespace) -> list[Plan]:
+    """A plan for each of ``options.modes``, for one model and batch."""
+    file = options.out / f"{benchmark}-{options.model}-{options.batch}.jsonl"
+    return plan_modes(benchmark, [options.model], options.modes, options.batch, options.steps, file)
+
+
+def on_gpus(plan: Plan, gpus: int) -> Plan:
+    """The same plan, run by one process per GPU."""
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m")
+    return Plan(plan.row | {"gpus": gpus}, torchrun + plan.command, plan.file)
+
+
+class Measurement:
+    """A started process. It imports what it needs, and touches the GPU only after `finish` was called.
+
+    Its caches of compiled kernels are its own and empty, so that ``first_step_s`` is the time of a first use.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        date = datetime.date.today().isoformat()
+        self.file = plan.file
+        self.row = plan.row | {"date": date, "commit": commit(), "versions": versions(), "device": device()}
+        self.folder = tempfile.TemporaryDirectory()
+        caches = {name: f"{self.folder.name}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *plan.command],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | caches,
+        )  # fmt: skip
+
+    def finish(self) -> Rows:
+        """Let it measure. Each line of JSON that it prints becomes a row; a failure becomes a row with its reason."""
+        out, err = self.process.communicate("go\n")
+        self.folder.cleanup()
+        rows = [self.row | json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        if self.process.returncode:
+            rows.append(self.row | {"error": reason_of(err, self.process.returncode)})
+        print(self.row.get("model") or self.row["op"], self.row["mode"], file=sys.stderr, flush=True)
+        return rows
+
+
+def reason_of(err: str, status: int) -> str:
+    """Why a process failed, in one line of what it wrote to its standard error.
+
+    The first rank that fails gives the reason: other ranks fail because of it, and torchrun reports last.
+    """
+    lines = err.strip().splitlines()
+    reasons = [reason for line in lines if (reason := REASON.match(line))]
+    found = [reason.string for reason in reasons if reason["rank"]][:1] or [reason.string for reason in reasons]
+    if not found and status > 0:  # a negative status is a signal: the last line says nothing about it
+        found = lines
+    return (found or [f"exit status {status}"])[-1]
+
+
+def measure_all(plans: list[Plan], complete: Callable[[Row], Row] = lambda row: row) -> Rows:
+    """Make all measurements. Every row goes through ``complete`` and into its file as soon as it is there.
+
+    Timed processes measure one after the other; each is started while the one before it measures. Processes of mode
+    "error" follow, `ERRORS_AT_ONCE` of them at a time.
+    """
+
+    def finish(measurement: Measurement) -> Rows:
+        rows = [complete(row) for row in measurement.finish()]
+        with measurement.file.open("a") as out:
+            out.writelines(json.dumps(row) + "\n" for row in rows)
+        return rows
+
+    timed = [plan for plan in plans if plan.row["mode"] != "error"]
+    rows, started = [], [Measurement(plan) for plan in timed[:1]]
+    for plan in timed[1:]:
+        started.append(Measurement(plan))
+        rows += finish(started.pop(0))
+    rows += [row for last in started for row in finish(last)]
+    errors = [plan for plan in plans if plan.row["mode"] == "error"]
+    with ThreadPoolExecutor(ERRORS_AT_ONCE) as pool:
+        return rows + [row for found in pool.map(lambda plan: finish(Measurement(plan)), errors) for row in found]
+
+
+def measure_on_gpus(plans: list[Plan], gpus: int) -> Rows:
+    """As `measure_all`, each plan by one process per GPU. Nothing is started ahead: these processes do not wait."""
+    return [row for plan in plans for row in measure_all([on_gpus(plan, gpus)])]
+
+
+@contextmanager
+def common_start(save: str, model: str, batch: str = "", steps: int = 0) -> Iterator[None]:
+    """Let ``save`` write a checkpoint to $SAVE in a process of its own; measurements find it in $START."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", *worker_command(save, "ours+adamw", model, batch, steps)]
+        subprocess.run(command, input="go\n", text=True, check=True, env=os.environ | {"SAVE": folder})
+        os.environ["START"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["START"]

@@ -1,0 +1,85 @@
+"""The committed results: which of the measured rows the pages show."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from . import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+RUNS = ("train", "fsdp", "curves")
+"""Benchmarks whose rows are compared only within one run (one commit). Each run of curves makes its own start."""
+
+NEEDED = {"benchmark", "mode", "date", "commit", "versions"}
+"""Keys of every row."""
+
+Row = dict[str, Any]
+Rows = list[Row]
+
+
+def distinct(values: Iterable[str]) -> str:
+    return ", ".join(sorted(set(values)))
+
+
+def grouped(rows: Rows, *names: str) -> dict[tuple[str, ...], Rows]:
+    """The rows by their values under these keys; "" where a row lacks one."""
+    groups: dict[tuple[str, ...], Rows] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(name, "") for name in names), []).append(row)
+    return groups
+
+
+def of_transformers(row: Row) -> bool:
+    return bool(row["mode"].startswith("hf"))
+
+
+def parse(file: Path, number: int, line: str) -> Row:
+    try:
+        row: Row = json.loads(line)
+        missing = NEEDED - row.keys()
+    except (ValueError, AttributeError):
+        missing = NEEDED
+    if missing:
+        raise ValueError(
+            f"report: {file}, line {number}: must be a JSON object with {distinct(NEEDED)}, "
+            f"it lacks {distinct(missing)}: {line[:60]!r}. Delete the line and repeat the measurement."
+        )
+    return row
+
+
+def key_of(row: Row) -> tuple[str, ...]:
+    """Rows with the same key are repetitions of one measurement."""
+    names = ("benchmark", "model", "op", "gpus", "batch", "shape", "mode", "device")
+    return (*(row.get(name, "") for name in names), row["commit"] if row["benchmark"] in RUNS else "")
+
+
+def read(folder: Path) -> Rows:
+    """The latest row of each measurement; of `RUNS` only the rows of the last run.
+
+    A run is named by its commit. The last run is the one with the latest row of transformers that is not an error. Old
+    rows of early failures have no device; they count for the device of the row before them.
+    """
+    latest: dict[tuple[str, ...], Row] = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        rows = [
+            parse(file, number, line) for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        ]
+        device = next((row["device"] for row in rows if "device" in row), "unknown device")
+        for row in rows:
+            device = row.setdefault("device", device)
+            key = key_of(row)
+            if row.get("shape"):  # replaces an earlier row that failed before its first shape
+                latest.pop(key_of(row | {"shape": ""}), None)
+            if key not in latest or row["date"] >= latest[key]["date"]:
+                if row["benchmark"] in RUNS:  # a repetition moves behind the day's other runs
+                    latest.pop(key, None)
+                latest[key] = row
+    shown = [row for row in latest.values() if row["benchmark"] not in RUNS]
+    of_runs = [row for row in latest.values() if row["benchmark"] in RUNS]
+    for group in grouped(of_runs, "benchmark", "model", "gpus", "batch", "device").values():
+        peers = [row for row in group if of_transformers(row) and "error" not in row] or group
+        last = sorted(peers, key=lambda row: row["date"])[-1]["commit"]
+        shown += [row for row in group if row["commit"] == last]
+    return shown

@@ -1,0 +1,67 @@
+"""Markdown tables, and the ratios in them."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .rows import Row, Rows, of_transformers
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+Bar = tuple[str, float, str]
+"""A bar of a plot: its label, its length, the text at its end."""
+
+
+def markdown(head: str, lines: Iterable[Iterable[object]]) -> str:
+    """A Markdown table; ``head`` names the columns, separated by bars."""
+    columns = [column.strip() for column in head.split("|")]
+    rows = [columns, ["---"] * len(columns), *lines]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "/") for cell in row) + " |" for row in rows)
+
+
+def tokens(batch: str) -> str:
+    return batch.replace("x", f" {TIMES} ")
+
+
+def smallest(rows: Rows, value: Callable[[Row], Any]) -> Row:
+    """The row with the smallest value; rows without a value are left out, and an empty row stands for none."""
+    return min((row for row in rows if value(row)), key=value, default={})
+
+
+def step_ms(row: Row) -> Any:
+    return row.get("step_ms")
+
+
+def ratio(over: Any, under: Any) -> str:
+    return f"{over / under:.3f}" if over and under else ""
+
+
+def mfu(row: Row) -> str:
+    return f"{row['mfu']:.3f}" if "mfu" in row else ""  # not counted with images or adapters
+
+
+def adapters(row: Row) -> set[str]:
+    """The words of the mode that say what is trained; modes are compared only if these are equal."""
+    return {"lora", "nf4"} & {*row["mode"].split("+")}
+
+
+def ratios(row: Row, rows: Rows) -> tuple[str, str]:
+    """Speed and memory against the fastest mode of transformers that trains the same parameters."""
+    best = smallest([other for other in rows if of_transformers(other) and adapters(other) == adapters(row)], step_ms)
+    return ratio(best.get("step_ms"), row["step_ms"]), ratio(row["peak_gib"], best.get("peak_gib"))
+
+
+def speed_bars(groups: dict[str, Rows], ms: Callable[[Row], Any], name_of: Callable[[str], str]) -> list[Bar]:
+    """For each group the speed of this package against its fastest peer, where both were measured."""
+    bars = []
+    for label, group in groups.items():
+        ours: Row = next((row for row in group if row["mode"] == "ours" and ms(row)), {})
+        best = smallest(peers_of(group), ms)
+        if ours and best:
+            speed = ms(best) / ms(ours)
+            bars.append((label, speed, f"{speed:.2f} {TIMES} {name_of(best['mode'])}"))
+    return bars
+
+
+def peers_of(rows: Rows) -> Rows:
+    """The rows of other implementations; a skeleton is a bound and not an implementation."""
+    return [row for row in rows if not row["mode"].startswith(("ours", "skeleton"))]

@@ -1,0 +1,1 @@
+"""What the training benchmarks train: modes, models, batches, and the step of a mode."""

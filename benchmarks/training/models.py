@@ -1,0 +1,87 @@
+"""The models: releases at their real width, and a few layers of each family."""
+
+import json
+
+from benchmarks import ROOT
+
+CONFIGS = ROOT / "tests" / "data"
+MODELS = {
+    "llama-3-8b": ("llama/Meta-Llama-3-8B.json", None),
+    "llama-3.2-1b": ("llama/Llama-3.2-1B-Instruct.json", None),
+}
+"""Whole models: the file of the release's config.json, and None for all of its layers."""
+FAMILIES = {
+    "llama": ("llama/Llama-3.2-1B-Instruct.json", 4),
+    "mistral": ("mistral/Mistral-7B-v0.1.json", 4),
+    "mixtral": ("mixtral/Mixtral-8x7B-v0.1.json", 4),
+    "gemma": ("gemma/gemma-2b.json", 4),
+    "gemma2": ("gemma2/gemma-2-2b.json", 4),
+    "gemma3_text": ("gemma3_text/gemma-3-1b-it.json", 6),
+    "ministral3": ("ministral3/Ministral-3-3B-Instruct-2512.text.json", 4),
+    "qwen2": ("qwen2/Qwen2.5-7B.json", 4),
+    "qwen3": ("qwen3/Qwen3-8B.json", 4),
+    "qwen3_moe": ("qwen3_moe/Qwen3-30B-A3B.json", 4),
+    "phi3": ("phi3/Phi-3-mini-4k-instruct.json", 4),
+    "granite": ("granite/granite-3.1-2b-instruct.json", 4),
+    "olmo2": ("olmo2/OLMo-2-1124-7B.json", 4),
+    "olmo3": ("olmo3/Olmo-3-7B.json", 6),
+    "glm": ("glm/glm-4-9b-chat-hf.json", 4),
+    "glm4": ("glm4/GLM-4-9B-0414.json", 4),
+    "smollm3": ("smollm3/SmolLM3-3B.json", 4),
+    "gemma3": ("gemma3/gemma-3-4b-it.json", 6),
+    "mllama": ("mllama/Llama-3.2-11B-Vision-Instruct.json", 5),
+    "qwen2_vl": ("qwen2_vl/olmOCR-7B-0225-preview.json", 4),
+    "qwen2_vl_2b": ("qwen2_vl/Qwen2-VL-2B-Instruct.json", 4),
+    "qwen2_5_vl": ("qwen2_5_vl/Qwen2.5-VL-3B-Instruct.json", 4),
+    "qwen3_vl": ("qwen3_vl/Cosmos-Reason2-8B.json", 4),
+    "qwen3_vl_moe": ("qwen3_vl_moe/Qwen3-VL-30B-A3B-Instruct.json", 4),
+}
+"""One release of each family: the file of its config.json, and the number of layers. Vision towers have twice that."""
+
+CHOICES = [*MODELS, *FAMILIES]
+"""All names that ``--model`` takes."""
+
+
+def read_config(name: str) -> dict:
+    """The config.json of a model, cut to its number of layers."""
+    file, layers = (MODELS | FAMILIES)[name]
+    config = json.loads((CONFIGS / file).read_text())
+    if layers is not None:
+        keep_layers(config, layers)
+    return config
+
+
+def keep_layers(config: dict, layers: int) -> None:
+    text = text_part(config)
+    text["num_hidden_layers"] = layers
+    for key in ("layer_types", "no_rope_layers"):
+        if text.get(key):
+            text[key] = text[key][:layers]
+    if "vision_config" not in config:
+        return
+    tower = config["vision_config"]
+    depth = "depth" if "depth" in tower else "num_hidden_layers"
+    released, tower[depth] = tower.get(depth), 2 * layers
+    for key in ("fullatt_block_indexes", "deepstack_visual_indexes"):
+        if key in tower:  # spread as evenly as in the release
+            tower[key] = [2 * layers // 3, 2 * layers - 1]
+    if "intermediate_layers_indices" in tower:
+        key, tower["num_global_layers"] = "intermediate_layers_indices", 2
+        tower[key] = [index * 2 * layers // released for index in tower[key]]
+        text["cross_attention_layers"] = [i for i in text["cross_attention_layers"] if i < layers]
+
+
+def text_part(config: dict) -> dict:
+    """The settings of the language model."""
+    return config.get("text_config", config)
+
+
+def flops_per_token(config: dict, T: int) -> float:
+    """FLOPs of forward and backward: matrix products and causal attention of a dense model without sliding windows."""
+    C, F, H = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    D = config.get("head_dim") or C // H
+    G = config.get("num_key_value_heads") or H
+    layer = C * (H + 2 * G) * D + H * D * C + 3 * C * F
+    products = config["num_hidden_layers"] * layer + C * config["vocab_size"]
+    attention = config["num_hidden_layers"] * H * D * T  # half of 2 · T · H · D for q·k, as much for ·v
+    return 6.0 * (products + attention)

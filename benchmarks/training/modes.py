@@ -1,0 +1,97 @@
+"""The mode language: a library and what is switched on, as in ``ours+adamw+offload10+selective12``.
+
+| word | library | meaning |
+| --- | --- | --- |
+| ``hf`` | | transformers |
+| ``ours`` | | this package |
+| ``compile`` | both | torch.compile of the whole model |
+| ``graph`` | both | CUDA graphs of forward and backward |
+| ``lora`` | both | train adapters of rank 16 on all linear layers of the blocks; of transformers by PEFT |
+| ``nf4`` | both | after ``lora``: frozen weights have 4 bits; of transformers by bitsandbytes |
+| ``ac`` | hf | activation checkpointing |
+| ``liger`` | hf | patched by Liger Kernel |
+| ``adamw`` | ours | `LigerAdamW` instead of torch's fused AdamW |
+| ``inbackward`` | ours | `LigerAdamW` steps in the backward, as soon as a gradient is complete |
+| ``momentsK`` | ours | the optimizer moments of K blocks, if possible not offloaded ones, are in host memory |
+| ``offloadK`` | ours | the saved activations of K blocks are in host memory |
+| ``selectiveK``, ``fullK`` | ours | the checkpointing policy of the first K blocks, if possible not offloaded ones |
+| ``blocks`` | ours | each block is compiled by itself |
+| ``fp8``, ``fp8rowwise`` | ours | float8 products by torchao; fast only with ``blocks`` |
+| ``warm`` | ours | `warm_up` before the first step |
+| ``cp`` | ours | context parallel: the GPUs share one sequence |
+
+Without a number K means all blocks.
+"""
+
+import re
+from dataclasses import dataclass
+
+MODES = (
+    "hf", "hf+ac", "hf+compile", "hf+liger", "hf+liger+ac",
+    "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8+blocks",
+    "hf+liger+lora", "ours+lora", "hf+liger+lora+nf4", "ours+lora+nf4",
+)  # fmt: skip
+"""The modes that ``--help`` names."""
+
+MODE = (
+    r"hf(\+(ac|compile|graph|liger|lora(\+nf4)?))*"
+    r"|ours(\+(adamw|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+nf4)?|warm"
+    r"|(full|moments|offload|selective)\d*))*"
+)
+"""The regular expression of a valid mode."""
+
+COUNTED = re.compile(r"(full|moments|offload|selective)(\d*)")
+"""Words that take a number of blocks."""
+
+TITLES = {
+    "hf": "transformers", "ours": "liger_models", "liger": " + Liger Kernel", "ac": ", activation checkpointing",
+    "selective": ', policy "selective"', "full": ', policy "full"', "compile": ", torch.compile",
+    "graph": ", CUDA graphs",
+    "adamw": ", LigerAdamW", "inbackward": ", step in the backward", "offload": ", offload",
+    "moments": ", host memory for the moments", "warm": ", warmed up",
+    "fp8": ", float8", "fp8rowwise": ", float8 by rows", "blocks": ", blocks compiled",
+    "cp": ", context parallel", "lora": ", LoRA", "nf4": " on 4 bits",
+}  # fmt: skip
+"""What the tables call each word."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A parsed mode.
+
+    Args:
+        library: "hf", "ours", or "error", the mode of ``families`` that compares both.
+        extras: the other words, each with its number of blocks, or None where it has none.
+    """
+
+    library: str
+    extras: dict[str, int | None]
+
+    @classmethod
+    def parse(cls, text: str) -> "Mode":
+        library, *words = text.split("+")
+        extras: dict[str, int | None] = {}
+        for word in words:
+            counted = COUNTED.fullmatch(word)
+            if counted:
+                extras[counted[1]] = int(counted[2]) if counted[2] else None
+            else:
+                extras[word] = None
+        return cls(library, extras)
+
+    def __contains__(self, extra: str) -> bool:
+        return extra in self.extras
+
+    def blocks(self, extra: str, total: int) -> int:
+        """How many of ``total`` blocks an extra applies to: none without it, all if it has no number."""
+        count = self.extras.get(extra, 0)
+        return total if count is None else count
+
+
+def title(mode: str) -> str:
+    """A mode in the words of the tables."""
+    words = ""
+    for part in mode.split("+"):
+        word = part if part in TITLES else part.rstrip("0123456789")
+        words += TITLES.get(word, f", {word}") + (f" of {part[len(word) :]} blocks" if part != word else "")
+    return words

@@ -1,0 +1,55 @@
+"""One measurement in this process: ``python -m benchmarks.worker MODULE:FUNCTION MODE MODEL BATCH STEPS``.
+
+The process imports everything, then waits for a line on its standard input before it touches the GPU, so that it can be
+started while another one is measured. ``imported_s`` leaves that wait out. Processes of torchrun do not wait.
+"""
+
+import json
+import os
+import pkgutil
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from .training.job import Job
+from .training.modes import Mode
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, from /proc."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def import_libraries(mode: Mode) -> None:
+    if mode.library in ("hf", "error"):
+        from transformers import AutoModelForCausalLM  # noqa: F401
+    if mode.library in ("ours", "error"):
+        from liger_models import AutoLigerModel  # noqa: F401
+    if "liger" in mode:
+        import liger_kernel.transformers  # noqa: F401
+    if "fp8" in mode or "fp8rowwise" in mode:
+        import torchao.float8  # noqa: F401
+
+
+def main(function: str, mode_text: str, model: str, batch: str, steps: str) -> None:
+    measure = pkgutil.resolve_name(f"benchmarks.{function}")
+    mode = Mode.parse(mode_text)
+    import_libraries(mode)
+    job = Job(mode, model, batch, int(steps), sharded="LOCAL_RANK" in os.environ, imported_s=process_age_s())
+    if not job.sharded:
+        sys.stdin.readline()
+        print(json.dumps({"device": torch.cuda.get_device_name()} | measure(job)))
+        return
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
+    found = {"device": torch.cuda.get_device_name()} | measure(job)
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

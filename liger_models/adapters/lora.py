@@ -1,0 +1,226 @@
+"""Add low-rank adapters to a model, switch them off, and merge them into its weights."""
+
+import contextlib
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator
+from typing import TypeVar
+
+from einops import EinopsError
+from torch import Tensor, nn
+
+from liger_models.adapters.lora_layers import (
+    ADAPTED,
+    LoRAConfig,
+    LoRALinear,
+    adapted_layers,
+    adapter_config,
+    short_name,
+)
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import format_of
+from liger_models.convert.weight_map import Expression, Name
+from liger_models.kernels.checks import check
+from liger_models.layers.layer import layers_of
+from liger_models.layers.linear import is_sharded
+
+Model = TypeVar("Model", bound=CausalLM)
+
+
+def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
+    """Freeze a model and add trainable adapters, in place. B starts at 0, so the model's output does not change.
+
+    Call it before `apply_fsdp` and before compiling. Adapters are float32 (float64 in a float64 model), and are cast to
+    the dtype of the activations when they are used. Routers, experts and the embedding have no adapters.
+
+    Args:
+        model: on every rank the same ``torch.manual_seed`` gives the same adapters. A model on the meta device works
+            inside ``from_pretrained(folder, shard=lambda model: apply_fsdp(apply_lora(model, config)))``, which then
+            reads only each rank's shards and draws the adapters.
+        config: default: rank 8 for all linear layers of the blocks.
+
+    Returns:
+        ``model``; `adapter_config` returns its config.
+
+    Raises:
+        ValueError: a name in ``config`` matches no linear layer, or the model already has adapters or is sharded.
+    """
+    config = config or LoRAConfig()
+    name = type(model).__name__
+    check(
+        adapter_config(model) is None,
+        f"apply_lora: {name} must not have adapters yet, got one that has. Merge them first.",
+    )
+    check(
+        not any(map(is_sharded, model.parameters())),
+        f"apply_lora: {name} must not be sharded yet, got sharded parameters. Add the adapters, then shard.",
+    )
+    others = {
+        type(each).__name__ for each in model.modules() if isinstance(each, nn.Linear) and type(each) not in ADAPTED
+    }
+    check(
+        not others,
+        f"apply_lora: linear layers must be nn.Linear, got {', '.join(sorted(others))}. Add the adapters before you "
+        "replace layers.",
+    )
+    layers = adaptable_layers(model)
+    chosen = _choose([name for _, expression in layers.values() for name in expression.names()], model, config)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for path, (linear, expression) in layers.items():
+        names = [name for name in expression.names() if name in chosen]
+        if names:
+            model.set_submodule(path, ADAPTED[type(linear)].of(linear, expression, names, config))
+    return model
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside it, a model computes as if it had no adapters: the reference of a preference loss needs no second model.
+
+    What is computed inside and needs a backward must run that backward inside too. Usually there is none
+    (``torch.no_grad()``).
+
+    Raises:
+        ValueError: the model has no adapters.
+    """
+    layers = adapted_layers(model).values()
+    _check_adapted("without_adapters", model)
+    before = [layer.active for layer in layers]
+    for layer in layers:
+        layer.active = False
+    try:
+        yield
+    finally:
+        for layer, active in zip(layers, before, strict=True):
+            layer.active = active
+
+
+def merge_lora(model: Model, *, reversible: bool = False) -> Model:
+    """Add the adapters to the weights, in place. The model is a plain one again, as fast, and can be saved as one.
+
+    Its parameters stay frozen. If the head is tied and has an adapter, merging unties it.
+
+    Args:
+        model: with adapters, not sharded.
+        reversible: keep the original weights in host memory for `unmerge_lora`.
+
+    Raises:
+        ValueError: the model has no adapters, or is sharded.
+    """
+    _check_adapted("merge_lora", model)
+    check(
+        not any(is_sharded(parameter) for parameter in model.parameters()),
+        "merge_lora: the model must not be sharded. Save the adapters, and merge them in a process without sharding.",
+    )
+    kept: dict[str, tuple[LoRALinear, Tensor]] = {}
+    config = model.config
+    for path, layer in adapted_layers(model).items():
+        merged = layer.merged()
+        plain = layer.plain
+        plain.weight = nn.Parameter(merged, requires_grad=False)
+        plain.bias = layer.bias
+        if path == "lm_head" and config.tie_word_embeddings:
+            model.config = dataclasses.replace(config, tie_word_embeddings=False)
+        model.set_submodule(path, plain)
+        if reversible:
+            kept[path] = layer, layer.weight.detach().cpu()
+            layer._parameters["weight"] = None
+    model.__dict__["_unmerged"] = (config, kept)
+    return model
+
+
+def unmerge_lora(model: Model) -> Model:
+    """Undo ``merge_lora(model, reversible=True)``: the adapters are separate again, the weights as before, bit for bit.
+
+    Raises:
+        ValueError: the model was not merged with ``reversible=True``.
+    """
+    config, kept = model.__dict__.pop("_unmerged", (None, {}))
+    check(bool(kept), "unmerge_lora: the model must come from merge_lora(model, reversible=True), got another.")
+    model.config = config
+    for path, (layer, weight) in kept.items():
+        plain = model.get_submodule(path)
+        assert isinstance(plain, nn.Linear)
+        layer.to(plain.weight.device)
+        layer.weight = nn.Parameter(weight.to(plain.weight.device), requires_grad=False)
+        plain._parameters = dict.fromkeys(plain._parameters)
+        model.set_submodule(path, layer)
+    model.tie_weights()
+    return model
+
+
+def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]:
+    """The linear layers that can have adapters, by their path, each with its weight's entry in the weight map."""
+    entries = _entries(model)
+    routers = {id(layer.router) for layer in layers_of(model) if layer.router is not None}
+    found = {
+        path: (layer, entries.get(f"{path}.weight", Name(f"{path}.weight")))  # a tied head has no entry
+        for path, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and type(layer) in ADAPTED and id(layer) not in routers
+    }
+    return {path: pair for path, pair in found.items() if _consists_of_rows(*pair)}
+
+
+def matches(module: str, target: str) -> bool:
+    """Whether ``target`` is a module's name in the checkpoint, or ends it."""
+    return module == target or module.endswith("." + target)
+
+
+def _check_adapted(function: str, model: nn.Module) -> None:
+    check(
+        adapter_config(model) is not None,
+        f"{function}: {type(model).__name__} must have adapters, got none. Call apply_lora first.",
+    )
+
+
+def _entries(model: CausalLM) -> dict[str, Expression]:
+    """The entries of the weight map whose names PEFT's files use."""
+    return format_of(type(model)).module_map(model.config).entries
+
+
+def _consists_of_rows(linear: nn.Linear, expression: Expression) -> bool:
+    """Whether a weight consists of whole rows of the checkpoint's matrices. A patch embedding, stored as a convolution,
+    does not."""
+    try:
+        return all(part.dim() == 1 for part in expression.unpack(linear.weight.new_empty(len(linear.weight))).values())
+    except (EinopsError, IndexError):
+        return False
+
+
+def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
+    """Those of the checkpoint's names that ``config.target_modules`` means."""
+    modules = {name.removesuffix(".weight"): name for name in names}
+    targets = config.target_modules
+    if targets == "all-linear":
+        return {name for module, name in modules.items() if module != "lm_head"}
+    short = sorted(set(map(short_name, names)))
+    entries = _entries(model)
+    others = {short_name(name) for expression in entries.values() for name in expression.names()} - set(short)
+    chosen: set[str] = set()
+    check(len(targets) > 0, f"apply_lora: target_modules must name linear layers ({', '.join(short)}), got none.")
+    for target in [targets] if isinstance(targets, str) else targets:
+        if isinstance(targets, str):
+            try:
+                found = {name for module, name in modules.items() if re.fullmatch(target, module)}
+            except re.error as error:
+                message = (
+                    f"apply_lora: target_modules must be a regular expression, got {target!r}: {error}. Correct it."
+                )
+                raise ValueError(message) from error
+        else:
+            found = {name for module, name in modules.items() if matches(module, target)}
+        near = difflib.get_close_matches(target, short, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        if isinstance(targets, str):
+            hint = f" A string is a regular expression for whole names. To give endings, pass a list: [{target!r}]."
+        if target.rpartition(".")[2] in others:
+            hint = " Experts, routers, norms and the embedding have no adapters."
+        check(
+            bool(found),
+            f"apply_lora: target_modules must name linear layers of {type(model).__name__} ({', '.join(short)}), "
+            f"got {target!r}.{hint}",
+        )
+        chosen |= found
+    return chosen

@@ -1,0 +1,260 @@
+"""Linear layers with low-rank adapters (LoRA, rsLoRA, DoRA): a frozen weight W and two small trained matrices A, B.
+
+    y = W x + s · B A x          s = alpha / r (LoRA), alpha / sqrt(r) (rsLoRA)
+    y = m · (W x + s · B A x) / ‖W + s · B A‖      row by row; the norm has no gradient (DoRA)
+
+An adapter belongs to one matrix of the Hugging Face checkpoint (q_proj, gate_proj, ...). A packed projection holds
+several of these matrices; the weight map says which rows belong to which.
+
+Source: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732, https://arxiv.org/abs/2402.09353.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from liger_models.convert.weight_map import Expression
+from liger_models.kernels.checks import check
+from liger_models.kernels.collectives import Group
+from liger_models.kernels.nf4_linear import nf4_linear
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import is_sharded
+from liger_models.layers.lm_head import LigerLMHead
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Which matrices have adapters, and of which kind. Names and defaults are PEFT's, except for ``target_modules``.
+
+    Args:
+        r: rank of the adapters.
+        lora_alpha: the adapter's output is multiplied by ``lora_alpha / r``.
+        lora_dropout: probability of dropping an element of the adapter's input in training. Adapters of one packed
+            projection drop the same elements.
+        target_modules: a list of names in the Hugging Face checkpoint, or of their endings, such as "q_proj". A string
+            is a regular expression that must match a whole name. "all-linear" means all linear layers of the blocks.
+        use_rslora: multiply by ``lora_alpha / sqrt(r)`` instead.
+        use_dora: also learn the norm of each row of the adapted matrices.
+
+    Raises:
+        ValueError: ``r`` or ``lora_dropout`` is out of range.
+    """
+
+    r: int = 8
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    target_modules: Sequence[str] | str = "all-linear"
+    use_rslora: bool = False
+    use_dora: bool = False
+
+    def __post_init__(self) -> None:
+        check(self.r >= 1, f"LoRAConfig: r must be at least 1, got {self.r}.")
+        check(0 <= self.lora_dropout < 1, f"LoRAConfig: lora_dropout must be in [0, 1), got {self.lora_dropout}.")
+
+    @property
+    def scaling(self) -> float:
+        """The factor s of B A."""
+        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+
+
+class Adapter(nn.Module):
+    """The trained tensors of one matrix of the checkpoint: A [r, C], B [O, r] and, with DoRA, magnitudes m [O]."""
+
+    def __init__(self, out_features: int, in_features: int, config: LoRAConfig, like: Tensor) -> None:
+        super().__init__()
+        # Updates of an adapter are small: bfloat16 would round them away.
+        options: dict[str, Any] = {"device": like.device, "dtype": torch.promote_types(like.dtype, torch.float32)}
+        self.lora_A = nn.Parameter(torch.empty(config.r, in_features, **options))
+        self.lora_B = nn.Parameter(torch.empty(out_features, config.r, **options))
+        self.lora_magnitude_vector = nn.Parameter(torch.empty(out_features, **options)) if config.use_dora else None
+
+
+class LoRALinear(nn.Linear, Layer):
+    """A linear layer with a frozen weight [O, C] and adapters for some of the checkpoint's matrices that it holds."""
+
+    config: LoRAConfig
+    expression: Expression
+    """The weight in terms of the checkpoint's matrices."""
+    sizes: dict[str, int]
+    """Name of each of the checkpoint's matrices in the weight -> its number of rows."""
+    lora: nn.ModuleDict
+    dropout: nn.Dropout
+    active: bool = True
+    """False computes with the frozen weight alone; see `without_adapters`."""
+    plain: nn.Linear
+    """The layer without adapters. It holds no parameters and is not a submodule."""
+
+    @classmethod
+    def of(cls, linear: nn.Linear, expression: Expression, names: Sequence[str], config: LoRAConfig) -> "Self":
+        """A layer with the parameters of ``linear`` and new adapters for the checkpoint's matrices ``names``."""
+        layer = cls.__new__(cls)
+        layer.__dict__ = {**linear.__dict__, "_parameters": dict(linear._parameters), "_modules": {}}
+        plain = type(linear).__new__(type(linear))
+        plain.__dict__ = {**linear.__dict__, "_parameters": dict.fromkeys(linear._parameters)}
+        layer.__dict__["plain"] = plain
+        layer.config, layer.expression = config, expression
+        rows = expression.unpack(torch.empty(linear.out_features, device="meta"))
+        layer.sizes = {name: len(part) for name, part in rows.items()}
+        layer.dropout = nn.Dropout(config.lora_dropout)
+        layer.lora = nn.ModuleDict(
+            {short_name(name): Adapter(layer.sizes[name], linear.in_features, config, linear.weight) for name in names}
+        )
+        layer.reset_adapters()
+        return layer
+
+    @torch.no_grad()
+    def reset_adapters(self) -> None:
+        """Draw A, set B to 0 and m to the norms of the weight's rows, so that the layer computes what it did before.
+
+        Sharded adapters take the numbers that the first rank draws.
+        """
+        row_norms: dict[str, Tensor] = {}
+        if self.config.use_dora:
+            weight = self.dense_weight()
+            norms: Any = _row_norms(weight.to(torch.promote_types(weight.dtype, torch.float32)))
+            row_norms = self.expression.unpack(norms.full_tensor() if is_sharded(norms) else norms)
+        for name, adapter in self.adapters():
+            drawn = torch.empty(adapter.lora_A.shape, dtype=adapter.lora_A.dtype, device=adapter.lora_A.device)
+            _copy_into(adapter.lora_A, nn.init.kaiming_uniform_(drawn, a=5**0.5))
+            nn.init.zeros_(adapter.lora_B)
+            if adapter.lora_magnitude_vector is not None:
+                _copy_into(adapter.lora_magnitude_vector, row_norms[name])
+
+    def adapters(self) -> Iterator[tuple[str, Adapter]]:
+        """The adapters with the checkpoint's names of their matrices, in the order that `factors` concatenates them."""
+        for name in self.sizes:
+            if short_name(name) in self.lora:
+                adapter: Any = self.lora[short_name(name)]
+                yield name, adapter
+
+    @property
+    def is_nf4(self) -> bool:
+        """Whether the frozen weight is stored in 4 bits (torchao's NF4Tensor); see `quantize_base`."""
+        return hasattr(self.weight, "get_original_weight")
+
+    def dense_weight(self) -> Tensor:
+        """The frozen weight [O, C], dequantised if it is stored in 4 bits."""
+        weight: Any = self.weight
+        dense: Tensor = weight.get_original_weight() if self.is_nf4 else weight
+        return dense
+
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A [R, C] and s · B [O, R] of all adapters, concatenated: R is r times the number of adapters.
+
+        B is zero outside an adapter's own rows, and its rows have the packed order of the weight. So one small product
+        computes all adapters.
+        """
+        adapters = dict(self.adapters())
+        r, R = self.config.r, self.config.r * len(adapters)
+        first = next(iter(adapters.values())).lora_B
+        columns = {}
+        for name, size in self.sizes.items():
+            if name in adapters:
+                k = list(adapters).index(name)
+                columns[name] = F.pad(adapters[name].lora_B * self.config.scaling, (k * r, R - (k + 1) * r))
+            else:
+                columns[name] = first.new_zeros(size, R)
+        A = torch.cat([adapter.lora_A for adapter in adapters.values()])
+        return A.to(dtype), self.expression.pack(columns).to(dtype)
+
+    def scale(self, A: Tensor, B: Tensor) -> Tensor | None:
+        """DoRA's factor of each row [O], in fp32; 1 for rows without an adapter. None without DoRA."""
+        if not self.config.use_dora:
+            return None
+        with torch.no_grad():
+            W, A, B = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in (self.dense_weight(), A, B))
+            # ‖W + B A‖² row by row, without W + B A in memory.
+            cross = ((W @ A.T) * B).sum(1) * 2
+            norms = (_row_norms(W).square() + cross + ((B @ (A @ A.T)) * B).sum(1)).clamp_min(0).sqrt()
+        row_norms = self.expression.unpack(norms)
+        adapters = dict(self.adapters())
+        scales = {}
+        for name, norm in row_norms.items():
+            magnitude = adapters[name].lora_magnitude_vector if name in adapters else None
+            scales[name] = torch.ones_like(norm) if magnitude is None else magnitude.to(norm.dtype) / norm
+        return self.expression.pack(scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> [..., O]."""
+        product = nf4_linear if self.is_nf4 else F.linear
+        if not self.active:
+            return product(x, self.weight, self.bias)
+        A, B = self.factors(x.dtype)
+        scale = self.scale(A, B)
+        y = product(x, self.weight, self.bias if scale is None else None)
+        low = F.linear(self.dropout(x), A)
+        y = torch.addmm(y.flatten(0, -2), low.flatten(0, -2).to(y.dtype), B.T.to(y.dtype)).view_as(y)
+        if scale is not None:
+            y = y * scale.to(y.dtype)
+            y = y if self.bias is None else y + self.bias.to(y.dtype)
+        return y
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """The weight [O, C] of a plain linear layer that computes the same, in the frozen weight's dtype."""
+        weight = self.dense_weight()
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        A, B = self.factors(wide)
+        scale, total = self.scale(A, B), torch.addmm(weight.to(wide), B, A)
+        return (total if scale is None else total * scale[:, None]).to(weight.dtype)
+
+
+class LoRALMHead(LoRALinear, LigerLMHead):
+    """`LigerLMHead` with an adapter that its fused loss includes: input and weight gain r columns, A x and s · B."""
+
+    forward = LigerLMHead.forward  # type: ignore[assignment]
+
+    def shard(self, ranks: Group) -> dict[str, int]:
+        """Refused: adapters cannot be sharded by `apply_tp`."""
+        raise ValueError("LoRALMHead: a head with an adapter must not be sharded, got apply_tp. Use FSDP.")
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., C + r] and the weight [V, C + r], whose product is the logits."""
+        if not self.active:
+            return super().operands(x)
+        A, B = self.factors(x.dtype)
+        scale = self.scale(A, B)
+        weight = torch.cat([self.weight.to(x.dtype), B], 1)
+        if scale is not None:
+            weight = weight * scale.to(x.dtype)[:, None]
+        return torch.cat([x, F.linear(self.dropout(x), A).to(x.dtype)], -1), weight
+
+
+ADAPTED: dict[type[nn.Linear], type[LoRALinear]] = {nn.Linear: LoRALinear, LigerLMHead: LoRALMHead}
+"""The linear layers that can have adapters -> what they become. Subclasses compute something else and cannot."""
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoRALinear]:
+    """The layers of a model that have adapters, by their path."""
+    return {path: layer for path, layer in model.named_modules() if isinstance(layer, LoRALinear)}
+
+
+def adapter_config(model: nn.Module) -> LoRAConfig | None:
+    """The config of a model's adapters; None if it has none, or if they are merged."""
+    return next((layer.config for layer in adapted_layers(model).values()), None)
+
+
+def short_name(name: str) -> str:
+    """``q_proj`` for ``model.layers.0.self_attn.q_proj.weight``."""
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _copy_into(parameter: Tensor, values: Tensor) -> None:
+    if is_sharded(parameter):
+        from torch.distributed.tensor import distribute_tensor  # slow to import
+
+        sharded: Any = parameter
+        values = distribute_tensor(values.to(parameter.dtype), sharded.device_mesh, sharded.placements)
+    parameter.copy_(values)
+
+
+def _row_norms(weight: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(weight, dim=1)
+    return norms

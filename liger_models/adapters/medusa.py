@@ -1,0 +1,390 @@
+"""Medusa: extra heads that predict the tokens after the next one, for speculative decoding.
+
+With h the last hidden states, head k = 1 ... K predicts the token k + 1 positions ahead (k = 0: the model's own head)::
+
+    p_k = softmax(W_k · block(... block(h))),  block(x) = x + SiLU(A · x + b)
+    loss = [L_0 +] heads_weight · Σ decay^k · L_k
+
+L_k is the mean cross entropy of head k over all tokens whose target, k + 1 positions ahead, is in the same document and
+not ignored. Training builds no logits. A and b start at 0, and W_k starts as the model's own head.
+
+Source: https://arxiv.org/abs/2401.10774
+"""
+
+import itertools
+import shutil
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from liger_models.adapters.lora_layers import adapted_layers
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.files import CONFIG, read_json_config, write_json
+from liger_models.convert.save import write_folder
+from liger_models.kernels.checks import check
+from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.linear import is_sharded
+from liger_models.layers.lm_head import LigerLMHead
+from liger_models.parallel.groups import raise_on_all_ranks, rank
+
+HEADS = "medusa_lm_head.safetensors"
+"""File of the heads' weights."""
+IGNORED = -100
+
+
+class MedusaOutput(NamedTuple):
+    """Result of `LigerMedusa.forward`; None for what was not computed.
+
+    Attributes:
+        loss: [] fp32.
+        base_loss: [] L_0, without gradient. None if the model is frozen, or if all heads share one projection: its loss
+            is computed as a single sum.
+        head_losses: [K] L_1 ... L_K, without gradient. None if all heads share one projection.
+        aux_loss: [] auxiliary loss of mixture-of-experts layers; part of ``loss`` unless the model is frozen.
+        log_probs: [1 + K, B, T] fp32, log-probability of each head's targets, the model's own head first; 0 where there
+            is no target.
+        logits: [1 + K, B, T, V], the model's own head first.
+    """
+
+    loss: Tensor | None = None
+    base_loss: Tensor | None = None
+    head_losses: Tensor | None = None
+    aux_loss: Tensor | None = None
+    log_probs: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class ResidualBlock(nn.Module):
+    """``x + SiLU(A · x + b)``, initialised to the identity.
+
+    Args:
+        hidden_size: C.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> [..., C]."""
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHead(nn.Sequential):
+    """Residual blocks, followed by a projection to the vocabulary unless the heads share one.
+
+    A Sequential, because its parameter names are those of the file format. The projection runs inside this forward, in
+    which FSDP has gathered its weight.
+
+    Args:
+        hidden_size: C.
+        num_layers: number of residual blocks.
+        projection: of [C] to [V]; None if it is shared.
+    """
+
+    def __init__(self, hidden_size: int, num_layers: int, projection: LigerLMHead | None = None) -> None:
+        blocks = [ResidualBlock(hidden_size) for _ in range(num_layers)]
+        super().__init__(*blocks, *([] if projection is None else [projection]))
+        self.num_layers = num_layers
+
+    def forward(self, x: Tensor, *target: Tensor, **options: Any) -> Any:  # type: ignore[override]
+        """x [..., C] through the blocks, and then through the projection, which also takes the other arguments."""
+        for block in itertools.islice(self, self.num_layers):
+            x = block(x)
+        return self[-1](x, *target, **options) if len(self) > self.num_layers else x
+
+
+class LigerMedusa(nn.Module):
+    """A model with Medusa heads. Its forward trains the heads; ``model`` stays usable by itself.
+
+    Args:
+        model: any model of this package, with its weights loaded. It may be sharded already, or be sharded together
+            with the heads by `apply_fsdp`.
+        num_heads: K.
+        num_layers: number of residual blocks in each head.
+        share_lm_head: the heads project with the model's own head, which saves K · V · C weights.
+        freeze: train only the heads, without L_0 in the loss (Medusa-1). False trains the model too (Medusa-2), or only
+            its adapters if it has any (LoRA).
+        decay: the loss of head k is weighted by ``decay ** k``.
+        heads_weight: weight of the sum of the heads' losses; an attribute that a schedule may change.
+
+    Raises:
+        ValueError: there are no heads or no blocks, ``decay`` is negative, or the model is sharded by `apply_tp` or
+            `apply_cp`, has no weights yet, or has an adapter on its head.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        num_heads: int = 5,
+        num_layers: int = 1,
+        *,
+        share_lm_head: bool = False,
+        freeze: bool = True,
+        decay: float = 0.8,
+        heads_weight: float = 1.0,
+    ) -> None:
+        super().__init__()
+        check(num_heads >= 1, f"LigerMedusa: num_heads must be at least 1, got {num_heads}.")
+        check(num_layers >= 1, f"LigerMedusa: num_layers must be at least 1, got {num_layers}.")
+        check(decay >= 0, f"LigerMedusa: decay must not be negative, got {decay}.")
+        adapted = adapted_layers(model)
+        check(
+            "lm_head" not in adapted,
+            "LigerMedusa: the model's head must have no adapter. Call merge_lora first, or adapt other layers.",
+        )
+        check(
+            model.groups.sharded is None,
+            "LigerMedusa: the model must not be sharded by apply_tp or apply_cp. Use FSDP alone.",
+        )
+        check(model.device.type != "meta", "LigerMedusa: the model must have weights, got one on meta. Load it first.")
+        self.model, self.num_layers, self.share_lm_head = model, num_layers, share_lm_head
+        self.freeze, self.decay, self.heads_weight = freeze, decay, heads_weight
+        model.requires_grad_(not (freeze or adapted))
+        for layer in adapted.values():
+            layer.lora.requires_grad_(not freeze)
+        own: Any = model.lm_head
+        hidden_size, scaling = model.config.hidden_size, {"logit_scale": own.logit_scale, "softcap": own.softcap}
+        weight = own.weight.detach()
+        if is_sharded(weight) and not share_lm_head:
+            weight = weight.full_tensor()
+        self.heads = nn.ModuleList()
+        for _ in range(num_heads):
+            projection = None
+            if not share_lm_head:
+                with torch.device("meta"):
+                    projection = LigerLMHead(hidden_size, weight.shape[0], kernels=model.kernels, **scaling)
+                projection.weight = nn.Parameter(weight.clone())
+            self.heads.append(MedusaHead(hidden_size, num_layers, projection).to(model.device, model.dtype))
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        return_log_probs: bool = False,
+        **inputs: Any,
+    ) -> MedusaOutput:
+        """With ``labels`` the loss, without building logits; without them the logits of all heads.
+
+        Args:
+            input_ids: [B, T] int64.
+            labels: [B, T] int64, unshifted; −100 is ignored.
+            num_items_in_batch: divisor of each head's summed loss. Default: the number of its targets.
+            return_log_probs: with ``labels``, return the log-probabilities of all heads' targets instead of the loss.
+            inputs: other arguments of `Decoder.forward`: ``position_ids``, ``attention_mask``, ``cu_seqlens``,
+                ``inputs_embeds``.
+
+        Raises:
+            ValueError: as in `Decoder.forward`.
+        """
+        check(labels is not None or not return_log_probs, "LigerMedusa: return_log_probs needs labels. Pass them.")
+        check(
+            "return_logits" not in inputs,
+            "LigerMedusa: return_logits must not be given. Without labels all heads' logits are returned.",
+        )
+        if labels is None:
+            tokens = input_ids if input_ids is not None else inputs["inputs_embeds"]
+            nothing = torch.full(tokens.shape[:2], IGNORED, device=tokens.device)
+            out = self.model(
+                input_ids, labels=nothing, loss_function=lambda hidden, *_: hidden, return_logits=True, **inputs
+            )
+            others = [head(out.loss) for head in self.heads]
+            others = [(self.model.lm_head(other) if self.share_lm_head else other)[1] for other in others]
+            return MedusaOutput(aux_loss=out.aux_loss, logits=torch.stack([out.logits, *others]))
+        ahead = self.targets(labels, inputs.get("attention_mask"), inputs.get("cu_seqlens"))
+
+        def loss_of_heads(hidden: Tensor, weight: Tensor, target: Tensor) -> MedusaOutput:
+            if return_log_probs:
+                return MedusaOutput(log_probs=self._log_probs(hidden, weight, torch.cat([target[None], ahead])))
+            if self.share_lm_head:
+                return self._shared_loss(hidden, weight, torch.cat([target[None], ahead]), num_items_in_batch)
+            base = (
+                None if self.freeze else self._cross_entropy(hidden, weight, target, num_items=num_items_in_batch).loss
+            )
+            losses = [
+                head(hidden, target, num_items=num_items_in_batch)[0]
+                for head, target in zip(self.heads, ahead, strict=True)
+            ]
+            each = torch.stack(losses)
+            loss = (each * self._weights(each.device)).sum()
+            loss = loss if base is None else base + loss
+            return MedusaOutput(loss, None if base is None else base.detach(), each.detach())
+
+        out = self.model(input_ids, labels=labels, loss_function=loss_of_heads, **inputs)
+        result: MedusaOutput = out.loss._replace(aux_loss=out.aux_loss)
+        if result.loss is not None and out.aux_loss is not None and not self.freeze:
+            result = result._replace(loss=result.loss + out.aux_loss)
+        return result
+
+    def targets(self, labels: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """[K, B, T] int64: for head k the label k + 1 positions ahead; −100 past the end of the document or row.
+
+        Args:
+            labels: [B, T] int64, unshifted.
+            attention_mask, cu_seqlens: as for `Decoder.forward`.
+        """
+        B, T = labels.shape
+        layout = BatchLayout.build(
+            (B, T), labels.device, {}, windows={}, attention_mask=attention_mask, cu_seqlens=cu_seqlens
+        )
+        target, ahead = layout.shift(labels), []
+        for _ in self.heads:
+            target = layout.shift(target)
+            ahead.append(target)
+        return torch.stack(ahead)
+
+    def _weights(self, device: torch.device) -> Tensor:
+        """Weights of the heads' losses, [K] fp32."""
+        powers = torch.arange(1, len(self.heads) + 1, dtype=torch.float32, device=device)
+        return self.heads_weight * self.decay**powers
+
+    def _cross_entropy(self, hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Any:
+        """Cross entropy of the projection with the model's own head."""
+        head = self.model.lm_head
+        return linear_cross_entropy(
+            hidden, weight, target, softcap=head.softcap, logit_scale=head.logit_scale, **options
+        )
+
+    def _shared_loss(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, num_items: Tensor | float | None
+    ) -> MedusaOutput:
+        """The loss of all heads in one pass over the shared projection, which computes its gradient once."""
+        rows = [head(hidden) for head in self.heads]
+        factors = self._weights(hidden.device)
+        if self.freeze:
+            targets = targets[1:]
+        else:
+            rows, factors = [hidden, *rows], torch.cat([factors.new_ones(1), factors])
+        counts = (targets != IGNORED).sum((1, 2)).clamp(min=1) if num_items is None else num_items
+        token_weight = (factors / counts)[:, None, None].expand(targets.shape)
+        loss = self._cross_entropy(torch.stack(rows), weight, targets, token_weight=token_weight, reduction="sum").loss
+        return MedusaOutput(loss)
+
+    def _log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        options: dict[str, Any] = {"reduction": "sum", "return_log_probs": True}
+        if self.share_lm_head:
+            rows = torch.stack([hidden, *(head(hidden) for head in self.heads)])
+            every: Tensor = self._cross_entropy(rows, weight, targets, **options).log_probs
+            return every
+        base = self._cross_entropy(hidden, weight, targets[0], **options).log_probs
+        others = [head(hidden, target, log_probs=True)[0] for head, target in zip(self.heads, targets[1:], strict=True)]
+        return torch.stack([base, *others])
+
+    def save_pretrained(
+        self,
+        folder: str | PathLike[str],
+        *,
+        base_model_name_or_path: str = "",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write the heads in the format of the released Medusa checkpoints, without the model.
+
+        If the model is sharded, every rank must call it. A shared projection is written once for each head, so that
+        readers need not know about the sharing.
+
+        Args:
+            folder: a folder for the heads alone, created if it does not exist.
+            base_model_name_or_path: the model that the heads belong to, for config.json.
+            dtype: dtype of the tensors in the file. Default: the heads' own.
+
+        Raises:
+            ValueError: the folder holds a model.
+            OSError: the folder cannot be written.
+        """
+        folder = Path(folder).absolute()
+        with raise_on_all_ranks():
+            models = sorted(path.name for path in folder.glob("model*.safetensors*")) if folder.is_dir() else []
+            check(
+                not models,
+                f"LigerMedusa.save_pretrained: {folder} must not hold a model, got {', '.join(models[:3])}. Choose "
+                "a folder for the heads alone.",
+            )
+        for module in self.modules():
+            reshard: Any = getattr(module, "reshard", None)
+            if reshard is not None:  # FSDP: an evaluation leaves parameters gathered
+                reshard()
+        parameters: dict[str, Any] = dict(self.heads.named_parameters())
+        if self.share_lm_head:
+            names = [f"{k}.{self.num_layers}.weight" for k in range(len(self.heads))]
+            parameters |= dict.fromkeys(names, self.model.lm_head.weight)
+        tensors = {}
+        for name, parameter in parameters.items():
+            whole = parameter.full_tensor() if is_sharded(parameter) else parameter
+            if rank() == 0:
+                tensors[name] = whole.detach().to("cpu", dtype, copy=True).contiguous()
+        config = {
+            "model_type": "medusa",
+            "medusa_num_heads": len(self.heads),
+            "medusa_num_layers": self.num_layers,
+            "base_model_name_or_path": base_model_name_or_path,
+            "hidden_size": self.model.config.hidden_size,
+            "vocab_size": self.model.config.vocab_size,
+            "original_lm_head": self.share_lm_head,
+        }
+
+        def write(place: Path) -> None:
+            write_json(place / CONFIG, config)
+            save_file(tensors, place / HEADS, metadata={"format": "pt"})
+            shutil.copymode(place / CONFIG, place / HEADS)  # safetensors creates files that only the owner can read
+
+        with raise_on_all_ranks():
+            if rank() == 0:
+                write_folder(folder, write)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | PathLike[str], model: CausalLM, **options: Any) -> "LigerMedusa":
+        """Load heads that were written by `save_pretrained` or in the same format.
+
+        Args:
+            folder: holds ``config.json`` and ``medusa_lm_head.safetensors``.
+            model: as for `LigerMedusa`. The heads take its device and dtype.
+            options: ``freeze``, ``decay`` and ``heads_weight`` as for `LigerMedusa`.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: config.json lacks the number of heads, or tensors are missing, left over or of the wrong shape.
+        """
+        folder = Path(folder)
+        config = read_json_config(folder)
+        heads: Any = config.get("medusa_num_heads")
+        layers: Any = config.get("medusa_num_layers", 1)
+        check(
+            type(heads) is int and type(layers) is int,
+            f"{folder / CONFIG}: medusa_num_heads and medusa_num_layers must be integers, got {heads} and {layers}.",
+        )
+        if not (folder / HEADS).is_file():
+            raise FileNotFoundError(
+                f"{folder / HEADS}: must exist, got none. Convert a medusa_lm_head.pt with torch.load and "
+                "safetensors.torch.save_file; the tensors have the same names."
+            )
+        shared = bool(config.get("original_lm_head", False))
+        medusa = cls(model, heads, layers, share_lm_head=shared, **options)
+        parameters = dict(medusa.heads.named_parameters())
+        projections = {f"{k}.{layers}.weight" for k in range(heads)} if shared else set()
+        with safe_open(folder / HEADS, framework="pt") as file, torch.no_grad():
+            names = set(file.keys()) - projections
+            check(
+                names == parameters.keys(),
+                f"{folder / HEADS}: must hold {len(parameters)} tensors such as 0.0.linear.weight, got too few, "
+                f"{sorted(parameters.keys() - names)[:5]}, or too many, {sorted(names - parameters.keys())[:5]}.",
+            )
+            for name, parameter in parameters.items():
+                tensor = file.get_tensor(name)
+                check(
+                    tensor.shape == parameter.shape,
+                    f"{folder / HEADS}: {name} must be {list(parameter.shape)} for this model, got "
+                    f"{list(tensor.shape)}. Load the model that the heads belong to.",
+                )
+                parameter.copy_(tensor)
+        return medusa

@@ -1,0 +1,49 @@
+"""QLoRA: the frozen weights under the adapters are stored in 4 bits."""
+
+import math
+from typing import TypeVar
+
+from torch import nn
+
+from liger_models.adapters.lora_layers import adapted_layers
+from liger_models.base.causal_lm import CausalLM
+from liger_models.kernels.checks import check
+
+Model = TypeVar("Model", bound=CausalLM)
+
+NF4_BLOCK = 64
+"""Number of weights that share a scale."""
+
+
+def quantize_base(model: Model) -> Model:
+    """Store the frozen weights of the blocks' adapted layers in 4 bits (NF4, as in QLoRA), in place. Needs torchao.
+
+    A weight takes about 4.1 bits: 64 weights share a scale of 8 bits. The head is not quantised.
+
+    Args:
+        model: with adapters, on the device that it will train on.
+
+    Raises:
+        ImportError: torchao is not installed.
+        ValueError: the model has no adapters, or the size of a weight is not a multiple of 64.
+
+    Source: https://arxiv.org/abs/2305.14314.
+    """
+    try:
+        from torchao.quantization import to_nf4
+    except ImportError as error:
+        raise ImportError(
+            "quantize_base: torchao must be installed, got none. Run: pip install 'liger_models[lora]'"
+        ) from error
+    layers = [layer for path, layer in adapted_layers(model).items() if path != "lm_head"]
+    check(bool(layers), f"quantize_base: {type(model).__name__} must have adapters, got none. Call apply_lora first.")
+    for layer in layers:
+        check(not layer.is_nf4, "quantize_base: weights must not be in 4 bits yet, got some that are. Call it once.")
+        size = layer.weight.numel()
+        check(
+            size % NF4_BLOCK == 0,
+            f"quantize_base: weights must have a multiple of {NF4_BLOCK} elements, got {list(layer.weight.shape)}.",
+        )
+        values = to_nf4(layer.weight.detach(), NF4_BLOCK, math.gcd(size // NF4_BLOCK, 256))
+        layer.weight = nn.Parameter(values, requires_grad=False)
+    return model

@@ -1,0 +1,186 @@
+"""Save and load adapters in PEFT's files."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from liger_models.adapters.lora import adaptable_layers, apply_lora, matches
+from liger_models.adapters.lora_layers import Adapter, LoRAConfig, adapted_layers, adapter_config, short_name
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.files import open_safetensors, read_json
+from liger_models.kernels.checks import check
+from liger_models.layers.linear import is_sharded
+from liger_models.parallel.groups import raise_on_all_ranks, rank
+
+Model = TypeVar("Model", bound=CausalLM)
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Prefix of all tensor names in PEFT's files."""
+
+REFUSED = (
+    "alora_invocation_tokens", "alpha_pattern", "arrow_config", "exclude_modules", "fan_in_fan_out", "kasa_config",
+    "layer_replication", "layers_to_transform", "lora_bias", "modules_to_save", "monteclora_config", "rank_pattern",
+    "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
+)  # fmt: skip
+"""Keys of adapter_config.json for features that are not implemented; they must be empty."""
+INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of ``init_lora_weights`` that leave the base weights unchanged. PEFT's others (PiSSA, OLoRA, LoftQ) modify
+them."""
+
+
+def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str | None = None) -> None:
+    """Write the adapters as PEFT does, in adapter_config.json and adapter_model.safetensors. Every rank must call it.
+
+    Args:
+        model: with adapters, sharded or not.
+        folder: created if it does not exist.
+        base: name on the hub, or folder, of the base model. PEFT and vLLM read it.
+
+    Raises:
+        ValueError: the model has no adapters.
+    """
+    config = adapter_config(model)
+    check(config is not None, f"save_adapter: {type(model).__name__} must have adapters, got none (or merged ones).")
+    assert config is not None
+    tensors, names = {}, set()
+    for layer in adapted_layers(model).values():
+        for name, adapter in layer.adapters():
+            names.add(name.removesuffix(".weight"))
+            for peft_name, parameter in peft_tensors(name, adapter).items():
+                whole: Any = parameter.detach()
+                whole = whole.full_tensor() if is_sharded(whole) else whole
+                tensors[peft_name] = whole.cpu().contiguous()
+    targets: Sequence[str] | str = config.target_modules
+    if targets == "all-linear" and model.visual is None:
+        targets = sorted(set(map(short_name, names)))
+    elif isinstance(targets, str) or model.visual is not None:
+        # Whole names, or PEFT would adapt more: in a tower, linear layers and other modules share endings ("proj").
+        targets = sorted(names)
+    keys: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
+        "target_modules": list(targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+    place = Path(folder)
+    with raise_on_all_ranks():
+        if rank() == 0:
+            place.mkdir(parents=True, exist_ok=True)
+            for name in (WEIGHTS, CONFIG):
+                temporary = place / f".{name}.tmp"
+                if name == WEIGHTS:
+                    save_file(tensors, temporary, metadata={"format": "pt"})
+                else:
+                    temporary.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
+                temporary.replace(place / name)
+
+
+def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
+    """Add the adapters that PEFT or `save_adapter` wrote to a folder, in place, to train them further or merge them.
+
+    Args:
+        model: as for `apply_lora`.
+        folder: holds adapter_config.json and adapter_model.safetensors.
+
+    Raises:
+        FileNotFoundError: one of the two files is missing.
+        ValueError: another kind of adapter, or adapters of another model. The model is then unchanged.
+    """
+    place = Path(folder)
+    for name in (CONFIG, WEIGHTS):
+        if not (place / name).is_file():
+            raise FileNotFoundError(f"{place}: must hold {name}, got no such file. Give the folder of PEFT adapters.")
+    keys = read_json(place / CONFIG)
+    check(
+        keys.get("peft_type") == "LORA" and keys.get("bias", "none") == "none",
+        f"{place / CONFIG}: peft_type must be LORA and bias none, got {keys.get('peft_type')!r} and "
+        f"{keys.get('bias')!r}. Other adapters are not implemented.",
+    )
+    for name in REFUSED:
+        check(
+            not keys.get(name),
+            f"{place / CONFIG}: {name} must be empty, got {keys.get(name)!r}. Merge the adapter with PEFT.",
+        )
+    initial, targets = keys.get("init_lora_weights"), keys.get("target_modules")
+    check(
+        initial in INITIAL,
+        f"{place / CONFIG}: init_lora_weights must be one of {INITIAL}, which leave the base weights unchanged, got "
+        f"{initial!r}. Convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...).",
+    )
+    check(
+        isinstance(targets, str | list),
+        f"{place / CONFIG}: target_modules must be a list of names or a string, got {targets!r}. Add what is adapted.",
+    )
+    with open_safetensors(place / WEIGHTS) as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if isinstance(targets, list):
+        # A list may name layers that this model lacks: PEFT only requires that one of them matches.
+        linears = adaptable_layers(model).values()
+        modules = [name.removesuffix(".weight") for _, expression in linears for name in expression.names()]
+        modules += [name.partition(".lora_")[0] for name in stored]
+        keys["target_modules"] = [each for each in targets if any(matches(name, each) for name in modules)] or targets
+    known = {field.name for field in dataclasses.fields(LoRAConfig)}
+    config = LoRAConfig(**{name: value for name, value in keys.items() if name in known})
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    apply_lora(model, config)
+    try:
+        _fill_adapters(model, stored, place / WEIGHTS)
+    except ValueError:
+        for path, layer in adapted_layers(model).items():
+            layer.plain._parameters = layer._parameters
+            model.set_submodule(path, layer.plain)
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+        raise
+    return model
+
+
+def peft_tensors(name: str, adapter: Adapter) -> dict[str, nn.Parameter]:
+    """An adapter's parameters by their names in PEFT's files; ``name`` is that of the matrix in the checkpoint."""
+    stem = PREFIX + name.removesuffix(".weight")
+    named = {f"{stem}.lora_A.weight": adapter.lora_A, f"{stem}.lora_B.weight": adapter.lora_B}
+    if adapter.lora_magnitude_vector is not None:
+        named[f"{stem}.lora_magnitude_vector"] = adapter.lora_magnitude_vector
+    return named
+
+
+def _fill_adapters(model: CausalLM, stored: dict[str, Tensor], file: Path) -> None:
+    """Copy the tensors of a file into the model's adapters; the two must match exactly."""
+    head = stored.pop(f"{PREFIX}lm_head.base_layer.weight", None)  # PEFT saves it with the head's adapter
+    check(
+        head is None or torch.equal(head.to(model.lm_head.weight), model.lm_head.weight),
+        f"{file}: the head's weight must equal the model's, got another. Load the model that was adapted.",
+    )
+    wanted = {
+        peft_name: parameter
+        for layer in adapted_layers(model).values()
+        for name, adapter in layer.adapters()
+        for peft_name, parameter in peft_tensors(name, adapter).items()
+    }
+    odd = sorted(wanted.keys() ^ stored.keys())
+    check(
+        not odd,
+        f"{file}: must hold exactly the adapters that {CONFIG} describes for {type(model).__name__}, got "
+        f"{len(odd)} too many or too few: {', '.join(odd[:3])}. Load them into the model that they were trained on.",
+    )
+    for name, parameter in wanted.items():
+        check(
+            stored[name].shape == parameter.shape,
+            f"{file}: {name} must be {list(parameter.shape)}, got {list(stored[name].shape)}. Load it into the model "
+            "that it was trained on.",
+        )
+        parameter.data.copy_(stored[name])

@@ -1,0 +1,323 @@
+"""The base class of the Qwen-VL families: text with images and videos, and positions in time, height and width."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from liger_models.arch._qwen_vl.processor import QwenVLProcessor
+from liger_models.base.vision_language import VisionLanguageModel, check_tensors
+from liger_models.kernels.checks import check
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.decoder import CausalLMOutput
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.patches import count_torn, mrope_positions
+
+POSITION_OFFSET = "position_offset"
+"""Key in the decode cache: [B, 1] int64, next position minus number of tokens, which differ because of images."""
+
+
+@dataclass(frozen=True, eq=False)
+class MRopeLayout(BatchLayout):
+    """The layout of text with images.
+
+    Attributes:
+        deepstack: [B, T, C] each, or this rank's share of the tokens: entry i is added to the residual stream after
+            block i.
+    """
+
+    deepstack: list[Tensor] = field(default_factory=list)
+
+
+class MRopeModel(VisionLanguageModel):
+    """A vision-language model with videos, and positions in time, height and width (M-RoPE)."""
+
+    layout_class = MRopeLayout
+    processor_class = QwenVLProcessor
+    prompt_inputs: ClassVar[tuple[str, ...]] = (
+        "pixel_values",
+        "image_grid_thw",
+        "pixel_values_videos",
+        "video_grid_thw",
+        "second_per_grid_ts",
+        "mm_token_type_ids",
+    )
+    frames_apart: ClassVar[bool] = False
+    """Whether each frame of a video has its own timestamp and placeholders in the text."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        second_per_grid_ts: Tensor | list[float] | None = None,
+        mm_token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: DecodeCache | None = None,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """Compute logits, or the loss if ``labels`` are given, of text with or without images and videos.
+
+        Args:
+            input_ids: [B, T] int64, with one placeholder per image token.
+            pixel_values: [N, channels · frames · height · width], the patches of all images, concatenated.
+            image_grid_thw: [images, 3] int64, number of frames, rows and columns of patches of each image, in the order
+                of the text.
+            pixel_values_videos, video_grid_thw: the same for videos.
+            second_per_grid_ts: [videos], seconds between consecutive frames of patches, for models whose positions
+                depend on it. Default: 1.
+            mm_token_type_ids: ignored; accepted because the processors of transformers return it.
+            position_ids: as in `BatchLayout.build`. Default: `multimodal_positions`.
+            attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`; images need
+                ``input_ids``.
+
+        Returns:
+            `CausalLMOutput`.
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of image tokens; otherwise as
+                `Decoder.forward`.
+        """
+        images = _pair("pixel_values", pixel_values, "image_grid_thw", image_grid_thw)
+        videos = _pair("pixel_values_videos", pixel_values_videos, "video_grid_thw", video_grid_thw)
+        masks: dict[str, Any] = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "cache": cache}
+        if input_ids is None or inputs_embeds is not None:
+            check(images is None and videos is None, "forward: pixels need input_ids, which say where the images are.")
+            return super().forward(
+                input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, **masks, **options
+            )
+        check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+        self.groups.check_tokens(input_ids.shape[1], whole=False)
+        decoding = cache is not None and cache.length > 0 and images is None and videos is None
+        if not decoding and not torch.compiler.is_compiling():
+            self._check_counts(input_ids, images, videos, cu_seqlens)
+        if position_ids is None:
+            position_ids = self._positions(
+                input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask, cu_seqlens, cache
+            )
+        embeds, levels = self._insert(input_ids, images, videos, skip=decoding)
+        levels = [self.groups.token_share(level) for level in levels]
+        shape = embeds.shape[0], embeds.shape[1]
+        layout = self.layout(shape, embeds, position_ids=position_ids, deepstack=levels, **masks)
+        return self.run(embeds, layout, **options)
+
+    def after_block(self, index: int, residual: Tensor, layout: BatchLayout) -> Tensor:
+        """Add the DeepStack features after the first blocks."""
+        assert isinstance(layout, MRopeLayout)
+        return residual + layout.deepstack[index] if index < len(layout.deepstack) else residual
+
+    def _insert(
+        self,
+        input_ids: Tensor,
+        images: tuple[Tensor, Tensor] | None,
+        videos: tuple[Tensor, Tensor] | None,
+        *,
+        skip: bool,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The embeddings with image tokens inserted, and the DeepStack features at their positions, [B, T, C] each.
+
+        The tower runs once for images and videos together. A sharded tower runs on zeros if there are none, because all
+        ranks must gather its weights together, whichever of them has images.
+        """
+        embeds = self.embed_tokens(input_ids)
+        side = self.config.vision_config.spatial_merge_size
+        kinds = (images, self.config.image_token_id), (videos, self.config.video_token_id)
+        given = [(*pair, token) for pair, token in kinds if pair is not None]
+        if not given and (skip or not self.tower_is_sharded):
+            return embeds, []
+        if not given:
+            nothing = embeds.new_zeros(side**2, self.visual.patch_embed.in_features)
+            unused = self.visual(nothing, torch.tensor([[1, side, side]], device=embeds.device))
+            total = sum((level.sum() for level in unused[1]), unused[0].sum())
+            return embeds + 0 * total.to(embeds.dtype), []
+        tokens, levels = self.visual(
+            torch.cat([pixels for pixels, _, _ in given]),
+            torch.cat([grid.to(pixels.device) for pixels, grid, _ in given]),
+        )
+        counts = [len(pixels) // side**2 for pixels, _, _ in given]
+
+        def place(base: Tensor, tokens: Tensor) -> Tensor:
+            for part, (_, _, token) in zip(tokens.to(base.dtype).split(counts), given, strict=True):
+                base = base.masked_scatter((input_ids == token)[..., None], part)
+            return base
+
+        return place(embeds, tokens), [place(torch.zeros_like(embeds), level) for level in levels]
+
+    def _check_counts(
+        self,
+        input_ids: Tensor,
+        images: tuple[Tensor, Tensor] | None,
+        videos: tuple[Tensor, Tensor] | None,
+        cu_seqlens: Tensor | None,
+    ) -> None:
+        """Raise ValueError unless placeholders and patches match. Synchronises with the device once."""
+        side, width = self.config.vision_config.spatial_merge_size, self.visual.patch_embed.in_features
+        counts = []
+        for given, token in (images, self.config.image_token_id), (videos, self.config.video_token_id):
+            here = input_ids == token
+            thw = input_ids.new_zeros(0, 3) if given is None else given[1].to(input_ids)
+            frame, apart = thw[:, 1:].prod(1) // side**2, self.frames_apart and given is videos
+            size = frame * thw[:, 0]
+            uneven = (thw < 1).sum() + (thw[:, 1:] % side).sum()
+            torn = count_torn(here, size, frame if apart else size, cu_seqlens)
+            counts += [here.sum(), thw.prod(1).sum(), uneven, torn]
+        numbers = torch.stack(counts).tolist()
+        for kind, given, (tokens, expected, wrong, torn) in zip(
+            ("image", "video"), (images, videos), (numbers[:4], numbers[4:]), strict=True
+        ):
+            pixels, grid = ("pixel_values", "image_grid_thw") if kind == "image" else (
+                "pixel_values_videos", "video_grid_thw"
+            )  # fmt: skip
+            rows = 0 if given is None else given[0].shape[0]
+            check(
+                given is None or given[0].shape[1] == width,
+                f"forward: {pixels} must be [patches, {width}], got {given and list(given[0].shape)}.",
+            )
+            check(
+                not wrong,
+                f"forward: {grid} must have at least one frame, and rows and columns that are multiples of {side}, got "
+                f"{given[1].tolist() if given is not None and wrong else None}.",
+            )
+            check(
+                tokens == 0 or given is not None,
+                f"forward: {tokens} {kind} placeholders in input_ids must have {pixels}, got none. Pass what the "
+                "processor returns.",
+            )
+            check(
+                rows == expected,
+                f"forward: {pixels} must hold the {expected} patches that {grid} describes, got {rows}.",
+            )
+            check(
+                tokens * side**2 == rows,
+                f"forward: input_ids must have one {kind} placeholder for each of the {rows // side**2} {kind} tokens, "
+                f"got {tokens}. Expand them as the processor does; was the text truncated?",
+            )
+            check(
+                torn == 0,
+                f"forward: the placeholders of each {kind} must be contiguous in input_ids and in one document, got "
+                f"{torn} apart from the one before. Are {pixels} and {grid} in the order of the text?",
+            )
+
+    def multimodal_positions(
+        self,
+        input_ids: Tensor,
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        *,
+        second_per_grid_ts: Tensor | list[float] | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Positions in time, height and width, [3, B, T] int64; see `mrope_positions`.
+
+        Args:
+            input_ids: [B, T] int64.
+            image_grid_thw, video_grid_thw, second_per_grid_ts: as in `forward`.
+            attention_mask: [B, T], 0 for padding, which is not counted.
+            cu_seqlens: [n + 1], boundaries of packed documents; positions start from 0 in each.
+
+        Raises:
+            ValueError: ``second_per_grid_ts`` is given, but positions of the model do not depend on it.
+        """
+        return self._count(input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask, cu_seqlens)[0]
+
+    def _count(
+        self,
+        input_ids: Tensor,
+        image_grid_thw: Tensor | None,
+        video_grid_thw: Tensor | None,
+        second_per_grid_ts: Tensor | list[float] | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`multimodal_positions`, and the position [B, 1] of the token that follows each row."""
+        rate = getattr(self.config.vision_config, "tokens_per_second", None)
+        check(
+            rate is not None or second_per_grid_ts is None,
+            f"forward: second_per_grid_ts must not be given: positions of {type(self).__name__} do not depend on it.",
+        )
+        check(
+            mask is None or mask.shape == input_ids.shape,
+            f"forward: attention_mask must be {list(input_ids.shape)} like input_ids, preceded by the cached tokens if "
+            f"there are any, got {None if mask is None else list(mask.shape)}.",
+        )
+        interval = None
+        if rate is not None and video_grid_thw is not None:
+            seconds = torch.ones(len(video_grid_thw)) if second_per_grid_ts is None else second_per_grid_ts
+            interval = torch.as_tensor(seconds, dtype=torch.float32) * rate
+            check(
+                interval.shape == video_grid_thw.shape[:1],
+                f"forward: second_per_grid_ts must have a number for each of the {len(video_grid_thw)} videos, got "
+                f"{list(interval.shape)}.",
+            )
+        kinds = (input_ids == self.config.image_token_id).long() + 2 * (input_ids == self.config.video_token_id)
+        return mrope_positions(
+            kinds, [image_grid_thw, video_grid_thw],
+            merge=self.config.vision_config.spatial_merge_size, mask=mask, cu_seqlens=cu_seqlens,
+            frames_apart=self.frames_apart, interval=interval,
+        )  # fmt: skip
+
+    def _positions(
+        self,
+        input_ids: Tensor,
+        image_grid_thw: Tensor | None,
+        video_grid_thw: Tensor | None,
+        second_per_grid_ts: Tensor | list[float] | None,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: DecodeCache | None,
+    ) -> Tensor | None:
+        """Positions of the tokens that follow the cached ones; None if the default positions of a text are right."""
+        plain = cache is None or (POSITION_OFFSET not in cache.extra and attention_mask is None)
+        if image_grid_thw is None and video_grid_thw is None and plain:
+            return None
+        B, T = input_ids.shape
+        mask = None if attention_mask is None else attention_mask[..., -T:]
+        positions, following = self._count(
+            input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, mask, cu_seqlens
+        )
+        if cache is None:
+            return positions
+        tokens = torch.full((B, 1), cache.length + T, device=input_ids.device)
+        before = torch.full((B, 1), cache.length, device=input_ids.device)
+        if attention_mask is not None:
+            seen = (attention_mask != 0).long()
+            tokens, before = seen.sum(1, keepdim=True), seen[:, :-T].sum(1, keepdim=True)
+        if POSITION_OFFSET in cache.extra:
+            before = before + cache.extra[POSITION_OFFSET]
+        cache.extra[POSITION_OFFSET] = before + following - tokens
+        return positions + before
+
+    def prompt_positions(self, prompts: Tensor, mask: Tensor | None, new: int, inputs: dict[str, Any]) -> Tensor:
+        """As `Decoder.prompt_positions`; in time, height and width if there are images or videos."""
+        grids = inputs.get("image_grid_thw"), inputs.get("video_grid_thw")
+        if all(grid is None for grid in grids):
+            return super().prompt_positions(prompts, mask, new, inputs)
+        positions, following = self._count(prompts, *grids, inputs.get("second_per_grid_ts"), mask)
+        following = following + torch.arange(new, device=prompts.device)
+        return torch.cat([positions, following.expand(3, -1, -1)], -1)
+
+
+def _pair(pixels_name: str, pixels: Tensor | None, grid_name: str, grid: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    if pixels is None and grid is None:
+        return None
+    check_tensors(**{pixels_name: pixels, grid_name: grid})
+    check(
+        pixels is not None and grid is not None,
+        f"forward: {pixels_name} and {grid_name} must be given together, got only one of them.",
+    )
+    assert pixels is not None
+    assert grid is not None
+    check(
+        pixels.dim() == 2 and grid.dim() == 2 and grid.shape[1] == 3,
+        f"forward: {pixels_name} must be [patches, values] and {grid_name} [items, 3], "
+        f"got {list(pixels.shape)} and {list(grid.shape)}.",
+    )
+    return (pixels, grid) if len(pixels) or len(grid) else None  # collators pass empty tensors for text-only batches

@@ -1,0 +1,113 @@
+"""Checkpoint names that the Qwen-VL families share: keys of config.json and names of tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from liger_models.convert.weight_map import WeightMap, decoder_map, equal_qkv_rows, patch_rows
+from liger_models.kernels.checks import check
+
+IGNORED_KEYS = ("vision_start_token_id", "vision_end_token_id")
+"""Keys of config.json that do not change the model: only the placeholders determine where images are."""
+
+QWEN2_IGNORED_KEYS = (
+    *IGNORED_KEYS,
+    "vision_token_id",
+    "in_chans",  # transformers reads in_channels
+    "spatial_patch_size",  # a copy of patch_size
+)
+
+TOP = ("image_token_id", "video_token_id", "vision_config", "tie_word_embeddings")
+"""Keys of config.json that do not belong to the language model."""
+
+
+def read_multimodal(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Renames the keys of a Qwen vision-language config.json to the fields of the config class.
+
+    Keys of the language model move to the top, ``mrope_section`` out of the rope parameters, and the tower's rope
+    parameters into ``vision_config``.
+
+    Raises:
+        ValueError: rope parameters that these architectures do not have.
+    """
+    text, vision = (dict(hf.get(part) or {}) for part in ("text_config", "vision_config"))
+    tied = bool(hf.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    flat: dict[str, Any] = dict(hf) | text | {"tie_word_embeddings": tied, "model_type": hf.get("model_type")}
+    flat.pop("text_config", None)
+    where = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
+    rope, axial = dict(flat.get(where) or {}), dict(vision.pop("rope_parameters", None) or {})
+    interleaved, axial_type = rope.pop("mrope_interleaved", None), axial.pop("rope_type", "axial")
+    check(
+        interleaved in (None, flat["model_type"] in ("qwen3_vl", "qwen3_vl_moe")) and axial_type == "axial",
+        f"config.json: {where}.mrope_interleaved must be missing or match the architecture, and the tower's rope_type "
+        f"must be 'axial', got {interleaved} and {axial_type!r}.",
+    )
+    if rope.get("mrope_section"):
+        flat["mrope_section"] = rope["mrope_section"]
+    rope.pop("mrope_section", None)
+    return flat | {where: rope, "vision_config": vision | axial}
+
+
+def write_multimodal(keys: Mapping[str, Any], *, interleaved: bool = False) -> dict[str, Any]:
+    """The inverse of `read_multimodal`, with the keys of the language model still at the top; see `write_config`."""
+    out, vision = dict(keys), dict(keys["vision_config"])
+    theta = vision.pop("rope_theta")
+    if theta != 10000.0:
+        vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": theta}
+    rope = out["rope_scaling"] or {"rope_type": "default"} | ({} if interleaved else {"type": "mrope"})
+    sections = {"mrope_section": out.pop("mrope_section")} | ({"mrope_interleaved": True} if interleaved else {})
+    return out | {"rope_scaling": rope | sections, "vision_config": vision}
+
+
+def write_qwen3_vl(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `read_multimodal`: moves the keys of the language model back into ``text_config``."""
+    keys = write_multimodal(keys, interleaved=True)
+    text = {key: value for key, value in keys.items() if key not in TOP}
+    return {key: keys[key] for key in TOP} | {"text_config": text}
+
+
+def qwen3_vl_map(config: Any, text: str, visual: str, mlp: Mapping[str, Any] | None = None) -> WeightMap:
+    """The weight map of Qwen3-VL.
+
+    Args:
+        config: config of the model.
+        text, visual: prefixes of the language model's and the tower's tensors.
+        mlp: arguments of `decoder_map` that replace dense MLPs; see `sparse_mlps`.
+    """
+    vision, block = config.vision_config, f"{visual}.blocks.{{b}}"
+    mlp = mlp or {}
+    kinds = ("weight", "bias")
+    mergers = {"merger": "merger", "deepstack_mergers.{d}": "deepstack_merger_list.{d}"}
+    return decoder_map(
+        config,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        norms=("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"),
+        prefix=text,
+        instead=mlp.get("instead"),
+        also={
+            **mlp.get("also", {}),
+            "visual.patch_embed.weight": patch_rows(
+                f"{visual}.patch_embed.proj.weight", vision.in_channels, vision.temporal_patch_size, vision.patch_size
+            ),
+            "visual.patch_embed.bias": f"{visual}.patch_embed.proj.bias",
+            "visual.pos_embed.weight": f"{visual}.pos_embed.weight",
+            **{f"visual.blocks.{{b}}.{norm}.{k}": f"{block}.{norm}.{k}" for norm in ("norm1", "norm2") for k in kinds},
+            **{
+                f"visual.blocks.{{b}}.attn.qkv_proj.{k}": equal_qkv_rows(f"{block}.attn.qkv.{k}", vision.num_heads)
+                for k in kinds
+            },
+            **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.attn.proj.{k}" for k in kinds},
+            **{
+                f"visual.blocks.{{b}}.mlp.{fc}.{k}": f"{block}.mlp.linear_{fc}.{k}"
+                for fc in ("fc1", "fc2")
+                for k in kinds
+            },
+            **{
+                f"visual.{ours}.{part}.{k}": f"{visual}.{theirs}.{part.replace('mlp.', 'linear_')}.{k}"
+                for ours, theirs in mergers.items()
+                for part in ("norm", "mlp.fc1", "mlp.fc2")
+                for k in kinds
+            },
+        },
+        over={"b": range(vision.depth), "d": range(len(vision.deepstack_visual_indexes)), **mlp.get("over", {})},
+    )

@@ -1,0 +1,338 @@
+"""The processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: text, images and videos to model inputs.
+
+Source: transformers ``image_processing_pil_qwen2_vl.py``, ``video_processing_qwen3_vl.py``, ``processing_qwen3_vl.py``.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.base.causal_lm import CausalLM
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    one_list,
+    read_image,
+    settings_of,
+    to_tensor,
+)
+from liger_models.base.processor import Processor
+from liger_models.kernels.checks import check
+from liger_models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from liger_models.base.images import Source
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5)
+BICUBIC = 3
+MOST_ELONGATED = 200
+
+
+def smart_resize(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: tuple[int, int] = (1, 1)
+) -> tuple[int, int]:
+    """The size closest to that of an image whose sides are multiples of ``factor`` and whose area is within bounds.
+
+    Args:
+        height, width: size of the image in pixels.
+        factor: side of an image token in pixels.
+        min_pixels, max_pixels: bounds of the area; for a video, of the area of all frames together.
+        frames: number of frames, as given and rounded to whole tokens.
+
+    Returns:
+        ``(height, width)``.
+
+    Raises:
+        ValueError: one side of the image is more than 200 times as long as the other.
+    """
+    longer, shorter = max(height, width), min(height, width)
+    check(
+        longer <= MOST_ELONGATED * shorter,
+        f"smart_resize: an image must be at most {MOST_ELONGATED} times as long as wide, got {height} x {width}.",
+    )
+    given, rounded = frames
+    high, wide = round(height / factor) * factor, round(width / factor) * factor
+    if rounded * high * wide > max_pixels:
+        shrink = math.sqrt(given * height * width / max_pixels)
+        return tuple(max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))  # type: ignore[return-value]
+    if rounded * high * wide < min_pixels:
+        grow = math.sqrt(min_pixels / (given * height * width))
+        return tuple(math.ceil(side * grow / factor) * factor for side in (height, width))  # type: ignore[return-value]
+    return high, wide
+
+
+BOUNDS = ("image", "frame", "video")
+
+
+class QwenVLImages:
+    """Turns images or videos into patches.
+
+    Images are resized by Pillow and video frames by torch, as in transformers, whose video processors support torch
+    only. The two differ by a few of 255 steps on noisy pictures.
+
+    Args:
+        settings: the content of preprocessor_config.json or video_preprocessor_config.json.
+        min_pixels, max_pixels: bounds of the area, used if the settings have none.
+        of: what the bounds apply to: "image"; "frame", each frame of a video; "video", all of its frames together
+            (Qwen3-VL).
+
+    Raises:
+        ValueError: the settings ask for something that is not implemented.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], *, min_pixels: int = 3136, max_pixels: int = 1003520, of: str = "image"
+    ) -> None:
+        check(of in BOUNDS, f"QwenVLImages: of must be one of {BOUNDS}, got {of!r}.")
+        check_settings(settings, do_resize=True, do_convert_rgb=True, resample=BICUBIC)
+        size, edges = settings.get("size") or {}, {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+        check(
+            not size or all(settings.get(bound) or size.get(edge) for bound, edge in edges.items()),
+            f"preprocessor_config.json: size must have {' and '.join(edges.values())}, in pixels of area, got {size}.",
+        )
+        self.patch, self.merge, self.frames = (
+            int(settings.get(key) or value)
+            for key, value in (("patch_size", 14), ("merge_size", 2), ("temporal_patch_size", 2))
+        )
+        self.min_pixels = settings.get("min_pixels") or size.get("shortest_edge") or min_pixels
+        self.max_pixels = settings.get("max_pixels") or size.get("longest_edge") or max_pixels
+        self.of, self.caps = of, bool(settings.get("cap_pixels_per_frame"))
+        self.most_tokens = settings.get("max_video_tokens") or (768 if of == "video" else 128000)
+        self.normalize = Normalize(settings, *((HALF, HALF) if of == "video" else (CLIP_MEAN, CLIP_STD)))
+
+    def __call__(self, frames: "Sequence[Source]") -> tuple[Tensor, Tensor]:
+        """The patches of an image, or of the frames of a video, which must have one size.
+
+        Patches span several frames. An image is repeated to fill them, and so is the last frame of a video whose number
+        of frames is not a multiple.
+
+        Args:
+            frames: PIL images, paths or bytes; one for an image.
+
+        Returns:
+            ``(patches, grid)``: [frames · rows · columns, 3 · depth · side · side] fp32, [3] int64.
+
+        Raises:
+            ValueError: no frames, too few of them, or frames of different sizes.
+        """
+        images = [read_image(frame) for frame in frames]
+        check(bool(images), "QwenVLImages: a video must have at least one frame, got none.")
+        width, height = images[0].size
+        sizes = sorted({image.size for image in images})
+        check(len(sizes) == 1, f"QwenVLImages: the frames of a video must have one size, got {sizes}.")
+        count, factor = len(images), self.patch * self.merge
+        whole = self.of == "video"
+        check(
+            count >= self.frames or not whole,
+            f"QwenVLImages: a video must have at least {self.frames} frames, got {count}. Pass an image as an image.",
+        )
+        deep = (count, round(count / self.frames) * self.frames) if whole else (1, 1)
+        if whole and min(height, width) < factor:
+            scale = factor / min(height, width)
+            height, width = int(height * scale), int(width * scale)
+        size = smart_resize(height, width, factor, self.min_pixels, self._most_pixels(count), deep)
+        if self.of == "image":
+            resized = to_tensor(images[0], size, BICUBIC)[None]
+        else:
+            given_size = images[0].size[::-1]
+            resized = torch.stack([to_tensor(image, given_size, BICUBIC) for image in images])
+            resized = F.interpolate(resized, size, mode="bicubic", antialias=True)  # in uint8
+        pixels = self.normalize(resized)
+        pixels = torch.cat([pixels, pixels[-1:].expand(-count % self.frames, -1, -1, -1)])
+        return self._patches(pixels)
+
+    def _most_pixels(self, count: int) -> int:
+        """``max_pixels`` for an image or ``count`` frames; ``cap_pixels_per_frame`` divides a video's token budget."""
+        if not self.caps:
+            return self.max_pixels
+        budget, least = self.most_tokens * (self.patch * self.merge) ** 2, int(self.min_pixels * 1.05)
+        if self.of == "video":
+            return max(min(budget, self.max_pixels // count), least) * count
+        return max(min(self.max_pixels, int(budget * 0.9) * self.frames // count), least)
+
+    def _patches(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """pixels [T, 3, height, width] -> patches; those that are merged into one token are adjacent."""
+        T, channels, height, width = pixels.shape
+        rows, columns, m, p = height // self.patch, width // self.patch, self.merge, self.patch
+        blocks = pixels.view(T // self.frames, self.frames, channels, rows // m, m, p, columns // m, m, p)
+        patches = blocks.permute(
+            0, 3, 6, 4, 7, 2, 1, 5, 8
+        )  # frame, block row, column, row, column, channel, depth, y, x
+        grid = torch.tensor([T // self.frames, rows, columns])
+        return patches.reshape(int(grid.prod()), -1), grid
+
+
+class QwenVLProcessor(Processor):
+    """Turns texts with placeholders, images and videos into the inputs of ``forward`` and ``generate``.
+
+    Args:
+        tokenizer: tokenizer of the checkpoint.
+        images, videos: make the patches.
+        image_token, video_token: the placeholders.
+        frames_apart: write each frame of a video separately, with its timestamp (Qwen3-VL).
+        times: pass the seconds between frames to the model (Qwen2.5-VL).
+    """
+
+    takes_videos = True
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        images: QwenVLImages,
+        videos: QwenVLImages,
+        *,
+        image_token: str,
+        video_token: str,
+        frames_apart: bool = False,
+        times: bool = False,
+    ) -> None:
+        super().__init__(tokenizer)
+        self.images, self.videos = images, videos
+        self.image_token, self.video_token = image_token, video_token
+        self.frames_apart, self.times = frames_apart, times
+
+    @classmethod
+    def of(cls, model: CausalLM) -> "QwenVLProcessor":
+        """The processor of a model, by the settings in its checkpoint.
+
+        Raises:
+            ValueError: the checkpoint has no tokenizer, no settings, a tokenizer without the placeholders, or sizes
+                that differ from those of the model.
+        """
+        images, videos = (settings_of(model.assets, part) for part in ("image_processor", "video_processor"))
+        vision, config = model.config.vision_config, model.config
+        sizes = {
+            "patch_size": vision.patch_size,
+            "merge_size": vision.spatial_merge_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+        }
+        for name, settings in (("preprocessor_config.json", images), ("video_preprocessor_config.json", videos)):
+            wrong = {key: settings[key] for key, value in sizes.items() if settings.get(key, value) != value}
+            check(not wrong, f"{name}: must have the model's {sizes}, got {wrong}. Take the files of one checkpoint.")
+        image, video = (
+            model.tokenizer.backend.id_to_token(token) or "" for token in (config.image_token_id, config.video_token_id)
+        )
+        check(
+            image != "" and video != "",
+            f"QwenVLProcessor: the tokenizer must have the placeholders' ids {config.image_token_id} and "
+            f"{config.video_token_id}, got {len(model.tokenizer)} tokens. Use the tokenizer of the checkpoint.",
+        )
+        check_given(images)
+        apart: bool = cast(Any, model).frames_apart
+        bounds = {"min_pixels": 131072, "max_pixels": 786432} if apart else {"min_pixels": 100352, "max_pixels": 602112}
+        return cls(
+            model.tokenizer,
+            QwenVLImages(sizes | images),
+            QwenVLImages(sizes | (videos or images), of="video" if apart else "frame", **bounds),
+            image_token=image,
+            video_token=video,
+            frames_apart=apart,
+            times=hasattr(vision, "tokens_per_second"),
+        )
+
+    def __call__(
+        self,
+        texts: Sequence[str],
+        *,
+        images: "Sequence[Source]" = (),
+        videos: "Sequence[Sequence[Source]] | None" = (),
+        fps: float | Sequence[float | None] | None = None,
+        padding_side: str = "left",
+    ) -> dict[str, Any]:
+        """Turn a batch of texts, and the images and videos of their placeholders in order, into model inputs.
+
+        Args:
+            texts: one or several, with one placeholder per image or video, as the chat template writes them.
+            images: PIL images, paths or bytes; in one list, or in a list for each text.
+            videos: the sampled frames of each video, all of one size.
+            fps: sampled frames per second of each video; required by Qwen2.5-VL and Qwen3-VL.
+            padding_side: "left" (generation) or "right" (training).
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` [B, T]; with images ``pixel_values`` [N, P] and ``image_grid_thw``
+            [images, 3]; with videos ``pixel_values_videos``, ``video_grid_thw`` and, for Qwen2.5-VL,
+            ``second_per_grid_ts``.
+
+        Raises:
+            ValueError: the number of placeholders does not match that of the images or videos; ``fps`` is required but
+                missing; a video is not a list of frames.
+        """
+        texts, videos = [texts] if isinstance(texts, str) else list(texts), () if videos is None else videos
+        rates = list(fps) if isinstance(fps, Sequence) else [fps] * len(videos)
+        check(
+            len(rates) == len(videos),
+            f"QwenVLProcessor: fps must be one, or one for each of the {len(videos)} videos, got {len(rates)}.",
+        )
+        check(
+            all(rate is None or rate > 0 for rate in rates),
+            f"QwenVLProcessor: fps must be positive, got {[rate for rate in rates if rate is not None]}.",
+        )
+        check(
+            None not in rates or not (self.frames_apart or self.times),
+            "QwenVLProcessor: fps must be given with videos, because this model uses the times of their frames.",
+        )
+        for frames in videos:
+            check(
+                isinstance(frames, Sequence) and not isinstance(frames, str | bytes),
+                f"QwenVLProcessor: a video must be a list of images, its frames, got {type(frames).__name__}. "
+                "Decode video files first.",
+            )
+        found = sum(text.count(self.video_token) for text in texts)
+        check(
+            found == len(videos),
+            f"QwenVLProcessor: the texts must have one {self.video_token} for each of the {len(videos)} videos, got "
+            f"{found}.",
+        )
+        listed = one_list("QwenVLProcessor", self.image_token, texts, images)
+        out: dict[str, Any] = {}
+        written: dict[str, list[str]] = {}
+        for kind, token, items, make in (
+            ("image", self.image_token, [[image] for image in listed], self.images),
+            ("video", self.video_token, videos, self.videos),
+        ):
+            made = [make(item) for item in items]
+            if made:
+                out["pixel_values" if kind == "image" else "pixel_values_videos"] = torch.cat([p for p, _ in made])
+                out[f"{kind}_grid_thw"] = torch.stack([grid for _, grid in made])
+            tokens = [token * int(grid[1:].prod() // make.merge**2) for _, grid in made]
+            if kind == "image" or not self.frames_apart:
+                written[token] = [frame * int(grid[0]) for frame, (_, grid) in zip(tokens, made, strict=True)]
+            else:
+                written[token] = [
+                    self._timed(frame, len(video), float(rate or 0))
+                    for frame, video, rate in zip(tokens, videos, rates, strict=True)
+                ]
+        if videos and self.times:
+            out["second_per_grid_ts"] = [self.videos.frames / float(rate or 0) for rate in rates]
+        queues = {token: iter(expanded) for token, expanded in written.items()}
+        wrapped = re.escape(f"<|vision_start|>{self.video_token}<|vision_end|>") if self.frames_apart else "(?!)"
+        pattern = re.compile(f"{wrapped}|{re.escape(self.image_token)}|{re.escape(self.video_token)}")
+
+        def expand(match: re.Match[str]) -> str:
+            return next(queues[self.image_token if match[0] == self.image_token else self.video_token])
+
+        expanded = [pattern.sub(expand, text) for text in texts]
+        return {**self.tokenizer(expanded, padding_side=padding_side, add_special_tokens=False), **out}
+
+    def _timed(self, frame: str, count: int, rate: float) -> str:
+        """Each frame of patches, preceded by its timestamp: the mean of the times of its first and last frame."""
+        depth = self.videos.frames
+        indices = [min(index, count - 1) for index in range(count + -count % depth)]
+        times = [(indices[i] + indices[i + depth - 1]) / 2 / rate for i in range(0, len(indices), depth)]
+        return "".join(f"<{time:.1f} seconds><|vision_start|>{frame}<|vision_end|>" for time in times)
+
+    def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
+        """The arguments of a call, besides the texts, for the parts that `image_parts` found."""
+        videos = [(video, part.get("fps")) for kind, video, part in parts if kind == "video"]
+        return {
+            "images": [image for kind, image, _ in parts if kind == "image"],
+            "videos": [video for video, _ in videos],
+            "fps": [fps for _, fps in videos],
+        }

@@ -1,0 +1,155 @@
+"""Choosing the model class by the ``model_type`` in config.json."""
+
+import difflib
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoints, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from liger_models.arch.registry import MODEL_CLASSES, built_in
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import read_config
+from liger_models.convert.files import read_json_config, read_model_type
+from liger_models.convert.format import format_of
+from liger_models.convert.hub import download
+from liger_models.convert.load import load_pretrained
+from liger_models.kernels.options import KernelOptions
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+ENTRY_POINTS = "liger_models.architectures"
+"""Entry-point group in which installed packages name their modules that call `liger_models.register`."""
+
+
+def list_archs() -> list[str]:
+    """The ``model_type`` of every available architecture, sorted: built-in, registered, and from plugins."""
+    return sorted({*built_in(), *MODEL_CLASSES, *_plugins().names})
+
+
+def get_arch(model_type: str) -> type[CausalLM]:
+    """The model class of ``model_type``.
+
+    Raises:
+        ValueError: there is no such architecture, or the module of its entry point does not register it.
+    """
+    if model_type not in MODEL_CLASSES and model_type in built_in():
+        importlib.import_module(f"{__package__}.{model_type}")
+    if model_type not in MODEL_CLASSES:
+        for plugin in _plugins().select(name=model_type):
+            plugin.load()
+            if model_type not in MODEL_CLASSES:
+                raise ValueError(
+                    f"{plugin.value}: must call liger_models.register({model_type!r}, ...), as its entry point says, "
+                    "got no such call. Use the same name in both."
+                )
+    if model_type not in MODEL_CLASSES:
+        known = list_archs()
+        near = difflib.get_close_matches(model_type, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"model_type {model_type!r} is not supported.{hint} Known: {', '.join(known)}. If it is an architecture of "
+            f"your own, first import the module that calls liger_models.register({model_type!r}, ...), or install it "
+            f"with an entry point in the group {ENTRY_POINTS!r}."
+        )
+    return MODEL_CLASSES[model_type]
+
+
+def _plugins() -> EntryPoints:
+    return entry_points(group=ENTRY_POINTS)
+
+
+class AutoLigerModel:
+    """Builds the model that a config.json describes, choosing the class by its ``model_type``."""
+
+    def __init__(self) -> None:
+        raise TypeError("AutoLigerModel: has no instances. Use from_hub, from_pretrained or from_config.")
+
+    @classmethod
+    def from_hub(
+        cls,
+        repo_id: str,
+        *,
+        revision: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str = "cpu",
+        kernels: KernelOptions | None = None,
+        strict: bool = False,
+        progress: bool = True,
+        shard: Callable[[CausalLM], object] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+    ) -> CausalLM:
+        """Load a model from the Hugging Face hub; arguments as in `CausalLM.from_hub`."""
+        folder = download(
+            repo_id,
+            lambda hf_config: get_arch(read_model_type(hf_config)),
+            revision=revision,
+            cache_dir=cache_dir,
+            token=token,
+            local_files_only=local_files_only,
+            force_download=force_download,
+            strict=strict,
+            progress=progress,
+        )
+        return cls.from_pretrained(
+            folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str = "cpu",
+        kernels: KernelOptions | None = None,
+        strict: bool = False,
+        progress: bool = True,
+        shard: Callable[[CausalLM], object] | None = None,
+    ) -> CausalLM:
+        """Load a model from a local folder; arguments as in `liger_models.convert.load.load_pretrained`."""
+        model_class = get_arch(read_model_type(read_json_config(Path(folder))))
+        return load_pretrained(
+            model_class,
+            folder,
+            dtype=dtype,
+            device=device,
+            strict=strict,
+            progress=progress,
+            kernels=kernels,
+            shard=shard,
+        )
+
+    @classmethod
+    def from_config(
+        cls,
+        config: "Mapping[str, Any] | DataclassInstance",
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        kernels: KernelOptions | None = None,
+        strict: bool = False,
+    ) -> CausalLM:
+        """Build a model with newly initialised weights.
+
+        Args:
+            config: an instance of an architecture's config class, or the content of a config.json.
+            dtype: dtype of the parameters.
+            device: device on which they are created.
+            kernels: which parts run on fused kernels.
+            strict: raise an error, not a warning, for an unknown key of config.json.
+        """
+        if isinstance(config, Mapping):
+            model_class = get_arch(read_model_type(config))
+            parsed: Any = read_config(model_class.config_class, config, strict=strict)
+        else:
+            model_class = get_arch(format_of(type(config)).model_type)
+            parsed = config
+        return model_class.from_config(parsed, dtype=dtype, device=device, kernels=kernels)

@@ -1,0 +1,151 @@
+"""Command R7B, Command A: everything with model_type ``cohere2``.
+
+Differs from Llama: attention and MLP side by side, after one norm; the norms are LayerNorms without bias; three layers
+of four see only the last ``sliding_window`` tokens and rotate q and k, in pairs (2i, 2i + 1), and the fourth sees all
+tokens and rotates nothing; logits are multiplied by ``logit_scale``. Tied embeddings by default.
+
+Source: https://arxiv.org/abs/2504.00698, https://arxiv.org/abs/2501.18795 (layers without rotation), transformers
+``models/cohere2``.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import DecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.lm_head import LigerLMHead
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.norm import LigerLayerNorm
+from liger_models.layers.rope import RotaryEmbedding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cohere2Config(DecoderConfig):
+    """Sizes and constants of a Cohere 2 model.
+
+    ``sliding_window_pattern`` is the distance between layers without a window; ``layer_types``, where it is given,
+    replaces it.
+    """
+
+    vocab_size: int = 256000
+    hidden_size: int = 8192
+    intermediate_size: int = 22528
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 64
+    max_position_embeddings: int = 8192
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = 5
+    eos_token_id: int | list[int] | None = 255001
+    pad_token_id: int | None = 0
+    attention_bias: bool = False
+    layer_norm_eps: float = 1e-05
+    logit_scale: float = 0.0625
+    sliding_window: int | None = 4096
+    sliding_window_pattern: int = 4
+    layer_types: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layer_types("Cohere2Config", self.layer_types, self.num_hidden_layers)
+
+    def window(self, layer: int) -> int | None:
+        """Number of tokens that a layer sees, None for all."""
+        sliding = is_sliding(layer, self.layer_types, default=(layer + 1) % self.sliding_window_pattern != 0)
+        return self.sliding_window if sliding else None
+
+
+class Cohere2Block(nn.Module):
+    """``h += attention(norm(h)) + mlp(norm(h))``: one norm for both branches, added together with the next norm."""
+
+    def __init__(self, config: Cohere2Config, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        window = config.window(layer)
+        self.input_layernorm = LigerLayerNorm(
+            config.hidden_size, config.layer_norm_eps, use_bias=False, kernel=kernels.layer_norm
+        )
+        self.self_attn = LigerAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_size,
+            layer=layer,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            window=window,
+            rotary=None if window is None else "default",
+            interleaved=True,
+            dropout=config.attention_dropout,
+            rope_kernel=kernels.rope,
+        )
+        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
+        attended, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        y, residual = self.mlp.add_norm(self.input_layernorm, None, residual)
+        return attended + y, residual
+
+
+class LigerCohere2(CausalLM):
+    """Cohere 2 with its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = Cohere2Config
+
+    def __init__(self, config: Cohere2Config, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Cohere2Block(config, i, self.kernels) for i in range(config.num_hidden_layers))
+        self.norm = LigerLayerNorm(
+            config.hidden_size, config.layer_norm_eps, use_bias=False, kernel=self.kernels.layer_norm
+        )
+        self.lm_head = LigerLMHead(
+            config.hidden_size, config.vocab_size, logit_scale=config.logit_scale, kernels=self.kernels
+        )
+        rotary = RotaryEmbedding(
+            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
+        self.rotary = nn.ModuleDict({"default": rotary})
+        self.post_init()
+
+
+# What the first releases say of a layout that is the only one; transformers does not read it.
+IGNORED_KEYS = (
+    "_sliding_window_pattern",
+    "cache_implementation",
+    "layer_switch",
+    "model_max_length",
+    "order_of_interleaved_layers",
+    "position_embedding_type",
+    "rotary_pct",
+    "use_embedding_sharing",
+    "use_gated_activation",
+    "use_parallel_block",
+    "use_parallel_embedding",
+    "use_qk_norm",
+)
+
+
+def weight_map(config: Cohere2Config) -> WeightMap:
+    """Cohere 2's parameters over the tensors of a Hugging Face checkpoint."""
+    return decoder_map(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, norms=["input_layernorm"])
+
+
+add_family(
+    LigerCohere2,
+    CheckpointFormat(
+        model_type="cohere2", hf_class="Cohere2ForCausalLM", weight_map=weight_map, ignored_keys=IGNORED_KEYS
+    ),
+)

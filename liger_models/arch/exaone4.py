@@ -1,0 +1,144 @@
+"""EXAONE 4.0 (32B, 1.2B): model_type ``exaone4``.
+
+Differs from Llama: the branches have no norm before them but one after, so that they take the residual stream itself;
+each head's queries and keys are normed before rotation. Three layers of four of the 32B model see only the last
+``sliding_window`` tokens; its other layers see all and rotate nothing. Without a window (1.2B) all layers rotate.
+
+Source: https://arxiv.org/abs/2507.11407, transformers ``models/exaone4``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import WeightMap, decoder_map
+from liger_models.kernels.checks import check
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerQKNormAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.lm_head import LigerLMHead
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.rope import RotaryEmbedding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exaone4Config(RMSNormDecoderConfig):
+    """Sizes and constants of an EXAONE 4 model.
+
+    ``sliding_window_pattern`` is the distance between layers without a window, or a text that repeats: L for a layer
+    with the window, G for one without. The last layer of a text has none. ``layer_types``, where it is given, replaces
+    it.
+    """
+
+    vocab_size: int = 102400
+    intermediate_size: int = 16384
+    num_key_value_heads: int | None = 32
+    bos_token_id: int | None = 0
+    rms_norm_eps: float = 1e-05
+    layer_types: list[str] | None = None
+    sliding_window: int | None = 4096
+    sliding_window_pattern: int | str | None = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layer_types("Exaone4Config", self.layer_types, self.num_hidden_layers)
+        pattern = self.sliding_window_pattern
+        check(
+            not isinstance(pattern, str) or (pattern != "" and set(pattern) <= set("LG")),
+            f"Exaone4Config: sliding_window_pattern must be a number or a text of L and G, got {pattern!r}.",
+        )
+
+    def window(self, layer: int) -> int | None:
+        """Number of tokens that a layer sees, None for all."""
+        pattern = self.sliding_window_pattern
+        if isinstance(pattern, str):
+            local = pattern[layer % len(pattern)] == "L" and layer != self.num_hidden_layers - 1
+        else:
+            local = pattern is not None and pattern > 0 and (layer + 1) % pattern != 0
+        return self.sliding_window if is_sliding(layer, self.layer_types, default=local) else None
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer rotates q and k."""
+        return self.sliding_window is None or self.window(layer) is not None
+
+
+class Exaone4Block(nn.Module):
+    """``h += norm(attention(h)); h += norm(mlp(h))``; of the stream only the sums h are saved for the backward."""
+
+    def __init__(self, config: Exaone4Config, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
+        self.self_attn = LigerQKNormAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_size,
+            layer=layer,
+            norm=norm,
+            window=config.window(layer),
+            rotary="default" if config.rotates(layer) else None,
+            dropout=config.attention_dropout,
+            rope_kernel=kernels.rope,
+        )
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
+        self.post_feedforward_layernorm = norm(config.hidden_size)
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair."""
+        x, residual = self.self_attn.add_norm(None, x, residual, layout)
+        x = self.post_attention_layernorm(x)
+        x, residual = self.mlp.add_norm(None, x, residual)
+        return self.post_feedforward_layernorm(x), residual
+
+
+class LigerExaone4(CausalLM):
+    """EXAONE 4 with its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = Exaone4Config
+
+    def __init__(self, config: Exaone4Config, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Exaone4Block(config, i, self.kernels) for i in range(config.num_hidden_layers))
+        self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
+        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+        rotary = RotaryEmbedding(
+            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
+        self.rotary = nn.ModuleDict({"default": rotary})
+        self.post_init()
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Without a window there is no pattern, whatever config.json says: 0, as transformers has it."""
+    windowless = "sliding_window" in hf and hf["sliding_window"] is None
+    return {**hf, "sliding_window_pattern": 0} if windowless else dict(hf)
+
+
+def weight_map(config: Exaone4Config) -> WeightMap:
+    """EXAONE 4's parameters over the tensors of a Hugging Face checkpoint."""
+    return decoder_map(
+        config,
+        norms=["self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "post_feedforward_layernorm"],
+    )
+
+
+add_family(
+    LigerExaone4,
+    CheckpointFormat(model_type="exaone4", hf_class="Exaone4ForCausalLM", weight_map=weight_map, from_json=from_json),
+)

@@ -1,0 +1,449 @@
+"""Gemma 3 with images (4B, 12B, 27B), MedGemma: model_type ``gemma3``.
+
+The language model is that of ``gemma3_text``, except that the tokens of an image attend to each other in both
+directions. The vision tower is SigLIP's: images of one size, learned positions, pre-norm blocks with LayerNorm and
+biases, no rotation. Its output is averaged over squares of patches, normalised and projected.
+
+Source: https://arxiv.org/abs/2503.19786, https://arxiv.org/abs/2303.15343, transformers ``models/gemma3``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from liger_models.arch.gemma3.processor import Gemma3Processor
+from liger_models.arch.registry import add_family
+from liger_models.base.vision_language import VisionLanguageModel, check_tensors
+from liger_models.convert.config_map import flat_rope
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map, qkv_rows
+from liger_models.kernels.checks import check
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerQKNormAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values
+from liger_models.layers.decoder import CausalLMOutput
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.linear import local
+from liger_models.layers.lm_head import LigerLMHead
+from liger_models.layers.mlp import ACTIVATIONS, GatedMLP, LigerMLP
+from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
+from liger_models.layers.patches import count_torn
+from liger_models.layers.rope import RotaryEmbedding
+from liger_models.layers.vision import VisionBlock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3VisionConfig:
+    """Sizes of the vision tower.
+
+    Raises:
+        ValueError: the width does not divide into heads, the image does not divide into patches, or the tower does not
+            have the activation.
+    """
+
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_channels: int = 3
+    image_size: int = 224
+    patch_size: int = 16
+    hidden_act: str = "gelu_pytorch_tanh"
+    layer_norm_eps: float = 1e-6
+    attention_dropout: float = 0.0
+    vision_use_head: bool = False
+
+    def __post_init__(self) -> None:
+        check(
+            self.hidden_size % self.num_attention_heads == 0,
+            f"Gemma3VisionConfig: hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
+            f"({self.num_attention_heads}). Check config.json.",
+        )
+        check(
+            not self.vision_use_head,
+            "Gemma3VisionConfig: vision_use_head must be False, got True. The tower has no head, nor has any release.",
+        )
+        check(
+            self.image_size % self.patch_size == 0,
+            f"Gemma3VisionConfig: image_size ({self.image_size}) must be a multiple of patch_size ({self.patch_size}). "
+            "Check config.json.",
+        )
+        check(
+            self.hidden_act in ("quick_gelu", "gelu", "gelu_pytorch_tanh") and self.attention_dropout == 0.0,
+            f"Gemma3VisionConfig: hidden_act must be 'quick_gelu', 'gelu' or 'gelu_pytorch_tanh' and attention_dropout "
+            f"0, got {self.hidden_act!r} and {self.attention_dropout}. Nothing else is implemented.",
+        )
+
+    @property
+    def patches_per_side(self) -> int:
+        """Number of rows, and of columns, of patches."""
+        return self.image_size // self.patch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Config(RMSNormDecoderConfig):
+    """Sizes and constants of a Gemma 3 model; those of the vision tower are in ``vision_config``.
+
+    ``rope_theta`` and ``rope_scaling`` apply to the layers without a window. ``layer_types``, if given, overrides
+    ``sliding_window_pattern``.
+    """
+
+    activations = ("gelu_pytorch_tanh",)
+
+    vocab_size: int = 262208
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 26
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = 256
+    hidden_act: str = "gelu_pytorch_tanh"
+    max_position_embeddings: int = 131072
+    rope_theta: float = 1_000_000.0
+    rope_local_base_freq: float = 10000.0
+    attention_bias: bool = False
+    query_pre_attn_scalar: int = 256
+    sliding_window: int | None = 4096
+    sliding_window_pattern: int = 6
+    layer_types: list[str] | None = None
+    final_logit_softcapping: float | None = None
+    use_bidirectional_attention: bool | None = False
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = 2
+    eos_token_id: int | list[int] | None = 1
+    pad_token_id: int | None = 0
+    image_token_index: int = 262144
+    boi_token_index: int = 255999
+    eoi_token_index: int = 256000
+    mm_tokens_per_image: int = 256
+    vision_config: Gemma3VisionConfig = field(default_factory=Gemma3VisionConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        side, patches = self.tokens_per_side, self.vision_config.patches_per_side
+        check(
+            side**2 == self.mm_tokens_per_image and side > 0 and patches % side == 0,
+            f"Gemma3Config: mm_tokens_per_image ({self.mm_tokens_per_image}) must be the square of a number that "
+            f"divides the number of rows of patches ({patches}). Check config.json.",
+        )
+        check_layer_types("Gemma3Config", self.layer_types, self.num_hidden_layers)
+        check_values(self, use_bidirectional_attention=(None, False))
+
+    @property
+    def tokens_per_side(self) -> int:
+        """Number of rows, and of columns, of image tokens."""
+        return int(self.mm_tokens_per_image**0.5)
+
+    def layer_type(self, layer: int) -> str:
+        """The type of a layer, "sliding_attention" or "full_attention"; also the name of its rotary embedding."""
+        if self.layer_types is not None:
+            return self.layer_types[layer]
+        return "sliding_attention" if (layer + 1) % self.sliding_window_pattern else "full_attention"
+
+
+class Gemma3Tower(nn.Module):
+    """The vision tower: images to image tokens.
+
+    Args:
+        config: sizes of the language model and the tower.
+        norm: returns a Gemma norm for a width.
+        kernels: which parts run on fused kernels.
+    """
+
+    def __init__(self, config: Gemma3Config, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
+        super().__init__()
+        vision = config.vision_config
+        self.patch, self.side, C = vision.patch_size, config.tokens_per_side, vision.hidden_size
+        layer_norm = partial(LigerLayerNorm, C, vision.layer_norm_eps, kernel=kernels.layer_norm)
+        self.patch_embed = nn.Linear(vision.num_channels * vision.patch_size**2, C)
+        self.pos_embed = nn.Embedding(vision.patches_per_side**2, C)
+        self.blocks = nn.ModuleList(
+            VisionBlock(
+                C, vision.num_attention_heads, layer_norm,
+                LigerMLP(C, vision.intermediate_size, act=ACTIVATIONS[vision.hidden_act], kernel=kernels.swiglu),
+                kernels, rotary=None,
+            )
+            for _ in range(vision.num_hidden_layers)
+        )  # fmt: skip
+        self.post_layernorm = layer_norm()
+        self.soft_emb_norm = norm(C, eps=vision.layer_norm_eps)
+        self.projection = nn.Linear(C, config.hidden_size, bias=False)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Pixels [n, channels, image_size, image_size] -> image tokens [n · tokens, C]."""
+        patches = rearrange(pixels, "n c (h y) (w x) -> n (h w) (c y x)", y=self.patch, x=self.patch)
+        embedded = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
+        x, residual = None, embedded + local(self.pos_embed.weight)
+        layout = BatchLayout.bidirectional(torch.arange(residual.shape[1], device=residual.device)[None], {}, None)
+        for block in self.blocks:
+            x, residual = block(x, residual, layout)
+        seen = self.post_layernorm.add(x, residual)[0]
+        side = int(seen.shape[1] ** 0.5)
+        squares = rearrange(
+            seen, "n (h y w x) c -> n (h w) (y x) c", h=self.side, w=self.side, y=side // self.side, x=side // self.side
+        )
+        tokens: Tensor = self.projection(self.soft_emb_norm(squares.mean(2)))
+        return tokens.flatten(0, 1)
+
+
+class Gemma3Block(nn.Module):
+    """``h += norm(attention(norm(h))); h += norm(mlp(norm(h)))``; each addition is fused with the next norm."""
+
+    def __init__(self, config: Gemma3Config, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
+        super().__init__()
+        layer_type = config.layer_type(layer)
+        self.input_layernorm = norm(config.hidden_size)
+        self.self_attn = LigerQKNormAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_size,
+            layer=layer,
+            norm=norm,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            scale=config.query_pre_attn_scalar**-0.5,
+            window=config.sliding_window if layer_type == "sliding_attention" else None,
+            dropout=config.attention_dropout,
+            rotary=layer_type,
+            rope_kernel=kernels.rope,
+        )
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.pre_feedforward_layernorm = norm(config.hidden_size)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, act="gelu_tanh", kernel=kernels.swiglu)
+        self.post_feedforward_layernorm = norm(config.hidden_size)
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        x = self.post_attention_layernorm(x)
+        x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
+        return self.post_feedforward_layernorm(x), residual
+
+
+class LigerGemma3(VisionLanguageModel):
+    """Gemma 3 with images and its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = Gemma3Config
+    processor_class = Gemma3Processor
+    prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "token_type_ids")
+
+    def __init__(self, config: Gemma3Config, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        norm = partial(
+            LigerRMSNorm, eps=config.rms_norm_eps, offset=1.0, casting_mode="gemma", init_fn="zeros",
+            kernel=self.kernels.rms_norm,
+        )  # fmt: skip
+        self.visual = Gemma3Tower(config, norm, self.kernels)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, scale=config.hidden_size**0.5)
+        self.layers = nn.ModuleList(Gemma3Block(config, i, norm, self.kernels) for i in range(config.num_hidden_layers))
+        self.norm = norm(config.hidden_size)
+        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+        full = RotaryEmbedding(config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
+        sliding = RotaryEmbedding(config.head_size, config.rope_local_base_freq)
+        self.rotary = nn.ModuleDict({"full_attention": full, "sliding_attention": sliding})
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: DecodeCache | None = None,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """Compute logits, or the loss if ``labels`` are given, of text with or without images.
+
+        Args:
+            input_ids: [B, T] int64, with one placeholder per image token.
+            pixel_values: [images, channels, height, width], in the order of the text.
+            token_type_ids: ignored; accepted because the processor of transformers returns it.
+            position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`; images
+                need ``input_ids``.
+
+        Returns:
+            `CausalLMOutput`.
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of image tokens; otherwise as
+                `Decoder.forward`.
+        """
+        if input_ids is None or inputs_embeds is not None:
+            check(pixel_values is None, "forward: pixels need input_ids, which say where the images are.")
+            return super().forward(
+                input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids, attention_mask=attention_mask,
+                cu_seqlens=cu_seqlens, cache=cache, **options,
+            )  # fmt: skip
+        check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+        check_tensors(pixel_values=pixel_values)
+        vision, per_image = self.config.vision_config, self.config.mm_tokens_per_image
+        size = (vision.num_channels, vision.image_size, vision.image_size)
+        check(
+            pixel_values is None or (pixel_values.dim() == 4 and tuple(pixel_values.shape[1:]) == size),
+            f"forward: pixel_values must be [images, {', '.join(map(str, size))}], "
+            f"got {None if pixel_values is None else list(pixel_values.shape)}.",
+        )
+        here = input_ids == self.config.image_token_index
+        decoding = cache is not None and cache.length > 0 and pixel_values is None
+        if not decoding and not torch.compiler.is_compiling():
+            images = 0 if pixel_values is None else len(pixel_values)
+            sizes = input_ids.new_full((images,), per_image)
+            found, torn = torch.stack([here.sum(), count_torn(here, sizes, sizes, cu_seqlens)]).tolist()
+            check(
+                found == 0 or pixel_values is not None,
+                f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
+                "processor returns.",
+            )
+            check(
+                found == images * per_image,
+                f"forward: input_ids must have one image placeholder for each of the {images * per_image} image tokens "
+                f"({images} images), got {found}. Expand them as the processor does; was the text truncated?",
+            )
+            check(
+                torn == 0,
+                f"forward: the {per_image} placeholders of each image must be contiguous in input_ids and in one "
+                f"document, got {torn} apart from the one before. Expand them as the processor does.",
+            )
+        embeds = self.embed_tokens(input_ids.masked_fill(here, 0))  # the id may exceed the vocabulary
+        if pixel_values is None and self.tower_is_sharded and not decoding:
+            unused = self.visual(embeds.new_zeros(1, *size))
+            embeds = embeds + 0 * unused.sum().to(embeds.dtype)
+        visible_until = None
+        if pixel_values is not None:
+            embeds = embeds.masked_scatter(here[..., None], self.visual(pixel_values).to(embeds.dtype))
+            visible_until = ends_of_runs(here)
+        layout = self.layout(
+            (embeds.shape[0], embeds.shape[1]), embeds, position_ids=position_ids, attention_mask=attention_mask,
+            cu_seqlens=cu_seqlens, cache=cache, visible_until=visible_until,
+        )  # fmt: skip
+        return self.run(embeds, layout, **options)
+
+
+def ends_of_runs(inside: Tensor) -> Tensor:
+    """For each True of ``inside`` [B, T], the index of the last True of its run; elsewhere its own index. int64."""
+    T = inside.shape[1]
+    place = torch.arange(T, device=inside.device).expand_as(inside)
+    last = inside & ~torch.nn.functional.pad(inside, (0, 1))[:, 1:]
+    ends = torch.where(last, place, T).flip(1).cummin(1).values.flip(1)
+    return torch.where(inside, ends, place)
+
+
+IGNORED_KEYS = (
+    "cache_implementation",  # a generation setting
+    "_sliding_window_pattern",  # redundant: layer_types was computed from it
+    "attn_logit_softcapping",  # Gemma 2's; transformers does not read it here
+    "final_logit_softcapping",  # transformers does not read it in the model with images
+)
+TOP = (
+    "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image", "vision_config",
+    "tie_word_embeddings", "eos_token_id", "initializer_range",
+)  # fmt: skip
+"""Keys of config.json that do not belong to the language model."""
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Moves the keys of ``text_config`` to the top, and renames ``hidden_activation`` to ``hidden_act``."""
+    text = flat_rope(hf.get("text_config") or {})
+    text["hidden_act"] = text.pop("hidden_activation", None)
+    top = {key: value for key, value in hf.items() if key != "text_config"}
+    return text | top
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `from_json`: moves the keys of the language model back into ``text_config``."""
+    text = {"hidden_activation" if key == "hidden_act" else key: value for key, value in keys.items() if key not in TOP}
+    return {key: keys[key] for key in TOP if key in keys} | {"text_config": text}
+
+
+def weight_map(config: Gemma3Config) -> WeightMap:
+    """Maps the parameters of Gemma 3 to the tensors of a Hugging Face checkpoint."""
+    return _map(config, "language_model.model", "vision_tower.vision_model", "", "language_model.lm_head.weight")
+
+
+def other_maps(config: Gemma3Config) -> list[WeightMap]:
+    """The layouts of new models of transformers 5, of its modules in memory, and of transformers 4.52 to 4.57."""
+    return [
+        _map(config, "language_model.model", "vision_tower", "", "language_model.lm_head.weight"),
+        _map(config, "model.language_model", "model.vision_tower", "model.", "lm_head.weight"),
+        _map(config, "model.language_model", "model.vision_tower.vision_model", "model.", "lm_head.weight"),
+    ]
+
+
+def _map(config: Gemma3Config, text: str, visual: str, projector: str, head: str) -> WeightMap:
+    vision, block = config.vision_config, f"{visual}.encoder.layers.{{b}}"
+    kinds, heads = ("weight", "bias"), vision.num_attention_heads
+    attention = {
+        f"visual.blocks.{{b}}.attn.qkv_proj.{k}": qkv_rows(
+            *(f"{block}.self_attn.{part}_proj.{k}" for part in "qkv"),
+            heads=heads,
+            kv_heads=heads,
+            head_dim=vision.hidden_size // heads,
+        )
+        for k in kinds
+    }
+    return decoder_map(
+        config,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        norms=(
+            "input_layernorm",
+            "self_attn.q_norm",
+            "self_attn.k_norm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        prefix=text,
+        head=head,
+        also={
+            "visual.patch_embed.weight": Rearrange(
+                "c p y x -> c (p y x)",
+                f"{visual}.embeddings.patch_embedding.weight",
+                p=vision.num_channels,
+                y=vision.patch_size,
+            ),
+            "visual.patch_embed.bias": f"{visual}.embeddings.patch_embedding.bias",
+            "visual.pos_embed.weight": f"{visual}.embeddings.position_embedding.weight",
+            **attention,
+            **{f"visual.blocks.{{b}}.norm{n}.{k}": f"{block}.layer_norm{n}.{k}" for n in (1, 2) for k in kinds},
+            **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.self_attn.out_proj.{k}" for k in kinds},
+            **{f"visual.blocks.{{b}}.mlp.{fc}.{k}": f"{block}.mlp.{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
+            **{f"visual.post_layernorm.{k}": f"{visual}.post_layernorm.{k}" for k in kinds},
+            "visual.soft_emb_norm.weight": f"{projector}multi_modal_projector.mm_soft_emb_norm.weight",
+            "visual.projection.weight": Rearrange(
+                "i o -> o i", f"{projector}multi_modal_projector.mm_input_projection_weight"
+            ),
+        },
+        over={"b": range(vision.num_hidden_layers)},
+    )
+
+
+add_family(
+    LigerGemma3,
+    CheckpointFormat(
+        model_type="gemma3",
+        hf_class="Gemma3ForConditionalGeneration",
+        weight_map=weight_map,
+        other_maps=other_maps,
+        from_json=from_json,
+        to_json=to_json,
+        ignored_keys=IGNORED_KEYS,
+    ),
+)

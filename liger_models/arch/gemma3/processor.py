@@ -1,0 +1,163 @@
+"""The processor of Gemma 3: text and images to model inputs.
+
+Source: transformers ``image_processing_pil_gemma3.py``, ``processing_gemma3.py``.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from liger_models.base.causal_lm import CausalLM
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    one_list,
+    read_image,
+    settings_of,
+    to_tensor,
+)
+from liger_models.base.processor import Processor
+from liger_models.kernels.checks import check
+from liger_models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from liger_models.base.images import Source
+
+BILINEAR = 2
+
+
+def pan_and_scan(image: "Image", least: int, most: int, ratio: float) -> "list[Image]":
+    """Crop an elongated image into pieces, from left to right or from top to bottom.
+
+    Args:
+        image: the image.
+        least: minimum width and height of a piece, in pixels.
+        most: maximum number of pieces.
+        ratio: ratio of the longer to the shorter side from which on an image is cropped.
+
+    Returns:
+        The pieces; empty if the image is not elongated or the pieces would be too small.
+    """
+    width, height = image.size
+    longer, shorter = max(width, height), min(width, height)
+    if longer / shorter < ratio:
+        return []
+    pieces = min(math.floor(longer / least), math.floor(longer / shorter + 0.5))
+    pieces = min(most, max(2, pieces))
+    size = math.ceil(longer / pieces)
+    if min(size, shorter) < least:
+        return []
+    starts = [size * i for i in range(pieces)]
+    if width >= height:
+        return [image.crop((start, 0, min(start + size, width), height)) for start in starts]
+    return [image.crop((0, start, width, min(start + size, height))) for start in starts]
+
+
+class Gemma3Images:
+    """Resizes images to one size, whatever their shape; with ``do_pan_and_scan`` also crops of elongated images.
+
+    Args:
+        settings: the content of preprocessor_config.json.
+        image_size: height and width that the model takes, in pixels.
+
+    Raises:
+        ValueError: the settings ask for something that is not implemented.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], image_size: int) -> None:
+        side = {"height": image_size, "width": image_size}
+        check_settings(settings, do_resize=True, do_convert_rgb=True, resample=BILINEAR, size=side)
+        self.size = image_size, image_size
+        self.scans = bool(settings.get("do_pan_and_scan"))
+        self.least = settings.get("pan_and_scan_min_crop_size") or 256
+        self.most = settings.get("pan_and_scan_max_num_crops") or 4
+        self.ratio = settings.get("pan_and_scan_min_ratio_to_activate") or 1.2
+        self.normalize = Normalize(settings, [0.5] * 3, [0.5] * 3)
+
+    def __call__(self, source: "Source") -> Tensor:
+        """The image followed by its crops: [1 + crops, 3, image_size, image_size] fp32."""
+        image = read_image(source)
+        pieces = pan_and_scan(image, self.least, self.most, self.ratio) if self.scans else []
+        return self.normalize(torch.stack([to_tensor(each, self.size, BILINEAR) for each in (image, *pieces)]))
+
+
+class Gemma3Processor(Processor):
+    """Turns texts with placeholders, and images, into the inputs of ``forward`` and ``generate``.
+
+    Args:
+        tokenizer: tokenizer of the checkpoint.
+        images: makes the pixels; set ``images.scans`` for pan and scan.
+        begin, image, end: the tokens before, of and after an image. In a text, ``begin`` is the placeholder.
+        tokens: number of tokens per image.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, images: Gemma3Images, *, begin: str, image: str, end: str, tokens: int
+    ) -> None:
+        super().__init__(tokenizer)
+        self.images, self.begin = images, begin
+        self.expanded = f"\n\n{begin}{image * tokens}{end}\n\n"
+
+    @classmethod
+    def of(cls, model: CausalLM) -> "Gemma3Processor":
+        """The processor of a model, by the settings in its checkpoint.
+
+        Raises:
+            ValueError: the checkpoint has no tokenizer, no settings, a tokenizer without the placeholders, or settings
+                that are not implemented.
+        """
+        config = model.config
+        settings = settings_of(model.assets, "image_processor")
+        ids = config.boi_token_index, config.image_token_index, config.eoi_token_index
+        begin, image, end = (model.tokenizer.backend.id_to_token(token) or "" for token in ids)
+        check(
+            "" not in (begin, image, end),
+            f"Gemma3Processor: the tokenizer must have the image token ids {', '.join(map(str, ids))}, got "
+            f"{len(model.tokenizer)} tokens. Use the tokenizer of the checkpoint.",
+        )
+        check_given(settings)
+        images = Gemma3Images(settings, config.vision_config.image_size)
+        return cls(model.tokenizer, images, begin=begin, image=image, end=end, tokens=config.mm_tokens_per_image)
+
+    def __call__(
+        self, texts: Sequence[str], *, images: "Sequence[Source]" = (), padding_side: str = "left", bos: bool = True
+    ) -> dict[str, Any]:
+        """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
+
+        Args:
+            texts: one or several, with one placeholder per image, as the chat template writes them.
+            images: PIL images, paths or bytes; in one list, or in a list for each text.
+            padding_side: "left" (generation) or "right" (training).
+            bos: add the tokenizer's special tokens. False if a chat template has already written them.
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` [B, T]; with images ``pixel_values`` [n, 3, image_size, image_size].
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of images.
+        """
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        pixels = [self.images(image) for image in one_list("Gemma3Processor", self.begin, texts, images)]
+        written = iter([self._written(len(each) - 1) for each in pixels])
+        whole = []
+        for text in texts:
+            first, *rest = text.split(self.begin)
+            whole.append(first + "".join(next(written) + part for part in rest))
+        out: dict[str, Any] = {**self.tokenizer(whole, padding_side=padding_side, add_special_tokens=bos)}
+        return out | ({"pixel_values": torch.cat(pixels)} if pixels else {})
+
+    def _written(self, pieces: int) -> str:
+        if not pieces:
+            return self.expanded
+        crops = " ".join([self.expanded] * pieces)
+        return f"Here is the original image {self.expanded} and here are some crops to help you see better {crops}"
+
+    def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
+        """As `Processor.media`, without special tokens: the chat template has already written them."""
+        return super().media(parts) | {"bos": False}

@@ -1,0 +1,226 @@
+"""Cross-attention from the tokens of a text to its images."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.collectives import Group, copy_to_region, to_heads, to_tokens
+from liger_models.layers.attention import attention, check_heads
+from liger_models.layers.batch import BatchLayout, number_documents
+from liger_models.layers.groups import ParallelGroups
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from liger_models.layers.masks import parts_mask, takes_segments
+from liger_models.layers.norm import LigerRMSNorm, add_norm_linear
+from liger_models.memory.recompute import draws, recomputes
+
+IMAGES_SEEN = "images_seen"
+"""Key in the decode cache: [B, 2, tiles] bool, the tiles that the last token attends to, and those of its document."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageStates:
+    """The image tokens that cross-attention attends to, and which text token attends to which tile.
+
+    If ranks share the tokens between the layers, ``reached`` and ``sees`` hold this rank's share.
+
+    Attributes:
+        tokens: [B, S, C], the image tokens of each row, concatenated; None once their keys and values are cached.
+        layout: holds the mask.
+        reached: [B, T, 1] bool, whether the token's document has any images.
+        sees: [B, T, 1] bool, whether there is an image at or before the token.
+    """
+
+    tokens: Tensor | None
+    layout: BatchLayout
+    reached: Tensor
+    sees: Tensor
+
+    @classmethod
+    def build(
+        cls,
+        tokens: Tensor | None,
+        seen: Tensor,
+        own: Tensor,
+        per_tile: int,
+        cache: DecodeCache | None,
+        groups: ParallelGroups,
+    ) -> "ImageStates":
+        """Build the states from which token attends to which tile.
+
+        If ``seen`` has no image for a token, but its document has some, the token attends to all of those, as in
+        transformers.
+
+        Args:
+            tokens: [B, S, C], S = tiles · ``per_tile``; None if their keys and values are cached.
+            seen: [B, T, tiles] bool, which tiles each token attends to.
+            own: [B, 1 or T, tiles] bool, which tiles belong to images of its document.
+            per_tile: number of tokens of a tile.
+            cache: the decode cache, if any.
+            groups: the process groups of the model.
+        """
+        sees, reached = seen.any(-1, keepdim=True), own.any(-1, keepdim=True).expand(-1, seen.shape[1], -1)
+        # Tokens of documents without images attend to anything: softmax needs a key, and the result is dropped.
+        visible = torch.where(sees, seen, own | ~reached)
+        part = torch.arange(seen.shape[2], device=seen.device).repeat_interleave(per_tile)
+        single = cache is not None and seen.shape[1] == 1
+        segments = tokens is not None and takes_segments(seen.device, tokens.dtype)
+        mask = parts_mask(visible, part, dense=single, segments=segments)
+        places = torch.arange(seen.shape[1], device=seen.device)[None]
+        if groups.tensor is not None and tokens is not None:
+            # Once for all layers, so that their gradients are all-reduced together.
+            tokens = copy_to_region(tokens, replace(groups.tensor, sequence_parallel=False))
+        layout = BatchLayout(places, {}, cache=cache, masks={None: mask}, causal=False)
+        return cls(tokens, layout, groups.token_share(reached), groups.token_share(sees))
+
+
+@dataclass(frozen=True, eq=False)
+class CrossLayout(BatchLayout):
+    """The layout of text with images; ``images`` is None for text alone, which skips cross-attention."""
+
+    images: ImageStates | None = None
+
+
+def tiles_seen(here: Tensor, images: Tensor, tiles: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The tiles that each token attends to: those of the last image before it, and of images directly before that.
+
+    Args:
+        here: [B, T] bool, the placeholders, one for each image.
+        images: [B, M] bool, which of the M entries of a row hold an image.
+        tiles: [B, M, tiles] bool, which tiles of an image are in use.
+        cu_seqlens: [n + 1], boundaries of packed documents; None for none.
+
+    Returns:
+        [B, T, M · tiles] bool, the tiles that a token attends to; [B, 1 or T, M · tiles] bool, all tiles, used or not,
+        of the images of its document.
+    """
+    B, T = here.shape
+    document = torch.zeros_like(here, dtype=torch.int64)
+    if cu_seqlens is not None:
+        document = number_documents(cu_seqlens, B, T, here.device)[0]
+    before = torch.nn.functional.pad(here[:, :-1], (1, 0))
+    begins = torch.nn.functional.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
+    run = ((here & ~before) | begins).cumsum(1)
+    count = here.cumsum(1)
+    order = images.cumsum(1)
+    place = torch.searchsorted(count, order).clamp(max=T - 1)  # [B, M], index of each image's placeholder
+    seen = (run[:, :, None] == run.gather(1, place)[:, None]) & (count[:, :, None] >= order[:, None]) & images[:, None]
+    own = images[:, None]
+    if cu_seqlens is not None:
+        own = own & (document[:, :, None] == document.gather(1, place)[:, None])
+    return (seen[..., None] & tiles[:, None]).flatten(2), own[..., None].expand(-1, -1, -1, tiles.shape[2]).flatten(2)
+
+
+class LigerCrossAttention(Layer):
+    """Grouped-query cross-attention from text to images, with norms of queries and keys and without rotation.
+
+    Args:
+        hidden_size: C.
+        num_heads, num_kv_heads: H and G; H is a multiple of G.
+        head_dim: D.
+        layer: index of the layer, its slot in the decode cache.
+        norm: returns a `LigerRMSNorm` for a width.
+        dropout: probability of dropping an attention weight in training.
+
+    Raises:
+        ValueError: H is not a multiple of G.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        layer: int,
+        norm: Callable[[int], LigerRMSNorm],
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        check(
+            num_heads % num_kv_heads == 0,
+            f"LigerCrossAttention: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).",
+        )
+        self.head_dim, self.layer, self.dropout = head_dim, layer, dropout
+        self.recompute = False
+        """Save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.q_norm, self.k_norm = norm(head_dim), norm(head_dim)
+
+    def set_policy(self, policy: str) -> None:
+        """Recompute under "full"."""
+        self.recompute = policy == "full"
+
+    def shard(self, ranks: Group) -> dict[str, int]:
+        """Keep 1 / R of the KV heads and the query heads that share them; see `liger_models.parallel.apply_tp`.
+
+        Raises:
+            ValueError: the number of KV heads is not a multiple of the number of ranks.
+        """
+        check_heads("LigerCrossAttention", self.k_proj.out_features // self.head_dim, ranks)
+        self.q_norm.ranks = self.k_norm.ranks = ranks
+        self.q_proj = ColumnParallelLinear.of(self.q_proj, ranks)
+        self.k_proj, self.v_proj = (ColumnParallelLinear.of(each, None) for each in (self.k_proj, self.v_proj))
+        self.o_proj = RowParallelLinear.of(self.o_proj, ranks)
+        return {"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1}
+
+    def shard_tokens(self, ranks: Group) -> None:
+        """Take T / R tokens per rank; inside attention each rank has all T tokens and 1 / R of the heads.
+
+        Raises:
+            ValueError: the number of KV heads is not a multiple of the number of ranks.
+        """
+        check_heads("LigerCrossAttention", self.k_proj.out_features // self.head_dim, ranks)
+        self.groups = replace(self.groups, context=ranks)
+
+    def add_norm(
+        self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
+    ) -> tuple[Tensor, Tensor]:
+        """``residual = residual + x; attention(norm(residual), images)``: ``(y, residual)``, each [B, T, C]."""
+        if recomputes(self):
+            y, residual = checkpoint(
+                self._add_norm, norm, x, residual, images,
+                use_reentrant=False, preserve_rng_state=draws(self, self.dropout),
+            )  # fmt: skip
+            return y, residual
+        return self._add_norm(norm, x, residual, images)
+
+    def _add_norm(
+        self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
+    ) -> tuple[Tensor, Tensor]:
+        q, residual = add_norm_linear(norm, self.q_proj, x, residual)
+        k, v = self._keys_values(images)
+        ranks = self.groups.context
+        if ranks is not None:
+            q, k, v = to_heads(q, ranks), *(heads[:, :, ranks.local_slice(heads.shape[2])] for heads in (k, v))
+        out = attention(
+            self.q_norm(self._heads(q)), k, v, images.layout, scale=self.head_dim**-0.5,
+            dropout=self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        out = out.flatten(2)  # [B, T, H · D]
+        y: Tensor = self.o_proj(out if ranks is None else to_tokens(out, ranks))
+        return y, residual
+
+    def _keys_values(self, images: ImageStates) -> tuple[Tensor, Tensor]:
+        cache = images.layout.cache
+        if images.tokens is None:
+            assert cache is not None
+            return cache.extra["image_keys", self.layer], cache.extra["image_values", self.layer]
+        k = self.k_norm(self._heads(self.k_proj(images.tokens)))
+        v = self._heads(self.v_proj(images.tokens))
+        if cache is not None:
+            cache.extra["image_keys", self.layer], cache.extra["image_values", self.layer] = k, v
+        return k, v
+
+    def _heads(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        return x.view(B, T, -1, self.head_dim)

@@ -1,0 +1,181 @@
+"""The processor of Llama 3.2 Vision: text and images to model inputs.
+
+Source: transformers ``image_processing_pil_mllama.py``, ``processing_mllama.py``.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from liger_models.base.causal_lm import CausalLM
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    one_list,
+    read_image,
+    settings_of,
+    to_tensor,
+)
+from liger_models.base.processor import Processor
+from liger_models.kernels.checks import check
+from liger_models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from liger_models.base.images import Source
+
+BILINEAR = 2
+
+
+def choose_tiles(height: int, width: int, ratios: Sequence[Sequence[int]], side: int) -> int:
+    """Choose the arrangement of tiles for an image.
+
+    It is the one that enlarges the image least; if all shrink it, the one that shrinks it least. Of equally good ones
+    it is the one with the fewest tiles.
+
+    Args:
+        height, width: size of the image in pixels.
+        ratios: rows and columns of tiles of each arrangement.
+        side: side of a tile in pixels.
+
+    Returns:
+        Index into ``ratios``.
+    """
+    scales = [min(rows * side / height, columns * side / width) for rows, columns in ratios]
+    enlarged = [scale for scale in scales if scale >= 1]
+    best = min(enlarged) if enlarged else max(scales)
+    return min((i for i, scale in enumerate(scales) if scale == best), key=lambda i: math.prod(ratios[i]))
+
+
+def fit(height: int, width: int, rows: int, columns: int, side: int) -> tuple[int, int]:
+    """Height and width of an image resized to fit into rows and columns of tiles, keeping its aspect ratio.
+
+    An image smaller than the tiles is enlarged only to the size of one tile.
+    """
+    high, wide = (min(max(size, side), tiles * side) for size, tiles in ((height, rows), (width, columns)))
+    if wide / width < high / height:
+        return min(math.floor(height * (wide / width)) or 1, high), wide
+    return high, min(math.floor(width * (high / height)) or 1, wide)
+
+
+class MllamaImages:
+    """Resizes images, keeping their aspect ratio, and splits them into tiles; the rest of the tiles is black.
+
+    Args:
+        settings: the content of preprocessor_config.json.
+        image_size: height and width of a tile in pixels.
+        max_tiles: maximum number of tiles per image.
+        ratios: rows and columns of tiles of each arrangement that the model supports.
+
+    Raises:
+        ValueError: the settings ask for something that is not implemented.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], image_size: int, max_tiles: int, ratios: Sequence[Sequence[int]]
+    ) -> None:
+        check_settings(
+            settings, do_resize=True, do_pad=True, do_convert_rgb=True, resample=BILINEAR, max_image_tiles=max_tiles,
+            size={"height": image_size, "width": image_size},
+        )  # fmt: skip
+        self.side, self.max_tiles, self.ratios = image_size, max_tiles, ratios
+        self.normalize = Normalize(settings, [0.5] * 3, [0.5] * 3)
+
+    def __call__(self, source: "Source") -> tuple[Tensor, int]:
+        """The tiles of an image [max_tiles, 3, image_size, image_size] fp32, and 1 + the index of its arrangement."""
+        image = read_image(source)
+        width, height = image.size
+        kind = choose_tiles(height, width, self.ratios, self.side)
+        rows, columns = self.ratios[kind]
+        size = fit(height, width, rows, columns, self.side)
+        canvas = torch.zeros(3, rows * self.side, columns * self.side, dtype=torch.uint8)
+        canvas[:, : size[0], : size[1]] = to_tensor(image, size, BILINEAR)
+        tiles = rearrange(self.normalize(canvas), "c (r h) (k w) -> (r k) c h w", r=rows, k=columns)
+        out = tiles.new_zeros(self.max_tiles, *tiles.shape[1:])
+        out[: len(tiles)] = tiles
+        return out, kind + 1
+
+
+class MllamaProcessor(Processor):
+    """Turns texts with placeholders, and images, into the inputs of ``forward`` and ``generate``.
+
+    Args:
+        tokenizer: tokenizer of the checkpoint.
+        images: makes the tiles.
+        image: the placeholder token.
+        bos: the token that begins a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, images: MllamaImages, *, image: str, bos: str) -> None:
+        super().__init__(tokenizer)
+        self.images, self.image, self.bos = images, image, bos
+
+    @classmethod
+    def of(cls, model: CausalLM) -> "MllamaProcessor":
+        """The processor of a model, by the settings in its checkpoint.
+
+        Raises:
+            ValueError: the checkpoint has no tokenizer, no settings, a tokenizer without the placeholder, or settings
+                that are not implemented.
+        """
+        config, vision = model.config, model.config.vision_config
+        settings = settings_of(model.assets, "image_processor")
+        ids = config.image_token_index, config.bos_token_id
+        image, bos = ((token is not None and model.tokenizer.backend.id_to_token(token)) or "" for token in ids)
+        check(
+            "" not in (image, bos),
+            f"MllamaProcessor: the tokenizer must have the ids {ids[0]} (image) and {ids[1]} (bos_token_id), got "
+            f"{len(model.tokenizer)} tokens. Use the tokenizer of the checkpoint.",
+        )
+        check_given(settings)
+        images = MllamaImages(settings, vision.image_size, vision.max_num_tiles, vision.supported_aspect_ratios)
+        return cls(model.tokenizer, images, image=image, bos=bos)
+
+    def __call__(
+        self, texts: Sequence[str], *, images: "Sequence[Source]" = (), padding_side: str = "left"
+    ) -> dict[str, Any]:
+        """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
+
+        If a text has no ``bos`` token, it is inserted after the placeholders that the text begins with.
+
+        Args:
+            texts: one or several, with one placeholder per image, as the chat template writes them.
+            images: PIL images, paths or bytes; in one list, or in a list for each text.
+            padding_side: "left" (generation) or "right" (training).
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` [B, T]; with images ``pixel_values`` [B, M, tiles, 3, image_size,
+            image_size], ``aspect_ratio_ids`` [B, M] and ``aspect_ratio_mask`` [B, M, tiles], where M is the largest
+            number of images in one text.
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of images.
+        """
+        texts = [self._begun(text) for text in ([texts] if isinstance(texts, str) else texts)]
+        images = one_list("MllamaProcessor", self.image, texts, images)
+        counts = [text.count(self.image) for text in texts]
+        out: dict[str, Any] = {**self.tokenizer(texts, padding_side=padding_side, add_special_tokens=False)}
+        if not images:
+            return out
+        tiles, side = self.images.max_tiles, self.images.side
+        pixels = torch.zeros(len(texts), max(counts), tiles, 3, side, side)
+        kinds = torch.zeros(len(texts), max(counts), dtype=torch.int64)
+        places = [(row, place) for row, count in enumerate(counts) for place in range(count)]
+        for image, place in zip(images, places, strict=True):
+            pixels[place], kinds[place] = self.images(image)
+        # A missing image counts as an image of one tile, as in transformers.
+        lengths = torch.tensor([1, *(math.prod(ratio) for ratio in self.images.ratios)])
+        used = (torch.arange(tiles) < lengths[kinds][..., None]).long()
+        return out | {"pixel_values": pixels, "aspect_ratio_ids": kinds, "aspect_ratio_mask": used}
+
+    def _begun(self, text: str) -> str:
+        if self.bos in text:
+            return text
+        rest = text
+        while rest.startswith(self.image):
+            rest = rest[len(self.image) :]
+        return text[: len(text) - len(rest)] + self.bos + rest

@@ -1,0 +1,146 @@
+"""The table of model classes, in which families and user-defined architectures register."""
+
+import dataclasses
+import pkgutil
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import FORMATS, CheckpointFormat
+from liger_models.convert.weight_map import WeightMap
+from liger_models.kernels.checks import check
+
+MODEL_CLASSES: dict[str, type[CausalLM]] = {}
+"""``model_type`` -> model class of each family imported so far and of each architecture given to `register`."""
+
+NOT_FAMILIES = ("auto", "registry")
+"""Modules of this package that define no family, besides those whose names begin with an underscore."""
+
+_NEEDED = ("vocab_size", "hidden_size", "initializer_range", "tie_word_embeddings")
+"""Fields that `CausalLM` reads and `save_pretrained` writes."""
+
+
+def built_in() -> list[str]:
+    """The ``model_type`` of every built-in family, sorted. It is also the name of the family's file or folder."""
+    names = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return sorted(name for name in names if name not in NOT_FAMILIES and not name.startswith("_"))
+
+
+def add_family(model_class: type[CausalLM], checkpoint: CheckpointFormat) -> None:
+    """Add a model class and its config class to the tables, with the format of their checkpoints."""
+    MODEL_CLASSES[checkpoint.model_type] = model_class
+    FORMATS[model_class] = FORMATS[model_class.config_class] = checkpoint
+
+
+def register(
+    model_type: str,
+    model_class: type[CausalLM],
+    weight_map: Callable[[Any], WeightMap] | None = None,
+    *,
+    other_maps: Callable[[Any], list[WeightMap]] | None = None,
+    from_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
+    to_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
+    hf_class: str | None = None,
+) -> None:
+    """Register an architecture of your own, so that it can be saved, and loaded by the ``model_type`` in config.json.
+
+    Call it after the class definition, in the same module. Redefining the class, for example by rerunning a notebook
+    cell, replaces the earlier one.
+
+    Args:
+        model_type: ``model_type`` in config.json; must not be in `list_archs` yet.
+        model_class: derives from `CausalLM`. Its ``config_class`` must be a dataclass of its own with fields that JSON
+            can represent; `DecoderConfig` has the usual ones.
+        weight_map: maps a config to the `WeightMap` of its checkpoints. Default: parameters are stored under their own
+            names.
+        other_maps: maps a config to the `WeightMap` of each further layout. These are read and never written.
+        from_json: renames the keys of a config.json to the fields of the config class.
+        to_json: the inverse of ``from_json``.
+        hf_class: name of the class in transformers, for ``architectures`` in config.json. Default: the name of
+            ``model_class``.
+
+    Raises:
+        ValueError: the name or the class is already registered, or models of the class could not be saved and loaded.
+    """
+    check(
+        isinstance(model_type, str) and model_type != "",
+        f"register: model_type must be a non-empty string, as in config.json, got {model_type!r}.",
+    )
+    check(
+        isinstance(model_class, type) and issubclass(model_class, CausalLM) and model_class is not CausalLM,
+        f"register: model_class must be a class that derives from liger_models.base.CausalLM, got {model_class!r}.",
+    )
+    config_class = getattr(model_class, "config_class", None)
+    check(
+        isinstance(config_class, type) and "__dataclass_fields__" in vars(config_class),
+        f"register: {model_class.__name__}.config_class must be a dataclass, got {config_class!r}. Derive it from "
+        "liger_models.layers.DecoderConfig, with @dataclass(frozen=True, kw_only=True) above it.",
+    )
+    assert config_class is not None
+    before = MODEL_CLASSES.get(model_type)
+    ours = model_type in built_in()
+    check(
+        not ours and (before is None or _path(before) == _path(model_class)),
+        f"register: model_type must be a name that is free, got {model_type!r}, which is taken by "
+        f"{'an architecture of liger_models' if ours or before is None else _path(before)}. Choose another.",
+    )
+    for cls in (model_class, config_class):
+        taken = FORMATS[cls].model_type if cls in FORMATS else None
+        check(
+            taken in (None, model_type),
+            f"register: {model_class.__name__} and its config_class must be classes of their own, got {cls.__name__}, "
+            f"registered as {taken!r}. Derive a class from it; a derived config_class is a dataclass too.",
+        )
+    _check_fields(config_class)
+    checkpoint = CheckpointFormat(
+        model_type=model_type,
+        hf_class=hf_class or model_class.__name__,
+        weight_map=weight_map or (lambda config: _own_names(model_class, config)),
+        from_json=from_json,
+        to_json=to_json,
+    )
+    if other_maps is not None:
+        checkpoint = dataclasses.replace(checkpoint, other_maps=other_maps)
+    add_family(model_class, checkpoint)
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _check_fields(config_class: type) -> None:
+    """Raise ValueError if `save_pretrained` could not write such a config, or loading could not read it back."""
+    hints = typing.get_type_hints(config_class)
+    missing = [field for field in _NEEDED if field not in hints]
+    check(
+        not missing,
+        f"register: {config_class.__name__} must have the fields {', '.join(_NEEDED)}, but lacks "
+        f"{', '.join(missing)}. Derive it from liger_models.layers.DecoderConfig.",
+    )
+    for field in dataclasses.fields(config_class):
+        check(
+            field.name == "rope_scaling" or _fits_json(hints[field.name]),
+            f"register: {config_class.__name__}.{field.name} must have a type that config.json can hold (int, float, "
+            f"str, bool, None, lists of these, or a dataclass of such fields), got {hints[field.name]}.",
+        )
+
+
+def _fits_json(hint: Any) -> bool:
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return all(_fits_json(hints[field.name]) for field in dataclasses.fields(hint))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType, list):
+        return all(not dataclasses.is_dataclass(option) and _fits_json(option) for option in typing.get_args(hint))
+    return hint in (int, float, str, bool, type(None))
+
+
+def _own_names(model_class: type[CausalLM], config: Any) -> WeightMap:
+    """The weight map of a checkpoint that stores parameters under their own names."""
+    with torch.device("meta"):
+        model = model_class(config)
+    return WeightMap({name: name for name, _ in model.named_parameters()}, over={})

@@ -1,0 +1,19 @@
+"""Base classes of the families: models, processors, and reading images."""
+
+from typing import TYPE_CHECKING
+
+from liger_models.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from liger_models.base.causal_lm import CausalLM as CausalLM
+    from liger_models.base.processor import Processor as Processor
+    from liger_models.base.vision_language import VisionLanguageModel as VisionLanguageModel
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "causal_lm": ["CausalLM"],
+            "processor": ["Processor"],
+            "vision_language": ["VisionLanguageModel"],
+        },
+    )

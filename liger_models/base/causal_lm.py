@@ -1,0 +1,267 @@
+"""The base class of all models: the decoder with loading, saving, generation and transformers' Trainer interface."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from os import PathLike
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.convert.hub import download, push
+from liger_models.convert.load import load_pretrained
+from liger_models.convert.save import save_pretrained
+from liger_models.generation.loop import generate, stream
+from liger_models.generation.options import Options
+from liger_models.generation.prompts import Prompts
+from liger_models.kernels.checks import check
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.decoder import CausalLMConfig, Decoder
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+
+class CausalLM(Decoder):
+    """A decoder that generates text, and that is loaded from and saved as Hugging Face checkpoints.
+
+    Families derive from it, set the attributes of `Decoder`, and call `post_init`.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    accepts_loss_kwargs: ClassVar[bool] = True
+    """Tells transformers' Trainer to pass ``num_items_in_batch`` to the forward."""
+    loss_type: ClassVar[str] = "ForCausalLM"
+    """Tells transformers' Trainer that the first label of a row is not a target."""
+    _keys_to_ignore_on_save: ClassVar[tuple[str, ...]] = ("lm_head.weight",)
+    """Tells transformers' Trainer to tie the weights again if a checkpoint lacks this parameter."""
+
+    def get_input_embeddings(self) -> LigerEmbedding:
+        """The embedding, under the name that transformers' Trainer uses (NEFTune)."""
+        return self.embed_tokens
+
+    def resize_token_embeddings(self, new_num_tokens: int, pad_to_multiple_of: int | None = None) -> LigerEmbedding:
+        """Resize the embedding, the head and the config's ``vocab_size`` to another number of tokens.
+
+        Existing rows do not change. New rows are the mean of the old rows, so that new tokens take little probability
+        from the others (https://nlp.stanford.edu/~johnhew/vocab-expansion.html). The weights become new parameters, so
+        create optimizers, adapters and Medusa heads, and shard the model, afterwards.
+
+        Args:
+            new_num_tokens: V, more than the largest id that will be used.
+            pad_to_multiple_of: round V up to a multiple of this.
+
+        Returns:
+            The embedding.
+
+        Raises:
+            ValueError: a number is below 1; the model is sharded or has adapters on embedding or head; or the embedding
+                has more rows than the head (placeholders of Llama 3.2 Vision).
+        """
+        for name, given in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
+            check(given is None or given > 0, f"resize_token_embeddings: {name} must be positive, got {given}.")
+        V = -(-new_num_tokens // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
+        parts: tuple[nn.Module, ...] = self.embed_tokens, self.lm_head
+        plain = all([name for name, _ in part.named_parameters()] == ["weight"] for part in parts)
+        cut = self.groups.tensor is not None or any(hasattr(part.weight, "full_tensor") for part in parts)
+        check(
+            plain and not cut,
+            "resize_token_embeddings: embedding and head must not be sharded or have adapters, got a model that "
+            f"{'is sharded' if cut else 'has adapters on them'}. Resize first.",
+        )
+        rows = [len(part.weight) for part in parts]  # type: ignore[arg-type]
+        check(
+            rows[0] == rows[1] == self.config.vocab_size,
+            f"resize_token_embeddings: embedding and head must have vocab_size ({self.config.vocab_size}) rows, got "
+            f"{rows[0]} and {rows[1]}. Ids beyond the vocabulary are placeholders.",
+        )
+        tied = self.lm_head.weight is self.embed_tokens.weight
+        for part in parts[: 1 if tied else 2]:
+            old: Tensor = part.weight  # type: ignore[assignment]
+            with torch.no_grad():
+                mean = old.mean(0, dtype=torch.promote_types(old.dtype, torch.float32)).to(old.dtype)
+                kept = old[:V]
+                weight = torch.cat([kept, mean.expand(V - len(kept), -1)])
+            part.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.embed_tokens.num_embeddings = self.lm_head.out_features = V
+        self.config = replace(self.config, vocab_size=V)
+        return self.embed_tokens
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: object = None, *, every_n_layers: int = 1, offload: bool = False
+    ) -> None:
+        """`set_checkpointing` with the name and the arguments that transformers' Trainer uses.
+
+        Args:
+            activation_checkpointing_kwargs: ignored; accepted because Trainer passes it.
+            every_n_layers: use policy "full" for every n-th block, starting with the first.
+            offload: offload the activations of all blocks to host memory.
+
+        Raises:
+            ValueError: ``every_n_layers`` is below 1.
+        """
+        check(
+            every_n_layers >= 1,
+            f'every_n_layers must be at least 1, got {every_n_layers}. set_checkpointing("none") saves everything.',
+        )
+        blocks = len(self.layers)
+        policies = ["none" if index % every_n_layers else "full" for index in range(blocks)]
+        self.set_checkpointing(policies, offload_layers=blocks if offload else 0)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: object = None, **options: Any) -> None:
+        """`activation_checkpointing_enable` under its older name."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the checkpoint. Changes to it are saved with the model.
+
+        Raises:
+            ValueError: the checkpoint had no tokenizer.
+        """
+        if "_tokenizer" not in self.__dict__:
+            self.__dict__["_tokenizer"] = Tokenizer.from_files(self.assets)
+        tokenizer: Tokenizer = self.__dict__["_tokenizer"]
+        return tokenizer
+
+    def current_assets(self) -> dict[str, bytes]:
+        """The files that are saved with the checkpoint, including changes to the tokenizer."""
+        tokenizer: Tokenizer | None = self.__dict__.get("_tokenizer")
+        return self.assets | (tokenizer.changed_files(self.assets) if tokenizer else {})
+
+    def generate(self, input_ids: Prompts, *, max_new_tokens: int, **options: "Unpack[Options]") -> Tensor:
+        """Continue the prompts; see `liger_models.generation.loop.generate`."""
+        return generate(self, input_ids, max_new_tokens=max_new_tokens, **options)
+
+    def stream(self, input_ids: Prompts, *, max_new_tokens: int, **options: "Unpack[Options]") -> Iterator[Tensor]:
+        """Continue the prompts, yielding the tokens of each step; see `liger_models.generation.loop.stream`."""
+        return stream(self, input_ids, max_new_tokens=max_new_tokens, **options)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: CausalLMConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        kernels: KernelOptions | None = None,
+    ) -> "Self":
+        """Create a model with newly initialised weights on ``device`` in ``dtype``; seed with ``torch.manual_seed``."""
+        with torch.device("meta"):
+            model = cls(config, kernels).to(dtype)
+        model.check_buffers()
+        model.to_empty(device=device)
+        model.reset_parameters()
+        return model
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: str | torch.device = "cpu",
+        kernels: KernelOptions | None = None,
+        strict: bool = False,
+        progress: bool = True,
+        shard: Callable[["Self"], object] | None = None,
+    ) -> "Self":
+        """Load a Hugging Face checkpoint from a local folder; see `liger_models.convert.load.load_pretrained`."""
+        return load_pretrained(
+            cls, folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard
+        )
+
+    @classmethod
+    def from_hub(
+        cls,
+        repo_id: str,
+        *,
+        revision: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: str | torch.device = "cpu",
+        kernels: KernelOptions | None = None,
+        strict: bool = False,
+        progress: bool = True,
+        cache_dir: str | PathLike[str] | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+        shard: Callable[["Self"], object] | None = None,
+    ) -> "Self":
+        """Download a checkpoint from the Hugging Face hub, unless it is in the local cache, and load it.
+
+        Args:
+            repo_id: name of the repository, such as "meta-llama/Llama-3.2-1B".
+            revision: branch, tag or commit.
+            dtype: dtype of the weights; None or "auto" for that of the checkpoint.
+            device: device of the weights, to which they are loaded tensor by tensor.
+            kernels: which parts run on fused kernels.
+            strict: raise an error, not a warning, for unknown keys of config.json.
+            progress: show progress bars.
+            cache_dir, token, local_files_only, force_download: as in huggingface_hub.
+            shard: function that distributes the parameters of the model before they are loaded, such as
+                `parallel.apply_fsdp`.
+        """
+        folder = download(
+            repo_id,
+            lambda hf_config: cls,
+            revision=revision,
+            cache_dir=cache_dir,
+            token=token,
+            local_files_only=local_files_only,
+            force_download=force_download,
+            strict=strict,
+            progress=progress,
+        )
+        return cls.from_pretrained(
+            folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard
+        )
+
+    def save_pretrained(
+        self, folder: str | PathLike[str], *, dtype: torch.dtype | None = None, max_shard_size: int | str = "5GB"
+    ) -> None:
+        """Write a Hugging Face checkpoint; see `liger_models.convert.save.save_pretrained`."""
+        save_pretrained(self, folder, dtype=dtype, max_shard_size=max_shard_size)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool = False,
+        commit_message: str | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> str:
+        """Upload the model to a repository of the hub, created if necessary; see `liger_models.convert.hub.push`.
+
+        Returns:
+            URL of the commit.
+
+        Raises:
+            ValueError: the model is sharded.
+        """
+        check(
+            not any(hasattr(parameter, "full_tensor") for parameter in self.parameters()),
+            "push_to_hub: the model must not be sharded. Call save_pretrained on all ranks, and upload the folder from "
+            "one of them.",
+        )
+
+        return push(
+            self,
+            repo_id,
+            private=private,
+            commit_message=commit_message,
+            token=token,
+            revision=revision,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+        )

@@ -1,0 +1,58 @@
+"""The base class of vision-language models: a decoder with a vision tower, and a processor for its inputs."""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from liger_models.base.causal_lm import CausalLM
+from liger_models.base.processor import Processor
+from liger_models.kernels.checks import check
+from liger_models.layers.decoder import check_policy
+from liger_models.layers.layer import set_policy
+
+
+class VisionLanguageModel(CausalLM):
+    """A decoder for text with images. Families set ``visual`` in addition to the attributes of `Decoder`."""
+
+    processor_class: ClassVar[type[Processor]]
+
+    def set_checkpointing(
+        self, policy: str | list[str], *, offload_layers: int = 0, vision_policy: str | None = None
+    ) -> None:
+        """Choose which activations are saved for the backward, and where; see `Decoder.set_checkpointing`.
+
+        Args:
+            policy, offload_layers: for the blocks of the language model.
+            vision_policy: policy for the blocks of the tower. Default: ``policy`` if it is one for all blocks, else
+                "none".
+        """
+        super().set_checkpointing(policy, offload_layers=offload_layers)
+        if vision_policy is None:
+            vision_policy = policy if isinstance(policy, str) else "none"
+        check_policy("vision_policy", vision_policy)
+        set_policy(self.visual, vision_policy)
+
+    @property
+    def tower_is_sharded(self) -> bool:
+        """Whether the tower is sharded by FSDP, so that all ranks must gather its weights together."""
+        return hasattr(self.visual.blocks[0], "reshard")
+
+    @property
+    def processor(self) -> Any:
+        """The processor, which turns texts and images into model inputs by the settings in the checkpoint.
+
+        Raises:
+            ValueError: the checkpoint has no tokenizer or no settings, or they do not fit the model.
+        """
+        if "_processor" not in self.__dict__:
+            self.__dict__["_processor"] = self.processor_class.of(self)
+        return self.__dict__["_processor"]
+
+
+def check_tensors(**given: object) -> None:
+    """Raise ValueError unless each argument is a tensor or None."""
+    for name, value in given.items():
+        check(
+            value is None or isinstance(value, Tensor),
+            f"forward: {name} must be a tensor, got {type(value).__name__}. Pass return_tensors='pt' to a processor.",
+        )

@@ -1,0 +1,168 @@
+"""The files of a Hugging Face checkpoint: their names, config.json, and the headers of safetensors files."""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from liger_models.text.json_files import parse_json
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARDS = "model-*-of-*.safetensors"
+ASSETS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Other files of a checkpoint, which are loaded and saved unchanged."""
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Stored(NamedTuple):
+    """A tensor in a safetensors file, as described by the header of the file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def read_json_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json.
+
+    Raises:
+        FileNotFoundError: the folder does not exist, or has no config.json.
+        ValueError: the file is not a JSON object.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder}: must be a folder with {CONFIG} and safetensors, got "
+            f"{'a file' if folder.exists() else 'nothing there'}. For a name on the Hugging Face Hub use from_hub."
+        )
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(
+            f"{folder}: must hold {CONFIG}, got {list_files(folder)}. Pass the folder of a Hugging Face checkpoint."
+        )
+    return read_json(folder / CONFIG)
+
+
+def read_model_type(hf_config: Mapping[str, Any]) -> str:
+    """The ``model_type`` in a config.json.
+
+    Raises:
+        ValueError: there is none.
+    """
+    model_type = hf_config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(
+            f"config.json: must have model_type, which selects the class, got {model_type!r}. Add it, or load with the "
+            "model class itself."
+        )
+    return model_type
+
+
+def read_headers(folder: Path) -> dict[str, Stored]:
+    """The tensors in the safetensors files of a folder, by name. Reads only the headers of the files.
+
+    Raises:
+        FileNotFoundError: there are no safetensors files, or not all that the index names.
+        ValueError: a file is truncated or not a safetensors file.
+    """
+    if (folder / WEIGHTS).is_file():
+        place: dict[str, str] = {}
+        files = [WEIGHTS]
+    elif (folder / INDEX).is_file():
+        place = read_index(folder / INDEX)
+        files = sorted(set(place.values()))
+    else:
+        pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pth", ".pt"))
+        hint = (
+            f"Convert {pickled[0]} with transformers: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
+            if pickled
+            else "Pass the folder of a complete checkpoint."
+        )
+        raise FileNotFoundError(
+            f"{folder}: must hold {WEIGHTS} or {INDEX}, got {list_files(folder)}. Only safetensors are read. {hint}"
+        )
+
+    absent = [name for name in files if not (folder / name).is_file()]
+    if absent:
+        raise FileNotFoundError(
+            f"{folder}: must hold the {len(files)} files that {INDEX} names, got {len(files) - len(absent)}: missing "
+            f"{', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}. Download them again."
+        )
+    stored: dict[str, Stored] = {}
+    for name in files:
+        path = folder / name
+        with open_safetensors(path) as file:
+            names = file.keys()
+            for key in names:
+                # If several shards hold the tensor, the index decides.
+                if place.get(key, name) == name:
+                    header = file.get_slice(key)
+                    stored[key] = Stored(path, tuple(header.get_shape()), header.get_dtype())
+    return stored
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The content of a model.safetensors.index.json: tensor name -> file name.
+
+    Raises:
+        ValueError: the file has no valid ``weight_map``.
+    """
+    place = read_json(path).get("weight_map")
+    if not isinstance(place, dict) or not place or not all(isinstance(file, str) for file in place.values()):
+        raise ValueError(f"{path}: must have a weight_map, tensor name to file name, got {place!r}. Download it again.")
+    return place
+
+
+@contextlib.contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; raises ValueError with its name if it is truncated or of another format."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        with path.open("rb") as start:
+            pointer = start.read(7) == b"version"
+        todo = "It is a Git LFS pointer: run `git lfs pull`." if pointer else "Download it again."
+        size = path.stat().st_size
+        raise ValueError(f"{path}: must be a whole safetensors file, got {size} bytes: {error}. {todo}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises ValueError with the name of the file if there is none."""
+    return parse_json(path.read_bytes(), path)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file, formatted as Hugging Face does."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def list_files(folder: Path) -> str:
+    """The first file names in a folder, for an error message."""
+    return some(sorted(path.name for path in folder.iterdir())) or "an empty folder"
+
+
+def some(names: Iterable[str], count: int | None = None) -> str:
+    """The first five names and the number of others, for an error message."""
+    names = list(names)
+    count = len(names) if count is None else count
+    return ", ".join(names[:5]) + (f" and {count - 5} more" if count > 5 else "")

@@ -1,0 +1,72 @@
+"""The checkpoint format of a family: how its config.json and its tensors are laid out."""
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from liger_models.convert.weight_map import WeightMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFormat:
+    """The names of a family's parameters and settings in a Hugging Face checkpoint.
+
+    Attributes:
+        model_type: ``model_type`` in config.json.
+        hf_class: name of the class in transformers, for ``architectures`` in config.json.
+        weight_map: maps a config to the `WeightMap` of the layout that is written, and read first.
+        other_maps: maps a config to the `WeightMap` of each further layout. These are read and never written.
+        from_json: renames the keys of a config.json to the fields of the config class.
+        to_json: the inverse of ``from_json``.
+        ignored_keys: keys of released config.json files that do not change the model.
+    """
+
+    model_type: str
+    hf_class: str
+    weight_map: Callable[[Any], WeightMap]
+    other_maps: Callable[[Any], list[WeightMap]] = lambda config: []
+    from_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    to_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    ignored_keys: Collection[str] = ()
+
+    def weight_maps(self, config: Any) -> list[WeightMap]:
+        """The `WeightMap` of each layout that checkpoints may have, the written one first."""
+        return [self.weight_map(config), *self.other_maps(config)]
+
+    def module_map(self, config: Any) -> WeightMap:
+        """The `WeightMap` under the names of transformers' modules in memory, which adapters are saved by.
+
+        These names differ from those in the older checkpoints of vision-language models.
+        """
+        maps, inside = self.weight_maps(config), "model.language_model.norm.weight"
+        named = (each for each in maps if any(inside in entry.names() for entry in each.entries.values()))
+        return next(named, maps[0])
+
+
+FORMATS: dict[type, CheckpointFormat] = {}
+"""Model and config classes -> the format of their checkpoints."""
+
+
+def format_of(cls: type) -> CheckpointFormat:
+    """The checkpoint format of a model class or a config class: its own, or that of its nearest base class.
+
+    Raises:
+        ValueError: neither the class nor one of its bases is registered.
+    """
+    found = next((FORMATS[base] for base in cls.__mro__ if base in FORMATS), None)
+    if found is None:
+        raise ValueError(
+            f"{cls.__name__}: must be registered, or derive from a registered class, so that the format of its "
+            f"checkpoints is known, got module {cls.__module__!r}. Call liger_models.register with a name for it."
+        )
+    return found
+
+
+def get_map(model_type: str) -> Callable[[Any], WeightMap]:
+    """Deprecated: ``format_of(model_class).weight_map``."""
+    warnings.warn("get_map is deprecated; use format_of(model_class).weight_map.", DeprecationWarning, stacklevel=2)
+    found = next((each for each in FORMATS.values() if each.model_type == model_type), None)
+    if found is None:
+        raise ValueError(f"get_map: model_type must be that of an imported model class, got {model_type!r}. Import it.")
+    return found.weight_map

@@ -1,0 +1,276 @@
+"""Loading a Hugging Face checkpoint from a folder into a model, on one rank or sharded over several."""
+
+import contextlib
+import difflib
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from huggingface_hub.utils.tqdm import tqdm
+from torch import Tensor, nn
+
+from liger_models.convert.config_map import read_config
+from liger_models.convert.files import (
+    ASSETS,
+    CONFIG,
+    FLOATS,
+    Stored,
+    open_safetensors,
+    read_headers,
+    read_json_config,
+    some,
+)
+from liger_models.convert.format import format_of
+from liger_models.convert.sharded import Part, read_part
+from liger_models.convert.weight_map import Expression, WeightMap
+from liger_models.kernels.checks import check
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.layer import layers_of
+from liger_models.parallel.groups import raise_on_all_ranks, rank
+
+Model = TypeVar("Model", bound=Decoder)
+
+
+def load_pretrained(
+    model_class: type[Model],
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    strict: bool = False,
+    progress: bool = True,
+    kernels: KernelOptions | None = None,
+    shard: Callable[[Model], object] | None = None,
+) -> Model:
+    """Load a model from a folder.
+
+    The model is built on the meta device. Its parameters are then read one by one, directly to ``device`` in ``dtype``.
+    With ``shard`` all ranks of the process group must call this function. Each rank reads only the rows that its shards
+    of the parameters are made of, and an error on one rank is raised on all ranks.
+
+    Args:
+        model_class: class from ``liger_models.arch``, or one of your own.
+        folder: folder with config.json and model.safetensors or its shards.
+        dtype: dtype of the parameters; None or "auto" for that of each tensor in the checkpoint.
+        device: device of the parameters. For sharded parameters it is that of the mesh, or the CPU if FSDP offloads
+            them.
+        strict: raise an error, not a warning, for unknown keys of config.json.
+        progress: show a progress bar.
+        kernels: which parts run on fused kernels.
+        shard: called with the model on the meta device, to distribute its parameters in place:
+            ``parallel.apply_fsdp``, or a function that calls it.
+
+    Returns:
+        The model, with the content of config.json in ``hf_config`` and tokenizer and generation files in ``assets``.
+
+    Raises:
+        FileNotFoundError: the folder or a file in it is missing.
+        ValueError: the content of a file does not match the model.
+    """
+    if isinstance(dtype, str) and dtype != "auto":
+        raise ValueError(f"load_pretrained: dtype must be a torch.dtype, None or 'auto', got {dtype!r}.")
+    target = dtype if isinstance(dtype, torch.dtype) else None
+    if target is not None and not target.is_floating_point:
+        raise ValueError(f"load_pretrained: dtype must be a floating-point type, got {target}.")
+
+    folder = Path(folder)
+    with contextlib.nullcontext() if shard is None else raise_on_all_ranks():
+        hf_config = read_json_config(folder)
+        check_model_type(model_class, hf_config)
+        config = read_config(model_class.config_class, hf_config, strict=strict)
+        with torch.device("meta"):
+            model = model_class(config, kernels=kernels)
+        model.check_buffers()
+        stored = read_headers(folder)
+        parameters = dict(model.named_parameters())
+        weights = pick_map(format_of(model_class).weight_maps(config), stored, parameters)
+        check_tensors(str(folder), weights, parameters, stored)
+        if config.tie_word_embeddings:
+            _check_head(weights, stored)
+    if shard is not None:
+        _load_parts(model, shard, weights, stored, target, device, progress)
+    else:
+        _load_whole(model, weights, stored, target, device, progress)
+    model.hf_config = hf_config
+    model.assets = {name: (folder / name).read_bytes() for name in ASSETS if (folder / name).is_file()}
+    return model
+
+
+def _load_whole(
+    model: Decoder,
+    weights: WeightMap,
+    stored: Mapping[str, Stored],
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    progress: bool,
+) -> None:
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    parameters = dict(model.named_parameters())
+    bar: Any = tqdm  # not typed
+    for name, parameter in bar(parameters.items(), desc="Loading weights", disable=not progress):
+        packed = _read(weights.entries[name], stored, dtype, device)
+        loaded = nn.Parameter(packed, requires_grad=parameter.requires_grad)
+        for alias in aliases[id(parameter)]:
+            owner, _, attribute = alias.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, loaded)
+    model.to(device)
+
+
+def _load_parts(
+    model: Model,
+    shard: Callable[[Model], object],
+    weights: WeightMap,
+    stored: Mapping[str, Stored],
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    progress: bool,
+) -> None:
+    """Shard the model, and load this rank's shard of each parameter (all of it if the parameter is not sharded)."""
+    for name, parameter in model.named_parameters():
+        own = stored[weights.entries[name].names()[0]].dtype
+        parameter.data = parameter.data.to(dtype or FLOATS[own])
+    shard(model)
+    model.to_empty(device=device)
+    bar: Any = tqdm
+    parameters = dict(model.named_parameters())
+    with torch.no_grad(), raise_on_all_ranks():
+        for name, parameter in bar(parameters.items(), desc="Loading weights", disable=not (progress and rank() == 0)):
+            if name not in weights.entries:  # added by `shard`
+                continue
+            expression = weights.entries[name]
+            if not hasattr(parameter, "to_local"):
+                parameter.copy_(_read(expression, stored, dtype, device))
+                continue
+            local = parameter.to_local()
+            with contextlib.ExitStack() as stack:
+                files = {
+                    path: stack.enter_context(open_safetensors(path))
+                    for path in {stored[each].file for each in expression.names()}
+                }
+
+                def read(name: str, first: int, last: int, files: Mapping[Path, Any] = files) -> Tensor:
+                    rows: Tensor = files[stored[name].file].get_slice(name)[first:last]
+                    return rows.to(device, dtype)
+
+                shapes = {each: stored[each].shape for each in expression.names()}
+                whole = functools.partial(_read, expression, stored, dtype, device)
+                local.copy_(read_part(expression, Part.of(parameter), shapes, read, whole))
+    for layer in layers_of(model):
+        layer.reset_adapters()
+
+
+def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:
+    """Raise ValueError if the ``model_type`` in config.json is not that of the class."""
+    model_type = format_of(model_class).model_type
+    if hf_config.get("model_type", model_type) != model_type:
+        raise ValueError(
+            f"{model_class.__name__}: model_type in config.json must be {model_type!r}, "
+            f"got {hf_config['model_type']!r}. AutoLigerModel picks the right class."
+        )
+
+
+def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> WeightMap:
+    """Choose the layout that matches a checkpoint, or comes closest, by the names of its tensors.
+
+    It is the first layout for which the checkpoint has most of the parameters, where each parameter counts by the
+    fraction of its tensors that exist. Of layouts with equal names it is the one for which most tensors have the right
+    shape.
+
+    Args:
+        maps: the weight map of each layout.
+        stored: name -> tensor, or anything that has its ``shape``.
+        parameters: the parameters of the model.
+    """
+    names = {weights: [expression.names() for expression in weights.entries.values()] for weights in maps}
+
+    def found(weights: WeightMap) -> float:
+        return sum(sum(name in stored for name in parts) / len(parts) for parts in names[weights])
+
+    def fitting(weights: WeightMap) -> int:
+        shapes = weights.shapes(parameters)
+        return sum(name in stored and tuple(stored[name].shape) == tensor.shape for name, tensor in shapes.items())
+
+    best = max(maps, key=found)
+    alike = [weights for weights in maps if names[weights] == names[best]]
+    return best if len(alike) == 1 else max(alike, key=fitting)
+
+
+def check_tensors(
+    where: str, weights: WeightMap, parameters: Mapping[str, Tensor], stored: Mapping[str, Stored]
+) -> None:
+    """Check that a checkpoint holds exactly the tensors that the parameters of a model are made of.
+
+    Args:
+        where: name of the checkpoint, for the error.
+        weights: the weight map of its layout.
+        parameters: the parameters of the model.
+        stored: the tensors of the checkpoint.
+
+    Raises:
+        ValueError: a name is missing or unexpected, a shape is wrong, or a dtype is not a floating-point type.
+    """
+    expected = weights.shapes(parameters)
+    unexpected = sorted(stored.keys() - expected.keys() - weights.skip)
+    missing = [name for name in expected if name not in stored]
+    if missing or unexpected:
+        message = f"{where}: the checkpoint must hold exactly the tensors that its {CONFIG} describes."
+        if missing:
+            near = [difflib.get_close_matches(name, unexpected, n=1) for name in missing[:5]]
+            names = [
+                name + (f" (the file has {match[0]})" if match else "")
+                for name, match in zip(missing, near, strict=False)
+            ]
+            message += f" Missing: {some(names, len(missing))}."
+        if unexpected:
+            message += f" Unexpected: {some(unexpected, len(unexpected))}."
+        raise ValueError(f"{message} Check that {CONFIG} and the weights belong to the same model.")
+
+    for name, tensor in expected.items():
+        file, shape, dtype = stored[name]
+        if dtype not in FLOATS:
+            raise ValueError(
+                f"{file}: {name} must have one of the dtypes {', '.join(FLOATS)}, got {dtype}. If the checkpoint is "
+                "quantised, load the original instead."
+            )
+        if shape != tuple(tensor.shape):
+            raise ValueError(
+                f"{file}: {name} must have shape {tuple(tensor.shape)} by {CONFIG}, got {shape}. Check that {CONFIG} "
+                "and the weights belong to the same model."
+            )
+
+
+def _check_head(weights: WeightMap, stored: Mapping[str, Stored]) -> None:
+    """Raise ValueError if the checkpoint of a model with tied weights stores a head that differs from the embedding."""
+    (embedding,) = weights.entries["embed_tokens.weight"].names()
+    for head in (name for name in weights.skip if name in stored and name.endswith("lm_head.weight")):
+        with open_safetensors(stored[embedding].file) as one, open_safetensors(stored[head].file) as other:
+            ours, theirs = one.get_slice(embedding), other.get_slice(head)
+            same = stored[embedding].shape == stored[head].shape and all(
+                torch.equal(ours[i : i + 4096].to(theirs[i : i + 4096].dtype), theirs[i : i + 4096])
+                for i in range(0, stored[head].shape[0], 4096)
+            )
+        check(
+            same,
+            f"{stored[head].file}: {head} must be equal to {embedding} by tie_word_embeddings in {CONFIG}, got another "
+            "tensor. Set tie_word_embeddings to false to load both, or remove the head.",
+        )
+
+
+def _read(
+    expression: Expression, stored: Mapping[str, Stored], dtype: torch.dtype | None, device: torch.device | str
+) -> Tensor:
+    names = expression.names()
+    with contextlib.ExitStack() as stack:
+        # Files are opened for each parameter, because the pages of a mapped file count as memory of this process.
+        files = {path: stack.enter_context(open_safetensors(path)) for path in {stored[name].file for name in names}}
+        tensors = {name: files[stored[name].file].get_tensor(name) for name in names}
+        packed = expression.pack({name: tensor.to(device, dtype) for name, tensor in tensors.items()}).contiguous()
+        # Copy what packing has not copied, so that no parameter keeps the file mapped.
+        mapped = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        return packed.clone() if packed.untyped_storage().data_ptr() in mapped else packed

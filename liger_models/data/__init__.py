@@ -1,0 +1,26 @@
+"""Training data: texts, chats and token ids into packed batches, tokenised once, resumable after every batch."""
+
+from typing import TYPE_CHECKING
+
+from liger_models.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from liger_models.data.batch import Batch as Batch
+    from liger_models.data.batch import collate as collate
+    from liger_models.data.dataset import PackedDataset as PackedDataset
+    from liger_models.data.loader import PackedLoader as PackedLoader
+    from liger_models.data.packing import PackedRows as PackedRows
+    from liger_models.data.preference import preference_batch as preference_batch
+    from liger_models.data.tokens import TokenFile as TokenFile
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "batch": ["Batch", "collate"],
+            "dataset": ["PackedDataset"],
+            "loader": ["PackedLoader"],
+            "packing": ["PackedRows"],
+            "preference": ["preference_batch"],
+            "tokens": ["TokenFile"],
+        },
+    )

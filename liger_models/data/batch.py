@@ -1,0 +1,46 @@
+"""Batches: rows of packed documents as the tensors that a model's forward takes."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Batch = dict[str, Tensor]
+"""Inputs of a model: ``input_ids`` [B, T] int64, ``labels`` [B, T] int64, ``cu_seqlens`` [n + 1] int32."""
+
+
+def make_row(pieces: Sequence[Tensor], length: int, filler: int) -> Batch:
+    """A batch of one row: pieces of documents, padded to ``length``.
+
+    Args:
+        pieces: [n] int32 each; ``~id`` instead of ``id`` for a token without a label, as in a `TokenFile`.
+        length: number of tokens in the row.
+        filler: token id of padding.
+    """
+    bounds = [0, *itertools.accumulate(map(len, pieces))]
+    padding = torch.full((length - bounds[-1],), ~filler, dtype=torch.int32)
+    tokens = torch.cat([*pieces, padding]).long()[None]
+    if len(padding):
+        bounds.append(length)
+    labels = tokens.masked_fill(tokens < 0, -100)
+    labels[:, bounds[:-1]] = -100  # nothing predicts a document's first token; engines that count labels count targets
+    return {
+        "input_ids": torch.where(tokens < 0, ~tokens, tokens),
+        "labels": labels,
+        "cu_seqlens": torch.tensor(bounds, dtype=torch.int32),
+    }
+
+
+def collate(rows: Sequence[Batch]) -> Batch:
+    """Concatenate batches whose rows have the same length; a ``collate_fn`` for a DataLoader.
+
+    Args:
+        rows: at least one batch.
+    """
+    bounds, tokens = [torch.zeros(1, dtype=torch.int32)], 0
+    for row in rows:
+        bounds.append(row["cu_seqlens"][1:] + tokens)
+        tokens += row["input_ids"].numel()
+    joined = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "labels")}
+    return {**joined, "cu_seqlens": torch.cat(bounds)}

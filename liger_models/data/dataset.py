@@ -1,0 +1,244 @@
+"""`PackedDataset`: a rank's share of the packed batches, epoch after epoch, resumable after every batch."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from liger_models.data.batch import Batch, collate, make_row
+from liger_models.data.encoding import Encoder
+from liger_models.data.packing import WINDOW, PackedRows, pack, seeded_generator, split_documents
+from liger_models.data.sources import find_files, read_examples
+from liger_models.data.tokens import tokenise
+from liger_models.kernels.checks import check
+from liger_models.parallel import groups
+from liger_models.text.tokenizer import Tokenizer
+
+OVERFLOWS = ("split", "truncate")
+
+
+class PackedDataset(IterableDataset[Batch]):
+    """Packed batches for a model's forward: this rank's share of the rows, epoch after epoch.
+
+    A row holds whole documents and ends with padding, which has no labels; ``cu_seqlens`` holds the bounds of all
+    documents. Packing and order of the rows depend only on the data, ``seed`` and the epoch. Ranks take turns: in each
+    step the first ``batch_size`` rows go to rank 0, the next to rank 1, and so on. Every row is therefore seen by
+    exactly one rank, all ranks have the same number of batches, and a run may resume on another number of ranks. The
+    last step of an epoch is completed with rows of padding.
+
+    A source with a length, such as files, is tokenised in the constructor, into a cache that later runs reuse. Every
+    rank must then construct the data set; the first rank of each host does the work. An iterable without a length is a
+    stream: each rank (and each worker) reads all of it, tokenises `WINDOW` examples ahead, and shuffles among those
+    only.
+
+    An iteration starts at the beginning of the epoch, or where `load_state_dict` says, and moves to the next epoch when
+    it ends. An engine that knows the length may stop it right after the last batch; the next iteration then starts the
+    next epoch.
+
+    Args:
+        source: a file (.jsonl, .ndjson or .json: one example per line; .txt: one text per line; .parquet), a folder of
+            such files or a list of paths; a data set of `datasets` or PyTorch, or any other iterable.
+        tokenizer: the tokenizer of the model.
+        length: number of tokens in a row.
+        batch_size: number of rows in a batch.
+        overflow: what happens to documents longer than ``length``. "split" splits them; each piece begins with the last
+            token of the piece before, so that no target is lost. "truncate" drops the tokens beyond ``length``.
+        field: the field of an example to read; default: the first of ``messages``, ``text`` and ``input_ids`` that the
+            example has. Its value decides how it is read. A text gets the tokenizer's special tokens and the end
+            token. In a list of messages, optionally with ``tools`` beside it, only the assistant's answers get labels.
+            Token ids are taken unchanged, with ``labels`` beside them if not all tokens are to be learnt.
+        shuffle: False keeps the documents in order, as far as packing allows.
+        seed: seed of the shuffling.
+        rank, ranks: this process's rank, and the number of ranks that share the data; default: those of the process
+            group.
+        cache_dir: folder for the tokens; default: ``liger_models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+        progress: show a progress bar while tokenising.
+
+    Attributes:
+        epoch: the current epoch.
+        passed: rows that all ranks together have taken in all epochs, including the rows of padding.
+
+    Raises:
+        ValueError: an example is malformed (the message names its file and line), or the source is empty.
+        FileNotFoundError: a file does not exist.
+        ImportError: a Parquet file, and pyarrow is not installed.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        tokenizer: Tokenizer,
+        *,
+        length: int,
+        batch_size: int = 1,
+        overflow: str = "split",
+        field: str | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        ranks: int | None = None,
+        cache_dir: str | PathLike[str] | None = None,
+        progress: bool = True,
+    ) -> None:
+        self.rank = groups.rank() if rank is None else rank
+        self.ranks = groups.world_size() if ranks is None else ranks
+        check(length >= 2, f"PackedDataset: length must be at least 2, got {length}.")
+        check(batch_size >= 1, f"PackedDataset: batch_size must be at least 1, got {batch_size}.")
+        check(overflow in OVERFLOWS, f"PackedDataset: overflow must be one of {OVERFLOWS}, got {overflow!r}.")
+        check(
+            0 <= self.rank < self.ranks, f"PackedDataset: rank must be 0 to {self.ranks - 1} (ranks), got {self.rank}."
+        )
+        self.length, self.batch_size, self.overflow = length, batch_size, overflow
+        self.shuffle, self.seed = shuffle, seed
+        self.encoder, self._filler = Encoder(tokenizer, field), tokenizer.padding_id
+        self.source = find_files(source)
+        self._rows: PackedRows | None = None  # None for a stream
+        if isinstance(self.source, tuple) or (hasattr(source, "__len__") and not isinstance(source, DataLoader)):
+            tokens = tokenise(self.source, self.encoder, cache_dir, progress)
+            self._rows = PackedRows(tokens, length, self._filler, overflow, shuffle, seed)
+        self.epoch = self.passed = 0
+        self._loaded = False  # whether the next iteration starts at a position that was loaded
+        self._rewind()
+
+    @property
+    def rows(self) -> PackedRows:
+        """All rows of the epoch, for samplers and for engines that distribute rows themselves; join them by `collate`.
+
+        Raises:
+            ValueError: the source is a stream.
+        """
+        if self._rows is None:
+            raise ValueError("PackedDataset: rows must have a source with a length, got a stream. Save it as a file.")
+        return self._rows
+
+    def __len__(self) -> int:
+        """Number of batches per rank in a whole epoch; TypeError for a stream."""
+        if self._rows is None:
+            raise TypeError("PackedDataset: a stream has no length. Give the number of steps, or save it as a file.")
+        return -(-len(self._rows) // (self.ranks * self.batch_size))
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._begin()
+        self._loaded = False
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        stream = self._stream() if self._rows is None else None
+        step = self.ranks * self.batch_size
+        for turn in itertools.count((self._row - self._start) // step):
+            taken: Sequence[int | list[Tensor]]
+            if stream is not None:
+                taken = list(itertools.islice(stream, step))
+            else:
+                taken = range(self._row, min(self._start + (turn + 1) * step, len(self.rows)))
+            if not taken:
+                break
+            self._row += len(taken)
+            self.passed += step
+            if turn % workers == number:
+                own = taken[self.rank * self.batch_size :][: self.batch_size]
+                rows = [self.rows[row] if isinstance(row, int) else self._make_row(row) for row in own]
+                yield collate(rows + [self._make_row([])] * (self.batch_size - len(rows)))
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start ``epoch`` with the next iteration. A position that was loaded remains if it is in this epoch."""
+        if epoch != self.epoch or self._is_finished():
+            self.epoch, self._loaded = epoch, False
+            self._rewind()
+            if self._rows is not None:
+                self._rows.plan(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch and position, counted over all ranks: the same on every rank after the same number of batches."""
+        return {"epoch": self.epoch, **self._position(), "data": self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume after the batches that were taken. ``batch_size`` and the number of ranks may differ.
+
+        Raises:
+            ValueError: the state is of other data, or of rows made with other options.
+        """
+        check(
+            state["data"] == self._identity(),
+            f"PackedDataset: the data must be that of the saved state, {state['data']}, got {self._identity()}. Use "
+            "the same source and options, or start a new run.",
+        )
+        self.set_epoch(state["epoch"])
+        self._follow(state)
+        if get_worker_info() is None:  # workers take turns from the start of the iteration, so they keep that
+            self._start = self._row
+        self._loaded = True
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be equal for a position to mean the same row."""
+        options = {"length": self.length, "overflow": self.overflow, "shuffle": self.shuffle, "seed": self.seed}
+        tokens = None if self._rows is None else self._rows.tokens
+        found = None if tokens is None else [tokens.documents, len(tokens.ids), tokens.checksum]
+        return {**options, "documents, tokens and checksum": found}
+
+    def _begin(self) -> None:
+        """Move to where an iteration starts: a loaded position, or the beginning of this or the next epoch."""
+        if self._is_finished():
+            self.set_epoch(self.epoch + 1)
+        elif not self._loaded:
+            self._rewind()
+        if self._rows is not None:
+            len(self._rows)  # packs now, before workers start, which would each pack again
+
+    def _is_finished(self) -> bool:
+        """Whether the last batch was taken by an iteration that did not ask for one more."""
+        return self._row > 0 and not self._loaded and self._rows is not None and self._row >= len(self._rows)
+
+    def _rewind(self) -> None:
+        self._start = self._row = 0  # rows of all ranks: taken before this iteration, and taken until now
+        self._read = self._first = 0  # of a stream: examples before the current window, and its first row
+
+    def _position(self) -> dict[str, int]:
+        place = {"start": self._start, "row": self._row, "read": self._read, "first": self._first}
+        return {"passed": self.passed, **place}
+
+    def _follow(self, position: Mapping[str, Any]) -> None:
+        """Move to a position, as `_position` returns it."""
+        self.passed, self._start, self._row = (position[key] for key in ("passed", "start", "row"))
+        self._read, self._first = position["read"], position["first"]
+
+    def _make_row(self, pieces: Sequence[Tensor]) -> Batch:
+        return make_row(pieces, self.length, self._filler)
+
+    def _stream(self) -> Iterator[list[Tensor]]:
+        """The pieces of each row of a stream from the current position on. Advances `_read` and `_first`."""
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(self.epoch)
+        examples = read_examples(self.source, self.encoder.fields)
+        if self._read:
+            skip = getattr(self.source, "skip", None)  # `datasets` has it, and need not read what it skips
+            if skip is None:
+                examples = itertools.islice(examples, self._read, None)
+            else:
+                examples = read_examples(skip(self._read), self.encoder.fields, self._read)
+        taken = self._row - self._first
+        while window := list(itertools.islice(examples, WINDOW)):
+            documents = [torch.tensor(ids, dtype=torch.int32) for ids in self.encoder.encode(window) if ids]
+            if self.shuffle:
+                order = torch.randperm(len(documents), generator=seeded_generator(self.seed, self.epoch, self._read))
+                documents = [documents[i] for i in order.tolist()]
+            pieces = [piece for document in documents for piece in self._split(document)]
+            packed = pack([len(piece) for piece in pieces], self.length)
+            for row in packed[taken:]:
+                yield [pieces[i] for i in row]
+            taken = 0
+            self._read += len(window)
+            self._first += len(packed)
+        check(
+            self._first > 0,
+            f"PackedDataset: the source must hold documents, got none in epoch {self.epoch}. Pass something that can "
+            "be iterated more than once, not an iterator.",
+        )
+
+    def _split(self, document: Tensor) -> list[Tensor]:
+        starts, sizes = split_documents(torch.tensor([len(document)]), self.length, self.overflow)
+        return [document[start : start + size] for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]

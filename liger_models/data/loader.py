@@ -1,0 +1,70 @@
+"""`PackedLoader`: the batches of a `PackedDataset`, prepared by worker processes."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from liger_models.data.batch import Batch
+from liger_models.data.dataset import PackedDataset
+from liger_models.kernels.checks import check
+
+
+class PackedLoader(DataLoader[Batch]):
+    """A DataLoader whose state counts the batches that were taken from it, not those that workers prepared ahead.
+
+    Args:
+        data: the data set. It resumes from its own position and advances with the batches that are taken.
+        options: of ``torch.utils.data.DataLoader``, such as ``num_workers`` and ``pin_memory``.
+
+    Raises:
+        ValueError: ``persistent_workers``.
+    """
+
+    def __init__(self, data: PackedDataset, **options: Any) -> None:
+        check(
+            not options.get("persistent_workers"),
+            "PackedLoader: persistent_workers must be False, got True: workers receive epoch and position when they "
+            "start.",
+        )
+        self.data = data
+        # A generator of its own: starting an epoch must not draw from the default one, which decides dropout.
+        super().__init__(_WithPosition(data), batch_size=None, **{"generator": torch.Generator(), **options})
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        self.data._begin()
+        epoch, batches = self.data.epoch, super().__iter__()
+        # Workers have now started with a copy of the position. Without workers the data set has yet to start from it.
+        if self.num_workers:
+            self.data._loaded = False
+        for batch, position in batches:
+            self.data._follow(position)
+            yield batch
+        self.data.set_epoch(epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `PackedDataset.set_epoch`."""
+        self.data.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `PackedDataset.state_dict`."""
+        return self.data.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `PackedDataset.load_state_dict`."""
+        self.data.load_state_dict(state)
+
+
+class _WithPosition(IterableDataset[Any]):
+    """Each batch with the position of the data set after it."""
+
+    def __init__(self, data: PackedDataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        for batch in self.data:
+            yield batch, self.data._position()

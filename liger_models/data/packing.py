@@ -1,0 +1,130 @@
+"""Packing: which pieces of documents share a row, and the rows of an epoch."""
+
+import hashlib
+import json
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from liger_models.data.batch import Batch, make_row
+from liger_models.data.tokens import TokenFile
+
+WINDOW = 4096
+"""Number of documents that are packed together. A stream reads as many examples ahead."""
+
+
+def split_documents(sizes: Tensor, length: int, overflow: str) -> tuple[Tensor, Tensor]:
+    """First token and size of the pieces of documents that are stored one after another.
+
+    Args:
+        sizes: [n] int64, tokens of each document, at least 1.
+        length: the most tokens of a piece.
+        overflow: what happens to longer documents: "split" or "truncate", see `PackedDataset`.
+
+    Returns:
+        Two tensors [pieces] int64. First tokens are counted from the first document's.
+    """
+    starts = sizes.cumsum(0) - sizes
+    if overflow == "truncate":
+        return starts, sizes.clamp(max=length)
+    parts = ((sizes - 1 + length - 2) // (length - 1)).clamp(min=1)
+    number = torch.arange(int(parts.sum())) - (parts.cumsum(0) - parts).repeat_interleave(parts)
+    offsets = number * (length - 1)
+    return starts.repeat_interleave(parts) + offsets, (sizes.repeat_interleave(parts) - offsets).clamp(max=length)
+
+
+def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing bin packing: the longest piece first, each into the fullest row that has room for it.
+
+    Args:
+        sizes: of the pieces, at most ``capacity`` each.
+        capacity: of a row.
+
+    Returns:
+        The indices of the pieces in each row, ascending. Rows are ordered by the index of their longest piece.
+    """
+    rows: list[list[int]] = []
+    free: list[int] = []  # the distinct numbers of free tokens in rows, ascending
+    rows_with: dict[int, list[int]] = {}  # number of free tokens -> rows
+    for piece in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+        place = bisect_left(free, sizes[piece])
+        if place == len(free):
+            row, left = len(rows), capacity
+            rows.append([])
+        else:
+            left = free[place]
+            row = rows_with[left].pop()
+            if not rows_with[left]:
+                del rows_with[left], free[place]
+        rows[row].append(piece)
+        left -= sizes[piece]
+        if left:
+            if left not in rows_with:
+                insort(free, left)
+                rows_with[left] = []
+            rows_with[left].append(row)
+    return [sorted(row) for row in sorted(rows)]
+
+
+def seeded_generator(*seeds: int) -> torch.Generator:
+    """A generator whose state depends on all of ``seeds``."""
+    digest = hashlib.sha256(json.dumps(seeds).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+class PackedRows(Dataset[Batch]):
+    """The rows of an epoch by their number, each as a batch of one row. `PackedDataset` makes them.
+
+    Args:
+        tokens: the documents.
+        length: number of tokens in a row.
+        filler: token id of padding.
+        overflow, shuffle, seed: as for `PackedDataset`.
+    """
+
+    def __init__(
+        self, tokens: TokenFile, length: int, filler: int, overflow: str, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        self.tokens, self.length, self.filler, self.shuffle, self.seed = tokens, length, filler, shuffle, seed
+        self.epoch = 0
+        sizes = tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
+        self._starts, self._sizes = split_documents(sizes, length, overflow)
+        self._packed: tuple[Tensor, Tensor] | None = None
+
+    def plan(self, epoch: int) -> None:
+        """Make these the rows of ``epoch``.
+
+        Not named ``set_epoch``: Accelerate would call that, but not for an epoch that it resumes.
+        """
+        if epoch != self.epoch and self.shuffle:
+            self._packed = None
+        self.epoch = epoch
+
+    def _pack(self) -> tuple[Tensor, Tensor]:
+        """The pieces in the order of the rows, and where each row ends among them; computed once an epoch."""
+        if self._packed is None:
+            number = len(self._sizes)
+            generator = seeded_generator(self.seed, self.epoch)
+            order = torch.randperm(number, generator=generator) if self.shuffle else torch.arange(number)
+            members, ends = array("q"), array("q")
+            for window in order.split(WINDOW):
+                for row in pack(self._sizes[window].tolist(), self.length):
+                    members.extend(window[row].tolist())
+                    ends.append(len(members))
+            self._packed = torch.tensor(members), torch.tensor(ends)
+        return self._packed
+
+    def __len__(self) -> int:
+        return len(self._pack()[1])
+
+    def __getitem__(self, index: int) -> Batch:
+        members, ends = self._pack()
+        if not 0 <= index < len(ends):
+            raise IndexError(f"PackedRows: index must be 0 to {len(ends) - 1}, got {index}.")
+        pieces = members[ends[index - 1] if index else 0 : ends[index]]
+        spans = zip(self._starts[pieces].tolist(), self._sizes[pieces].tolist(), strict=True)
+        return make_row([self.tokens.ids[start : start + size] for start, size in spans], self.length, self.filler)

@@ -1,0 +1,141 @@
+"""Sources of examples: JSON lines, text and Parquet files, `datasets`, PyTorch data sets, other iterables."""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from liger_models.kernels.checks import check
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
+PARQUET_ROWS = 1024
+"""Rows of a Parquet file that are decoded at a time."""
+
+Located = tuple[str, Any]
+"""Where an example is, such as "train.jsonl, line 7", and the example."""
+
+
+def find_files(source: Any) -> Any:
+    """A tuple of absolute paths if ``source`` names files or folders; otherwise ``source`` unchanged.
+
+    Raises:
+        FileNotFoundError: a path does not exist, or a folder holds no file with a known suffix.
+        ValueError: a file with another suffix, or an object that cannot be iterated.
+    """
+    check(
+        not isinstance(source, Mapping),
+        f"PackedDataset: source must be files, a data set or other examples, got {type(source).__name__} of "
+        f"{', '.join(map(str, source)) if isinstance(source, Mapping) else ''}. Pass one of its splits.",
+    )
+    check(
+        isinstance(source, PathLike) or hasattr(source, "__iter__") or hasattr(source, "__getitem__"),
+        f"PackedDataset: source must be files, a data set or other examples, got {source!r}.",
+    )
+    if isinstance(source, str | PathLike):
+        source = [source]
+    if not (isinstance(source, list | tuple) and source and all(isinstance(each, str | PathLike) for each in source)):
+        return source
+    files: list[Path] = []
+    for path in map(Path, source):
+        found = [path]
+        if path.is_dir():
+            found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        if not path.exists() or not found:
+            raise FileNotFoundError(
+                f"PackedDataset: {path} must be a file or a folder of files ({', '.join(SUFFIXES)}), got nothing there."
+            )
+        files += found
+    for file in files:
+        check(file.suffix in SUFFIXES, f"PackedDataset: {file} must end in one of {', '.join(SUFFIXES)}. Convert it.")
+    return tuple(file.absolute() for file in files)
+
+
+def read_examples(source: Any, fields: Sequence[str], start: int = 0) -> Iterator[Located]:
+    """The examples of a source, in order.
+
+    Args:
+        source: as `find_files` returns it.
+        fields: columns to read from a Parquet file, besides ``tools`` and ``labels``.
+        start: number of examples that were read before ``source`` begins; for error messages.
+
+    Raises:
+        ValueError: a line or a file that cannot be parsed.
+        ImportError: a Parquet file, and pyarrow is not installed.
+    """
+    if isinstance(source, tuple):
+        for path in source:
+            yield from _read_parquet(path, fields) if path.suffix == ".parquet" else _read_lines(path)
+        return
+    examples: Iterable[Any] = source
+    if isinstance(source, DataLoader) and source.batch_size is not None:
+        examples = itertools.chain.from_iterable(map(_unbatch, source))
+    elif not hasattr(source, "__iter__"):
+        examples = (source[i] for i in range(len(source)))
+    has_columns = hasattr(source, "features")  # a data set of `datasets`
+    for number, example in enumerate(examples, start + 1):
+        yield f"{type(source).__name__}, example {number}", _drop_nulls(example) if has_columns else example
+
+
+def to_plain(value: Any) -> Any:
+    """A list for a tensor or an array; the repr of anything else."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
+
+
+def _unbatch(batch: Any) -> Iterator[Any]:
+    """The examples of a collated batch."""
+    if isinstance(batch, Mapping):
+        yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+    else:
+        yield from batch
+
+
+def _read_lines(path: Path) -> Iterator[Located]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            try:
+                text = line.decode("utf-8-sig").rstrip("\r\n")
+                if not text.strip():
+                    continue
+                example = text if path.suffix == ".txt" else json.loads(text)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: must be UTF-8 text, got: {error}. Convert the file.") from error
+            except ValueError as error:
+                raise ValueError(
+                    f"{where}: must be a JSON object, got: {error}. Write each example as one line."
+                ) from error
+            check(
+                path.suffix == ".txt" or isinstance(example, dict),
+                f"{where}: must be a JSON object, got: {text[:60]}. Write one example per line.",
+            )
+            yield where, example
+
+
+def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Located]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ImportError(f"{path}: needs pyarrow, got no such package. pip install 'liger_models[data]'.") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            # With none of the fields all columns are read, so that the error can name them.
+            columns = {*fields, "tools", "labels"} if {*fields} & {*names} else {*names}
+            batches = file.iter_batches(PARQUET_ROWS, columns=[name for name in names if name in columns])
+            rows = (row for batch in batches for row in batch.to_pylist())
+            for number, row in enumerate(rows, 1):
+                yield f"{path}, row {number}", _drop_nulls(row)
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"{path}: must be a Parquet file, got: {error}. Write it again.") from error
+
+
+def _drop_nulls(value: Any) -> Any:
+    """Remove keys without a value: a column gives every row the keys of all rows, and templates test for presence."""
+    if isinstance(value, Mapping):
+        return {key: _drop_nulls(each) for key, each in value.items() if each is not None}
+    of_mappings = isinstance(value, list) and any(isinstance(each, Mapping) for each in value)
+    return [_drop_nulls(each) for each in value] if of_mappings else value

@@ -1,0 +1,18 @@
+"""Text generation: greedy decoding and sampling."""
+
+from typing import TYPE_CHECKING
+
+from liger_models.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from liger_models.generation.loop import generate as generate
+    from liger_models.generation.loop import stream as stream
+    from liger_models.generation.options import Options as Options
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "loop": ["generate", "stream"],
+            "options": ["Options"],
+        },
+    )

@@ -1,0 +1,72 @@
+"""Prompts as a padded batch of token ids."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.generation.options import Settings
+from liger_models.kernels.checks import check
+from liger_models.layers.decoder import Decoder
+
+Prompts = Tensor | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]
+"""[B, T] or [T] integers, or a list of prompts or a single prompt, each a 1-D tensor or a list of ids."""
+
+
+def batch_prompts(
+    model: Decoder, prompts: Prompts, attention_mask: Tensor | None, settings: Settings
+) -> tuple[Tensor, Tensor | None]:
+    """``(ids, mask)``, each [B, T] int64 on the model's device; ``mask`` is None if there is no padding."""
+    where, vocab = model.device, model.embed_tokens.num_embeddings  # placeholders may exceed the head's vocabulary
+    if isinstance(prompts, Tensor):
+        ids = prompts[None] if prompts.dim() == 1 else prompts
+        mask = attention_mask
+    else:
+        check(attention_mask is None, "generate: attention_mask needs a tensor of prompts; a list is padded here.")
+        ids, mask = _pad(prompts, settings.pad_token_id or 0)
+    check(ids.dim() == 2, f"generate: input_ids must be [B, T], got {list(ids.shape)}.")
+    check(ids.numel() > 0, f"generate: input_ids must hold at least one token per row, got {list(ids.shape)}.")
+    check(
+        not (ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool),
+        f"generate: input_ids must be integers, got {ids.dtype}.",
+    )
+    ids = ids.to(where, torch.int64)
+    low, high = (int(bound) for bound in ids.aminmax())
+    check(
+        low >= 0 and high < vocab,
+        f"generate: input_ids must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?",
+    )
+    check(
+        mask is None or mask.shape == ids.shape,
+        f"generate: attention_mask must be {list(ids.shape)} like input_ids, "
+        f"got {None if mask is None else list(mask.shape)}.",
+    )
+    if mask is None and settings.pad_token_id is not None and settings.pad_token_id not in settings.eos_token_id:
+        mask = ids != settings.pad_token_id
+    if mask is None:
+        return ids, None
+    mask = (mask != 0).to(where, torch.int64)
+    wrong = (mask[:, -1] == 0).nonzero().flatten().tolist()
+    check(
+        not wrong,
+        f"generate: each row must end with a token, got padding at the end of rows {wrong}. Pad on the left, pass a "
+        "list of prompts, or pass an attention_mask if the padding tokens are meant.",
+    )
+    return ids, None if bool(mask.all()) else mask
+
+
+def _pad(prompts: Sequence[Any], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """A list of prompts, or a single prompt, as ``(ids, mask)`` [B, T], padded on the left."""
+    if prompts and isinstance(prompts[0], int):
+        prompts = [prompts]
+    rows = [torch.as_tensor(prompt) for prompt in prompts]
+    shapes = [list(row.shape) for row in rows]
+    check(
+        bool(rows) and all(row.dim() == 1 and len(row) for row in rows),
+        f"generate: input_ids must be a list of prompts with at least one token each, got shapes {shapes}.",
+    )
+    T = max(map(len, rows))
+    ids = torch.stack([nn.functional.pad(row, (T - len(row), 0), value=pad_token_id) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows], device=ids.device)
+    return ids, torch.arange(T, device=ids.device) >= T - lengths[:, None]

@@ -1,0 +1,209 @@
+"""Grouped matrix products: the rows of each expert times the matrix of that expert.
+
+Rows are sorted by expert; expert e owns the rows from ends[e − 1] to ends[e]::
+
+    product       out_j = rows_j · W_e             for every row j of e
+    outer         out_e = Σ_j left_j ⊗ right_j     over the rows j of e; 0 for an expert without rows
+
+`grouped_mm` and `grouped_outer` run PyTorch's grouped_mm where that is one kernel (`library_runs`), and the Triton
+kernels below elsewhere; neither waits for the device. The registered ops of the same meaning loop over the experts in
+plain torch, which waits for the row counts: they are the reference, as one op so that a compiler need not look inside.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.kernels.dispatch import LIBRARY, on_device_of, tl, triton
+
+PRODUCT_BLOCKS = {2: (128, 128, 64), 4: (64, 64, 32)}
+PRODUCT_WARPS = {2: 8, 4: 4}
+PRODUCT_STAGES = 3
+"""Tile (two dimensions of the result, then the summed one), warps and pipeline stages of the Triton kernels, by element
+size. 16-bit types take 96 KB of shared memory, which Ampere, Ada and Hopper all have."""
+
+LIBRARY.define("grouped_product(Tensor rows, Tensor weight, Tensor ends) -> Tensor")
+LIBRARY.define("grouped_outer(Tensor left, Tensor right, Tensor ends) -> Tensor")
+
+
+def _row_counts(ends: Tensor) -> list[int]:
+    """How many rows each expert has; the host waits for the device."""
+    counts: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return counts
+
+
+@torch.library.impl(LIBRARY, "grouped_product", "CompositeExplicitAutograd")
+def _grouped_product_loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    parts = zip(rows.split(_row_counts(ends)), weight.unbind(), strict=True)
+    return torch.cat([part @ matrix for part, matrix in parts])
+
+
+@torch.library.impl(LIBRARY, "grouped_outer", "CompositeExplicitAutograd")
+def _grouped_outer_loop(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    counts = _row_counts(ends)
+    return torch.stack([a.t() @ b for a, b in zip(left.split(counts), right.split(counts), strict=True)])
+
+
+@torch.library.register_fake("liger_models::grouped_product", lib=LIBRARY)
+def _grouped_product_fake(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2])
+
+
+@torch.library.register_fake("liger_models::grouped_outer", lib=LIBRARY)
+def _grouped_outer_fake(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _grouped_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_backward(ctx, d_product):
+    rows, weight, ends = ctx.saved_tensors
+    need_rows, need_weight, _ = ctx.needs_input_grad
+    ops = torch.ops.liger_models
+    d_rows = ops.grouped_product(d_product, weight.transpose(1, 2), ends) if need_rows else None
+    return d_rows, ops.grouped_outer(rows, d_product, ends) if need_weight else None, None
+
+
+torch.library.register_autograd(
+    "liger_models::grouped_product", _grouped_backward, setup_context=_grouped_setup, lib=LIBRARY
+)
+
+
+@triton.jit
+def _product_kernel(
+    rows_ptr, weight_ptr, ends_ptr, out_ptr, X, IN, OUT, stride_x, stride_in, stride_out, PRECISION: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    tiles_out = tl.cdiv(OUT, BLOCK_OUT)
+    tile = tl.program_id(0) // tiles_out
+    # Find the expert whose rows the tile covers: each expert has as many tiles as its rows need.
+    lanes = tl.arange(0, BLOCK_X)
+    ends = tl.load(ends_ptr + lanes, mask=lanes < X, other=0)
+    starts = tl.load(ends_ptr + lanes - 1, mask=(lanes > 0) & (lanes < X), other=0)
+    tiles = (ends - starts + BLOCK_ROWS - 1) // BLOCK_ROWS
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    if expert < X:
+        first = tl.sum(tl.where(lanes == expert, starts, 0), 0)
+        end = tl.sum(tl.where(lanes == expert, ends, 0), 0)
+        first += (tile - tl.sum(tl.where(lanes < expert, tiles, 0), 0)) * BLOCK_ROWS
+        rows = first + tl.arange(0, BLOCK_ROWS)
+        columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        row_starts = rows_ptr + rows.to(tl.int64)[:, None] * IN
+        column_starts = weight_ptr + expert.to(tl.int64) * stride_x + columns.to(tl.int64)[None, :] * stride_out
+        total = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
+        for start in range(0, IN, BLOCK_IN):
+            i = start + tl.arange(0, BLOCK_IN)
+            a = tl.load(row_starts + i[None, :], mask=(rows < end)[:, None] & (i < IN)[None, :], other=0.0)
+            b = tl.load(
+                column_starts + i.to(tl.int64)[:, None] * stride_in,
+                mask=(i < IN)[:, None] & (columns < OUT)[None, :],
+                other=0.0,
+            )
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+        tl.store(
+            out_ptr + rows.to(tl.int64)[:, None] * OUT + columns[None, :],
+            total.to(out_ptr.dtype.element_ty),
+            mask=(rows < end)[:, None] & (columns < OUT)[None, :],
+        )
+
+
+@triton.jit
+def _outer_kernel(
+    left_ptr, right_ptr, ends_ptr, out_ptr, LEFT, RIGHT, PRECISION: tl.constexpr,
+    BLOCK_LEFT: tl.constexpr, BLOCK_RIGHT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    tiles_right = tl.cdiv(RIGHT, BLOCK_RIGHT)
+    tiles = tl.cdiv(LEFT, BLOCK_LEFT) * tiles_right
+    expert = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    m = (tile // tiles_right) * BLOCK_LEFT + tl.arange(0, BLOCK_LEFT)
+    o = (tile % tiles_right) * BLOCK_RIGHT + tl.arange(0, BLOCK_RIGHT)
+    first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
+    for start in range(first, end, BLOCK_ROWS):
+        rows = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+        inside = rows < end
+        a = tl.load(left_ptr + rows[None, :] * LEFT + m[:, None], mask=inside[None, :] & (m < LEFT)[:, None], other=0.0)
+        b = tl.load(
+            right_ptr + rows[:, None] * RIGHT + o[None, :], mask=inside[:, None] & (o < RIGHT)[None, :], other=0.0
+        )
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    tl.store(
+        out_ptr + (expert.to(tl.int64) * LEFT + m.to(tl.int64)[:, None]) * RIGHT + o[None, :],
+        total.to(out_ptr.dtype.element_ty),
+        mask=(m < LEFT)[:, None] & (o < RIGHT)[None, :],
+    )
+
+
+_library_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # public from torch 2.10
+
+
+def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
+    """True if the grouped products of these contiguous weights [X, 2 F, C] and [X, C, F] run in PyTorch's grouped_mm.
+
+    Here it is one CUTLASS kernel that does not wait for the device: bf16 on Hopper, rows of whole 16-byte vectors,
+    fewer than 1024 experts, any number of rows per expert. On Blackwell the weight gradient of an expert without rows
+    is not zero (pytorch#172439). Everywhere else grouped_mm loops over the experts and waits.
+    """
+    return (
+        gate_up_weight.device.type == "cuda"
+        and torch.version.hip is None
+        and gate_up_weight.dtype == torch.bfloat16
+        and gate_up_weight.shape[0] < 1024
+        and down_weight.shape[1] % 8 == 0
+        and down_weight.shape[2] % 8 == 0
+        and gate_up_weight.data_ptr() % 16 == 0
+        and down_weight.data_ptr() % 16 == 0
+        and torch.cuda.get_device_capability(gate_up_weight.device)[0] == 9
+    )
+
+
+def _tile(rows: Tensor) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Tile and constants of the Triton grouped products. fp32 runs as TF32 only if the user chose that for mm."""
+    size = rows.element_size()
+    chosen = getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")  # from torch 2.9
+    precision = "tf32" if size == 4 and chosen == "tf32" else "ieee"
+    return PRODUCT_BLOCKS[size], {
+        "PRECISION": precision,
+        "num_warps": PRODUCT_WARPS[size],
+        "num_stages": PRODUCT_STAGES,
+    }
+
+
+def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, library: bool) -> Tensor:
+    """Rows of each expert times its matrix: [S, in], [X, in, out] -> [S, out]. The weight may be a transposed view."""
+    if library:
+        product: Tensor = _library_mm(rows, weight, offs=ends)
+        return product
+    S, X, width = rows.shape[0], weight.shape[0], weight.shape[2]
+    out = torch.empty(S, width, dtype=rows.dtype, device=rows.device)
+    (block_rows, block_out, block_in), constants = _tile(rows)
+    tiles = S // block_rows + min(S, X)  # at most: full tiles, plus a partial one per expert with rows
+    with on_device_of(rows):
+        _product_kernel[(tiles * triton.cdiv(width, block_out),)](
+            rows, weight, ends, out, X, weight.shape[1], width, *weight.stride(),
+            BLOCK_X=max(triton.next_power_of_2(X), 2), BLOCK_ROWS=block_rows, BLOCK_OUT=block_out, BLOCK_IN=block_in,
+            **constants,
+        )  # fmt: skip
+    return out
+
+
+def grouped_outer(left: Tensor, right: Tensor, ends: Tensor, library: bool) -> Tensor:
+    """Sum over each expert's rows of their outer products: [S, left], [S, right] -> [X, left, right]."""
+    if library:
+        sums: Tensor = _library_mm(left.t(), right, offs=ends)
+        return sums
+    X, height, width = ends.shape[0], left.shape[1], right.shape[1]
+    out = torch.empty(X, height, width, dtype=left.dtype, device=left.device)
+    (block_left, block_right, block_rows), constants = _tile(left)
+    with on_device_of(left):
+        _outer_kernel[(X * triton.cdiv(height, block_left) * triton.cdiv(width, block_right),)](
+            left, right, ends, out, height, width,
+            BLOCK_LEFT=block_left, BLOCK_RIGHT=block_right, BLOCK_ROWS=block_rows, **constants,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,67 @@
+"""The auxiliary loss that spreads tokens evenly over the experts.
+
+Source: https://arxiv.org/abs/2101.03961, as transformers computes it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.collectives import Group, sum_over
+
+from .routing import route
+
+
+def load_balancing_loss(
+    router_logits: Tensor | Sequence[Tensor],
+    top_k: int,
+    attention_mask: Tensor | None = None,
+    ranks: Group | None = None,
+) -> Tensor:
+    """``X · Σ_e f_e · P_e`` over the rows of all layers together.
+
+    f_e is the number of a row's K choices that fall on expert e, and P_e is the probability of e (softmax over all
+    experts), both averaged over the rows. The gradient flows through P. Uniform routing gives K.
+
+    Args:
+        router_logits: one tensor [.., X] per layer, or all layers in one tensor.
+        top_k: K.
+        attention_mask: [B, T], 0 where a token is padding; each layer has B · T rows in this order.
+        ranks: process group whose ranks hold different rows of the batch; the loss is over all of them. Averaging the
+            gradient over the group gives the gradient of the loss.
+
+    Returns:
+        [] fp32, the same on all ranks; 0 without rows.
+
+    Raises:
+        ValueError: there is no layer, or the mask does not match the rows.
+    """
+    layers = [router_logits] if isinstance(router_logits, Tensor) else list(router_logits)
+    check(len(layers) > 0, "load_balancing_loss: router_logits must hold a tensor, got none.")
+    logits = torch.cat([layer.flatten(0, -2) for layer in layers])
+    rows, X = logits.shape
+    compute = torch.promote_types(logits.dtype, torch.float32)
+    probabilities = logits.softmax(-1, dtype=compute)
+    _, experts = route(logits.detach(), top_k, normalize=False)
+    if attention_mask is None:
+        counted = probabilities.new_ones(rows)
+    else:
+        check(
+            attention_mask.numel() > 0 and rows % attention_mask.numel() == 0,
+            f"load_balancing_loss: the {rows} rows of router_logits must be a multiple of attention_mask's "
+            f"{attention_mask.numel()}.",
+        )
+        counted = attention_mask.reshape(-1).to(logits.device, compute).repeat(rows // attention_mask.numel())
+        probabilities = probabilities * counted.unsqueeze(-1)
+    # Only ones are added, so atomic additions give the same bits in any order.
+    picked = counted.new_zeros(X).scatter_add(
+        0, experts.reshape(-1), counted.unsqueeze(-1).expand_as(experts).reshape(-1)
+    )
+    total, probability = counted.sum(), probabilities.sum(0)
+    if ranks is not None:
+        picked, total = sum_over(picked, ranks), sum_over(total, ranks)
+        probability = sum_over(probability, ranks)
+    total = total.clamp_min(1)
+    return X * (picked / total * (probability / total)).sum()

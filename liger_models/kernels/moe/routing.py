@@ -1,0 +1,200 @@
+"""Top-K routing: the experts of each token and their weights, from the router's logits.
+
+Per token, in fp32, with T the K experts of the largest logits l::
+
+    q = softmax(l) over all X experts; with normalize, over T alone
+    w_k = q[T_k]                          with round_weights, rounded to the logits' dtype
+
+Backward, with d[T_k] = dw_k, d = 0 elsewhere, and q as in the forward::
+
+    dl = q · (d − Σ_x q_x · d_x)
+
+Saved: the logits and T.
+
+Source: https://arxiv.org/abs/2101.03961.
+"""
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.checks import check, check_floating
+from liger_models.kernels.dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+
+ROUTE_ROWS, ROUTE_TILE = 32, 4096
+"""Upper limits of a program: tokens, and logits. All logits of a token are in registers at once."""
+
+
+def route_reference(logits: Tensor, top_k: int, normalize: bool, round_weights: bool = False) -> tuple[Tensor, Tensor]:
+    """`route` in plain torch (differentiable; fp64 stays fp64)."""
+    compute = torch.promote_types(logits.dtype, torch.float32)
+    weights, experts = logits.softmax(-1, dtype=compute).topk(top_k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if round_weights:
+        weights = weights.to(logits.dtype).to(compute)
+    return weights, experts
+
+
+@triton.jit
+def _load_logits(logits_ptr, rows, lanes, N, X):
+    """The tokens' logits in fp32: −inf past the last expert, 0 in rows past the last token."""
+    inside = (rows < N)[:, None] & (lanes < X)[None, :]
+    logits = tl.load(logits_ptr + rows[:, None] * X + lanes[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.where(lanes[None, :] < X, logits, float("-inf"))
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr, weights_ptr, experts_ptr, N, X, K: tl.constexpr, NORMALIZE: tl.constexpr, ROUND: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lanes = tl.arange(0, BLOCK_X)
+    logits = _load_logits(logits_ptr, rows, lanes, N, X)
+    e = tl.exp(logits - tl.max(logits, 1)[:, None])
+    # Integers that sort like the floats, NaN largest: K different experts are chosen whatever the logits are.
+    bits = logits.to(tl.int32, bitcast=True)
+    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    keys = tl.where(lanes[None, :] < X, tl.maximum(keys, -2147483646), -2147483647)
+    picks = tl.arange(0, BLOCK_K)
+    weights = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    experts = tl.zeros([ROWS, BLOCK_K], tl.int32)
+    for k in tl.static_range(K):
+        largest = keys == tl.max(keys, 1)[:, None]
+        pick = tl.min(tl.where(largest, lanes[None, :], BLOCK_X), 1)  # the first of equals
+        mine = lanes[None, :] == pick[:, None]
+        weights = tl.where(picks[None, :] == k, tl.sum(tl.where(mine, e, 0.0), 1)[:, None], weights)
+        experts = tl.where(picks[None, :] == k, pick[:, None], experts)
+        keys = tl.where(mine, -2147483647, keys)
+    weights /= (tl.sum(weights, 1) if NORMALIZE else tl.sum(e, 1))[:, None]
+    if ROUND:
+        weights = weights.to(logits_ptr.dtype.element_ty).to(tl.float32)
+    inside = (rows < N)[:, None] & (picks < K)[None, :]
+    out = rows[:, None] * K + picks[None, :]
+    tl.store(weights_ptr + out, weights, mask=inside)
+    tl.store(experts_ptr + out, experts.to(tl.int64), mask=inside)
+
+
+@triton.jit
+def _route_backward_kernel(
+    d_weights_ptr, logits_ptr, experts_ptr, d_logits_ptr, N, X, K: tl.constexpr, NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lanes = tl.arange(0, BLOCK_X)
+    logits = _load_logits(logits_ptr, rows, lanes, N, X)
+    e = tl.exp(logits - tl.max(logits, 1)[:, None])
+    d = tl.zeros([ROWS, BLOCK_X], tl.float32)
+    chosen = tl.zeros([ROWS, BLOCK_X], tl.float32)
+    for k in tl.static_range(K):
+        pick = tl.load(experts_ptr + rows * K + k, mask=rows < N, other=0)
+        dw = tl.load(d_weights_ptr + rows * K + k, mask=rows < N, other=0.0).to(tl.float32)
+        mine = lanes[None, :] == pick[:, None]
+        d = tl.where(mine, dw[:, None], d)
+        chosen = tl.where(mine, 1.0, chosen)
+    if NORMALIZE:
+        e = tl.where(chosen > 0, e, 0.0)
+    q = e / tl.sum(e, 1)[:, None]
+    d_logits = q * (d - tl.sum(q * d, 1)[:, None])
+    inside = (rows < N)[:, None] & (lanes < X)[None, :]
+    tl.store(d_logits_ptr + rows[:, None] * X + lanes[None, :], d_logits.to(d_logits_ptr.dtype.element_ty), mask=inside)
+
+
+_route_kernel.decides = True  # its output says where later kernels read and write
+
+
+def _block(size: int) -> int:
+    """The next power of two, at least 2: a tile must not be degenerate."""
+    return max(int(triton.next_power_of_2(size)), 2)
+
+
+def _route_tile(X: int) -> dict[str, int]:
+    block = _block(X)
+    return {"ROWS": max(min(ROUTE_ROWS, ROUTE_TILE // block), 1), "BLOCK_X": block}
+
+
+LIBRARY.define("route(Tensor logits, int top_k, bool normalize, bool round_weights) -> (Tensor, Tensor)")
+LIBRARY.define("route_backward(Tensor d_weights, Tensor logits, Tensor experts, bool normalize) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "route", "CompositeExplicitAutograd")
+def _route(logits: Tensor, top_k: int, normalize: bool, round_weights: bool) -> tuple[Tensor, Tensor]:
+    logits = logits.contiguous()
+    N, X = logits.shape
+    weights = torch.empty(N, top_k, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(N, top_k, dtype=torch.int64, device=logits.device)
+    if N:
+        tile = _route_tile(X)
+        with on_device_of(logits):
+            _route_kernel[(triton.cdiv(N, tile["ROWS"]),)](
+                logits, weights, experts, N, X, K=top_k, NORMALIZE=normalize, ROUND=round_weights,
+                BLOCK_K=_block(top_k), **tile,
+            )  # fmt: skip
+    return weights, experts
+
+
+@torch.library.impl(LIBRARY, "route_backward", "CompositeExplicitAutograd")
+def _route_backward(d_weights: Tensor, logits: Tensor, experts: Tensor, normalize: bool) -> Tensor:
+    d_weights, logits, experts = d_weights.contiguous(), logits.contiguous(), experts.contiguous()
+    d_logits = torch.empty_like(logits)
+    N, X = logits.shape
+    if N:
+        tile = _route_tile(X)
+        with on_device_of(logits):
+            _route_backward_kernel[(triton.cdiv(N, tile["ROWS"]),)](
+                d_weights, logits, experts, d_logits, N, X, K=experts.shape[1], NORMALIZE=normalize, **tile
+            )
+    return d_logits
+
+
+@torch.library.register_fake("liger_models::route", lib=LIBRARY)
+def _route_fake(logits: Tensor, top_k: int, normalize: bool, round_weights: bool) -> tuple[Tensor, Tensor]:
+    weights = logits.new_empty(logits.shape[0], top_k, dtype=torch.float32)
+    return weights, torch.empty_like(weights, dtype=torch.int64)
+
+
+@torch.library.register_fake("liger_models::route_backward", lib=LIBRARY)
+def _route_backward_fake(d_weights: Tensor, logits: Tensor, experts: Tensor, normalize: bool) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _route_setup(ctx, inputs, output):
+    logits, _, ctx.normalize, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, output[1])
+
+
+def _route_autograd(ctx, d_weights, _d_experts):
+    if d_weights is None:
+        return (None,) * 4
+    return torch.ops.liger_models.route_backward(d_weights, *ctx.saved_tensors, ctx.normalize), None, None, None
+
+
+torch.library.register_autograd("liger_models::route", _route_autograd, setup_context=_route_setup, lib=LIBRARY)
+
+
+def route(logits: Tensor, top_k: int, normalize: bool, round_weights: bool = False) -> tuple[Tensor, Tensor]:
+    """The ``top_k`` experts of each token, and their weights from the softmax over all experts.
+
+    Args:
+        logits: [N, X], float32, float16 or bfloat16.
+        top_k: K, 1 to X. Among equal logits the first are chosen (the reference backend may choose any).
+        normalize: divide the weights of each token by their sum (Mixtral; Qwen3-MoE with norm_topk_prob).
+        round_weights: round the weights to the dtype of the logits (Qwen3-MoE).
+
+    Returns:
+        ``(weights, experts)``: [N, K] fp32, largest first, and [N, K] int64.
+
+    Raises:
+        ValueError: logits are not [N, X], or top_k is not in 1 to X.
+        TypeError: logits are not floating-point.
+    """
+    check_floating("route", logits=logits)
+    check(logits.dim() == 2, f"route: logits must be [N, X], got {list(logits.shape)}.")
+    X = logits.shape[1]
+    check(1 <= top_k <= X, f"route: top_k must be in 1 to {X} (the number of experts), got {top_k}.")
+    if not use_triton(logits):
+        return route_reference(logits, top_k, normalize, round_weights)
+    weights, experts = torch.ops.liger_models.route(logits, top_k, normalize, round_weights)
+    return weights, experts

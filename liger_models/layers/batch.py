@@ -1,0 +1,209 @@
+"""The layout of a batch: positions, documents and masks. It is computed once per forward and passed to every layer."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.checks import check
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.masks import (
+    MOST_DOCUMENTS,
+    Mask,
+    Segments,
+    document_mask,
+    takes_segments,
+    text_mask,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, eq=False)
+class BatchLayout:
+    """Positions, rotary tables, masks and the decode cache of a batch.
+
+    `build` makes the layout of text, `bidirectional` that of image patches. Families whose layers need more derive a
+    class with additional fields.
+
+    Attributes:
+        position_ids: [1 or B, T] int64; for text with images [3, 1 or B, T], in time, height and width.
+        tables: name of a rotary embedding -> cos, sin at these positions, each [1 or B, T, R / 2] fp32.
+        documents: [B, S] int64, S = cached + T, the document number of each token, −1 for padding. A token attends to
+            earlier tokens of its own document. None: one document.
+        past: number of cached tokens.
+        cache: the decode cache; None in training.
+        masks: window of a layer (None: no window) -> its mask.
+        causal: False if tokens also attend to later tokens.
+        attention_mask: [B, S], as it was passed to the forward.
+    """
+
+    position_ids: Tensor
+    tables: Mapping[str, tuple[Tensor, Tensor]]
+    documents: Tensor | None = None
+    past: int = 0
+    cache: DecodeCache | None = None
+    masks: dict[int | None, Mask] = field(default_factory=dict)
+    causal: bool = True
+    attention_mask: Tensor | None = None
+
+    @classmethod
+    def bidirectional(
+        cls,
+        position_ids: Tensor,
+        rotary: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]],
+        segments: Tensor | None,
+    ) -> "Self":
+        """The layout of image patches, which attend to all patches of their own segment.
+
+        Args:
+            position_ids: [..., 1, N] int64.
+            rotary: name -> function from positions to (cos, sin).
+            segments: [N] int64, ascending, the number of each patch's image, frame or window. None: one segment, in
+                which case ``position_ids`` may have several rows.
+        """
+        tables = {name: table(position_ids) for name, table in rotary.items()}
+        mask = Mask()
+        if segments is not None:  # a compiled graph cannot read the lengths of segments
+            compiling = torch.compiler.is_compiling()
+            mask = document_mask(segments[None]) if compiling else Mask(segments=Segments.of(segments))
+        return cls(position_ids, tables, masks={None: mask}, causal=False)
+
+    @classmethod
+    def build(
+        cls,
+        shape: tuple[int, int],
+        device: torch.device,
+        rotary: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]],
+        *,
+        windows: Mapping[int | None, bool] | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: DecodeCache | None = None,
+        visible_until: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        **extra: Any,
+    ) -> "Self":
+        """The layout of a batch of text.
+
+        Args:
+            shape: (B, T).
+            device: where positions and masks are created.
+            rotary: name -> function from positions to (cos, sin).
+            windows: window of the attention layers (None: no window) -> whether one of these layers needs a mask even
+                for plainly causal attention. Default: no window, no such layer. {} builds no masks.
+            position_ids: [T], [1, T] or [B, T], or [3, 1 or B, T]. Default: counted from 0, from the cached length, or
+                from the start of each document. Padding is counted like any token, as in transformers' forward.
+            attention_mask: [B, S], nonzero for tokens, 0 for padding. Tokens and padding do not attend to each other.
+            cu_seqlens: [n + 1] integers starting with 0, boundaries of packed documents over the B · T flattened
+                tokens. Tokens after the last boundary are another document; documents never span rows of the batch.
+            cache: the decode cache that holds the preceding tokens.
+            visible_until: [B, T] int64, ascending along T, the index of the last of these T tokens that each token
+                attends to, itself or a later one (the tokens of an image attend to each other). Default: itself.
+            dtype: dtype of the activations, which allows masks that only some kernels support; None for masks that
+                every kernel supports.
+            extra: the fields that a derived class adds.
+
+        Raises:
+            ValueError: shapes do not match, or arguments exclude each other.
+        """
+        B, T = shape
+        past = cache.length if cache is not None else 0
+        check(
+            attention_mask is None or cu_seqlens is None,
+            "forward: attention_mask and cu_seqlens exclude each other, got both. Packed batches need no mask.",
+        )
+        check(cache is None or cu_seqlens is None, "forward: cu_seqlens can't be used with a decode cache. Pass one.")
+        documents = None
+        positions = torch.arange(past, past + T, device=device)[None]
+        if cu_seqlens is not None:
+            documents, positions = number_documents(cu_seqlens, B, T, device)
+        elif attention_mask is not None:
+            check(
+                tuple(attention_mask.shape) == (B, past + T),
+                f"forward: attention_mask must be [{B}, {past + T}] (cached and new tokens), "
+                f"got {list(attention_mask.shape)}.",
+            )
+            # Reading the mask synchronises once, which costs far less than attention with a needless mask. Single
+            # tokens and compiled graphs skip the check.
+            if T == 1 or torch.compiler.is_compiling() or not bool(attention_mask.all()):
+                documents = mark_padding(attention_mask, device)
+        if position_ids is not None:
+            positions = position_ids[None] if position_ids.dim() == 1 else position_ids
+            check(
+                positions.dim() in (2, 3)
+                and positions.shape[:-2] in ((), (3,))
+                and (positions.shape[-2] == 1 or positions.shape[-2] == B)  # `in` does not support symbolic sizes
+                and positions.shape[-1] == T,
+                f"forward: position_ids must be [{T}], [1, {T}] or [{B}, {T}], got {list(position_ids.shape)}. "
+                "Positions in time, height and width have an additional first axis of size 3.",
+            )
+        segments, few = None, cu_seqlens is None or len(cu_seqlens) - 1 <= MOST_DOCUMENTS * B
+        if attention_mask is None and cache is None and visible_until is None and few and takes_segments(device, dtype):
+            segments = Segments.of_rows(B, T, cu_seqlens, device)
+        masks = {
+            window: text_mask(documents, past, window, B, T, device, needed, visible_until, segments)
+            for window, needed in ({None: False} if windows is None else windows).items()
+        }
+        tables = {name: table(positions) for name, table in rotary.items()}
+        return cls(positions, tables, documents, past, cache, masks, attention_mask=attention_mask, **extra)
+
+    def mask(self, window: int | None, q: Tensor) -> Mask:
+        """The mask of the layers with this window, in a form that the kernel for q [B, T, H, D] supports."""
+        mask = self.masks[window]
+        if mask.segments is not None and self.causal and not takes_segments(q.device, q.dtype, q.shape[3]):
+            # The heads are too wide, or have another dtype than the embeddings, which was not known in `build`.
+            B, T = q.shape[:2]
+            mask = self.masks[window] = text_mask(self.documents, 0, window, B, T, q.device, needed=False)
+        return mask
+
+    def shift(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
+        """The target of each token: the label of the next token of its document.
+
+        Args:
+            labels: [B, T] int64, unshifted.
+            ignore_index: the target of the last token of each row and document, and of padding.
+
+        Returns:
+            [B, T] int64.
+        """
+        target = torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), ignore_index)], 1)
+        if self.documents is None:
+            return target
+        last = torch.ones_like(labels[:, :1], dtype=torch.bool)
+        ends = torch.cat([self.documents[:, 1:] != self.documents[:, :-1], last], 1)
+        return target.masked_fill(ends | (self.documents < 0), ignore_index)
+
+
+def mark_padding(attention_mask: Tensor, device: torch.device) -> Tensor:
+    """The document number of each token, [B, S] int64: 0 for tokens, −1 for padding."""
+    return (attention_mask != 0).to(device, torch.int64) - 1
+
+
+def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The document number of each token and its position in the document, both [B, T] int64."""
+    check(
+        cu_seqlens.dim() == 1 and len(cu_seqlens) >= 2 and not cu_seqlens.dtype.is_floating_point,
+        f"forward: cu_seqlens must hold n + 1 >= 2 integers, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}.",
+    )
+    bounds = cu_seqlens.to(device, torch.int64)
+    flat = torch.arange(B * T, device=device)
+    # Not torch.bucketize: Inductor 2.11 fuses it with a maximum over the positions and gives wrong numbers.
+    ends = bounds[1:].clamp(max=B * T)
+    number = torch.zeros(B * T + 1, dtype=torch.int64, device=device).index_add(0, ends, torch.ones_like(ends))
+    number = number[:-1].cumsum(0)
+    row_start = flat // T * T if T else flat
+    positions = flat - torch.maximum(bounds[number], row_start)
+    return number.view(B, T), positions.view(B, T)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Sequence":  # until it was renamed
+        warnings.warn("layers.sequence.Sequence is now layers.batch.BatchLayout.", DeprecationWarning, stacklevel=2)
+        return BatchLayout
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

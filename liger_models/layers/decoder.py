@@ -1,0 +1,474 @@
+"""The decoder that all families share: embedding -> blocks -> norm -> head or loss."""
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.moe.load_balancing import load_balancing_loss
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.groups import ParallelGroups
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.layer import CHECKPOINTING_POLICIES, draw, is_replayable, named_layers, set_policy
+from liger_models.layers.lm_head import LigerLMHead, LossFunction, Targets
+from liger_models.layers.norm import Norm, add_norm
+from liger_models.memory.offload import Offload
+from liger_models.memory.recompute import is_compiled, run_again
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class CausalLMOutput(NamedTuple):
+    """The result of `Decoder.forward`; None for everything that was not computed.
+
+    Attributes:
+        loss: [] fp32, or what ``loss_function`` returned.
+        logits: [B, T, V] in the dtype of the weights.
+        aux_loss: [], the part of ``loss`` that mixture-of-experts layers add; None with a decode cache.
+        log_probs: [B, T] fp32, the log-probability of each token's target, 0 where it has none.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    aux_loss: Tensor | None = None
+    log_probs: Tensor | None = None
+
+
+class CausalLMConfig(Protocol):
+    """The config fields that the decoder reads."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def initializer_range(self) -> float: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+
+def _in_graph(x: Tensor) -> bool:
+    """Whether a graph is being compiled or captured, or x has no values, so that no decision may depend on values."""
+    without_values = x.is_meta or hasattr(x, "fake_mode")
+    return torch.compiler.is_compiling() or without_values or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def check_policy(name: str, policy: str) -> None:
+    """Raise ValueError unless ``policy`` is one of `CHECKPOINTING_POLICIES`."""
+    known = policy in CHECKPOINTING_POLICIES
+    check(known, f"set_checkpointing: {name} must be one of {CHECKPOINTING_POLICIES}, got {policy!r}.")
+
+
+class Decoder(nn.Module):
+    """A decoder with a language-model head. Subclasses set the attributes below and call `post_init` last.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class: ClassVar[type[Any]]
+    layout_class: ClassVar[type[BatchLayout]] = BatchLayout
+    """What `layout` builds; a family whose layers need more derives a class of its own."""
+    prompt_inputs: ClassVar[tuple[str, ...]] = ()
+    """Arguments of `forward` that belong to a prompt besides its tokens, such as pixels."""
+    embed_tokens: LigerEmbedding
+    layers: nn.ModuleList
+    """Blocks: ``(x | None, residual, layout) -> (x, residual)``, where x is yet to be added to the residual stream. A
+    block with routed experts also returns its router logits."""
+    norm: Norm
+    lm_head: LigerLMHead
+    rotary: nn.ModuleDict
+    """Name -> `RotaryEmbedding`; an attention layer refers to its embedding by name."""
+
+    def __init__(self, config: CausalLMConfig, kernels: KernelOptions | None = None) -> None:
+        super().__init__()
+        self.config: Any = config
+        self.kernels = kernels or KernelOptions()
+        self.checkpointing: str | list[str] = "none"
+        self.recomputed: frozenset[int] = frozenset()
+        """Blocks that are recomputed as a whole."""
+        self.offloaded: frozenset[int] = frozenset()
+        """Blocks whose activations are offloaded to host memory."""
+        self.visual: Any = None
+        """The vision tower, whose blocks are in ``visual.blocks``; None for models without one."""
+        self.groups = ParallelGroups()
+        """The process groups that the model is distributed over."""
+        self._windows: dict[int | None, bool] | None = None
+        """Window of the attention layers -> whether one of these layers always needs a mask; set by `post_init`."""
+        self.hf_config: dict[str, Any] = {}
+        """The config.json that the model was loaded with. Keys that the model does not read are saved again."""
+        self.assets: dict[str, bytes] = {}
+        """Name -> content of files saved with the checkpoint unchanged: generation_config.json, tokenizer files."""
+
+    def post_init(self) -> None:
+        """Check the attributes, tie and initialise the weights. Call it last in the constructor of a subclass.
+
+        Raises:
+            ValueError: an attribute is missing, there is a buffer, or attention layers share a cache slot.
+        """
+        name = type(self).__name__
+        absent = [part for part in ("embed_tokens", "layers", "norm", "lm_head", "rotary") if not hasattr(self, part)]
+        check(not absent, f"{name}: must have {', '.join(absent)} when it calls post_init, got none. Set them first.")
+        self.check_buffers()
+        self._windows = {}
+        slots: dict[int, str] = {}
+        for path, layer in named_layers(self.layers, remove_duplicate=False):
+            spec = layer.attention
+            if spec is None:
+                continue
+            other = slots.setdefault(spec.cache_slot, path)
+            check(
+                other == path,
+                f"{name}: each attention layer must have a slot of its own in the decode cache, got "
+                f"layer={spec.cache_slot} for layers.{other} and layers.{path}. Number them.",
+            )
+            check(
+                spec.rotary is None or spec.rotary in self.rotary,
+                f"{name}: rotary must have the embedding {spec.rotary!r} that layers.{path} uses, got "
+                f"{', '.join(self.rotary)}.",
+            )
+            self._windows[spec.window] = self._windows.get(spec.window, False) or spec.needs_mask
+        self.tie_weights()
+        if self.device.type != "meta":
+            self.reset_parameters()
+
+    def check_buffers(self) -> None:
+        """Raise ValueError if there is a buffer. Loading calls it, too: subclasses may add buffers later."""
+        buffers = [buffer for buffer, _ in self.named_buffers()]
+        check(
+            not buffers,
+            f"{type(self).__name__}: must have no buffers, because checkpoints and the meta device lose them, got "
+            f"{', '.join(buffers[:5])}. Make them parameters, or compute them from the config as "
+            "layers.rope.RotaryEmbedding does.",
+        )
+
+    def tie_weights(self) -> None:
+        """Let the head share the weight of the embedding if the config says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def reset_parameters(self) -> None:
+        """Initialise all weights.
+
+        Linear layers and embeddings are drawn from a normal distribution with ``initializer_range``, and their biases
+        are 0. Layers initialise their parameters by `Layer.draw`, all other modules by ``reset_parameters``, submodules
+        first.
+
+        Raises:
+            ValueError: a module has parameters of its own but no method ``reset_parameters``.
+        """
+        std = self.config.initializer_range
+        drawn: set[nn.Module] = set()
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=std)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+                drawn.add(module)
+            elif draw(module, std):
+                drawn.add(module)
+        for name, module in reversed([*self.named_modules()]):
+            if module in drawn:
+                continue
+            own = [parameter for parameter, _ in module.named_parameters(name, recurse=False)]
+            reset = getattr(type(module), "reset_parameters", None)
+            check(
+                not own or reset not in (None, Decoder.reset_parameters),
+                f"{type(self).__name__}: {type(module).__name__} must have a method reset_parameters that initialises "
+                f"{', '.join(own)}, got none. Models are built on the meta device first, and then initialised.",
+            )
+            if reset is not None and module is not self:
+                reset(module)
+
+    @contextmanager
+    def _sharing(self) -> Iterator[None]:
+        """Context in which parameters may be replaced name by name; names that shared one share it again afterwards."""
+        first: dict[int, str] = {}
+        named = [(name, id(each)) for name, each in self.named_parameters(remove_duplicate=False)]
+        again = {name: first[each] for name, each in named if first.setdefault(each, name) != name}
+        yield
+        for name, same in again.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.get_submodule(owner), attribute, self.get_parameter(same))
+        self.tie_weights()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Self":
+        with self._sharing():  # moving from the meta device creates a new parameter for each name
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As `torch.nn.Module.load_state_dict`, but shared parameters stay shared with ``assign``."""
+        with self._sharing() if assign else nullcontext():
+            return super().load_state_dict(state_dict, strict, assign)
+
+    def current_assets(self) -> dict[str, bytes]:
+        """The current content of the files that are saved with the checkpoint."""
+        return self.assets
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the embedding's weight."""
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def blocks(self) -> list[Any]:
+        """All blocks in execution order: those of the vision tower, if there is one, then those of the decoder."""
+        return [*([] if self.visual is None else self.visual.blocks), *self.layers]
+
+    def num_parameters(self, exclude_embeddings: bool = False) -> int:
+        """Number of parameters, with or without those of the embedding; tied parameters count once."""
+        excluded = self.embed_tokens.weight if exclude_embeddings else None
+        return sum(parameter.numel() for parameter in self.parameters() if parameter is not excluded)
+
+    def set_checkpointing(self, policy: str | list[str], *, offload_layers: int = 0) -> None:
+        """Choose which activations are saved for the backward, and where. The gradients are always the same.
+
+        Args:
+            policy: one policy for all blocks, or a list with one for each. "none" saves what the fused ops need.
+                "selective" recomputes the gate and up projections of the MLP, the largest activations. "full" saves
+                only the block's input and recomputes the rest, except the last projection, whose output the backward
+                does not need. With "full", blocks with routed experts also save the input of the experts, so that the
+                backward cannot route differently, and compiled blocks and models also save the input of the MLP.
+            offload_layers: number of blocks whose activations are offloaded to host memory, copied while the GPU
+                computes. They are spread evenly, and exclude the last two blocks if possible: the other blocks give the
+                copies time. Not supported within a compiled model, but with compiled blocks.
+
+        Raises:
+            ValueError: a policy is unknown, the list does not have one policy for each block, or ``offload_layers``
+                exceeds the number of blocks.
+        """
+        blocks = len(self.layers)
+        policies = [policy] * blocks if isinstance(policy, str) else list(policy)
+        check(
+            len(policies) == blocks,
+            f"set_checkpointing: policy must be one, or one for each of the {blocks} blocks, got {len(policies)}.",
+        )
+        check(
+            0 <= offload_layers <= blocks,
+            f"set_checkpointing: offload_layers must be 0 to {blocks}, got {offload_layers}.",
+        )
+        for each in policies:
+            check_policy("policy", each)
+        self.checkpointing = policy
+        self.recomputed = frozenset(
+            index
+            for index, (block, each) in enumerate(zip(self.layers, policies, strict=True))
+            if each == "full" and is_replayable(block)
+        )
+        span = max(blocks - 2, offload_layers)
+        self.offloaded = frozenset(i * span // offload_layers for i in range(offload_layers))
+        for block, each in zip(self.layers, policies, strict=True):
+            set_policy(block, each)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        return_logits: bool | None = None,
+        return_log_probs: bool = False,
+        loss_function: LossFunction | None = None,
+        logits_to_keep: int = 0,
+        cache: DecodeCache | None = None,
+    ) -> CausalLMOutput:
+        """Compute logits, or the loss if ``labels`` are given, without materialising the logits.
+
+        Args:
+            input_ids: [B, T] int64.
+            labels: [B, T] int64, unshifted; −100 is ignored. The last token of a row or of a packed document, and
+                padding, have no target.
+            position_ids, attention_mask, cu_seqlens: see `BatchLayout.build`.
+            inputs_embeds: [B, T, C] instead of ``input_ids``.
+            num_items_in_batch: divisor of the summed loss: the number of targets in all accumulation steps and on all
+                ranks. Default: the number of targets in this batch.
+            return_logits: True to return logits in addition to the loss. Default: logits only without ``labels``.
+            return_log_probs: with ``labels``, return the log-probabilities of the targets instead of the loss, for
+                losses of your own. The targets are ``labels`` shifted by `BatchLayout.shift`.
+            loss_function: with ``labels``, replaces the loss. It is called with ``(hidden, weight, target)``: the
+                normed output of the last block [B, T, C], the head's weight [V, C] and the shifted labels [B, T]. It
+                may return anything. It is called inside the head, where FSDP has gathered the weight. It must apply a
+                softcap or a scale of the logits itself, and ``aux_loss`` is not added to its result.
+            logits_to_keep: return the logits of only the last so many tokens; 0 for all. Not with ``labels``.
+            cache: decode cache, to which the tokens are appended.
+
+        Returns:
+            `CausalLMOutput`.
+
+        Raises:
+            ValueError: arguments exclude each other, or shapes do not match.
+        """
+        embeds, shape = self.embed(input_ids, inputs_embeds)
+        layout = self.layout(
+            shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache
+        )
+        return self.run(
+            embeds, layout, labels=labels, num_items_in_batch=num_items_in_batch, return_logits=return_logits,
+            return_log_probs=return_log_probs, loss_function=loss_function, logits_to_keep=logits_to_keep,
+        )  # fmt: skip
+
+    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, tuple[int, int]]:
+        """The embeddings of this rank's share of the tokens, and the shape (B, T) of the whole batch."""
+        check(
+            (input_ids is None) != (inputs_embeds is None),
+            "forward: exactly one of input_ids and inputs_embeds must be given.",
+        )
+        if inputs_embeds is not None:
+            return inputs_embeds, (inputs_embeds.shape[0], inputs_embeds.shape[1])
+        assert input_ids is not None
+        check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+        B, T = input_ids.shape
+        self.groups.check_tokens(T, whole=False)
+        return self.embed_tokens(self.groups.context_share(input_ids)), (B, T)
+
+    def layout(self, shape: tuple[int, int], embeds: Tensor, **options: Any) -> BatchLayout:
+        """The layout of a batch of ``shape`` (B, T); options as in `BatchLayout.build`."""
+        check(
+            self._windows is not None,
+            f"{type(self).__name__}: the constructor must end with self.post_init(), got no call of it. Add it.",
+        )
+        rotary: dict[str, Any] = dict(self.rotary.items())
+        return self.layout_class.build(
+            shape, embeds.device, rotary, windows=self._windows, dtype=embeds.dtype, **options
+        )
+
+    def run(
+        self,
+        embeds: Tensor,
+        layout: BatchLayout,
+        *,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        return_logits: bool | None = None,
+        return_log_probs: bool = False,
+        loss_function: LossFunction | None = None,
+        logits_to_keep: int = 0,
+    ) -> CausalLMOutput:
+        """Run everything after the embedding.
+
+        Args:
+            embeds: [B, T, C], or only this rank's share of the tokens.
+            layout: layout of the whole batch.
+            Others: as in `forward`.
+        """
+        cache, groups, T = layout.cache, self.groups, layout.position_ids.shape[-1]
+        check(
+            labels is None or (cache is None and not logits_to_keep),
+            "forward: labels can't be combined with cache or logits_to_keep. Omit these to compute a loss.",
+        )
+        check(not return_log_probs or labels is not None, "forward: return_log_probs needs labels. Pass them.")
+        check(
+            loss_function is None or (labels is not None and not return_log_probs and num_items_in_batch is None),
+            "forward: loss_function needs labels, and neither return_log_probs nor num_items_in_batch.",
+        )
+        check(
+            labels is None or tuple(labels.shape) == (embeds.shape[0], T),
+            f"forward: labels must be [{embeds.shape[0]}, {T}] like input_ids, got "
+            f"{None if labels is None else list(labels.shape)}.",
+        )
+        groups.check_tokens(T, whole=cache is not None or logits_to_keep != 0 or loss_function is not None)
+        if embeds.shape[1] == T:
+            embeds = groups.token_share(embeds)
+        target, targets = None, None
+        if labels is not None:
+            target, num_items_in_batch = groups.share_targets(layout.shift(labels), num_items_in_batch)
+            if not (return_logits or return_log_probs or loss_function is not None or _in_graph(embeds)):
+                targets = Targets(target)
+
+        hidden, router_logits = self.run_blocks(embeds, layout)
+        if cache is not None:
+            cache.length += T
+        hidden = groups.enter_head(hidden)
+        if targets is not None:
+            hidden, target = targets.select(hidden)
+        loss, logits = self.lm_head(
+            hidden[:, -logits_to_keep:] if logits_to_keep else hidden,
+            target,
+            num_items=num_items_in_batch,
+            return_logits=bool(return_logits),
+            log_probs=return_log_probs,
+            loss_function=loss_function,
+        )
+        logits = groups.gather_logits(logits)
+        mask = None if layout.attention_mask is None else groups.context_share(layout.attention_mask)
+        aux_loss = self.auxiliary_loss(router_logits, mask) if cache is None else None
+        if return_log_probs:
+            return CausalLMOutput(None, logits, aux_loss, groups.gather_log_probs(loss))
+        if loss is not None and loss_function is None:
+            loss = groups.sum_loss(loss)
+            loss = loss if aux_loss is None else loss + aux_loss
+        return CausalLMOutput(loss, logits, aux_loss)
+
+    def run_blocks(self, embeds: Tensor, layout: BatchLayout) -> tuple[Tensor, list[Tensor]]:
+        """The normed output of the last block, [B, T, C], and the router logits of the blocks with routed experts."""
+        x: Tensor | None = None
+        residual = embeds
+        router_logits = []
+        offload = Offload() if self.offloaded and torch.is_grad_enabled() else None
+        check(
+            offload is None or not torch.compiler.is_compiling(),
+            "forward: offload_layers must be 0 in a compiled model. Compile the blocks instead, or don't set it.",
+        )
+        # With a decode cache a recomputed block would append to it again.
+        once = not torch.is_grad_enabled() or layout.cache is not None or _in_graph(embeds)
+        again: frozenset[int] = frozenset() if once else self.recomputed
+        for index, block in enumerate(self.layers):
+            run = functools.partial(run_again, block) if index in again and not is_compiled(block) else block
+            with offload.saving(index in self.offloaded) if offload else nullcontext():
+                x, residual, *routed = run(x, residual, layout)
+            router_logits += routed
+            residual = self.after_block(index, residual, layout)
+        if offload:
+            offload.settle()
+        hidden, _ = add_norm(self.norm, x, residual)
+        return hidden, router_logits
+
+    def after_block(self, index: int, residual: Tensor, layout: BatchLayout) -> Tensor:
+        """The residual stream [B, T, C] after a block. Families that add something between blocks override this."""
+        return residual
+
+    def prompt_positions(self, prompts: Tensor, mask: Tensor | None, new: int, inputs: dict[str, Any]) -> Tensor:
+        """Positions of prompts and of the tokens generated after them.
+
+        Args:
+            prompts: [B, T] int64.
+            mask: [B, T], 0 for padding on the left, which is not counted; None for no padding.
+            new: number of tokens to generate.
+            inputs: other arguments of `forward` that belong to the prompts; see `prompt_inputs`.
+
+        Returns:
+            [1 or B, T + new] int64, or [3, 1 or B, T + new] in time, height and width.
+        """
+        T = prompts.shape[1] + new
+        if mask is None:
+            return torch.arange(T, device=prompts.device)[None]
+        return (nn.functional.pad(mask, (0, new), value=1).cumsum(1) - 1).clamp_min(0)
+
+    def auxiliary_loss(self, router_logits: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
+        """The weighted loss that is added to the cross entropy; None for none.
+
+        This is the load-balancing loss of all layers with routed experts together, if the config enables it.
+        """
+        if not (router_logits and getattr(self.config, "output_router_logits", False)):
+            return None
+        loss = load_balancing_loss(router_logits, self.config.num_experts_per_tok, attention_mask, self.groups.balance)
+        weighted: Tensor = self.config.router_aux_loss_coef * loss
+        return weighted

@@ -1,0 +1,47 @@
+"""The decode cache: keys and values of the tokens so far."""
+
+from collections.abc import Hashable
+
+from torch import Tensor
+
+from liger_models.kernels.checks import check
+
+
+class DecodeCache:
+    """Keys and values of the tokens so far, for decoding. Memory for each layer is allocated on first use.
+
+    Args:
+        capacity: maximum number of tokens per sequence.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
+        self.extra: dict[Hashable, Tensor] = {}
+        """Other tensors [B, ...] that a family saves for later tokens."""
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append k and v [B, T, G, D] of one layer, and return all keys and values of it, [B, length + T, G, D] each.
+
+        This does not advance ``length``; `Decoder.run` does so after all layers.
+
+        Raises:
+            ValueError: there are more tokens than ``capacity``.
+        """
+        end = self.length + k.shape[1]
+        check(
+            end <= self.capacity,
+            f"DecodeCache: capacity ({self.capacity}) must hold all tokens, got {end}. Make the cache larger.",
+        )
+        if layer not in self._layers:
+            room = (k.shape[0], self.capacity, *k.shape[2:])
+            self._layers[layer] = k.new_empty(room), v.new_empty(room)
+        keys, values = self._layers[layer]
+        keys[:, self.length : end] = k
+        values[:, self.length : end] = v
+        return keys[:, :end], values[:, :end]
+
+    def select(self, rows: Tensor) -> None:
+        """Select, repeat or reorder sequences; ``rows`` [B'] int64 indexes the batch."""
+        self._layers = {layer: (k[rows], v[rows]) for layer, (k, v) in self._layers.items()}
+        self.extra = {name: kept[rows] for name, kept in self.extra.items()}

@@ -1,0 +1,145 @@
+"""The base class of layers, through which generic code asks a layer instead of checking its class."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from liger_models.kernels.collectives import Group
+from liger_models.layers.groups import ParallelGroups
+
+CHECKPOINTING_POLICIES = ("none", "selective", "full")
+
+
+class AttentionSpec(NamedTuple):
+    """What an attention layer requires from the model, and what it computes.
+
+    Attributes:
+        cache_slot: index of the layer's keys and values in the decode cache.
+        rotary: name of the rotary embedding that rotates queries and keys; None for no rotation.
+        window: number of tokens that a token attends to, itself included; None for all.
+        needs_mask: whether the kernel needs a mask even for plainly causal attention (softcaps).
+        pair_flops: floating-point operations in the forward per pair of a query and a key it attends to.
+    """
+
+    cache_slot: int
+    rotary: str | None
+    window: int | None
+    needs_mask: bool
+    pair_flops: int
+
+
+class Layer(nn.Module):
+    """A module that defines how it recomputes, how it is sharded and how its weights are drawn.
+
+    The defaults are right for a layer without parameters of its own that recomputes nothing. A module that is not a
+    `Layer` is treated the same way, except where that would silently give wrong results: `apply_tp` rejects parameters
+    whose gradients nothing would sum.
+    """
+
+    replayable: bool = True
+    """False if a second forward may give a different result (routed experts). Blocks with such a layer are not
+    recomputed as a whole."""
+    needs_images: bool = False
+    """True if text without images skips the layer."""
+    active_share: float = 1.0
+    """Fraction of the layer's own parameters that are active for a token (routed experts: top_k / experts)."""
+    linears: tuple[str, ...] = ()
+    """Names of the linear layers whose products may be computed in another dtype (float8)."""
+    router: nn.Linear | None = None
+    """The linear layer that routes tokens to experts, if there is one."""
+    switch_length: int | None = None
+    """Length beyond which a rotary embedding changes the frequencies of all positions, including those of cached keys
+    (longrope); None for layers without such a length."""
+    groups: ParallelGroups = ParallelGroups()
+    """The process groups that the layer is distributed over."""
+
+    @property
+    def attention(self) -> AttentionSpec | None:
+        """What a self-attention layer over the text requires; None for other layers."""
+        return None
+
+    def set_policy(self, policy: str) -> None:
+        """Choose what the layer recomputes in the backward, by one of `CHECKPOINTING_POLICIES`."""
+
+    def can_shard(self, size: int) -> bool:
+        """Whether the layer can be split into ``size`` equal shards."""
+        return True
+
+    def shard(self, ranks: Group) -> dict[str, int]:
+        """Turn the layer into this rank's shard of it (tensor parallelism).
+
+        Args:
+            ranks: the process group to shard over.
+
+        Returns:
+            Name of each sharded parameter, relative to the layer -> the dimension along which it is sharded. All other
+            parameters are replicated.
+
+        Raises:
+            ValueError: the layer cannot be split into equal shards.
+        """
+        return {}
+
+    def shard_experts(self, ranks: Group) -> dict[str, int]:
+        """Keep 1 / R of the experts of a layer that has a router (expert parallelism); otherwise as `shard`."""
+        return {}
+
+    def shard_tokens(self, ranks: Group) -> None:
+        """Expect 1 / R of the tokens of every sequence from now on (context parallelism).
+
+        Args:
+            ranks: the process group that shares the tokens.
+
+        Raises:
+            ValueError: the heads cannot be divided equally among the ranks.
+        """
+
+    def sum_gradients(self, ranks: Group) -> bool:
+        """Sum the gradients of replicated parameters over ranks with different tokens (sequence parallelism).
+
+        Args:
+            ranks: the process group that shares the tokens.
+
+        Returns:
+            Whether these gradients are summed, by this method or by `shard`.
+        """
+        return False
+
+    def draw(self, std: float) -> bool:
+        """Initialise the layer's own parameters; ``std`` is the config's ``initializer_range``.
+
+        Returns:
+            Whether the layer has done so. If not, its ``reset_parameters`` is called after those of its submodules.
+        """
+        return False
+
+    def reset_adapters(self) -> None:
+        """Initialise adapters that were added to the layer, which the model's own checkpoint does not hold."""
+
+
+def layers_of(module: nn.Module) -> Iterator[Layer]:
+    """Every `Layer` in a module, including itself, in the order of ``modules()``."""
+    return (each for each in module.modules() if isinstance(each, Layer))
+
+
+def named_layers(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, Layer]]:
+    """Every `Layer` in a module, with its name, in the order of ``named_modules(remove_duplicate=...)``."""
+    modules = module.named_modules(remove_duplicate=remove_duplicate)
+    return [(name, each) for name, each in modules if isinstance(each, Layer)]
+
+
+def draw(module: nn.Module, std: float) -> bool:
+    """Initialise a module's own parameters by `Layer.draw`, and return whether it has done so."""
+    return isinstance(module, Layer) and module.draw(std)
+
+
+def set_policy(module: nn.Module, policy: str) -> None:
+    """Choose what the layers of a module recompute in the backward, by one of `CHECKPOINTING_POLICIES`."""
+    for layer in layers_of(module):
+        layer.set_policy(policy)
+
+
+def is_replayable(module: nn.Module) -> bool:
+    """Whether a module can be recomputed as a whole."""
+    return all(layer.replayable for layer in layers_of(module))

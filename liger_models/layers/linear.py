@@ -1,0 +1,123 @@
+"""Linear layers that are sharded over ranks (tensor parallelism), and access to local shards of weights.
+
+A layer that can be sharded implements `Layer.shard`, which turns it into one rank's shard and returns the dimension
+along which each of its parameters is to be sharded. `liger_models.parallel.apply_tp` then shards these parameters. All
+other parameters are replicated, as DTensors too. Code that uses a parameter directly takes it by `local`, or by
+`replicated` if each rank computes its gradient from its own tokens only.
+
+Source: https://arxiv.org/abs/1909.08053.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.collectives import Group, copy_to_region, reduce_from_region, sum_gradient
+from liger_models.layers.layer import Layer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+def is_sharded(weight: Any) -> bool:
+    """Whether the weight is a DTensor, of which `local` returns the local shard."""
+    if type(weight) in (nn.Parameter, Tensor):
+        return False
+    from torch.distributed.tensor import DTensor  # slow to import, and not in every build of PyTorch
+
+    return isinstance(weight, DTensor)
+
+
+def local(weight: Tensor) -> Tensor:
+    """The calling rank's shard of a DTensor; any other weight unchanged."""
+    part: Tensor = weight.to_local() if is_sharded(weight) else weight  # type: ignore[attr-defined]
+    return part
+
+
+def local_or_none(weight: Tensor | None) -> Tensor | None:
+    """`local` of a bias that may be missing."""
+    return None if weight is None else local(weight)
+
+
+def replicated(weight: Tensor, ranks: Group | None) -> Tensor:
+    """A replicated weight, whose gradient is summed over the ranks if each of them has different tokens."""
+    return sum_gradient(local(weight), ranks) if ranks is not None and ranks.sequence_parallel else local(weight)
+
+
+def check_divisible(where: str, name: str, count: int, ranks: Group, more: str = ".") -> None:
+    """Raise ValueError unless ``count`` is a multiple of the number of ranks; ``more`` ends the message."""
+    check(count % ranks.size == 0, f"{where}: {name} ({count}) must be a multiple of {ranks.size} ranks{more}")
+
+
+class PartialLinear(nn.Linear, Layer):
+    """Base class of the linear layers below, whose forward contains collectives."""
+
+    ranks: Group | None
+    """The process group of the collectives; None for no communication."""
+
+    @classmethod
+    def of(cls, linear: nn.Linear, ranks: Group | None) -> "Self":
+        """Convert a linear layer, reusing its parameters.
+
+        Args:
+            linear: an `nn.Linear`.
+            ranks: the process group of the collectives; None for no communication.
+
+        Raises:
+            ValueError: ``linear`` is a wrapper or replacement of a linear layer, or has hooks.
+        """
+        check(
+            type(linear) is nn.Linear and not (linear._forward_hooks or linear._forward_pre_hooks),
+            f"{cls.__name__}: the layer must be an nn.Linear without hooks, got {type(linear).__name__}. Shard the "
+            "model first, and do not wrap or replace its linear layers (adapters, float8).",
+        )
+        layer = cls.__new__(cls)
+        layer.__dict__ = dict(linear.__dict__)
+        layer.ranks = ranks
+        return layer
+
+    def sum_gradients(self, ranks: Group) -> bool:
+        """Return True: the forward sums the gradients of replicated parameters."""
+        return True
+
+
+class ColumnParallelLinear(PartialLinear):
+    """A linear layer whose outputs are sharded over ranks: [..., C] -> [..., O / R] for all tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] of all tokens, or of this rank's tokens under sequence parallelism."""
+        return F.linear(copy_to_region(x, self.ranks), local(self.weight), local_or_none(self.bias))
+
+
+class RowParallelLinear(PartialLinear):
+    """A linear layer whose inputs are sharded over ranks: [..., I / R] -> [..., O]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., I / R] of all tokens; the result has only this rank's tokens under sequence parallelism."""
+        return self.sum(F.linear(x, local(self.weight)))
+
+    def sum(self, parts: Tensor) -> Tensor:
+        """The output of the layer, from this rank's partial sum over the inputs."""
+        y = reduce_from_region(parts, self.ranks)
+        return y if self.bias is None else y + replicated(self.bias, self.ranks).to(y.dtype)
+
+
+class ReplicatedLinear(PartialLinear):
+    """A replicated linear layer among sharded ones: [..., C] -> [..., O]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] of all tokens, or of this rank's tokens under sequence parallelism."""
+        bias = None if self.bias is None else replicated(self.bias, self.ranks)
+        return F.linear(x, replicated(self.weight, self.ranks), bias)
+
+
+def ranks_of(linear: nn.Linear) -> Group | None:
+    """The process group of a linear layer's collectives; None for a layer without any."""
+    return linear.ranks if isinstance(linear, PartialLinear) else None
+
+
+def row_parallel(linear: nn.Linear) -> RowParallelLinear | None:
+    """The layer if its inputs are sharded, so that its output and bias need `RowParallelLinear.sum`; None otherwise."""
+    return linear if isinstance(linear, RowParallelLinear) else None

@@ -1,0 +1,179 @@
+"""The language-model head, with the loss inside its forward."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.collectives import Group, gather_vocab
+from liger_models.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from liger_models.kernels.dispatch import ACCELERATORS
+from liger_models.kernels.linear_cross_entropy import VocabShard, linear_cross_entropy
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import local
+
+LossFunction = Callable[[Tensor, Tensor, Tensor], Any]
+"""Takes hidden states [..., C], the head's weight [V, C] and shifted targets [...]; returns a loss or anything else."""
+
+
+ROW_MULTIPLE = 256
+"""If the head skips rows, the number of rows is a multiple of this: few different shapes, efficient for products."""
+
+
+class _Rows(torch.autograd.Function):
+    """Selects distinct rows of x [N, C] by index."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.size = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return dy.new_zeros(ctx.size, dy.shape[1]).index_copy_(0, rows, dy), None
+
+
+@functools.cache
+def _aside(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+class Targets:
+    """Targets [...] of which only those other than −100 need logits; their number is copied to the host asynchronously.
+
+    If it is created before the blocks run, the number has arrived when the head needs it, so the head never waits for
+    the device. The copy has a stream of its own, so that it does not queue behind optimizer moments being offloaded.
+    """
+
+    def __init__(self, target: Tensor) -> None:
+        self.target, self.ignored = target, (target == -100).flatten()
+        self.count, self.copied = (~self.ignored).sum(), None
+        if target.device.type in ACCELERATORS:
+            stream, count = _aside(target.device), self.count
+            stream.wait_stream(torch.accelerator.current_stream(target.device))
+            count.record_stream(stream)
+            with stream:
+                self.count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(count, non_blocking=True)
+            self.copied = stream.record_event()
+
+    def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., C] and the targets [...], or only n rows of both, n a multiple of 256, with all labelled rows."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        N = len(self.ignored)
+        wanted = max(-(-int(self.count) // ROW_MULTIPLE), 1) * ROW_MULTIPLE
+        if wanted >= N:
+            return x, self.target
+        rows = self.ignored.to(torch.uint8).argsort(stable=True)[:wanted]
+        return _Rows.apply(x.flatten(0, -2), rows), self.target.flatten()[rows]  # type: ignore[no-untyped-call]
+
+
+class LigerLMHead(nn.Linear, Layer):
+    """Projection to the vocabulary; given targets, it returns their loss without materialising the logits.
+
+    The loss is computed inside the forward of this module, so that FSDP, which gathers the weight for the forward, has
+    also gathered it for the loss.
+
+    Args:
+        hidden_size: C.
+        vocab_size: V.
+        logit_scale: factor of the logits.
+        softcap: scaled logits become ``softcap · tanh(logits / softcap)``; None for no cap.
+        kernels: which parts run on fused kernels.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        kernels: KernelOptions | None = None,
+    ) -> None:
+        super().__init__(hidden_size, vocab_size, bias=False)
+        self.logit_scale, self.softcap = logit_scale, softcap
+        self.kernels = kernels or KernelOptions()
+        self.vocab_shard: VocabShard | None = None
+        """This rank's shard of the vocabulary; None if it is not sharded."""
+
+    def shard(self, ranks: Group) -> dict[str, int]:
+        """Keep 1 / R of the vocabulary; see `liger_models.parallel.apply_tp`."""
+        self.vocab_shard = VocabShard(ranks, self.out_features).check()
+        return {"weight": 0}
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The input and the weight whose product is the logits before scale and cap; adapters add columns to both."""
+        return x, local(self.weight)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        target: Tensor | None = None,
+        *,
+        num_items: Tensor | float | None = None,
+        return_logits: bool = False,
+        log_probs: bool = False,
+        loss_function: LossFunction | None = None,
+    ) -> tuple[Any, Tensor | None]:
+        """The loss and the logits, each None if it is not requested.
+
+        If the vocabulary is sharded, x must have all tokens and have passed `collectives.copy_to_region`, because each
+        rank computes only a partial gradient. Every rank returns the loss and the logits of the whole vocabulary.
+
+        Args:
+            x: [..., C].
+            target: [...] int64, already shifted; −100 is ignored. None: no loss.
+            num_items: divisor of the summed loss; None for the number of targets.
+            return_logits: also return the logits [..., V] if there are targets.
+            log_probs: instead of the loss, return the log-probability of each target [...], 0 where ignored.
+            loss_function: called with x, the weight and the targets; its result replaces the loss.
+
+        Raises:
+            ValueError: ``loss_function`` with a sharded vocabulary.
+        """
+        scale, cap, vocab_shard = self.logit_scale, self.softcap, self.vocab_shard
+        x, weight = self.operands(x)
+        # A sharded vocabulary always needs the fused loss: otherwise the logits would have to be gathered.
+        fused = self.kernels.fused_linear_cross_entropy or vocab_shard is not None
+        raw = None
+        if target is None or return_logits or not (fused or log_probs or loss_function):
+            raw = F.linear(x, weight)
+            raw = raw if vocab_shard is None else gather_vocab(raw, vocab_shard.ranks, vocab_shard.vocabulary)
+        logits = None
+        if raw is not None and (target is None or return_logits):
+            logits = raw if scale == 1.0 else raw * scale
+            if cap is not None:
+                logits = cap * torch.tanh(logits / cap)
+        if target is None:
+            return None, logits
+        if loss_function is not None:
+            check(vocab_shard is None, "LigerLMHead: loss_function needs the whole weight, got a shard of apply_tp.")
+            return loss_function(x, weight, target), logits
+        if log_probs:
+            results = linear_cross_entropy(
+                x,
+                weight,
+                target,
+                logit_scale=scale,
+                softcap=cap,
+                reduction="sum",
+                return_log_probs=True,
+                vocab_shard=vocab_shard,
+            )
+            return results.log_probs, logits
+        if raw is None or fused:
+            loss = linear_cross_entropy(
+                x, weight, target, num_items=num_items, logit_scale=scale, softcap=cap, vocab_shard=vocab_shard
+            ).loss
+        else:
+            function = cross_entropy if self.kernels.cross_entropy else cross_entropy_reference
+            loss = function(raw, target, num_items=num_items, logit_scale=scale, softcap=cap).loss
+        return loss, logits

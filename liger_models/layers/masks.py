@@ -1,0 +1,288 @@
+"""Attention masks, in the form that each attention kernel takes."""
+
+import inspect
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from liger_models.kernels.dispatch import ACCELERATORS
+
+BLOCK = 128
+"""Number of tokens per block of flex_attention's masks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Concatenated tokens in segments; a token attends to its own segment only.
+
+    Attributes:
+        cu_seqlens: [n + 1] int32, the start of each segment and the end of the last. Segments may be empty.
+        max_seqlen: upper bound of the length of a segment.
+        lengths: length of each segment; None if they were not read from the device.
+        at: [N] int64, the index of each token in the flattened batch; None for all tokens in order.
+        keys: the segments of keys, if queries attend to other tokens than their own segment; segment i attends to
+            segment i of ``keys``.
+        recurring: whether every batch has segments of the same lengths.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    lengths: list[int] | None = None
+    at: Tensor | None = None
+    keys: "Segments | None" = None
+    recurring: bool = False
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> "Segments":
+        """From the segment number of each token, [N] int64, ascending. Synchronises with the device once."""
+        counts = numbers.unique_consecutive(return_counts=True)[1]
+        cu_seqlens, lengths = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), counts.tolist()
+        return cls(cu_seqlens, max(lengths), lengths)
+
+    @classmethod
+    def of_parts(cls, visible: Tensor, part: Tensor, recurring: bool = False) -> "Segments":
+        """Group queries by the parts they attend to; arguments as in `parts_mask`. Synchronises with the device."""
+        B, T, _ = visible.shape
+        row = torch.arange(B, device=visible.device)[:, None, None].expand(-1, T, -1)
+        alike, number, counts = (
+            torch.cat([row, visible], 2).flatten(0, 1).unique(dim=0, return_inverse=True, return_counts=True)
+        )
+        which, key = alike[:, 1:].bool()[:, part].nonzero(as_tuple=True)
+        ends = torch.stack([counts, torch.zeros_like(counts).index_add(0, which, torch.ones_like(which))]).cumsum(1)
+        bounds = torch.nn.functional.pad(ends, (1, 0))
+        lengths = bounds.diff().tolist()
+        queries, keys = (cls(bound.int(), max(each), each) for bound, each in zip(bounds, lengths, strict=True))
+        keys = replace(keys, at=alike[which, 0] * len(part) + key)
+        return replace(queries, at=number.argsort(stable=True), keys=keys, recurring=recurring)
+
+    @classmethod
+    def of_rows(cls, B: int, T: int, cu_seqlens: Tensor | None, device: torch.device) -> "Segments":
+        """The rows of a batch [B, T], split into their packed documents."""
+        bounds = torch.arange(0, (B + 1) * T, max(T, 1), device=device)
+        if cu_seqlens is not None:
+            bounds = torch.cat([bounds, cu_seqlens.to(device, torch.int64).clamp(max=B * T)]).sort()[0]
+        return cls(bounds.int(), T)
+
+
+def _varlen_options() -> frozenset[str]:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+VARLEN_OPTIONS = _varlen_options()
+"""Arguments of PyTorch's variable-length attention, which differ between versions."""
+
+MOST_DOCUMENTS = 32
+"""Mean number of packed documents per row up to which variable-length attention is faster than flex_attention. It is
+only told that no document is longer than a row, so for each document it launches programs for a whole row."""
+
+
+def takes_flash(dtype: torch.dtype | None, head_dim: int) -> bool:
+    """Whether flash attention supports heads of this dtype and size."""
+    return dtype in (torch.bfloat16, torch.float16) and head_dim <= 256
+
+
+def takes_segments(device: torch.device, dtype: torch.dtype | None, head_dim: int = 0) -> bool:
+    """Whether variable-length attention supports such heads; it is flash attention and needs torch 2.11."""
+    return takes_flash(dtype, head_dim) and device.type in ACCELERATORS and "scale" in VARLEN_OPTIONS
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """The mask of the layers with one window, in one of several forms.
+
+    If none is set, attention is plainly causal, or bidirectional over all tokens.
+
+    Attributes:
+        block: for flex_attention.
+        dense: [1 or B, 1, T, S] bool, for the CPU and for single-token decoding.
+        segments: for variable-length attention: image patches, and in half precision on an accelerator also packed
+            rows, tiles and windows.
+        counted: for memory estimates on tensors without values: attention computes nothing and saves what a fused
+            kernel saves, which is q, k, v, the output and one number per head and token.
+    """
+
+    block: BlockMask | None = None
+    dense: Tensor | None = None
+    segments: Segments | None = None
+    counted: bool = False
+
+
+def text_mask(
+    documents: Tensor | None,
+    past: int,
+    window: int | None,
+    B: int,
+    T: int,
+    device: torch.device,
+    needed: bool,
+    visible_until: Tensor | None = None,
+    segments: Segments | None = None,
+) -> Mask:
+    """The mask of a batch of text for the layers with one window.
+
+    Args:
+        documents: [B, S] int64, S = past + T; see `BatchLayout`.
+        past: number of cached tokens.
+        window: number of tokens that a token attends to, itself included; None for all.
+        B, T: shape of the batch.
+        device: where the mask is created.
+        needed: whether a mask is required even for plainly causal attention.
+        visible_until: [B, T] int64; see `BatchLayout.build`.
+        segments: the packed documents as segments, if variable-length attention supports the batch.
+    """
+    if T == 1 and documents is None:
+        return Mask()  # a single token attends to the whole cache, or to the window, which `attention` slices
+    if window is not None and past + T <= window:
+        window = None  # the window covers all tokens
+    if not (needed or window or documents is not None or past or visible_until is not None):
+        return Mask()
+    if segments is not None and not needed and T > 1:
+        return Mask(segments=segments)
+    if T > 1 and device.type in ACCELERATORS:
+        return Mask(block=_block_mask(documents, past, window, B, T, device, visible_until))
+    query = torch.arange(past, past + T, device=device)[:, None]
+    key = torch.arange(past + T, device=device)
+    visible = query >= key if visible_until is None else (visible_until[:, None, :, None] + past) >= key
+    if window is not None:
+        visible = visible & (query - key < window)
+    dense = visible if visible.dim() == 4 else visible[None, None]
+    if documents is not None:
+        dense = dense & (documents[:, None, past:, None] == documents[:, None, None, :])
+    return Mask(dense=dense)
+
+
+def document_mask(documents: Tensor) -> Mask:
+    """The mask of bidirectional attention within documents; ``documents`` [B, N] are their numbers, ascending."""
+    if documents.device.type not in ACCELERATORS:
+        return Mask(dense=(documents[:, :, None] == documents[:, None, :])[:, None])
+    return Mask(block=_document_block_mask(documents))
+
+
+def _document_block_mask(documents: Tensor) -> BlockMask:
+    """The block mask of `document_mask`."""
+
+    def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return documents[b, q] == documents[b, k]
+
+    N = documents.shape[1]
+    first, end = _block_bounds(0, N, documents.device)
+    low, high = _block_range(documents)
+    some = (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None])
+    whole = (low == high) & (end - first == BLOCK)
+    every = whole[:, :, None] & whole[:, None, :] & (low[:, :, None] == low[:, None, :])
+    partial, full = _ordered(some & ~every), _ordered(some & every)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(N, N))
+
+
+def _block_mask(
+    documents: Tensor | None,
+    past: int,
+    window: int | None,
+    B: int,
+    T: int,
+    device: torch.device,
+    visible_until: Tensor | None = None,
+) -> BlockMask:
+    """The block mask of `text_mask`.
+
+    It is computed from the first and last token and document of each block, not from all pairs of tokens. The window
+    and the cached length are tensors, so that flex_attention is compiled once for all their values.
+    """
+    S = past + T
+    reach = torch.full((), S if window is None else window, device=device)
+    start = torch.full((), past, device=device)
+
+    def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        last = q if visible_until is None else visible_until[b, q]
+        seen = (last + start >= k) & (q + start - k < reach)
+        return seen if documents is None else seen & (documents[b, q + start] == documents[b, k])
+
+    query, query_end = _block_bounds(past, S, device)
+    key, key_end = _block_bounds(0, S, device)
+    nearest, furthest = query[:, None] - (key_end - 1), query_end[:, None] - 1 - key  # distances between two blocks
+    some = (furthest >= 0) & (nearest < reach)
+    every = (nearest >= 0) & (furthest < reach) & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
+    if visible_until is not None:
+        least, most = (past + x[:, :, None] for x in _block_range(visible_until))
+        some = (most >= key) & (nearest < reach)
+        every = (least >= key_end - 1) & (furthest < reach)
+        every = every & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
+    if documents is not None:
+        q_low, q_high = (x[:, :, None] for x in _block_range(documents[:, past:]))
+        k_low, k_high = (x[:, None, :] for x in _block_range(documents))
+        some = some & (q_low <= k_high) & (k_low <= q_high)
+        every = every & (q_low == k_high) & (k_low == q_high) & (q_low == q_high)
+    if some.dim() == 2:
+        some, every = some[None], every[None]
+    partial, full = _ordered(some & ~every), _ordered(some & every)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(T, S))
+
+
+def parts_mask(
+    visible: Tensor, part: Tensor, *, dense: bool = False, segments: bool = False, recurring: bool = False
+) -> Mask:
+    """The mask of keys in parts, such as tiles of images; a query attends to all keys of a part or to none.
+
+    Args:
+        visible: [B, T, N] bool, which of the N parts each query attends to.
+        part: [S] int64, ascending, the part of each key.
+        dense: make a dense mask on every device, for single-token decoding.
+        segments: otherwise make segments, except in a compiled graph, which cannot read their lengths.
+        recurring: see `Segments`.
+    """
+    if segments and not dense and not torch.compiler.is_compiling():
+        return Mask(segments=Segments.of_parts(visible, part, recurring))
+    if dense or visible.device.type not in ACCELERATORS:
+        return Mask(dense=visible[:, None, :, part])
+    return Mask(block=_parts_block_mask(visible, part))
+
+
+def _parts_block_mask(visible: Tensor, part: Tensor) -> BlockMask:
+    """The block mask of `parts_mask`."""
+    T, S = visible.shape[1], len(part)
+
+    def seen(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return visible[b, q, part[k]]
+
+    query, query_end = _block_bounds(0, T, visible.device)
+    key, key_end = _block_bounds(0, S, visible.device)
+    low, high = part[key], part[key_end - 1]
+    rows = torch.cat([visible, visible[:, -1:].expand(-1, -T % BLOCK, -1)], 1).unflatten(1, (-1, BLOCK))
+
+    def count(parts: Tensor) -> Tensor:  # [B, blocks of queries, N] -> [B, blocks of queries, blocks of keys]
+        sums = torch.nn.functional.pad(parts.cumsum(-1), (1, 0))
+        return sums[..., high + 1] - sums[..., low]
+
+    some = count(rows.any(2)) > 0
+    every = count(rows.all(2)) == high - low + 1
+    every = every & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
+    partial, full = _ordered(some & ~every), _ordered(every)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(T, S))
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """For blocks [B, queries, keys] bool: the number of True keys per query, and the keys ordered with True first.
+
+    Both have an additional axis of heads after the first.
+    """
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int()[:, None], order.int()[:, None]
+
+
+def _block_bounds(start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first token of each block from ``start`` to ``end``, and the token after its last."""
+    first = torch.arange(start, end, BLOCK, device=device)
+    return first, (first + BLOCK).clamp(max=end)
+
+
+def _block_range(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The minimum and the maximum of each block of [B, T] integers, both [B, blocks]."""
+    last = numbers[:, -1:].expand(-1, -numbers.shape[1] % BLOCK)
+    blocks = torch.cat([numbers, last], 1).unflatten(1, (-1, BLOCK))
+    return blocks.amin(-1), blocks.amax(-1)

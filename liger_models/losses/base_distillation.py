@@ -1,0 +1,167 @@
+"""Base of the distillation losses.
+
+The fused losses take hidden states and head weights of student and teacher and run
+`liger_models.kernels.divergence.linear_divergence`, whose module has the formulas. The others take probabilities or
+log-probabilities [..., V]; they are plain torch in fp32 and exact where a probability is 0.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.divergence import linear_divergence
+from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.losses.base import FusedLinearLoss
+
+REDUCTIONS = ("none", "sum", "mean", "batchmean")
+
+
+class FusedDivergence(FusedLinearLoss):
+    """A divergence of the student's distribution from the teacher's, over both heads.
+
+    Args:
+        temperature: divisor of both models' logits in the divergence.
+        teacher_softcap, teacher_logit_scale: ``softcap`` and ``logit_scale`` of the teacher.
+        **head: arguments of `FusedLinearLoss`, of the student.
+    """
+
+    divergence: ClassVar[str]
+    """Name of the divergence in `linear_divergence`."""
+
+    def __init__(
+        self, temperature: float, teacher_softcap: float | None, teacher_logit_scale: float, **head: Any
+    ) -> None:
+        super().__init__(**head)
+        check(temperature > 0, f"{self._name}: temperature must be positive, got {temperature}.")
+        self.temperature = temperature
+        self.teacher_softcap, self.teacher_logit_scale = teacher_softcap, teacher_logit_scale
+
+    @property
+    def _divergence_options(self) -> dict[str, Any]:
+        """Keyword arguments of `linear_divergence`."""
+        return {
+            **self._head_options,
+            "divergence": self.divergence,
+            "temperature": self.temperature,
+            "teacher_softcap": self.teacher_softcap,
+            "teacher_logit_scale": self.teacher_logit_scale,
+        }
+
+
+class FusedDistillationLoss(FusedDivergence):
+    """``weight_hard_loss · cross entropy + weight_soft_loss · divergence``, a mean over the tokens with a label.
+
+    Args:
+        weight_hard_loss: weight of the cross entropy against the labels, at temperature 1.
+        weight_soft_loss: weight of the divergence.
+        beta: β in [0, 1] of the Jensen-Shannon divergence, factor of the cosine loss; leave it out for the others.
+        ignore_index: label of tokens that the loss skips.
+        temperature: divisor of both models' logits in the divergence.
+        compiled, chunk_size: accepted for Liger-Kernel's sake and ignored; see ``workspace_mib``.
+        return_soft_hard_loss: return (loss, soft loss, hard loss), the last two without gradients.
+        softcap, logit_scale: applied to the student's logits, as in `linear_divergence`.
+        teacher_softcap, teacher_logit_scale: applied to the teacher's logits.
+        workspace_mib: budget in MiB of the logits buffers; None for the default of `linear_divergence`.
+
+    Raises:
+        ValueError: the temperature or beta is out of range, or beta is given to a divergence without it.
+    """
+
+    def __init__(
+        self,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        compiled: bool = True,
+        chunk_size: int = 1024,
+        return_soft_hard_loss: bool = False,
+        *,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        teacher_softcap: float | None = None,
+        teacher_logit_scale: float = 1.0,
+        workspace_mib: int | None = None,
+    ) -> None:
+        super().__init__(
+            temperature, teacher_softcap, teacher_logit_scale,
+            ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, workspace_mib=workspace_mib,
+        )  # fmt: skip
+        self._check_beta(beta)
+        self.weight_hard_loss, self.weight_soft_loss, self.beta = weight_hard_loss, weight_soft_loss, beta
+        self.return_soft_hard_loss = return_soft_hard_loss
+
+    def _check_beta(self, beta: float) -> None:
+        check(beta == 0.5, f"{self._name}: beta must be left out, got {beta}.")
+
+    def forward(
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        true_labels: Tensor,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Compute the loss [] fp32; with ``return_soft_hard_loss`` return loss, soft loss and hard loss.
+
+        Args:
+            student_input: [..., C].
+            student_weight: [V, C].
+            teacher_input: [..., C'], where C' may differ from C.
+            teacher_weight: [V, C'].
+            true_labels: [...] int64, already shifted.
+            student_bias, teacher_bias: [V].
+        """
+        loss, soft, hard = linear_divergence(
+            student_input, student_weight, teacher_input, teacher_weight, true_labels,
+            bias=student_bias, teacher_bias=teacher_bias, beta=self.beta,
+            hard_weight=self.weight_hard_loss, soft_weight=self.weight_soft_loss, **self._divergence_options,
+        )  # fmt: skip
+        if not self.return_soft_hard_loss:
+            return loss
+        if self.weight_hard_loss == 0.0:  # `linear_divergence` skips a hard loss of weight 0
+            with torch.no_grad():
+                hard = linear_cross_entropy(
+                    student_input, student_weight, true_labels, bias=student_bias, **self._head_options
+                ).loss
+        return loss, soft, hard
+
+
+def check_reduction(name: str, reduction: str) -> None:
+    """Raise unless the reduction is known."""
+    check(reduction in REDUCTIONS, f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
+
+
+def check_distributions(name: str, first: Tensor, second: Tensor, labels: Tensor | None = None) -> None:
+    """Raise unless two distributions have the same shape [..., V] and the labels are [...]."""
+    check(
+        first.shape == second.shape and first.dim() > 0,
+        f"{name}: both distributions must have the same shape [..., V], got {list(first.shape)} and"
+        f" {list(second.shape)}.",
+    )
+    check(
+        labels is None or labels.shape == first.shape[:-1],
+        f"{name}: shift_labels must be {list(first.shape[:-1])}, got {None if labels is None else list(labels.shape)}.",
+    )
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """The tensor in fp32, or in fp64 if it is fp64."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def reduce_rows(terms: Tensor, reduction: str, labels: Tensor | None = None, ignore_index: int = -100) -> Tensor:
+    """Reduce [..., V] over the rows not ignored; "batchmean" divides by the rows, "mean" by their terms."""
+    count = terms.new_tensor(max(terms[..., 0].numel(), 1))
+    if labels is not None:
+        valid = labels != ignore_index
+        terms, count = terms.where(valid[..., None], 0), valid.sum().clamp_min(1)
+    if reduction == "none":
+        return terms
+    total = terms.sum()
+    return {"sum": total, "batchmean": total / count, "mean": total / (count * terms.shape[-1])}[reduction]

@@ -1,0 +1,254 @@
+"""Base of the preference losses: log-probabilities of sequences, the reference model, pairs.
+
+Notation of all preference losses:
+
+- l(y) is the log-probability of a sequence: the sum over its tokens, or their mean with ``average_log_prob``. It is 0
+  for a sequence without targets.
+- r(y) = l(y) − l_ref(y); without a reference model r(y) = l(y).
+- y_w is the chosen and y_l the rejected sequence of a pair.
+- NLL is the mean negative log-probability of the chosen tokens.
+
+A loss over pairs is a mean over pairs plus ``alpha`` · NLL.
+
+The reference model takes one pass of `fused_linear_logprobs` without gradients, the policy one pass of
+`loss_of_log_probs`. The loss itself is plain torch on log-probabilities [B, T], differentiated by autograd;
+``from_log_probs`` runs this part alone, on log-probabilities that were computed elsewhere.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.linear_logprobs import fused_linear_logprobs, loss_of_log_probs
+from liger_models.losses.base import FusedLinearLoss
+
+MARGIN_LOSSES = ("sigmoid", "hinge", "ipo")
+SMOOTHED = ("sigmoid", "robust", "exo_pair")
+
+
+class PreferenceMetrics(NamedTuple):
+    """Metrics of a loss over pairs, without gradients, in Liger-Kernel's order.
+
+    Attributes:
+        chosen_logps, rejected_logps: [pairs] l(y) of each sequence.
+        chosen_logits_mean, rejected_logits_mean: [] mean of all logits, before the softcap; None if computed from
+            log-probabilities.
+        nll_loss: [] NLL; 0 if the loss does not include it.
+        chosen_rewards, rejected_rewards: [pairs] β·r(y).
+    """
+
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    chosen_logits_mean: Tensor | None
+    rejected_logits_mean: Tensor | None
+    nll_loss: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+
+    @property
+    def accuracies(self) -> Tensor:
+        """[pairs] 1 where the chosen sequence has the larger reward, else 0."""
+        return (self.chosen_rewards > self.rejected_rewards).to(self.chosen_rewards.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """σ(x) with a gradient that stays accurate near 1, where that of `torch.sigmoid`, y · (1 − y), cancels."""
+    return logsigmoid(x).exp()
+
+
+def margin_losses(loss_type: str, margin: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    """Losses [pairs] of the margins β·(r(y_w) − r(y_l)) [pairs] for sigmoid, hinge, ipo, robust and exo_pair."""
+    e = label_smoothing
+    kept, flipped = -logsigmoid(margin), -logsigmoid(-margin)
+    if loss_type == "sigmoid":
+        return kept * (1 - e) + flipped * e if e else kept
+    if loss_type == "hinge":
+        return torch.relu(1 - margin)
+    if loss_type == "ipo":
+        return (margin / beta - 1 / (2 * beta)).square()
+    if loss_type == "robust":
+        return (kept * (1 - e) - flipped * e) / (1 - 2 * e)
+    assert loss_type == "exo_pair"
+    wanted = margin.new_tensor([1 - e, e]).log()
+    return torch.sigmoid(margin) * (-kept - wanted[0]) + torch.sigmoid(-margin) * (-flipped - wanted[1])
+
+
+class PreferenceLoss(FusedLinearLoss):
+    """A loss of the log-probabilities of whole sequences.
+
+    Args:
+        beta: β.
+        average_log_prob: l(y) is the mean over the tokens instead of the sum.
+        use_ref_model: compare the policy with a reference model.
+        **head: arguments of `FusedLinearLoss`.
+    """
+
+    def __init__(self, beta: float, average_log_prob: bool, use_ref_model: bool, **head: Any) -> None:
+        super().__init__(**head)
+        check(beta >= 0, f"{self._name}: beta must not be negative, got {beta}.")
+        self.beta, self.average_log_prob, self.use_ref_model = beta, average_log_prob, use_ref_model
+
+    def _check_rows(self, rows: Tensor, target: Tensor, paired: bool) -> None:
+        check(
+            target.dim() == 2 and rows.shape[:2] == target.shape,
+            f"{self._name}: target must be [B, T] and match the rows, got {list(target.shape)} for {list(rows.shape)}.",
+        )
+        check(
+            not paired or len(target) % 2 == 0,
+            f"{self._name}: rows must be the chosen sequences, then as many rejected ones, got {len(target)} rows.",
+        )
+
+    def _sequence_log_probs(self, log_probs: Tensor, target: Tensor) -> Tensor:
+        """l(y) [B] of the tokens' log-probabilities [B, T]."""
+        valid = target != self.ignore_index
+        total = log_probs.where(valid, 0).sum(-1)
+        return total / valid.sum(-1).clamp_min(1) if self.average_log_prob else total
+
+    def _ratios(self, log_probs: Tensor, target: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
+        """l(y) without gradient and r(y), [B] each, of the policy's [B, T] and the reference model's l(y) [B]."""
+        logps = self._sequence_log_probs(log_probs, target)
+        return logps.detach(), logps if reference is None else logps - reference
+
+    def _reference(
+        self,
+        target: Tensor,
+        ref_log_probs: Tensor | None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+    ) -> Tensor | None:
+        """l_ref(y) [B] without gradient; None without a reference model."""
+        given = [tensor is not None for tensor in (ref_input, ref_weight, ref_log_probs)]
+        allowed = ([True, True, False], [False, False, True]) if self.use_ref_model else ([False] * 3,)
+        check(
+            given in allowed and (ref_bias is None or given[1]),
+            f"{self._name}: use_ref_model=True needs either ref_input and ref_weight or ref_log_probs, False needs none"
+            f" of them; got use_ref_model={self.use_ref_model} and, of these three, {given}.",
+        )
+        if not self.use_ref_model:
+            return None
+        with torch.no_grad():
+            if ref_input is not None and ref_weight is not None:
+                self._check_rows(ref_input, target, paired=False)
+                ref_log_probs = fused_linear_logprobs(
+                    ref_input, ref_weight, target, bias=ref_bias, **self._head_options
+                )
+            assert ref_log_probs is not None
+            if ref_log_probs.dim() == 1:
+                check(
+                    len(ref_log_probs) == len(target),
+                    f"{self._name}: ref_log_probs must have {len(target)} rows, got {len(ref_log_probs)}.",
+                )
+                return ref_log_probs.detach()
+            self._check_rows(ref_log_probs, target, paired=False)
+            return self._sequence_log_probs(ref_log_probs, target)
+
+    def _mean_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Mean of the logits of each sequence [B]; reads x and the weight once and builds no logits."""
+        with torch.no_grad():
+            wide = torch.promote_types(x.dtype, torch.float32)
+            mean = (x.sum(1, dtype=wide) / max(x.shape[1], 1)) @ weight.mean(0, dtype=wide)
+            return self.logit_scale * (mean if bias is None else mean + bias.mean(dtype=wide))
+
+
+class PairLoss(PreferenceLoss, ABC):
+    """A loss over pairs; the first half of the rows are the chosen sequences, the second half the rejected ones.
+
+    Args:
+        alpha: weight of the NLL.
+        compute_nll_loss: add the NLL.
+        Others: as in `PreferenceLoss`.
+    """
+
+    def __init__(
+        self,
+        beta: float,
+        alpha: float,
+        compute_nll_loss: bool,
+        average_log_prob: bool,
+        use_ref_model: bool = False,
+        **head: Any,
+    ) -> None:
+        super().__init__(beta, average_log_prob, use_ref_model, **head)
+        check(
+            compute_nll_loss or alpha == 1.0,
+            f"{self._name}: alpha is the weight of the NLL, got {alpha} with compute_nll_loss=False. Set"
+            " compute_nll_loss=True, or leave alpha out.",
+        )
+        self.alpha, self.compute_nll_loss = alpha, compute_nll_loss
+
+    @abstractmethod
+    def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Losses [pairs] of r(y_w) and r(y_l) [pairs]."""
+
+    def _check_loss_type(self, loss_type: str, allowed: tuple[str, ...], label_smoothing: float) -> None:
+        name = self._name
+        check(loss_type in allowed, f"{name}: loss_type must be one of {allowed}, got {loss_type!r}.")
+        check(
+            self.beta > 0 or loss_type not in ("ipo", "sppo_hard"),
+            f"{name}: beta must be positive with loss_type {loss_type!r}, which divides by it, got {self.beta}.",
+        )
+        check(
+            label_smoothing == 0.0 or loss_type in SMOOTHED,
+            f"{name}: label_smoothing must be 0 with loss_type {loss_type!r}, got {label_smoothing}.",
+        )
+        low_enough = label_smoothing < 0.5 if loss_type == "robust" else label_smoothing <= 1.0
+        high_enough = label_smoothing > 0.0 if loss_type == "exo_pair" else label_smoothing >= 0.0
+        check(
+            low_enough and high_enough and not (loss_type == "exo_pair" and label_smoothing == 1.0),
+            f"{name}: label_smoothing must lie in [0, 1], with loss_type 'robust' in [0, 0.5), with 'exo_pair' in"
+            f" (0, 1), got {label_smoothing} with {loss_type!r}.",
+        )
+
+    def _from_log_probs(
+        self, log_probs: Tensor, target: Tensor, reference: Tensor | None = None, add_nll: bool = True
+    ) -> tuple[Tensor, PreferenceMetrics]:
+        self._check_rows(log_probs, target, paired=True)
+        pairs = len(target) // 2
+        logps, ratios = self._ratios(log_probs, target, reference)
+        loss = self.pair_losses(ratios[:pairs], ratios[pairs:]).sum() / max(pairs, 1)
+        nll_loss = log_probs.new_zeros(())
+        if self.compute_nll_loss and add_nll:
+            valid = target[:pairs] != self.ignore_index
+            nll_loss = -log_probs[:pairs].where(valid, 0).sum() / valid.sum().clamp_min(1)
+            loss = loss + self.alpha * nll_loss
+        rewards = self.beta * ratios.detach()
+        return loss, PreferenceMetrics(
+            logps[:pairs], logps[pairs:], None, None, nll_loss.detach(), rewards[:pairs], rewards[pairs:]
+        )
+
+    def _from_head(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        reference: Tensor | None = None,
+        add_nll: bool = True,
+    ) -> tuple[Tensor, PreferenceMetrics]:
+        self._check_rows(x, target, paired=True)
+        loss, metrics = loss_of_log_probs(
+            lambda log_probs: self._from_log_probs(log_probs, target, reference, add_nll),
+            x, weight, target, together=2, bias=bias, **self._head_options,
+        )  # fmt: skip
+        means = self._mean_logits(x, weight, bias)
+        chosen, rejected = means.view(2, len(means) // 2).sum(1) / max(len(target) // 2, 1)
+        return loss, metrics._replace(chosen_logits_mean=chosen, rejected_logits_mean=rejected)
+
+
+class ReferenceFreePairLoss(PairLoss):
+    """A loss over pairs without a reference model: r(y) = l(y)."""
+
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, PreferenceMetrics]:
+        """Compute loss and metrics; arguments as in `LigerFusedLinearDPOLoss.forward`."""
+        return self._from_head(_input, lin_weight, target, bias)
+
+    def from_log_probs(self, log_probs: Tensor, target: Tensor) -> tuple[Tensor, PreferenceMetrics]:
+        """Same as `forward`, from the policy's log-probability of each token, [2·pairs, T]."""
+        return self._from_log_probs(log_probs, target)

@@ -1,0 +1,144 @@
+"""Direct preference optimisation and ten related losses over pairs, with or without a reference model."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from liger_models.kernels.checks import check
+from liger_models.losses.base_preference import MARGIN_LOSSES, PairLoss, PreferenceMetrics, margin_losses, sigmoid
+
+DPO_LOSSES = (
+    *MARGIN_LOSSES, "robust", "exo_pair", "discopop", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+)  # fmt: skip
+
+
+class LigerFusedLinearDPOLoss(PairLoss):
+    """Direct preference optimisation: ``−log σ(β·(r(y_w) − r(y_l)))``, or a related loss chosen by ``loss_type``.
+
+    r(y) is the log-probability of a sequence minus its log-probability under the reference model. With m the margin
+    β·(r(y_w) − r(y_l)) of the chosen sequence y_w over the rejected y_l, w = β·r(y_w), l = β·r(y_l), ε
+    ``label_smoothing`` and σ the logistic function:
+
+    - sigmoid: −(1 − ε)·log σ(m) − ε·log σ(−m)  (ε > 0: conservative DPO)
+    - hinge: max(0, 1 − m)
+    - ipo: (m/β − 1/(2β))²; with ``average_log_prob`` the length-normalised form that its authors used
+    - robust: (−(1 − ε)·log σ(m) + ε·log σ(−m)) / (1 − 2ε)
+    - exo_pair: KL of (σ(m), σ(−m)) from (1 − ε, ε)
+    - nca_pair: −log σ(w) − ½·log σ(−w) − ½·log σ(−l)
+    - bco_pair: −log σ(w) − log σ(−l)
+    - sppo_hard: (w/β − 1/(2β))² + (l/β + 1/(2β))²
+    - apo_zero: 1 − σ(w) + σ(l)
+    - apo_down: σ(w) + 1 − σ(m)
+    - discopop: −(1 − σ(m/τ))·log σ(m) + σ(m/τ)·exp(−m), τ ``discopop_tau``
+
+    The loss is the mean over pairs, plus ``alpha`` times the mean negative log-probability of the chosen tokens (NLL).
+
+    Args:
+        ignore_index: target value of tokens that the loss skips.
+        beta: β.
+        alpha: weight of the NLL.
+        compute_nll_loss: add the NLL.
+        compiled, chunk_size: accepted for Liger-Kernel's sake and ignored; see ``workspace_mib``.
+        use_ref_model: compare the policy with a reference model; without one r(y) is the log-probability itself.
+        average_log_prob: the log-probability of a sequence is the mean over its tokens instead of the sum.
+        loss_type: one of the above.
+        label_smoothing: ε, for sigmoid, robust and exo_pair.
+        discopop_tau: τ, for discopop.
+        softcap, logit_scale: applied to the policy's and the reference model's logits, as in `fused_linear_logprobs`.
+        workspace_mib: budget in MiB of the logits buffer; None for the default of `linear_cross_entropy`.
+
+    Raises:
+        ValueError: an unknown loss type, or an option that the loss type does not have.
+
+    Source: https://arxiv.org/abs/2305.18290, ipo https://arxiv.org/abs/2310.12036, robust
+    https://arxiv.org/abs/2403.00409, exo https://arxiv.org/abs/2402.00856, nca https://arxiv.org/abs/2402.05369, bco
+    https://arxiv.org/abs/2404.04656, sppo https://arxiv.org/abs/2405.00675, apo https://arxiv.org/abs/2408.06266,
+    discopop https://arxiv.org/abs/2406.08414.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        compute_nll_loss: bool = False,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        loss_type: str = "sigmoid",
+        label_smoothing: float = 0.0,
+        discopop_tau: float = 0.05,
+        *,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        workspace_mib: int | None = None,
+    ) -> None:
+        super().__init__(
+            beta, alpha, compute_nll_loss, average_log_prob, use_ref_model,
+            ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, workspace_mib=workspace_mib,
+        )  # fmt: skip
+        self._check_loss_type(loss_type, DPO_LOSSES, label_smoothing)
+        check(
+            loss_type == "discopop" or discopop_tau == 0.05,
+            f"{self._name}: discopop_tau is for loss_type 'discopop', got {discopop_tau} with {loss_type!r}.",
+        )
+        check(discopop_tau > 0, f"{self._name}: discopop_tau must be positive, got {discopop_tau}.")
+        self.loss_type, self.label_smoothing, self.discopop_tau = loss_type, label_smoothing, discopop_tau
+
+    def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Losses [pairs] of r(y_w) and r(y_l) [pairs]."""
+        kind, w, l = self.loss_type, self.beta * chosen, self.beta * rejected  # noqa: E741
+        margin = self.beta * (chosen - rejected)
+        if kind == "nca_pair":
+            return -logsigmoid(w) - 0.5 * logsigmoid(-w) - 0.5 * logsigmoid(-l)
+        if kind == "bco_pair":
+            return -logsigmoid(w) - logsigmoid(-l)
+        if kind == "sppo_hard":
+            return (chosen - 0.5 / self.beta).square() + (rejected + 0.5 / self.beta).square()
+        if kind == "apo_zero":
+            return sigmoid(-w) + sigmoid(l)
+        if kind == "apo_down":
+            return sigmoid(w) + sigmoid(-margin)
+        if kind == "discopop":
+            # σ(m/τ)·exp(−m) takes one exponential: exp(−m) alone overflows where σ(m/τ) is 0.
+            scaled = margin / self.discopop_tau
+            return -logsigmoid(margin) * sigmoid(-scaled) + torch.exp(logsigmoid(scaled) - margin)
+        return margin_losses(kind, margin, self.beta, self.label_smoothing)
+
+    def forward(
+        self,
+        lin_weight: Tensor,
+        _input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        *,
+        ref_log_probs: Tensor | None = None,
+    ) -> tuple[Tensor, PreferenceMetrics]:
+        """Compute loss and metrics.
+
+        Args:
+            lin_weight: [V, C].
+            _input: [2·pairs, T, C], the chosen sequences first.
+            target: [2·pairs, T] int64, already shifted.
+            bias: [V].
+            ref_input, ref_weight, ref_bias: the same of the reference model, whose hidden size may differ.
+            ref_log_probs: replaces these three: log-probability of each token [2·pairs, T] or each sequence [2·pairs].
+
+        Returns:
+            Loss [] fp32 and `PreferenceMetrics`.
+
+        Raises:
+            ValueError: shapes do not match; the reference is missing, given twice, or given and not used.
+        """
+        reference = self._reference(target, ref_log_probs, ref_input, ref_weight, ref_bias)
+        return self._from_head(_input, lin_weight, target, bias, reference)
+
+    def from_log_probs(
+        self, log_probs: Tensor, target: Tensor, *, ref_log_probs: Tensor | None = None
+    ) -> tuple[Tensor, PreferenceMetrics]:
+        """Same as `forward`, from the policy's log-probability of each token, [2·pairs, T]."""
+        return self._from_log_probs(log_probs, target, self._reference(target, ref_log_probs))

@@ -1,0 +1,138 @@
+"""Generalised Jensen-Shannon divergence: over both heads with and without cross entropy, and of log-probabilities."""
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.divergence import linear_divergence, over_mixture
+from liger_models.losses.base_distillation import (
+    FusedDistillationLoss,
+    FusedDivergence,
+    check_distributions,
+    reduce_rows,
+    widen,
+)
+
+
+def check_beta(name: str, beta: float) -> None:
+    """Raise unless β lies in [0, 1]; ``name`` is the argument with its class."""
+    check(0.0 <= beta <= 1.0, f"{name} must lie in [0, 1], got {beta}.")
+
+
+class LigerFusedLinearJSDLoss(FusedDistillationLoss):
+    """``weight_hard_loss · cross entropy + weight_soft_loss · D``, D the generalised Jensen-Shannon divergence.
+
+    The loss is a mean over the tokens that are not ignored.
+
+    Args:
+        beta: β in [0, 1]; 0 is the forward, 1 the reverse KL divergence.
+        Others: as in `FusedDistillationLoss`.
+
+    Raises:
+        ValueError: the temperature or beta is out of range.
+
+    Source: https://arxiv.org/abs/2306.13649
+    """
+
+    divergence = "jsd"
+
+    def _check_beta(self, beta: float) -> None:
+        check_beta(f"{self._name}: beta", beta)
+
+
+class LigerFusedLinearJSD(FusedDivergence):
+    """Generalised Jensen-Shannon divergence over both heads, without cross entropy.
+
+    Args:
+        jsd_beta: β in [0, 1]; 0 is the forward, 1 the reverse KL divergence.
+        ignore_index: label of tokens that the loss skips.
+        temperature: divisor of both models' logits.
+        accum_dtype: None or float32; both sum over chunks as `linear_cross_entropy` does.
+        Others: as in `FusedDistillationLoss`.
+
+    Raises:
+        ValueError: the temperature or jsd_beta is out of range, or ``accum_dtype`` is another one.
+    """
+
+    divergence = "jsd"
+
+    def __init__(
+        self,
+        jsd_beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+        *,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        teacher_softcap: float | None = None,
+        teacher_logit_scale: float = 1.0,
+        workspace_mib: int | None = None,
+    ) -> None:
+        super().__init__(
+            temperature, teacher_softcap, teacher_logit_scale,
+            ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, workspace_mib=workspace_mib,
+        )  # fmt: skip
+        check_beta(f"{self._name}: jsd_beta", jsd_beta)
+        check(
+            accum_dtype in (None, torch.float32),
+            f"{self._name}: accum_dtype must be None or torch.float32, got {accum_dtype}.",
+        )
+        self.jsd_beta = jsd_beta
+
+    def forward(
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the loss [] fp32.
+
+        Args:
+            student_input: [..., C].
+            student_weight: [V, C].
+            teacher_input: [..., C'], where C' may differ from C.
+            teacher_weight: [V, C'].
+            shift_labels: [...] int64, read only for ``ignore_index``; None to skip no token.
+        """
+        return linear_divergence(
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels,
+            beta=self.jsd_beta, **self._divergence_options,
+        ).loss  # fmt: skip
+
+
+class LigerJSD(nn.Module):
+    """Generalised Jensen-Shannon divergence of log-probabilities, a mean over the rows that are not ignored.
+
+    Args:
+        beta: β in [0, 1]; 0 is the forward KL divergence (of p from q), 1 the reverse one.
+        ignore_index: label of rows that the loss skips.
+    """
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
+        super().__init__()
+        check_beta("LigerJSD: beta", beta)
+        self.beta, self.ignore_index = beta, ignore_index
+
+    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        """Compute the loss [] fp32.
+
+        Args:
+            log_q: [..., V], of the student.
+            log_p: [..., V], of the teacher; gets no gradient.
+            shift_labels: [...], read only for ``ignore_index``; None to skip no row.
+        """
+        check_distributions("LigerJSD", log_q, log_p, shift_labels)
+        # Replace −inf by a finite number whose exponential is 0: the product of both is then 0 and not NaN.
+        lowest = torch.finfo(torch.float32).min / 4
+        s, t = widen(log_q).clamp_min(lowest), widen(log_p.detach()).clamp_min(lowest)
+        beta = self.beta
+        if beta == 0.0:
+            terms = t.exp() * (t - s)
+        elif beta == 1.0:
+            terms = s.exp() * (s - t)
+        else:
+            terms = beta * t.exp() * over_mixture(t, s, beta) + (1 - beta) * s.exp() * over_mixture(s, t, 1 - beta)
+        return reduce_rows(terms, "batchmean", shift_labels, self.ignore_index)

@@ -1,0 +1,151 @@
+"""Kahneman-Tversky optimisation: a loss of unpaired sequences, each labelled desirable or undesirable."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.linear_logprobs import loss_of_log_probs
+from liger_models.losses.base_preference import PreferenceLoss, sigmoid
+
+
+class KTOMetrics(NamedTuple):
+    """Metrics of a KTO loss, [] each: sums over the desirable ("chosen") and the undesirable ("rejected") sequences.
+
+    The order is Liger-Kernel's. The sums of the logits, before the softcap, also run over tokens and vocabulary; they
+    are None if computed from log-probabilities.
+    """
+
+    chosen_logps_sum: Tensor
+    rejected_logps_sum: Tensor
+    chosen_logits_sum: Tensor | None
+    rejected_logits_sum: Tensor | None
+    chosen_rewards_sum: Tensor
+    rejected_rewards_sum: Tensor
+
+
+def sums_by_label(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums [] of the values [B] whose label is True, and of the others."""
+    return values.where(labels, 0).sum(), values.where(~labels, 0).sum()
+
+
+class LigerFusedLinearKTOLoss(PreferenceLoss):
+    """KTO: mean of ``λ_d·(1 − σ(β·(r(y) − z)))`` for desirable y and ``λ_u·(1 − σ(β·(z − r(y))))`` for undesirable y.
+
+    r(y) is the log-probability of a sequence minus its log-probability under the reference model, if there is one.
+
+    Args:
+        desirable_weight, undesirable_weight: λ_d and λ_u.
+        Others: as in `LigerFusedLinearDPOLoss`.
+
+    Source: https://arxiv.org/abs/2402.01306
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        *,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        workspace_mib: int | None = None,
+    ) -> None:
+        super().__init__(
+            beta, average_log_prob, use_ref_model,
+            ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, workspace_mib=workspace_mib,
+        )  # fmt: skip
+        self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
+
+    def forward(
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        preference_labels: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        kl: Tensor | float | None = None,
+        *,
+        ref_log_probs: Tensor | None = None,
+    ) -> tuple[Tensor, KTOMetrics]:
+        """Compute loss and metrics. The hidden states come before the weight, as in Liger-Kernel.
+
+        Args:
+            _input: [B, T, C].
+            lin_weight: [V, C].
+            target: [B, T] int64, already shifted.
+            bias: [V].
+            preference_labels: [B] bool, True for desirable sequences.
+            ref_input, ref_weight, ref_bias: hidden states, weight and bias of the reference model, whose hidden size
+                may differ.
+            kl: z, the estimated divergence from the reference model, not negative: a number, [] or [B]; None for 0.
+                It gets no gradient.
+            ref_log_probs: replaces the reference model's tensors: log-probability of each token [B, T] or of each
+                sequence [B].
+
+        Returns:
+            Loss [] fp32 and `KTOMetrics`.
+
+        Raises:
+            ValueError: shapes do not match; the reference is missing, given twice, or given and not used.
+            TypeError: the labels are not bool.
+        """
+        self._check_rows(_input, target, paired=False)
+        labels = self._labels(preference_labels, target)
+        reference = self._reference(target, ref_log_probs, ref_input, ref_weight, ref_bias)
+        loss, metrics = loss_of_log_probs(
+            lambda log_probs: self._from_log_probs(log_probs, target, labels, reference, kl),
+            _input, lin_weight, target, bias=bias, **self._head_options,
+        )  # fmt: skip
+        logits = self._mean_logits(_input, lin_weight, bias) * (target.shape[1] * lin_weight.shape[0])
+        chosen, rejected = sums_by_label(logits, labels)
+        return loss, metrics._replace(chosen_logits_sum=chosen, rejected_logits_sum=rejected)
+
+    def from_log_probs(
+        self,
+        log_probs: Tensor,
+        target: Tensor,
+        preference_labels: Tensor | None = None,
+        kl: Tensor | float | None = None,
+        *,
+        ref_log_probs: Tensor | None = None,
+    ) -> tuple[Tensor, KTOMetrics]:
+        """Same as `forward`, from the policy's log-probability of each token, [B, T]."""
+        self._check_rows(log_probs, target, paired=False)
+        labels = self._labels(preference_labels, target)
+        return self._from_log_probs(log_probs, target, labels, self._reference(target, ref_log_probs), kl)
+
+    def _labels(self, labels: Tensor | None, target: Tensor) -> Tensor:
+        if not isinstance(labels, Tensor) or labels.shape != target.shape[:1]:
+            got = list(labels.shape) if isinstance(labels, Tensor) else labels
+            raise ValueError(f"{self._name}: preference_labels must be a tensor [{len(target)}], got {got}.")
+        if labels.dtype != torch.bool:
+            raise TypeError(f"{self._name}: preference_labels must be bool, got {labels.dtype}.")
+        return labels
+
+    def _from_log_probs(
+        self, log_probs: Tensor, target: Tensor, labels: Tensor, reference: Tensor | None, kl: Tensor | float | None
+    ) -> tuple[Tensor, KTOMetrics]:
+        shape = list(kl.shape) if isinstance(kl, Tensor) else []
+        check(shape in ([], [1], [len(target)]), f"{self._name}: kl must be a number or [{len(target)}], got {shape}.")
+        logps, ratios = self._ratios(log_probs, target, reference)
+        z = torch.as_tensor(0.0 if kl is None else kl, dtype=ratios.dtype, device=ratios.device)
+        gain = ratios - z.detach()
+        losses = torch.where(
+            labels,
+            self.desirable_weight * sigmoid(-self.beta * gain),
+            self.undesirable_weight * sigmoid(self.beta * gain),
+        )
+        rewards = self.beta * ratios.detach()
+        return losses.sum() / max(len(target), 1), KTOMetrics(
+            *sums_by_label(logps, labels), None, None, *sums_by_label(rewards, labels)
+        )

@@ -1,0 +1,48 @@
+"""SimPO: a loss over pairs with a target margin, without a reference model."""
+
+from torch import Tensor
+
+from liger_models.losses.base_preference import ReferenceFreePairLoss, margin_losses
+
+
+class LigerFusedLinearSimPOLoss(ReferenceFreePairLoss):
+    """SimPO: ``−(1 − ε)·log σ(m) − ε·log σ(−m) + alpha · NLL``, m = β·(l(y_w) − l(y_l)) − γ.
+
+    l is the mean of the log-probabilities of a sequence's tokens.
+
+    Args:
+        alpha, compute_nll_loss: weight of the NLL, and whether to add it. The paper has no NLL; it is on by default as
+            in Liger-Kernel.
+        label_smoothing: ε.
+        gamma: γ, the target margin.
+        Others: as in `LigerFusedLinearDPOLoss`.
+
+    Source: https://arxiv.org/abs/2405.14734
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True,
+        compiled: bool = True,
+        gamma: float = 0.5,
+        chunk_size: int = 1,
+        *,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        workspace_mib: int | None = None,
+    ) -> None:
+        super().__init__(
+            beta, alpha, compute_nll_loss, average_log_prob=True,
+            ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, workspace_mib=workspace_mib,
+        )  # fmt: skip
+        self._check_loss_type("sigmoid", ("sigmoid",), label_smoothing)
+        self.label_smoothing, self.gamma = label_smoothing, gamma
+
+    def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Losses [pairs] of l(y_w) and l(y_l) [pairs]."""
+        margin = self.beta * (chosen - rejected) - self.gamma
+        return margin_losses("sigmoid", margin, self.beta, self.label_smoothing)

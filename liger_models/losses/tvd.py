@@ -1,0 +1,49 @@
+"""Total variation distance: over both heads, and of given probabilities."""
+
+from torch import Tensor, nn
+
+from liger_models.losses.base_distillation import (
+    FusedDistillationLoss,
+    check_distributions,
+    check_reduction,
+    reduce_rows,
+    widen,
+)
+
+
+class LigerFusedLinearTVDLoss(FusedDistillationLoss):
+    """Cross entropy and total variation distance; arguments as in `FusedDistillationLoss`, without beta.
+
+    Source: https://arxiv.org/abs/2307.15190
+    """
+
+    divergence = "tvd"
+
+
+class LigerTVDLoss(nn.Module):
+    """Total variation distance ``½ · Σ |p − q|`` of probabilities.
+
+    Args:
+        reduction: "none", "sum", "mean" (over all terms) or "batchmean" (over rows).
+        ignore_index: label of rows that the loss skips.
+
+    Raises:
+        ValueError: an unknown reduction.
+    """
+
+    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
+        super().__init__()
+        check_reduction("LigerTVDLoss", reduction)
+        self.reduction, self.ignore_index = reduction, ignore_index
+
+    def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        """Compute the loss, fp32: [], or [..., V] for reduction "none".
+
+        Args:
+            p: [..., V], of the student.
+            q: [..., V], of the teacher; gets no gradient.
+            shift_labels: [...], read only for ``ignore_index``; None to skip no row.
+        """
+        check_distributions("LigerTVDLoss", p, q, shift_labels)
+        terms = (widen(p) - widen(q.detach())).abs() / 2
+        return reduce_rows(terms, self.reduction, shift_labels, self.ignore_index)

@@ -1,0 +1,136 @@
+"""Estimate of the memory that a training step needs, from running its blocks on tensors without values."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.dispatch import triton_assumed
+from liger_models.kernels.linear_cross_entropy import chunk_rows
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.layer import CHECKPOINTING_POLICIES, is_replayable, layers_of, set_policy
+from liger_models.layers.masks import Mask
+
+
+class TrainingMemory(NamedTuple):
+    """Memory that a training step needs, in bytes.
+
+    Attributes:
+        weights: the parameters.
+        gradients: the gradients of all parameters.
+        optimizer: the two moments of AdamW.
+        activations: policy of `Decoder.set_checkpointing` -> activations that the blocks save for the backward.
+        head: the gradient of the head and the logits of one chunk, which exist before the backward of the blocks.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: dict[str, int]
+    head: int
+
+    def peak(self, policy: str) -> int:
+        """Peak memory in bytes. Activations are freed as gradients are allocated, so only the larger of them counts."""
+        return self.weights + self.optimizer + max(self.activations[policy] + self.head, self.gradients)
+
+
+def training_memory(model: Decoder, tokens: int, dtype: torch.dtype = torch.bfloat16) -> TrainingMemory:
+    """Estimate a full fine-tuning step on one GPU: AdamW, weights, gradients and moments in one dtype, no sharding.
+
+    Every block runs once per policy on tensors that have shapes but no values, and the estimate sums what autograd then
+    holds. User-defined blocks and layers are therefore counted correctly. Activations of vision towers and of
+    cross-attention to images are not counted.
+
+    Args:
+        model: the model, which must not be distributed. It may be on the meta device, where it needs no memory.
+        tokens: B · T.
+        dtype: dtype of weights, gradients, moments and activations.
+
+    Raises:
+        ValueError: a block cannot run on tensors without values, or the model is distributed.
+    """
+    check(
+        model.groups.sharded is None and not any(hasattr(each, "full_tensor") for each in model.parameters()),
+        "training_memory: model must not be distributed, got a sharded one. Build another one on the meta device.",
+    )
+    size = dtype.itemsize
+    weights = model.num_parameters() * size
+    V = len(model.lm_head.weight)
+    head = model.lm_head.weight.numel() * size + chunk_rows(tokens, V, size, None) * V * size
+    current = model.checkpointing
+    policies = [current] * len(model.layers) if isinstance(current, str) else current
+    try:
+        activations = {policy: _saved_bytes(model, policy, tokens, dtype) for policy in CHECKPOINTING_POLICIES}
+    finally:
+        for block, policy in zip(model.layers, policies, strict=True):
+            set_policy(block, policy)
+    return TrainingMemory(weights, weights, 2 * weights, activations, head)
+
+
+class _Allocations(TorchDispatchMode):
+    """Records the storages that are allocated in its context, to tell which of them are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {StorageWeakRef(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if _is_tensor(each)}
+        for each in tree_leaves(out):
+            if _is_tensor(each) and (reference := StorageWeakRef(each.untyped_storage())) not in given:
+                self._made.setdefault(reference, each.untyped_storage().nbytes())
+        return out
+
+    def held(self) -> int:
+        """Total size of the storages that are still alive, in bytes."""
+        return sum(nbytes for reference, nbytes in self._made.items() if not reference.expired())
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _saved_bytes(model: Decoder, policy: str, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of activations that all blocks save for the backward."""
+    total = 0
+    for index, block in enumerate(model.layers):
+        set_policy(block, policy)
+        if policy == "full" and is_replayable(block):
+            total += tokens * model.config.hidden_size * dtype.itemsize
+            continue
+        try:
+            total += _block_bytes(model, block, tokens, dtype)
+        except Exception as error:
+            raise ValueError(
+                f"training_memory: layers.{index} ({type(block).__name__}) must run on tensors without values, got "
+                f"{type(error).__name__}: {error}. Its activations cannot be estimated."
+            ) from error
+    return total
+
+
+def _block_bytes(model: Decoder, block: nn.Module, tokens: int, dtype: torch.dtype) -> int:
+    with FakeTensorMode(allow_non_fake_inputs=True), triton_assumed(), torch.enable_grad():
+        parameters = {
+            name: torch.empty(each.shape, dtype=dtype).requires_grad_(each.requires_grad)
+            for name, each in block.named_parameters()
+        }
+        shape = (1, tokens, model.config.hidden_size)
+        x, residual = (torch.empty(shape, dtype=dtype).requires_grad_() for _ in range(2))
+        layout = model.layout((1, tokens), residual, position_ids=torch.arange(tokens))
+        for spec in (layer.attention for layer in layers_of(block)):
+            if spec is not None:
+                layout.masks[spec.window] = Mask(counted=True)
+        with _Allocations() as allocations:
+            outputs = functional_call(block, parameters, (x, residual, layout))
+        graph = [each.sum() for each in outputs if each is not None]  # hold the graph, but not the outputs
+        del outputs
+        held: int = allocations.held()
+        del graph
+    return held

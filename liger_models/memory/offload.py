@@ -1,0 +1,217 @@
+"""Offloading of activations: what blocks save for the backward is copied to host memory and back asynchronously."""
+
+import functools
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from liger_models.kernels.dispatch import ACCELERATORS
+
+SMALLEST = 2**20
+"""Tensors with fewer bytes are not offloaded."""
+
+PIECE = 2**26
+"""Bytes per allocation of host memory. PyTorch rounds each pinned allocation up to a power of two."""
+
+LEAVING, COMING = 2 * 2**30, 2 * 2**30
+"""Bytes in flight to the host before the computation waits for them, and bytes that are prefetched from the host.
+A block of an 8B model saves 1.5 GB for 16,384 tokens."""
+
+
+SLICE = 2**24
+"""Bytes per copy to the device, after which copies of other streams get their turn: a third of a millisecond."""
+
+
+class Inbound:
+    """Copies from host memory to an accelerator, one after the other, alternating between two streams.
+
+    A GPU processes all queued copies of a stream before those of other streams. With one stream, copies of the
+    computation would wait for everything in flight; FSDP2 has one such copy in the backward of each block.
+
+    Attributes:
+        streams: the two streams; the next copy runs on the first.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = [torch.Stream(device), torch.Stream(device)]
+        self._last: torch.Event | None = None
+
+    def wait(self, event: torch.Event) -> None:
+        """Make the following copies wait for an event."""
+        self.streams[0].wait_event(event)
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event:
+        """Start copying the second tensor of each pair to the first, both [N] uint8; returns the completion event."""
+        for place, host in pairs:
+            for part, piece in zip(place.split(SLICE), host.split(SLICE), strict=True):
+                stream = self.streams[0]
+                if self._last is not None:
+                    stream.wait_event(self._last)
+                with stream:
+                    part.copy_(piece, non_blocking=True)
+                self._last = stream.record_event()
+                self.streams.reverse()
+        assert self._last is not None
+        return self._last
+
+    def holds(self, memory: Tensor) -> None:
+        """Prevent reuse of the memory while copies in flight may still write to it."""
+        for stream in self.streams:
+            memory.record_stream(stream)
+
+
+@functools.cache
+def _streams(device: torch.device) -> tuple[torch.Stream, Inbound]:
+    """The streams for copies to the host, and for copies back."""
+    return torch.Stream(device), Inbound(device)
+
+
+class Kept:
+    """One offloaded storage.
+
+    Attributes:
+        device: the device that the storage was copied from.
+        host: its bytes in pieces; pinned memory if it comes from an accelerator.
+        left: event after the copy to the host; None on the CPU.
+        before: the storage offloaded just before this one, which the backward needs just after it.
+        nbytes: size of the storage.
+        uses: number of saved tensors in the storage.
+        rounds: number of backward passes that have read all of these tensors.
+    """
+
+    def __init__(
+        self, device: torch.device, host: tuple[Tensor, ...], left: torch.Event | None, before: "Kept | None"
+    ) -> None:
+        self.device, self.host, self.left, self.before = device, host, left, before
+        self.nbytes = sum(piece.nbytes for piece in host)
+        self.uses, self.rounds, self._unused = 0, 0, 0
+        self._back: Tensor | None = None
+        self._arrived: torch.Event | None = None
+
+    def fetch(self) -> None:
+        """Start copying the storage back, unless that has been started already."""
+        if self._back is not None:
+            return
+        self._unused = self.uses
+        self._back = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        if self.left is None:
+            torch.cat(self.host, out=self._back)
+            return
+        inbound = _streams(self.device)[1]
+        # Until then the computation may still use the memory of _back.
+        inbound.wait(torch.accelerator.current_stream(self.device).record_event())
+        inbound.wait(self.left)
+        self._arrived = inbound.copy(zip(self._back.split(PIECE), self.host, strict=True))
+
+    def take(self) -> Tensor:
+        """The bytes on the device. After ``uses`` calls the copy is released; another backward fetches it again."""
+        assert self._back is not None
+        data = self._back
+        if self._arrived is not None:
+            torch.accelerator.current_stream(self.device).wait_event(self._arrived)
+            self._arrived = None
+        self._unused -= 1
+        if self._unused <= 0:
+            self._back = None
+            self.rounds += 1
+        return data
+
+    def __del__(self) -> None:
+        if self._back is not None and self._arrived is not None:  # fetched but never used
+            _streams(self.device)[1].holds(self._back)
+
+
+class Place(NamedTuple):
+    """A saved tensor as a view of an offloaded storage."""
+
+    kept: Kept
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Offload:
+    """Moves the tensors that one forward saves under `saving` to the host, and back for its backward.
+
+    Each storage is copied once, however many views of it are saved. Parameters and small tensors stay on the device.
+    Copies run on separate streams. The memory of a tensor can only be freed once the computation has waited for its
+    copy, because the allocator reuses memory in the order of the computation.
+    """
+
+    def __init__(self) -> None:
+        self._leaving: deque[tuple[Tensor, Kept]] = deque()
+        self._copied: dict[StorageWeakRef, tuple[int, Kept]] = {}
+        """Storages that are offloaded but still alive, because the model still uses them -> version and copy."""
+        self._last: Kept | None = None
+
+    def saving(self, leave: bool) -> saved_tensors_hooks:
+        """Context in which to run a block. With ``leave`` its saved tensors are offloaded.
+
+        The backward of every block that ran in such a context prefetches tensors of the blocks before it.
+        """
+        return saved_tensors_hooks(self._pack if leave else self._keep, self._unpack)
+
+    def settle(self, most: int = 0) -> None:
+        """Make the computation wait until at most ``most`` bytes are in flight to the host, and free the others."""
+        under_way = sum(data.nbytes for data, _ in self._leaving)
+        while under_way > most:
+            data, kept = self._leaving.popleft()
+            under_way -= data.nbytes
+            if kept.left is not None:
+                torch.accelerator.current_stream(data.device).wait_event(kept.left)
+
+    def _pack(self, tensor: Tensor) -> Tensor | Place:
+        base = tensor if tensor._base is None else tensor._base
+        storage = tensor.untyped_storage()
+        if isinstance(base, nn.Parameter) or storage.nbytes() < SMALLEST:
+            return tensor
+        self._copied = {alive: copy for alive, copy in self._copied.items() if not alive.expired()}
+        reference = StorageWeakRef(storage)
+        version, kept = self._copied.get(reference, (0, None))
+        if kept is None or version != tensor._version:
+            data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            kept = self._last = _send(data, self._last)
+            self._copied[reference] = tensor._version, kept
+            self._leaving.append((data, kept))
+            self.settle(LEAVING)
+        kept.uses += 1
+        return Place(kept, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def _keep(self, tensor: Tensor) -> tuple[Tensor, Kept | None]:
+        return tensor, self._last
+
+    def _unpack(self, packed: Tensor | Place | tuple[Tensor, Kept | None]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        self.settle()
+        kept = packed.kept if isinstance(packed, Place) else packed[1]
+        rounds, coming = kept.rounds if kept else 0, 0
+        while kept is not None and coming < COMING:
+            if kept.rounds <= rounds:  # else this backward has used it: an op unpacks its first saved tensor first
+                kept.fetch()
+                coming += kept.nbytes
+            kept = kept.before
+        if not isinstance(packed, Place):
+            return packed[0]
+        data = packed.kept.take().view(packed.dtype)
+        return data.as_strided(packed.size, packed.stride, packed.offset)
+
+
+def _send(data: Tensor, before: Kept | None) -> Kept:
+    """Start copying ``data`` to the host."""
+    if data.device.type not in ACCELERATORS:
+        return Kept(data.device, data.clone().split(PIECE), None, before)
+    stream = _streams(data.device)[0]
+    parts = data.split(PIECE)
+    host = tuple(torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts)
+    stream.wait_stream(torch.accelerator.current_stream(data.device))
+    with stream:
+        for piece, part in zip(host, parts, strict=True):
+            piece.copy_(part, non_blocking=True)
+        return Kept(data.device, host, stream.record_event(), before)

@@ -1,0 +1,100 @@
+"""The default process group: its rank and size, errors raised on all ranks, and work done by rank 0 for all."""
+
+import contextlib
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+_calls: Counter[str] = Counter()
+"""How often `run_on_rank_zero` was called under each name."""
+
+
+def is_distributed() -> bool:
+    """Whether a default process group is initialised."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """Rank of this process; 0 without a process group."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    """Number of processes; 1 without a process group."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+@contextlib.contextmanager
+def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """An exception raised inside on any rank is raised on every rank on exit.
+
+    The exit is a collective: every rank waits there for the others. If several ranks failed, all of them raise the
+    error of the lowest rank.
+
+    Args:
+        group: the process group that exchanges the errors. It must hold all ranks. Default: the default group.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if world_size() > 1:
+        errors: list[Exception | None] = [None] * world_size()
+        dist.all_gather_object(errors, _picklable(error), group)
+        error = next((each for each in errors if each is not None), None)
+    if error is not None:
+        raise error
+
+
+def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
+    """Call ``work`` on rank 0 only, and return its result, or raise its error, on every rank that calls.
+
+    Other ranks wait for rank 0. Rank 0 does not wait for them, so it may be the only caller, unlike in
+    `raise_on_all_ranks`.
+
+    Args:
+        name: identifies the work; the same on all ranks.
+        work: its result and its errors must be picklable.
+
+    Raises:
+        TimeoutError: rank 0 did not call within the process group's timeout.
+    """
+    if world_size() == 1:
+        return work()
+    store: Any = dist.distributed_c10d._get_default_store()
+    _calls[name] += 1
+    key = f"liger_models {name} {_calls[name]}"
+    result: Any = None
+    error: Exception | None = None
+    if rank() == 0:
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        store.set(key, pickle.dumps((result, _picklable(error))))
+    else:
+        try:
+            result, error = pickle.loads(store.get(key))
+        except dist.DistStoreError as timeout:
+            raise TimeoutError(
+                f"{name}: rank 0 must make the same call, got nothing from it. Call it there, too."
+            ) from timeout
+    if error is not None:
+        raise error
+    done: Result = result
+    return done
+
+
+def _picklable(error: Exception | None) -> Exception | None:
+    """The error, or a RuntimeError with its type and message if other processes could not unpickle it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,23 @@
+"""JSON objects in the files of a checkpoint."""
+
+import json
+from typing import Any
+
+
+def parse_json(text: bytes, name: object) -> dict[str, Any]:
+    """The JSON object in a file's content.
+
+    Args:
+        text: the content.
+        name: of the file, for the error.
+
+    Raises:
+        ValueError: the content is not a JSON object.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: must be JSON, got {error}. Download it again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{name}: must be a JSON object, got {type(content).__name__}. Download it again.")
+    return content

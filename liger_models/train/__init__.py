@@ -1,0 +1,26 @@
+"""The training command and its parts for training loops of your own: optimizer, metrics, seeds, kernel warm-up."""
+
+from typing import TYPE_CHECKING
+
+from liger_models.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from liger_models.train.loop import TrainOptions as TrainOptions
+    from liger_models.train.loop import main as main
+    from liger_models.train.loop import train as train
+    from liger_models.train.metrics import flops as flops
+    from liger_models.train.optimizer import LigerAdamW as LigerAdamW
+    from liger_models.train.optimizer import step_in_backward as step_in_backward
+    from liger_models.train.seed import seed_all as seed_all
+    from liger_models.train.warmup import warm_up as warm_up
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "loop": ["TrainOptions", "main", "train"],
+            "metrics": ["flops"],
+            "optimizer": ["LigerAdamW", "step_in_backward"],
+            "seed": ["seed_all"],
+            "warmup": ["warm_up"],
+        },
+    )

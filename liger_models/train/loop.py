@@ -1,0 +1,330 @@
+"""Train or fine-tune a model on packed data with FSDP2: ``torchrun -m liger_models.train config.yaml``.
+
+This file holds everything from options to export and is meant to be copied and changed. It trains all weights, or
+adapters (LoRA). It runs on any number of GPUs, on CPUs with gloo, and without torchrun in a single process. Started
+again, it resumes from its last checkpoint.
+"""
+
+import math
+import os
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from dataclasses import field as option
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from liger_models.adapters.lora import apply_lora
+from liger_models.adapters.lora_layers import LoRAConfig
+from liger_models.adapters.nf4 import quantize_base
+from liger_models.adapters.peft_files import save_adapter
+from liger_models.arch.auto import AutoLigerModel
+from liger_models.base.causal_lm import CausalLM
+from liger_models.data.batch import Batch
+from liger_models.data.dataset import OVERFLOWS, PackedDataset
+from liger_models.data.loader import PackedLoader
+from liger_models.kernels.checks import check
+from liger_models.layers.layer import CHECKPOINTING_POLICIES, layers_of
+from liger_models.parallel.context import apply_cp
+from liger_models.parallel.fsdp import apply_fsdp, compile_blocks, reshard
+from liger_models.parallel.state import load_state, save_state
+from liger_models.parallel.step import clip_grad_norm_, mean_over_ranks, targets_per_rank
+from liger_models.parallel.tensor import apply_tp
+from liger_models.train.metrics import Log, flops
+from liger_models.train.optimizer import LigerAdamW
+from liger_models.train.options import read_options
+from liger_models.train.seed import seed_all
+
+LEAST = {"length": 2, "workers": 0, "weight_decay": 0, "lora_r": 0, "seed": 0}
+LEAST |= dict.fromkeys(("batch_size", "accumulate", "steps", "tensor_parallel", "context_parallel", "keep"), 1)
+LEAST |= dict.fromkeys(("log_every", "eval_every", "save_every"), 1)
+"""The smallest allowed values of options."""
+KNOWN = {"dtype": ("float32", "bfloat16"), "export_dtype": ("float32", "bfloat16", "float16")}
+KNOWN |= {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES}
+"""The allowed values of options. Weights in float16 are not among them: small gradients would be lost."""
+
+
+@dataclass(kw_only=True)
+class TrainOptions:
+    """The options of a run. Each is an option of the command line and a key of a YAML or JSON file."""
+
+    model: str = option(metadata={"help": "folder of a checkpoint, or its name on the Hugging Face hub"})
+    data: list[str] = option(metadata={"help": "files or folders to train on: .jsonl, .txt, .parquet"})
+    output: str = option(metadata={"help": "folder of the run, for checkpoints, log.jsonl and the trained model"})
+    eval_data: list[str] = option(default_factory=list, metadata={"help": "files or folders to evaluate on"})
+    length: int = option(default=4096, metadata={"help": "tokens in a packed row"})
+    overflow: str = option(default="split", metadata={"help": "split or truncate documents longer than a row"})
+    field: str | None = option(
+        default=None, metadata={"help": "key of an example; default: messages, text or input_ids"}
+    )
+    batch_size: int = option(default=1, metadata={"help": "rows per GPU in one forward pass"})
+    accumulate: int = option(default=1, metadata={"help": "batches per GPU in one optimizer step"})
+    workers: int = option(default=1, metadata={"help": "processes per rank that prepare batches"})
+    steps: int | None = option(default=None, metadata={"help": "optimizer steps; default: enough for the epochs"})
+    epochs: float = option(default=1.0, metadata={"help": "passes through the data, if steps is not set"})
+    lr: float = option(default=2e-5, metadata={"help": "highest learning rate"})
+    warmup: float = option(default=0.03, metadata={"help": "fraction of the steps in which the learning rate rises"})
+    min_lr: float = option(default=0.1, metadata={"help": "fraction of lr at which the cosine ends"})
+    weight_decay: float = option(default=0.1, metadata={"help": "weight decay of matrices; vectors have none"})
+    max_norm: float = option(default=1.0, metadata={"help": "norm to which the gradients are clipped"})
+    dtype: str = option(
+        default="float32", metadata={"help": "dtype of the weights: float32 or bfloat16 (adapters are always float32)"}
+    )
+    lora_r: int = option(default=0, metadata={"help": "rank of LoRA adapters, which alone are then trained; 0: none"})
+    lora_alpha: float | None = option(default=None, metadata={"help": "adapter scale times rank; default: 2 lora_r"})
+    lora_dropout: float = option(default=0.0, metadata={"help": "dropout probability of the adapters' input"})
+    lora_targets: list[str] = option(
+        default_factory=list, metadata={"help": "adapted layers; default: all linear ones"}
+    )
+    lora_4bit: bool = option(default=False, metadata={"help": "4-bit weights under the adapters; on one device only"})
+    tensor_parallel: int = option(default=1, metadata={"help": "GPUs that share the layers, and the batch"})
+    context_parallel: int = option(default=1, metadata={"help": "GPUs that share the tokens of a row, and the batch"})
+    checkpointing: str = option(default="selective", metadata={"help": "checkpointing policy: none, selective or full"})
+    compile: bool = option(default=False, metadata={"help": "compile each block"})
+    seed: int = option(default=0, metadata={"help": "seed of the data order and of dropout"})
+    deterministic: bool = option(default=False, metadata={"help": "equal bits in every run, even where that is slower"})
+    log_every: int = option(default=10, metadata={"help": "steps between lines of the log"})
+    eval_every: int = option(default=500, metadata={"help": "steps between evaluations"})
+    save_every: int = option(default=500, metadata={"help": "steps between checkpoints"})
+    keep: int = option(default=2, metadata={"help": "number of checkpoints to keep"})
+    tensorboard: bool = option(default=False, metadata={"help": "also log to output/tensorboard"})
+    export_dtype: str = option(default="bfloat16", metadata={"help": "dtype of the model in output/model"})
+
+    def __post_init__(self) -> None:
+        check(len(self.data) > 0, "TrainOptions: data must be files or folders, got none. Name one.")
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            check(value is None or value >= least, f"TrainOptions: {name} must be at least {least}, got {value}.")
+        for name in ("epochs", "lr", "max_norm"):
+            value = getattr(self, name)
+            check(value > 0, f"TrainOptions: {name} must be more than 0, got {value}.")
+        for name in ("epochs", "lr", "weight_decay"):
+            value = getattr(self, name)
+            check(value < math.inf, f"TrainOptions: {name} must be finite, got {value}.")
+        for name, known in KNOWN.items():
+            value = getattr(self, name)
+            check(value in known, f"TrainOptions: {name} must be one of {', '.join(known)}, got {value!r}.")
+        for name in ("warmup", "min_lr", "lora_dropout"):
+            value = getattr(self, name)
+            check(0 <= value <= 1, f"TrainOptions: {name} must be a share from 0 to 1, got {value}.")
+        for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_4bit"):
+            value = getattr(self, name)
+            check(self.lora_r > 0 or not value, f"TrainOptions: {name} needs lora_r, got {value} and {self.lora_r}.")
+        check(
+            self.tensor_parallel == 1 or (self.context_parallel == 1 and self.lora_r == 0),
+            "TrainOptions: tensor_parallel goes neither with context_parallel nor with adapters, got "
+            f"{self.tensor_parallel}, {self.context_parallel} and lora_r={self.lora_r}. Leave it out.",
+        )
+        check(
+            self.length % self.sharing == 0,
+            f"TrainOptions: length must be a multiple of the {self.sharing} GPUs that share a row, got {self.length}.",
+        )
+
+    @property
+    def sharing(self) -> int:
+        """Number of ranks that share a batch."""
+        return self.tensor_parallel * self.context_parallel
+
+
+def train(options: TrainOptions) -> None:
+    """Train from the last checkpoint in ``options.output``, or from the start, and export the model.
+
+    Every rank must call it. It initialises the process group if there is none: torchrun's, or one of this process only.
+
+    Raises:
+        ValueError: a data file does not exist, the number of ranks does not fit, or the gradients' norm is not finite.
+        OSError: ``options.output`` cannot be written.
+    """
+    for path in (*options.data, *options.eval_data):  # fail before a large model is loaded
+        check(Path(path).exists(), f"train: data must be files or folders, got {path}, which does not exist.")
+    output = Path(options.output)
+    output.mkdir(parents=True, exist_ok=True)
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    started = not dist.is_initialized()
+    if started:
+        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+        dist.init_process_group(**({} if "RANK" in os.environ else alone))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    check(
+        ranks % options.sharing == 0,
+        f"train: the number of ranks ({ranks}) must be a multiple of the {options.sharing} that share a batch. Start "
+        "another number of ranks.",
+    )
+    mesh = init_device_mesh(device.type, (ranks // options.sharing, options.sharing), mesh_dim_names=("dp", "shared"))
+    data_ranks = {"rank": mesh["dp"].get_local_rank(), "ranks": mesh["dp"].size()}
+    seed_all(options.seed + data_ranks["rank"], deterministic=options.deterministic)
+
+    model = load_model(options, device, mesh)
+    model.set_checkpointing(options.checkpointing)
+    if options.compile:
+        compile_blocks(model)
+
+    packing: dict[str, Any] = {"length": options.length, "overflow": options.overflow, "field": options.field}
+    packing |= {"batch_size": options.batch_size, "seed": options.seed, "progress": rank == 0, **data_ranks}
+    data = PackedDataset(options.data, model.tokenizer, **packing)
+    loader = PackedLoader(data, num_workers=options.workers, pin_memory=device.type != "cpu")
+    tests = PackedDataset(options.eval_data, model.tokenizer, shuffle=False, **packing) if options.eval_data else None
+    epoch_steps = options.epochs * len(data) / options.accumulate
+    steps = options.steps or math.ceil(epoch_steps)
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = LigerAdamW(groups, lr=options.lr, betas=(0.9, 0.95), stochastic_rounding=options.dtype == "bfloat16")
+
+    def share(step: int) -> float:
+        return cosine(step, max(1, round(options.warmup * steps)), steps, options.min_lr)
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+
+    start = load_state(output, model, optimizer, scheduler, loader) or 0
+    passed = data.passed / (data_ranks["ranks"] * options.batch_size * options.accumulate)  # in steps of this run
+    if options.steps is None and passed != start:  # steps had another size before
+        steps = start + max(math.ceil(epoch_steps - passed), 0)
+    scheduler.base_lrs = [options.lr] * len(groups)  # the current options override the saved ones
+    for group, given in zip(optimizer.param_groups, groups, strict=True):
+        group["lr"] = options.lr * share(start)
+        group["weight_decay"] = given["weight_decay"]
+    batches, saving = endless(loader), None
+    log = Log(output, start, steps, options.tensorboard, device, data_ranks["ranks"])
+    for step in range(start + 1, steps + 1):
+        accumulated = [next(batches) for _ in range(options.accumulate)]
+        log.count(accumulated, flops(model, accumulated))
+        accumulated = [to_device(batch, device, model) for batch in accumulated]
+        num_items = targets_per_rank(accumulated)
+        loss = torch.zeros((), device=device)
+        for batch in accumulated:
+            part = model(**batch, num_items_in_batch=num_items).loss
+            part.backward()
+            loss += part.detach()
+        norm = clip_grad_norm_(trained, options.max_norm)
+        lr = float(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+        last = step == steps
+        if step % options.log_every == 0 or last:
+            loss = mean_over_ranks(loss)
+            log.write(step, loss=loss.item(), norm=norm.item(), lr=lr, epoch=data.epoch, **log.rates())
+        if tests is not None and (step % options.eval_every == 0 or last):
+            log.write(step, eval_loss=evaluate(model, tests, device))
+            log.restart()
+        if step % options.save_every == 0 or last:
+            if saving is not None:
+                saving.result()  # raises if the previous save failed
+            check(
+                math.isfinite(norm),
+                f"train: the norm of the gradients must be finite to save step {step}, got {norm.item()}. Resume "
+                "from the last checkpoint with a lower lr, or inspect the data of that step.",
+            )
+            saving = save_state(output, step, model, optimizer, scheduler, loader, background=True, keep=options.keep)
+            log.restart()
+        log.bar.update()
+    log.close()
+    if saving is not None:
+        saving.result()
+    if options.lora_r:
+        save_adapter(model, output / "adapter", base=options.model)
+        merging = ["convert", options.model, str(output / "model"), "--adapter", str(output / "adapter")]
+        if rank == 0:
+            print("To merge:", shlex.join(["liger-models", *merging]))
+    else:
+        model.save_pretrained(output / "model", dtype=getattr(torch, options.export_dtype))
+    if started:
+        dist.destroy_process_group()
+        if device.type == "cpu":  # Python aborts if it exits while a thread of gloo still frees a tensor
+            time.sleep(0.2)
+
+
+def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh) -> CausalLM:
+    """The model, sharded over the ranks, with adapters if ``options`` asks for them."""
+
+    def shard(model: CausalLM) -> CausalLM:
+        if options.tensor_parallel > 1:
+            return apply_fsdp(apply_tp(model, mesh["shared"], sequence_parallel=True), mesh["dp"])
+        return apply_fsdp(apply_cp(model, mesh["shared"]))
+
+    load = AutoLigerModel.from_pretrained if Path(options.model).is_dir() else AutoLigerModel.from_hub
+    given: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": device, "progress": dist.get_rank() == 0}
+    if options.lora_r == 0:
+        return freeze_images(load(options.model, shard=shard, **given))
+    alpha = 2 * options.lora_r if options.lora_alpha is None else options.lora_alpha
+    targets = options.lora_targets or "all-linear"
+    adapters = LoRAConfig(r=options.lora_r, lora_alpha=alpha, lora_dropout=options.lora_dropout, target_modules=targets)
+    if not options.lora_4bit:
+        return load(options.model, shard=lambda model: shard(apply_lora(model, adapters)), **given)
+    ranks = dist.get_world_size()
+    check(ranks == 1, f"train: with lora_4bit there must be one rank, got {ranks}. Start one, or leave lora_4bit out.")
+    return quantize_base(apply_lora(load(options.model, **given), adapters))
+
+
+def freeze_images(model: CausalLM) -> CausalLM:
+    """Freeze the parameters that only images use. If sharded they get zero gradients, and weight decay shrinks them."""
+    unreached = [layer for layer in layers_of(model.layers) if layer.needs_images]
+    for module in [*unreached, *([] if model.visual is None else [model.visual])]:
+        module.requires_grad_(False)
+    return model
+
+
+@torch.no_grad()
+def evaluate(model: CausalLM, data: PackedDataset, device: torch.device) -> float:
+    """Mean loss over all targets on all ranks, without the auxiliary loss of mixtures of experts."""
+    model.eval()
+    data.set_epoch(0)
+    total, targets = torch.zeros((), device=device), torch.zeros((), device=device)
+    for batch in data:
+        batch = to_device(batch, device, model)
+        out = model(**batch, num_items_in_batch=1)  # the sum of the losses
+        total += out.loss - (0 if out.aux_loss is None else out.aux_loss)
+        targets += (batch["labels"] != -100).sum()
+    reshard(model)
+    model.train()
+    total, targets = mean_over_ranks(total), mean_over_ranks(targets)
+    return float(total / targets) if targets else 0.0
+
+
+def endless(loader: PackedLoader) -> Iterator[Batch]:
+    """The batches of all epochs, without end."""
+    while True:
+        yield from loader
+
+
+def to_device(batch: Batch, device: torch.device, model: CausalLM) -> Batch:
+    """Copy a batch to the device asynchronously.
+
+    Raises:
+        ValueError: a token id is not in the model's vocabulary.
+    """
+    words, largest = model.config.vocab_size, int(batch["input_ids"].max())
+    check(
+        largest < words,
+        f"train: token ids must be less than the model's vocab_size ({words}), got {largest}. Were tokens added "
+        "to the tokenizer, but not to the embedding?",
+    )
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def cosine(step: int, warmup: int, steps: int, floor: float) -> float:
+    """Factor of the peak learning rate: a linear warm-up to 1, then a cosine decay to ``floor``."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def main(arguments: Sequence[str] | None = None, command: str | None = None) -> None:
+    """Read the options and train."""
+    train(read_options(TrainOptions, arguments, command))
+
+
+if __name__ == "__main__":
+    main()

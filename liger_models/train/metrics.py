@@ -1,0 +1,143 @@
+"""What a training run reports: its log, tokens per second, and the share of the device's peak FLOPS (MFU)."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.utils.tqdm import tqdm
+from torch import nn
+
+from liger_models.data.batch import Batch
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.layer import AttentionSpec, layers_of
+from liger_models.parallel.groups import rank, world_size
+
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "MI300X": 1307e12}
+"""Part of a device's name -> its peak dense bf16 FLOPS, from the vendor's datasheet; the divisor of MFU."""
+
+
+def flops(model: Decoder, batches: Sequence[Batch]) -> float:
+    """Floating-point operations of a forward and backward on this rank: matrix products, and attention in documents.
+
+    Each element of a weight counts 2 per token for the forward, 2 for the gradient of its input if anything before it
+    is trained, and 2 for its own gradient if it is trained. Recomputation is not counted. Experts count only for the
+    tokens routed to them, and the head only for tokens with a target.
+
+    Args:
+        model: sharded or not. Ranks that share a batch (`apply_tp`, `apply_cp`) have equal shares of the work.
+        batches: from `PackedDataset`, on the CPU, because their ``cu_seqlens`` are read.
+    """
+    sharing = model.groups.sharded
+    share_of_rank = 1 if sharing is None else 1 / sharing.size
+    tokens = sum(batch["input_ids"].numel() for batch in batches) * share_of_rank
+    targets = sum(int((batch.get("labels", batch["input_ids"]) != -100).sum()) for batch in batches) * share_of_rank
+    lengths = torch.cat([batch["cu_seqlens"].diff() for batch in batches]).double()
+    rows = dict.fromkeys(model.layers.modules(), tokens) | dict.fromkeys(model.lm_head.modules(), targets)
+    attention: dict[nn.Module, AttentionSpec | None] = {layer: layer.attention for layer in layers_of(model.layers)}
+    active: dict[nn.Module, float] = {layer: layer.active_share for layer in layers_of(model)}
+    total, before = 0.0, False
+    for module in model.modules():  # in the order in which they run
+        spec = attention.get(module)
+        if spec is not None:
+            seen = lengths if spec.window is None else lengths.clamp(max=spec.window)  # constant past the window
+            pairs = (seen * seen / 2 + (lengths - seen) * seen).sum().item()
+            inside = (each for name, each in module.named_parameters() if not name.startswith("o_proj"))
+            backward = before or any(each.requires_grad for each in inside)
+            total += (3.0 if backward else 1.0) * spec.pair_flops * pairs
+        for each in module.parameters(recurse=False):
+            if module in rows and each.dim() > 1:
+                total += (
+                    (2.0 + 2.0 * before + 2.0 * each.requires_grad)
+                    * active.get(module, 1.0)
+                    * each.numel()
+                    * rows[module]
+                )
+            before = before or each.requires_grad
+    return total
+
+
+class Log:
+    """Progress bar, log.jsonl and TensorBoard, all written by rank 0, and counts of tokens and time between lines.
+
+    Args:
+        folder: holds log.jsonl; lines of steps after ``start`` are removed, because those steps run again.
+        start: number of finished steps.
+        steps: number of all steps of the run.
+        tensorboard: also write ``folder/tensorboard``.
+        device: the device whose memory and share of the peak are reported.
+        ranks: number of ranks with different batches. Default: all.
+
+    Raises:
+        ImportError: ``tensorboard`` is True, and TensorBoard is not installed.
+    """
+
+    def __init__(
+        self, folder: Path, start: int, steps: int, tensorboard: bool, device: torch.device, ranks: int | None = None
+    ) -> None:
+        self.first, self.device, self.file = rank() == 0, device, folder / "log.jsonl"
+        self.ranks = world_size() if ranks is None else ranks
+        self.writer: Any = None
+        self.bar: Any = tqdm(total=steps, initial=start, unit="step", disable=not self.first)
+        name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
+        self.peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
+        if self.first:
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = self.file.read_text().splitlines(keepends=True) if self.file.is_file() else []
+            whole = [line for line in lines if line.endswith("\n")]  # a killed run may have written half a line
+            temporary = self.file.with_suffix(".tmp")
+            temporary.write_text("".join(line for line in whole if json.loads(line)["step"] <= start))
+            temporary.replace(self.file)
+            if tensorboard:
+                self.writer = _tensorboard(folder / "tensorboard", start + 1)
+        self.restart()
+
+    def restart(self) -> None:
+        """Restart the counts of tokens, operations and time."""
+        self.since, self.tokens, self.operations = time.perf_counter(), 0, 0.0
+
+    def count(self, batches: Sequence[Batch], operations: float) -> None:
+        """Add the tokens and operations of this rank's part of a step."""
+        self.tokens += sum(batch["input_ids"].numel() for batch in batches)
+        self.operations += operations
+
+    def rates(self) -> dict[str, float]:
+        """Tokens per second of all ranks, and MFU and peak memory in GiB of this rank, since the last `restart`."""
+        if not self.tokens:
+            return {}
+        seconds = time.perf_counter() - self.since
+        found = {"tokens_per_s": self.tokens * self.ranks / seconds}
+        if self.peak is not None:
+            found["mfu"] = self.operations / seconds / self.peak
+        if self.device.type != "cpu":
+            found["memory_gib"] = torch.accelerator.max_memory_allocated() / 2**30
+        self.restart()
+        return found
+
+    def write(self, step: int, **values: float) -> None:
+        """Write a line of the log."""
+        if self.first:
+            with self.file.open("a") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+            self.bar.set_postfix_str(", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+            for name, value in values.items() if self.writer is not None else ():
+                self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Close the progress bar and TensorBoard's file."""
+        self.bar.close()
+        if self.writer is not None:
+            self.writer.close()
+
+
+def _tensorboard(folder: Path, start: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "Log: tensorboard=True needs TensorBoard, got no such package. Run: pip install "
+            "'liger_models[tensorboard]', or leave it out: log.jsonl has the same numbers."
+        ) from error
+    return SummaryWriter(folder, purge_step=start)

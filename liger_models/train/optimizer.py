@@ -1,0 +1,277 @@
+"""AdamW in one kernel launch for all parameters, optionally inside the backward or with moments in host memory."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.utils.hooks import RemovableHandle
+
+from liger_models.kernels.adamw import Hyper, Update, adamw_
+from liger_models.kernels.checks import check
+from liger_models.layers.linear import is_sharded, local
+from liger_models.parallel.groups import world_size
+from liger_models.train.staging import MOMENTS, Staging, aligned, moments
+
+STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SMALLEST = 2**20
+"""Moments smaller than this, in bytes, stay on the GPU."""
+
+
+class LigerAdamW(torch.optim.Optimizer):
+    """`torch.optim.AdamW` in one kernel launch, whatever the number of parameters and groups.
+
+    Computes in fp32 and rounds once, to each tensor's dtype. The state has torch's names, so either optimizer loads the
+    other's ``state_dict``. DTensors (FSDP2, tensor parallelism) are updated shard by shard; their moments are DTensors.
+
+    Args:
+        params: parameters, or dicts with the options of a group, as for every optimizer of torch.
+        lr, betas, eps, weight_decay, maximize: as for torch's AdamW.
+        stochastic_rounding: round bfloat16 parameters and moments up or down at random, with the mean unchanged, so
+            that updates smaller than half a bfloat16 step are not lost. Other dtypes are rounded to nearest.
+        state_dtype: dtype of the moments. Default: the parameter's.
+        offload: parameters on a GPU whose moments live in page-locked host memory. These moments are on the GPU only
+            during their update, in a buffer with room for twice those of the largest parameter. Copies overlap with
+            computation, best with `step_in_backward`; ``state_dict()`` waits for them.
+        seed: seed of the stochastic rounding. The rounding depends only on it, the step and an element's position, so
+            runs are reproducible and replicas stay equal.
+
+    Raises:
+        ValueError: an option is out of range, or a loaded state is AMSGrad's.
+        RuntimeError: a gradient is sparse; see also `step_in_backward`.
+
+    Source: https://arxiv.org/abs/1711.05101.
+    """
+
+    _backwards: Counter[Tensor] | None = None
+    """Number of backward passes that updated each parameter since the last `step`; None without `step_in_backward`."""
+
+    _staging: dict[torch.device, Staging] | None = None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        maximize: bool = False,
+        stochastic_rounding: bool = False,
+        state_dtype: torch.dtype | None = None,
+        offload: Iterable[Tensor] = (),
+        seed: int = 0,
+    ) -> None:
+        check(lr >= 0, f"LigerAdamW: lr must not be negative, got {lr}.")
+        check(all(0 <= beta < 1 for beta in betas), f"LigerAdamW: betas must be in [0, 1), got {betas}.")
+        check(eps >= 0, f"LigerAdamW: eps must not be negative, got {eps}.")
+        check(weight_decay >= 0, f"LigerAdamW: weight_decay must not be negative, got {weight_decay}.")
+        check(
+            state_dtype is None or state_dtype in STATE_DTYPES,
+            f"LigerAdamW: state_dtype must be None or one of {', '.join(map(str, STATE_DTYPES))}, got {state_dtype}.",
+        )
+        self.stochastic_rounding, self.state_dtype, self.seed = stochastic_rounding, state_dtype, seed
+        self.offload = set(offload)
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, options)
+        owned = {param for _, param, _ in self._parameters()}
+        check(self.offload <= owned, "LigerAdamW: offload must hold parameters of params only, got another tensor.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        own = {name: getattr(self, name) for name in ("stochastic_rounding", "state_dtype", "offload", "seed")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        amsgrad = any(group.get("amsgrad") for group in state["param_groups"])
+        check(not amsgrad, "LigerAdamW: this state is AMSGrad's, which is not implemented. Use torch.optim.AdamW.")
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("maximize", False)
+            for param in group["params"]:
+                # `load_state_dict` has wrapped the values in functions.
+                for name, value in self.state.get(param, {}).items():
+                    if callable(value):
+                        self.state[param][name] = self._loaded(param, name, value())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as torch's AdamW returns it. With ``offload`` the host waits for copies in flight."""
+        self._settle()
+        return super().state_dict()
+
+    def _settle(self) -> None:
+        for staging in (self._staging or {}).values():
+            staging.settle()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that this class or torch's AdamW saved. Moments are converted to ``state_dtype``."""
+        self._settle()  # the state may hold this optimizer's own moments
+        last = self.register_load_state_dict_pre_hook(_wrapped)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+
+    def _loaded(self, param: Tensor, name: str, value: Any) -> Any:
+        if name not in MOMENTS:  # the step is a CPU tensor, so that reading it does not wait for the device
+            return torch.tensor(float(value), dtype=torch.float32)
+        dtype = self.state_dtype or param.dtype
+        if self._offloads(param):
+            return torch.empty_like(param, dtype=dtype, device="cpu", pin_memory=True).copy_(value)
+        value = value.to(param.device, dtype)
+        return value if value.stride() == param.stride() else torch.empty_like(param, dtype=dtype).copy_(value)
+
+    def _moment_bytes(self, param: Tensor) -> int:
+        return local(param).numel() * (self.state_dtype or param.dtype).itemsize
+
+    def _offloads(self, param: Tensor) -> bool:
+        return param.device.type == "cuda" and param in self.offload and self._moment_bytes(param) >= SMALLEST
+
+    def _stage(self, device: torch.device) -> Staging:
+        if self._staging is None:
+            self._staging = {}
+        if device not in self._staging:
+            size = 2 * len(MOMENTS) * max(aligned(self._moment_bytes(param)) for param in self.offload)
+            left = next((other.left for other in self._staging.values()), {})
+            self._staging[device] = Staging(device, size, left)
+        return self._staging[device]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; ``closure`` as for every optimizer of torch.
+
+        Raises:
+            RuntimeError: `step_in_backward` is in use and there were several backward passes since the last step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._backwards is not None:
+            most = max(self._backwards.values(), default=0)
+            removed = any(param.grad is not None for param in self._backwards)  # the hooks leave no gradients
+            self._backwards.clear()
+            if most > 1 and not removed:
+                raise RuntimeError(
+                    f"LigerAdamW: got {most} backward passes since the last step; with step_in_backward each was a "
+                    "step. Call step() after each backward, or remove the hooks to accumulate gradients."
+                )
+        self._apply(self._parameters())
+        return loss
+
+    def _parameters(self) -> Iterator[tuple[int, Tensor, int]]:
+        """(index of the group, parameter, index of the parameter)."""
+        owners = ((number, param) for number, group in enumerate(self.param_groups) for param in group["params"])
+        return ((number, param, stream) for stream, (number, param) in enumerate(owners))
+
+    @torch.no_grad()
+    def _apply(self, parameters: Iterable[tuple[int, Tensor, int]]) -> None:
+        """One step of the parameters that have a gradient."""
+        updates, steps, wrappers = [], [], []
+        run = partial(adamw_, stochastic_rounding=self.stochastic_rounding, seed=self.seed)
+        for number, param, stream in parameters:
+            grad: Any = param.grad
+            if grad is None:
+                continue
+            if grad.layout != torch.strided:
+                raise RuntimeError(
+                    "LigerAdamW: gradients must not be sparse, got one that is. Use torch.optim.SparseAdam for it."
+                )
+            state, group, offloads = self.state[param], self.param_groups[number], self._offloads(param)
+            if not state:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                place: dict[str, Any] = {"device": "cpu", "pin_memory": True} if offloads else {}
+                state.update({name: torch.zeros_like(param, dtype=self.state_dtype, **place) for name in MOMENTS})
+            if param.device.type == "cpu" and param in self.offload:  # the parameter was moved from a GPU
+                self._settle()
+            staging = self._stage(param.device) if offloads else None
+            visit = staging.take(param, self.state) if staging else None
+            placements = getattr(param, "placements", None)
+            if placements is not None:
+                wrappers.append(param)
+                if grad.placements != placements:
+                    grad = grad.redistribute(placements=placements)
+            hyper = Hyper(
+                lr=float(group["lr"]),
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                maximize=group["maximize"],
+                step=int(state["step"]) + 1,
+            )
+            first, second = visit.here if visit else moments(state)
+            update = Update(local(param), local(grad), first, second, hyper, stream)
+            steps.append(state["step"])
+            if staging and visit:
+                run([update])
+                staging.give(param, visit, self.state)
+            else:
+                updates.append(update)
+        if updates:
+            run(updates)
+        if steps:
+            # Passing a number would create a tensor for each step.
+            torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)
+            torch.autograd.graph.increment_version(wrappers)
+
+
+def _wrapped(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state with each value wrapped in a function: PyTorch would round the moments, but not what is no tensor."""
+    state = {
+        key: {name: lambda value=value: value for name, value in values.items()}
+        for key, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
+    """Make every backward apply each gradient as soon as it is computed and free it, so that few exist at a time.
+
+    The result equals ``backward(); optimizer.step(); optimizer.zero_grad()``, bit for bit. The last two calls may stay
+    in the loop, as learning rate schedulers expect; they have nothing left to do. Anything that needs all gradients at
+    once is impossible: clipping by their norm (it sees no gradients and does nothing), loss scaling, and gradient
+    accumulation (`step` raises). Works with FSDP2, but not with DistributedDataParallel, which averages too late.
+
+    Args:
+        optimizer: as for an ordinary loop. Under FSDP2 it must hold the parameters that ``fully_shard`` created.
+
+    Returns:
+        The handles of the hooks: call ``remove()`` on each to go back to ordinary steps.
+
+    Raises:
+        TypeError: another optimizer, whose step updates all parameters together.
+        RuntimeError: a parameter already has a gradient, or only DistributedDataParallel could average its gradient.
+
+    Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html.
+    """
+    if not isinstance(optimizer, LigerAdamW):
+        raise TypeError(
+            f"step_in_backward: optimizer must be a LigerAdamW, got {type(optimizer).__name__}. Create one of the "
+            "other kind for each parameter, and call its step in a hook, as the tutorial in the docstring does."
+        )
+    backwards: Counter[Tensor] = Counter()
+    trained = [entry for entry in optimizer._parameters() if entry[1].requires_grad]
+    for _, param, _ in trained:
+        if param.grad is not None:
+            raise RuntimeError("step_in_backward: a parameter has a gradient already. Call zero_grad() first.")
+        if world_size() > 1 and not is_sharded(param):
+            raise RuntimeError(
+                "step_in_backward: with several processes the parameters must be DTensors, as FSDP2 makes them: "
+                "DistributedDataParallel averages gradients after the step. Use fully_shard, or optimizer.step()."
+            )
+
+    def hook(param: Tensor, number: int, stream: int) -> None:
+        optimizer._apply([(number, param, stream)])
+        param.grad = None
+        backwards[param] += 1
+
+    optimizer._backwards = backwards
+    return [
+        param.register_post_accumulate_grad_hook(partial(hook, number=number, stream=stream))
+        for number, param, stream in trained
+    ]

@@ -1,0 +1,37 @@
+"""One seed for all random number generators, and runs that are reproducible bit for bit."""
+
+import os
+import random
+import sys
+from typing import Any
+
+import torch
+
+from liger_models.kernels.checks import check
+
+
+def seed_all(seed: int, *, deterministic: bool = False) -> None:
+    """Seed the generators of Python, NumPy and PyTorch, including those of all devices.
+
+    Args:
+        seed: 0 ≤ seed < 2³². Ranks that must draw different numbers (dropout) take different seeds, ``seed + rank``.
+            Ranks that must draw the same weights or adapters take the same seed.
+        deterministic: make two runs on the same machine, with the same versions and number of threads, give the same
+            bits. PyTorch then uses algorithms that sum in a fixed order, some of them slower, and raises RuntimeError
+            where it has none. This package's kernels always sum in a fixed order. Call it before the first matrix
+            product on a GPU.
+
+    Raises:
+        ValueError: ``seed`` is out of range.
+    """
+    check(0 <= seed < 2**32, f"seed_all: seed must be from 0 to 2**32 - 1, got {seed}. Choose another.")
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
+        torch.use_deterministic_algorithms(True)
+        settings: Any = torch.utils.deterministic
+        settings.fill_uninitialized_memory = False  # no kernel reads uninitialised memory
+        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,140 @@
+"""Optimizer moments that live in host memory: their copies to a GPU for an update, and back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.layers.linear import local
+from liger_models.memory.offload import Inbound
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Visit:
+    """One parameter's moments while they are on the GPU, in the bytes from ``start`` to ``end`` of the buffer.
+
+    Attributes:
+        host: the moments in host memory.
+        versions: their version counters when they were copied.
+        here: the moments on the GPU.
+        arrived: event after the copies to the GPU.
+        left: event after the copies back; None until they are queued.
+    """
+
+    host: list[Tensor]
+    versions: list[int]
+    here: list[Tensor]
+    start: int
+    end: int
+    arrived: torch.Event
+    left: torch.Event | None = None
+
+    def overlaps(self, start: int, end: int) -> bool:
+        """Whether the visit uses any of these bytes of the buffer."""
+        return self.start < end and start < self.end
+
+
+class Staging:
+    """Copies moments from host memory to a GPU before their update, and back after it.
+
+    They pass through a ring buffer on the GPU. Moments are fetched ahead of the updates, in the order of the last step.
+    The copies run on streams of their own, and the host never waits.
+
+    Args:
+        device: the GPU.
+        size: bytes of the ring buffer.
+        left: event after the last copy back of each parameter's moments, from whichever device.
+    """
+
+    def __init__(self, device: torch.device, size: int, left: dict[Tensor, torch.Event]) -> None:
+        self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self._at = 0
+        self._coming: dict[Tensor, Visit] = {}
+        """Fetched ahead, in the order in which they are expected."""
+        self._gone: list[Visit] = []
+        """Copied back, in bytes of the buffer that are not reused yet."""
+        self.left = left
+        self._next: dict[Tensor, Tensor] = {}
+        """The parameter that followed each one in the last step."""
+        self._last: Tensor | None = None
+        self._into, self._out = Inbound(device), torch.Stream(device)
+        # The allocator may hand out memory that earlier kernels still use, and must not reuse it before the copies end.
+        self._into.wait(torch.accelerator.current_stream(device).record_event())
+        self._into.holds(self._buffer)
+        self._buffer.record_stream(self._out)
+
+    def take(self, param: Tensor, state: Mapping[Tensor, Any]) -> Visit:
+        """The moments on the GPU, ready for what the current stream computes next."""
+        if self._last is not None:
+            self._next[self._last] = param
+        self._last = param
+        host, visit = moments(state[param]), None
+        while self._coming and visit is None:  # those fetched for earlier places were not wanted
+            found = self._coming.pop(first := next(iter(self._coming)))
+            same = first is param and all(a is b for a, b in zip(found.host, host, strict=True))
+            if same and found.versions == [moment._version for moment in host]:
+                visit = found
+        visit = visit or self._fetch(param, host)
+        assert visit is not None  # the buffer is empty
+        torch.accelerator.current_stream(self._buffer.device).wait_event(visit.arrived)
+        return visit
+
+    def give(self, param: Tensor, visit: Visit, state: Mapping[Tensor, Any]) -> None:
+        """Copy the moments back after the work queued on the current stream, and fetch the next parameters' moments."""
+        self._out.wait_stream(torch.accelerator.current_stream(self._buffer.device))
+        with self._out:
+            for host, here in zip(visit.host, visit.here, strict=True):
+                host.copy_(here, non_blocking=True)
+        visit.left = self.left[param] = self._out.record_event()
+        self._gone.append(visit)
+        ahead = self._next.get(next(reversed(self._coming), param))
+        while ahead is not None and ahead not in self._coming and state.get(ahead):
+            visit_ahead = self._fetch(ahead, moments(state[ahead]))
+            if visit_ahead is None:
+                break
+            self._coming[ahead] = visit_ahead
+            ahead = self._next.get(ahead)
+
+    def _fetch(self, param: Tensor, host: list[Tensor]) -> Visit | None:
+        """Queue the copies of moments to the GPU; None if the buffer has no room for them."""
+        places, end = [], self._at
+        if end + sum(aligned(moment.nbytes) for moment in host) > len(self._buffer):
+            end = 0
+        start = end
+        for moment in host:
+            places.append(self._buffer[end : end + moment.nbytes])
+            end += aligned(moment.nbytes)
+        if any(visit.overlaps(start, end) for visit in self._coming.values()):
+            return None
+        self._at = end
+        for visit in self._gone:
+            if visit.overlaps(start, end) and visit.left is not None:
+                self._into.wait(visit.left)
+        self._gone = [visit for visit in self._gone if not visit.overlaps(start, end)]
+        if param in self.left:
+            self._into.wait(self.left[param])
+        here = [
+            place.view(moment.dtype).as_strided(moment.shape, moment.stride())
+            for place, moment in zip(places, host, strict=True)
+        ]
+        stored = [moment.as_strided((moment.numel(),), (1,)).view(torch.uint8) for moment in host]
+        arrived = self._into.copy(zip(places, stored, strict=True))
+        return Visit(host, [moment._version for moment in host], here, start, end, arrived)
+
+    def settle(self) -> None:
+        """Wait until all moments that were given back are in host memory."""
+        self._out.synchronize()
+
+
+def moments(state: Mapping[str, Any]) -> list[Tensor]:
+    """This rank's shards of the moments in a parameter's state."""
+    return [local(state[name]) for name in MOMENTS]
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to a multiple of 256."""
+    return -(-nbytes // 256) * 256

@@ -1,0 +1,81 @@
+"""Compile the Triton kernels of a training step ahead of time and in parallel."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.dispatch import HAS_TRITON, INTERPRET
+
+
+def warm_up(model: nn.Module, **batch: Any) -> int:
+    """Compile all kernels of this package that ``model(**batch)`` and its backward launch, unless they already are.
+
+    Triton compiles each kernel at its first launch, one after the other, while the GPU waits. Here a first pass records
+    the kernels without launching them, and then threads compile them in parallel. Triton's cache on disk keeps them for
+    later processes. Kernels of other packages run as usual.
+
+    Args:
+        model: in the mode, precision, compilation and sharding that it will train with. Its weights and the random
+            number generators are unchanged. Buffers that a forward writes would change, but no model here has buffers.
+        batch: arguments of the model, of the sizes used in training. Without labels there is no backward. The results
+            are meaningless, because no kernel ran, and are discarded.
+
+    Returns:
+        The number of kernels compiled: 0 on a CPU, and in a second call.
+
+    Raises:
+        ValueError: a parameter has a gradient, to which the backward would add, or a hook that would act on one.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    check(
+        all(parameter.grad is None for parameter in trained),
+        "warm_up: a parameter has a gradient. Call zero_grad() first.",
+    )
+    check(
+        not any(parameter._post_accumulate_grad_hooks for parameter in trained),
+        "warm_up: a parameter has hooks that would act on its gradient. Call warm_up before step_in_backward.",
+    )
+    if not HAS_TRITON or INTERPRET or not torch.cuda.is_available():
+        return 0
+    from triton import AsyncCompileMode, knobs
+
+    found: dict[Any, tuple[Any, int, str]] = {}
+
+    def find(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        kernel = fn.jit_function
+        # Kernels of other packages run: later kernels may depend on their results, and autotuners on their times.
+        if not fn.module.startswith("liger_models.") or getattr(kernel, "decides", False):
+            return False
+        found[kernel, compile["device"], compile["key"]] = kernel, compile["device"], compile["specialization_data"]
+        return True  # tells Triton to neither compile nor launch it
+
+    computing = torch.device("cuda", torch.cuda.current_device())  # the weights may be elsewhere
+    devices = {computing, *(parameter.device for parameter in trained if parameter.is_cuda)}
+    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, find
+    try:
+        with torch.random.fork_rng(devices):
+            loss = model(**batch).loss
+            if loss is not None and loss.requires_grad:
+                loss.backward()
+    finally:
+        knobs.runtime.jit_cache_hook = before
+        for parameter in trained:
+            parameter.grad = None
+
+    def compile_all(wanted: int) -> None:
+        with AsyncCompileMode(pool), torch.cuda.device(wanted):
+            for kernel, device, specialization in found.values():
+                if device == wanted:
+                    kernel.preload(specialization)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # One mode for each device: a mode shares its kernels, which then load on its first device only. A context for
+        # each: a mode that is interrupted stays active in its context.
+        for wanted in sorted({device for _, device, _ in found.values()}):
+            copy_context().run(compile_all, wanted)
+    return len(found)

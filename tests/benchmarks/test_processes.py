@@ -1,0 +1,134 @@
+"""The command line, and the processes that it starts."""
+
+import json
+import pkgutil
+import re
+import subprocess
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import processes, report
+from benchmarks.ops.benchmark import with_fractions
+from benchmarks.training.modes import MODE, MODES
+
+
+def test_processes_run_in_turn_and_their_rows_are_kept(tmp_path, monkeypatch):
+    code = "import json, sys\nsys.stdin.readline()\nprint('noise')\n"
+    (tmp_path / "ceiling_process.py").write_text(code + "print(json.dumps({'copy_gbs': 1e3, 'matmul_tflops': 1.0}))\n")
+    result = {"shape": "N=1", "limit": "bytes", "work": {"total": 1e9}, "ms": {"total": 2.0}}
+    failure = (
+        "import atexit\natexit.register(lambda: print('more noise', file=sys.stderr))\nraise MemoryError('none left')\n"
+    )
+    (tmp_path / "op_process.py").write_text(code + f"print(json.dumps({result}))\n" + failure)
+    (tmp_path / "killed_process.py").write_text(code + "import os\nos.kill(os.getpid(), 9)\n")
+    of_ranks = "[rank1]: MemoryError: on one\n[rank0]: ConnectionError: to the other\nChildFailedError: \n"
+    (tmp_path / "ranks_process.py").write_text(code + f"sys.stderr.write({of_ranks!r})\nraise SystemExit(1)\n")
+    (tmp_path / "ended_process.py").write_text(code + "raise SystemExit('out of memory')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("COMMIT", "abc")
+    monkeypatch.setattr(processes, "device", lambda: "X")
+    file = tmp_path / "ops.jsonl"
+    planned = [
+        processes.Plan({"benchmark": "ops", "op": op, "mode": "torch"}, (module,), file)
+        for op, module in (
+            ("ceilings", "ceiling_process"),
+            ("rms_norm", "op_process"),
+            ("swiglu", "killed_process"),
+            ("geglu", "ended_process"),
+            ("rope", "ranks_process"),
+        )
+    ]
+    rows = processes.measure_all(planned, with_fractions())
+    assert [json.loads(line) for line in file.read_text().splitlines()] == rows
+    assert rows[1]["fraction"] == {"total": 0.5}
+    reasons = ["MemoryError: none left", "exit status -9", "out of memory", "[rank1]: MemoryError: on one"]
+    assert [row["error"] for row in rows[2:]] == reasons
+    assert all(row["commit"] == "abc" and row["versions"]["torch"] and row["date"] for row in rows)
+    # Rows of failures have a device, too: a failure on one GPU must not replace the row of another.
+    assert {row["device"] for row in rows} == {"X"}
+
+
+def test_arguments_that_say_nothing_measurable_are_refused(tmp_path, monkeypatch, capsys):
+    """They fail at once and write nothing: an error row would replace the latest measured one."""
+    for arguments, message in {
+        "train --modes ours+selektive": "--modes: must be hf.*, got 'ours.selektive'",
+        "train --batch 8by2048": "--batch: must be rows x tokens per row, as 8x2048, got '8by2048'",
+        "train --steps 0": "--steps: must be a number above 0, got '0'",
+        "families --families gemma,nope": "--families: must be llama.*, got 'nope'",
+        "ops --peers nobody": "--peers: must be compile.*, got 'nobody'",
+        "train --modes hf,ours+moments8": "--modes: moments are LigerAdamW's.*, got 'ours.moments8'",
+        "longest --modes ours+cp": "--modes: cp is for longest with --gpus of 2.*, got 'ours.cp' for longest",
+        "fsdp --gpus 2 --modes ours+cp": "--modes: cp is for longest .*, got 'ours.cp' for fsdp",
+        "longest --lengths 128,abc": "--lengths: must be .*, got 'abc'",
+        "fsdp --gpus 2 --modes ours,ours+offload10+adamw": "fsdp needs a GPU, and torch .* finds none",
+        "ops --ops rms_norm": "ops needs a GPU",
+        f"report --results {tmp_path}": "--results must be a folder with JSON lines",
+    }.items():
+        folder = [] if "report" in arguments else ["--out", str(tmp_path)]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        with pytest.raises(SystemExit, match="2"):
+            command.main([*arguments.split(), *folder])
+        assert re.search(message, capsys.readouterr().err)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["load", "--gpus", "3", "--out", str(tmp_path)])
+    assert "--gpus must be at most 2" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["load", "--out", __file__])
+    assert f"--out must be a folder to write to, got {__file__}" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["ops", "--ops", "swiglu", "--peers", "cce", "--out", str(tmp_path)])
+    assert "--peers: swiglu cannot be measured with cce here" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+    assert all(re.fullmatch(MODE, mode) for mode in MODES)
+
+
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
+def test_commands_of_the_pages_measure(page, capsys, monkeypatch):
+    """Their arguments are valid: the only complaint is the missing GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    found = re.findall(r'make bench(?: ARGS="([^"]*)")?|python -m benchmarks (.+)', page.read_text(encoding="utf-8"))
+    for arguments in {"".join(pair) for pair in found} - {"report"}:
+        with pytest.raises(SystemExit):
+            command.main(arguments.split())
+        assert "needs a GPU" in capsys.readouterr().err, arguments
+
+
+def test_commit_without_a_repository(tmp_path, monkeypatch):
+    monkeypatch.delenv("COMMIT", raising=False)
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
+    assert processes.commit() == "unknown"
+
+
+def test_a_run_that_writes_results_and_pages_keeps_its_commit(tmp_path, monkeypatch):
+    """A run is named by its commit, so the rows that it writes into the repository must not change that."""
+
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    files = [tmp_path / name for name in ("README.md", "benchmarks/results/a.jsonl", "liger_models/a.py")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("a\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "a")
+    monkeypatch.delenv("COMMIT", raising=False)
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
+    before = processes.commit()
+    for file in files[:2]:
+        file.write_text("b\n")
+    assert processes.commit() == before
+    files[2].write_text("b\n")
+    assert processes.commit() == before + "-dirty"
+
+
+def test_workers_find_what_they_measure():
+    """Their command names the function as text."""
+    functions = [f"{name}:measure" for name in command.BENCHMARKS if name != "ops"]
+    assert all(
+        callable(pkgutil.resolve_name(f"benchmarks.{name}")) for name in [*functions, "load:save", "curves:start"]
+    )

@@ -1,0 +1,61 @@
+"""Modes, their steps, and the classes of their kernels."""
+
+import itertools
+
+import pytest
+import torch
+
+from benchmarks.profile import kernel_class
+from benchmarks.training import step
+from benchmarks.training.batches import draw_chain
+from benchmarks.training.modes import Mode, title
+
+
+@pytest.mark.parametrize("mode", ["ours+graph", "ours+compile+graph"])
+def test_graphs_are_of_what_the_mode_names(monkeypatch, mode):
+    recorded, compiled = [], torch.nn.Identity()
+    monkeypatch.setattr(step, "build", lambda config, mode: torch.nn.Linear(1, 1))
+    monkeypatch.setattr(torch, "compile", lambda model, fullgraph: compiled)
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda loss, sample: recorded.append(loss) or print)
+    step.make_step(Mode.parse(mode), {}, lr=0.1).forward(torch.ones(1), torch.ones(1))
+    assert (recorded[0].model is compiled) == ("compile" in mode)
+
+
+def test_modes_have_names():
+    assert title("hf+liger+ac") == "transformers + Liger Kernel, activation checkpointing"
+    assert title("ours+offload20+new") == "liger_models, offload of 20 blocks, new"
+    assert title("ours+fp8+blocks") == "liger_models, float8, blocks compiled"
+
+
+def test_kernels_have_classes():
+    names = {
+        "nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_NNT": "matmul",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3": "attention",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizer>": "optimizer",
+        "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*, void const*)": "attention",
+        "_adamw_kernel": "optimizer",
+        "liger_cross_entropy_kernel": "loss",
+        "_qk_norm_rope_backward_kernel": "rope",
+        "_swiglu_forward_kernel": "gated activation",
+        "_rms_norm_backward_kernel": "norm",
+        "Memcpy DtoH (Device -> Pinned)": "copies",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>": "elementwise",
+    }
+    assert {name: kernel_class(name) for name in names} == names
+
+
+def test_the_chain_can_be_learned():
+    data = draw_chain(1000, 2, 64, 200, seed=1)
+    assert data.shape == (200, 2, 64)
+    pairs = {(a, b) for row in data.flatten(0, 1).tolist() for a, b in itertools.pairwise(row)}
+    assert len({a for a, _ in pairs}) > 500
+    assert len(pairs) <= 512 * 4
+    assert torch.equal(data, draw_chain(1000, 2, 64, 200, seed=1))
+
+
+def test_a_mode_is_parsed():
+    mode = Mode.parse("ours+adamw+fp8+offload12+selective")
+    assert mode.library == "ours"
+    assert "adamw" in mode
+    assert "fp8" in mode
+    assert [mode.blocks(extra, 32) for extra in ("offload", "selective", "full")] == [12, 32, 0]

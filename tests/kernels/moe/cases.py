@@ -1,0 +1,53 @@
+"""Inputs and checks that the tests of the mixture of experts share."""
+
+import pytest
+import torch
+
+from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
+
+from ..oracle import assert_close_to_truth
+
+GPU_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+
+
+def dtypes(device: str) -> list[torch.dtype]:
+    # The interpreter truncates bfloat16 where hardware rounds.
+    return GPU_DTYPES if device == "cuda" else GPU_DTYPES[:2]
+
+
+def choose(N, K, X, kind="any", seed=0):
+    """Experts [N, K], different ones for a token: any of them, of every second, or the same for all tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(N, X, generator=generator)
+    if kind == "some":
+        scores[:, :: 2 if X >= 2 * K + 1 else X + 1] -= 1
+    elif kind == "same":
+        scores = scores[:1].expand(N, X)
+    return scores.topk(K, -1).indices
+
+
+def make(shape, dtype, device, weight_dtype=None, kind="any"):
+    """The four tensors in order, the experts, and the upstream gradient."""
+    N, K, X, C, F = shape
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64).to(device)
+    weight_dtype = weight_dtype or dtype
+    inputs = [draw(N, C).to(dtype), draw(N, K).abs().float()]
+    inputs += [(draw(X, 2 * F, C) / C**0.5).to(weight_dtype), (draw(X, C, F) / F**0.5).to(weight_dtype)]
+    return inputs, choose(N, K, X, kind).to(device), draw(N, C).to(weight_dtype)
+
+
+def with_experts(function, experts, **constants):
+    """``function`` of the four tensors; the truth is computed on the CPU."""
+
+    def call(x, weights, gate_up_weight, down_weight):
+        return function(x, weights, experts.to(x.device), gate_up_weight, down_weight, **constants)
+
+    return call
+
+
+def check(inputs, experts, dy, act="silu", **kwargs):
+    ours = with_experts(moe_mlp, experts, act=act, **kwargs)
+    # The weights' gradient sums other rounded numbers than the reference's does, and few of them in the small shapes.
+    assert_close_to_truth(ours, with_experts(moe_mlp_reference, experts, act=act), inputs, [dy], factor=2.0)

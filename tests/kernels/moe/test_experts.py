@@ -1,0 +1,385 @@
+import pytest
+import torch
+
+from liger_models.kernels.dispatch import reference_backend
+from liger_models.kernels.gated_act import ACTIVATIONS
+from liger_models.kernels.moe import experts as experts_module
+from liger_models.kernels.moe import load_balancing_loss, moe_mlp, moe_mlp_reference, route
+from liger_models.kernels.moe.permutation import sort_by_expert
+
+from ..oracle import opcheck, run
+from .cases import GPU_DTYPES, RECOMPUTE, check, choose, dtypes, make, with_experts
+
+SHAPES = [(1, 1, 1, 64, 32), (30, 2, 3, 50, 33), (11, 3, 3, 35, 130), (3, 6, 9, 33, 16)]  # N, K, X, C, F
+GPU_SHAPES = [(300, 2, 5, 200, 130), (517, 8, 40, 264, 136), (1000, 1, 3, 128, 72), (5, 4, 300, 96, 48)]
+ORDER = ("x", "weights", "gate_up_weight", "down_weight")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_fp64(backend, shape, many_blocks, poisoned_empty):
+    # With one token the weights' gradient is a single number, whose rounding in half precision is luck.
+    for dtype in dtypes(backend) if shape[0] > 1 else [torch.float32]:
+        check(*make(shape, dtype, backend))
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("kind", ["some", "same"])
+def test_uneven_experts(backend, kind, recompute, many_blocks, poisoned_empty):
+    check(*make((10, 2, 7, 20, 12), torch.float32, backend, kind=kind), recompute=recompute)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["any", "some", "same"])
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+def test_matches_fp64_over_many_blocks(shape, kind, poisoned_empty):
+    for dtype in GPU_DTYPES:
+        for recompute in (False, True):
+            check(*make(shape, dtype, "cuda", kind=kind), recompute=recompute)
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_activations(backend, act, recompute, poisoned_empty):
+    for dtype in dtypes(backend)[1:]:
+        check(*make((8, 2, 3, 24, 16), dtype, backend), act=act, recompute=recompute)
+
+
+@RECOMPUTE
+@pytest.mark.parametrize(("stream", "weights"), [("float32", "float16"), ("float16", "float32")])
+def test_weights_of_another_dtype(backend, stream, weights, recompute, poisoned_empty):
+    """An fp32 stream with half-precision weights is what autocast makes of a model; routing weights may be any."""
+    inputs, experts, dy = make((16, 2, 3, 24, 16), getattr(torch, stream), backend, getattr(torch, weights))
+    check(inputs, experts, dy, recompute=recompute)
+    if recompute:
+        check([inputs[0], inputs[1].half(), *inputs[2:]], experts, dy, recompute=recompute)
+
+
+@RECOMPUTE
+def test_an_expert_twice_for_one_token(backend, recompute):
+    inputs, experts, dy = make((7, 3, 4, 16, 8), torch.float32, backend)
+    check(inputs, experts // 2, dy, recompute=recompute)
+
+
+@RECOMPUTE
+def test_an_expert_without_tokens_gets_zeros(backend, recompute):
+    inputs, _, dy = make((5, 2, 6, 16, 8), torch.float32, backend)
+    experts = torch.tensor([[1, 4]] * 5, device=backend)
+    _, _, _, d_gate_up, d_down = run(with_experts(moe_mlp, experts, recompute=recompute), inputs, [dy])
+    for gradient in (d_gate_up, d_down):
+        assert gradient.flatten(1).any(1).tolist() == [False, True, False, False, True, False]
+
+
+@RECOMPUTE
+def test_no_token(backend, recompute):
+    inputs, experts, dy = make((0, 2, 3, 16, 8), torch.float32, backend)
+    y, dx, d_weights, d_gate_up, d_down = run(with_experts(moe_mlp, experts, recompute=recompute), inputs, [dy])
+    assert y.shape == dx.shape == (0, 16)
+    assert d_weights.shape == (0, 2)
+    assert d_gate_up.shape == (3, 16, 16)
+    assert not d_gate_up.any()
+    assert not d_down.any()
+
+
+@RECOMPUTE
+def test_strided_inputs_and_gradients(backend, recompute):
+    inputs, experts, dy = make((6, 4, 4, 32, 16), torch.float32, backend)
+    x, weights, gate_up_weight, down_weight = inputs
+    columns = [weight.transpose(1, 2).contiguous().transpose(1, 2) for weight in (gate_up_weight, down_weight)]
+    t = lambda tensor: tensor.t().contiguous().t()
+    check([t(x), t(weights), *columns], t(experts), t(dy), recompute=recompute)
+    sliced = [x[::2, ::2], weights[::2, 1:3], gate_up_weight[::2, 4:, 1::2], down_weight[::2, ::2, 2:]]
+    experts = experts[1::2, ::2] // 2
+    check(sliced, experts, dy[:1, :1].expand(3, 16), recompute=recompute)
+    check(sliced, experts, dy[:3, :1].expand(3, 16), recompute=recompute)
+
+
+@RECOMPUTE
+def test_second_backward_agrees_and_nothing_is_overwritten(backend, recompute):
+    inputs, experts, dy = make((9, 2, 4, 32, 20), torch.float32, backend)
+    leaves = [t.requires_grad_() for t in inputs]
+    y = with_experts(moe_mlp, experts, recompute=recompute)(*leaves)
+    tensors = [dy, experts, y, *leaves]
+    kept = [t.clone() for t in tensors]
+    first = [g.clone() for g in torch.autograd.grad(y, leaves, dy, retain_graph=True)]
+    second = torch.autograd.grad(y, leaves, dy)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, kept, strict=True))
+
+
+def test_recomputation_gives_the_same_bits(kernel_device):
+    for dtype in dtypes(kernel_device):
+        inputs, experts, dy = make((21, 2, 3, 40, 24), dtype, kernel_device)
+        kept, again = (run(with_experts(moe_mlp, experts, recompute=flag), inputs, [dy]) for flag in (False, True))
+        assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+def test_what_is_saved(kernel_device):
+    inputs, experts, _ = make((6, 2, 3, 32, 10), torch.float32, kernel_device)
+    routing, weights = [(6, 2), (12,), (12,), (3,)], [(3, 20, 32), (3, 32, 10)]
+    for recompute, frozen, expected in (
+        (False, (), [(6, 32), *routing, (12, 20), *weights]),
+        (True, (), [(6, 32), *routing, *weights]),
+        (False, ("gate_up_weight",), [*routing, (12, 20), *weights]),
+        (True, ("gate_up_weight",), [(6, 32), *routing, *weights]),
+    ):
+        saved = []
+        leaves = [t.detach().requires_grad_(name not in frozen) for name, t in zip(ORDER, inputs, strict=True)]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
+            with_experts(moe_mlp, experts, recompute=recompute)(*leaves)
+        assert [tuple(t.shape) for t in saved] == expected
+
+
+@RECOMPUTE
+@pytest.mark.parametrize(
+    ("trained", "products", "outers", "spreads", "sums"),
+    [
+        (ORDER, 2, 2, 2, 1),
+        (("x",), 2, 0, 1, 1),  # frozen experts and router
+        (("x", "weights"), 2, 0, 1, 1),
+        (("weights",), 1, 0, 1, 0),
+        (("gate_up_weight",), 1, 1, 2, 0),  # a frozen trunk
+        (("down_weight",), 0, 1, 1, 0),
+        (("weights", "down_weight"), 1, 1, 1, 0),
+    ],
+    ids=str,
+)
+def test_frozen_inputs_cost_nothing(kernel_device, monkeypatch, trained, products, outers, spreads, sums, recompute):
+    inputs, experts, dy = make((3, 2, 3, 16, 6), torch.float32, kernel_device)
+    want = dict(zip(ORDER, run(with_experts(moe_mlp_reference, experts), inputs, [dy])[1:], strict=True))
+    named = dict(zip(ORDER, inputs, strict=True))
+    for name in trained:
+        named[name].requires_grad_()
+    y = moe_mlp(**named, experts=experts, recompute=recompute)
+    calls = []
+    for name in ("grouped_mm", "grouped_outer", "permute", "unpermute"):
+        original = getattr(experts_module, name)
+        spy = lambda *args, _name=name, _original=original: calls.append(_name) or _original(*args)
+        monkeypatch.setattr(experts_module, name, spy)
+    y.backward(dy)
+    assert calls.count("grouped_mm") == products + recompute
+    assert calls.count("grouped_outer") == outers
+    assert calls.count("permute") == (2 if recompute else spreads)  # the copies of x serve twice
+    assert calls.count("unpermute") == sums
+    for name, tensor in named.items():
+        assert (tensor.grad is not None) == (name in trained)
+        if name in trained:
+            torch.testing.assert_close(tensor.grad, want[name])
+
+
+def test_no_grad_keeps_nothing(kernel_device):
+    inputs, experts, _ = make((6, 2, 3, 32, 10), torch.float32, kernel_device)
+    want = with_experts(moe_mlp, experts)(*inputs)
+    with torch.no_grad():
+        got = with_experts(moe_mlp, experts)(*(t.requires_grad_() for t in inputs))
+    assert not got.requires_grad
+    assert torch.equal(got, want)
+
+
+def test_opcheck(kernel_device):
+    inputs, experts, dy = make((3, 2, 3, 16, 8), torch.float32, kernel_device)
+    x, weights, *matrices = (t.requires_grad_() for t in inputs)
+    ops = torch.ops.liger_models
+    opcheck(ops.moe_mlp, (x, weights, experts, *matrices, "silu", False))
+    opcheck(ops.moe_mlp, (x, weights, experts, *matrices, "gelu", True))
+    opcheck(ops.moe_mlp, (x[:0], weights[:0], experts[:0], *matrices, "silu", True))
+    x, weights, *matrices = (t.detach() for t in inputs)
+    x, dy, *matrices = (t.half() for t in (x, dy, *matrices))
+    sort = sort_by_expert(experts, 3)
+    gate_up = torch.ones(6, 16, device=kernel_device).half()
+    for rows, kept, needs in (
+        (x, None, [True] * 4),
+        (None, gate_up, [True, True, False, True]),
+        (x, None, [False, False, False, True]),
+    ):
+        args = (dy, rows, weights, *sort, kept, *matrices, "silu", torch.float32, needs)
+        opcheck(ops.moe_mlp_backward, args)
+
+
+def test_the_reference_in_fp64():
+    """Its loop over the experts is an op with a derivative of its own."""
+    inputs, experts, _ = make((4, 2, 3, 6, 4), torch.float64, "cpu")
+    inputs[1] = inputs[1].double()
+    leaves = [t.requires_grad_() for t in inputs]
+    torch.autograd.gradcheck(with_experts(moe_mlp_reference, experts), leaves)
+
+
+def test_the_reference_is_what_a_loop_over_the_experts_gives():
+    (x, weights, gate_up_weight, down_weight), experts, _ = make((9, 3, 7, 12, 10), torch.float64, "cpu")
+    want = torch.zeros_like(x)
+    for e in range(7):
+        token, k = torch.where(experts == e)
+        gate, up = (x[token] @ gate_up_weight[e].t()).unflatten(-1, (10, 2)).unbind(-1)
+        rows = (torch.nn.functional.silu(gate) * up) @ down_weight[e].t()
+        want.index_add_(0, token, rows * weights[token, k, None])
+    torch.testing.assert_close(moe_mlp_reference(x, weights, experts, gate_up_weight, down_weight), want)
+
+
+def gate(X, C, device):
+    return torch.randn(X, C, generator=torch.Generator().manual_seed(2)).to(device)
+
+
+def layer(x, gate, gate_up_weight, down_weight, recompute=False):
+    """Router (in fp32: no two logits are equal), experts and loss, with a gradient through all of them."""
+    logits = x.float() @ gate.t()
+    weights, experts = route(logits, 2, True)
+    y = moe_mlp(x, weights, experts, gate_up_weight, down_weight, recompute=recompute)
+    return y, load_balancing_loss([logits, logits], 2)
+
+
+@pytest.mark.compile
+@RECOMPUTE
+def test_compiles_without_graph_breaks(backend, recompute):
+    (x, _, *matrices), _, dy = make((6, 2, 4, 24, 8), torch.float32, backend)
+    inputs, upstream = [x, gate(4, 24, backend), *matrices], [dy, torch.ones((), device=backend)]
+    function = lambda *args: layer(*args, recompute=recompute)
+    compiled = torch.compile(function, fullgraph=True, backend="inductor" if backend == "cuda" else "aot_eager")
+    torch.testing.assert_close(run(compiled, inputs, upstream), run(function, inputs, upstream))
+
+
+@pytest.mark.gpu
+@RECOMPUTE
+@pytest.mark.parametrize(
+    "shape", [(333, 2, 8, 4096, 14336), (1111, 8, 128, 2048, 768), (1, 8, 128, 2048, 768)], ids=str
+)
+def test_real_sizes(shape, recompute):
+    """bf16 against the reference in fp32: no further from it than the reference in bf16 is (few numbers scatter)."""
+    N, K, X, C, F = shape
+    torch.manual_seed(0)
+    draw = lambda *size: torch.randn(*size, device="cuda", dtype=torch.bfloat16)
+    inputs = [draw(N, C), draw(N, K).abs().float(), draw(X, 2 * F, C) / C**0.5, draw(X, C, F) / F**0.5]
+    experts, dy = choose(N, K, X).cuda(), draw(N, C)
+    for size in (2**20, inputs[2].numel(), inputs[3].numel()):  # memory that is handed out again holds no zeros
+        torch.full((size,), float("nan"), device="cuda", dtype=torch.bfloat16)
+    got = run(with_experts(moe_mlp, experts, recompute=recompute), inputs, [dy])
+    plain = run(with_experts(moe_mlp_reference, experts), inputs, [dy])
+    truth = run(with_experts(moe_mlp_reference, experts), [t.float() for t in inputs], [dy.float()])
+    for index, (ours, theirs, exact) in enumerate(zip(got, plain, truth, strict=True)):
+        assert ours.dtype == theirs.dtype
+        distance = lambda t, e=exact: ((t.float() - e).norm() / e.norm()).item()
+        assert distance(ours) <= (1.2 if N > 1 else 3) * distance(theirs) + 1e-4, index
+
+
+@pytest.mark.gpu
+@RECOMPUTE
+@pytest.mark.parametrize("dtype", GPU_DTYPES, ids=str)
+def test_nothing_waits_for_the_device(dtype, recompute):
+    (x, _, *matrices), _, dy = make((300, 2, 8, 64, 48), dtype, "cuda")
+    leaves = [t.requires_grad_() for t in (x, gate(8, 64, "cuda"), *matrices)]
+
+    def step():
+        y, loss = layer(*leaves, recompute=recompute)
+        return torch.autograd.grad([y, loss], leaves, [dy, torch.ones_like(loss)])
+
+    want = step()  # compiles the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+def test_runs_in_a_cuda_graph():
+    """With other tokens, which go to other experts, at replay."""
+    (x, _, *matrices), _, _ = make((64, 2, 8, 64, 48), torch.bfloat16, "cuda")
+    router = gate(8, 64, "cuda")
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            layer(x, router, *matrices)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y, _ = layer(x, router, *matrices)
+        for seed in range(3):
+            x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+            graph.replay()
+            want, _ = layer(x, router, *matrices)
+            assert (y - want).float().norm() <= 1e-2 * want.float().norm()
+
+
+@pytest.mark.gpu
+@RECOMPUTE
+def test_memory(recompute):
+    """Between forward and backward: y and the order of the copies, gate and up unless recomputed; and the peak."""
+    N, K, X, C, F = 8192, 4, 16, 1024, 512
+    inputs, experts, dy = make((N, K, X, C, F), torch.bfloat16, "cuda")
+    leaves = [t.requires_grad_() for t in inputs]
+    function = with_experts(moe_mlp, experts, recompute=recompute)
+    torch.autograd.grad(function(*leaves), leaves, dy)  # whatever is allocated once
+    before = torch.cuda.memory_allocated()
+    y = function(*leaves)
+    S = N * K
+    kept = 2 * N * C + 8 * S + (0 if recompute else 2 * S * 2 * F)
+    assert torch.cuda.memory_allocated() - before <= kept + 2**20
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(y, leaves, dy)
+    # In backward: the copies of dy (and if recomputed of x), the product or its gradient, the gradient of gate and up
+    # (which if recomputed takes their place), then dW and dx.
+    peak = (S * (2 * C + 3 * F) if recompute else S * (C + 3 * F)) + 3 * X * C * F + N * C
+    assert torch.cuda.max_memory_allocated() - before <= kept + 2 * peak + 2**22
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_DTYPES[1:], ids=str)
+def test_more_than_two_to_the_31_elements(dtype):
+    """Only the last tokens have a gradient, so that the weights' gradients, too, are those of the last tokens alone."""
+    N, K, X, C, F, last = 2**17 + 5, 8, 12, 2056, 1032, 40
+    assert N * K * C > 2**31
+    assert N * K * 2 * F > 2**31
+    torch.manual_seed(0)
+    draw = lambda *size: torch.randn(*size, device="cuda", dtype=dtype)
+    inputs = [draw(N, C), draw(N, K).abs().float(), draw(X, 2 * F, C) / C**0.5, draw(X, C, F) / F**0.5]
+    experts, dy = choose(N, K, X).cuda(), draw(N, C)
+    dy[:-last] = 0
+    for recompute in (False, True):
+        got = run(with_experts(moe_mlp, experts, recompute=recompute), inputs, [dy])
+        ends = [inputs[0][-last:], inputs[1][-last:], *inputs[2:]]
+        want = run(with_experts(moe_mlp_reference, experts[-last:]), ends, [dy[-last:]])
+        for index, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+            if index < 3:
+                assert index == 0 or not ours[:-last].any()
+                ours = ours[-last:]
+            assert (ours - theirs).float().norm() <= 0.02 * theirs.float().norm(), index
+        del got, want
+
+
+@pytest.mark.gpu
+def test_on_a_device_that_is_not_the_current_one():
+    device = f"cuda:{torch.cuda.device_count() - 1}"
+    (x, _, *matrices), _, dy = make((30, 2, 4, 64, 48), torch.bfloat16, device)
+    inputs, upstream = [x, gate(4, 64, device), *matrices], [dy, torch.ones((), device=device)]
+    with reference_backend():
+        want = run(layer, inputs, upstream)
+    for ours, theirs in zip(run(layer, inputs, upstream), want, strict=True):
+        assert (ours - theirs).float().norm() <= 0.02 * theirs.float().norm()
+
+
+def test_bad_arguments():
+    ones = torch.ones
+    experts = torch.zeros(2, 3, dtype=torch.int64)
+    good = {
+        "x": ones(2, 4), "weights": ones(2, 3), "experts": experts, "gate_up_weight": ones(5, 6, 4),
+        "down_weight": ones(5, 4, 3),
+    }  # fmt: skip
+
+    def bad(error, match, **changes):
+        with pytest.raises(error, match=match):
+            moe_mlp(**{**good, **changes})
+
+    moe_mlp(**good)
+    bad(ValueError, r"x must be \[N, C\], got \[4\]", x=ones(4))
+    bad(ValueError, r"weights and experts must be \[2, K\], got \[3, 3\] and \[2, 3\]", weights=ones(3, 3))
+    bad(ValueError, r"got \[2, 0\] and \[2, 0\]", weights=ones(2, 0), experts=experts[:, :0])
+    bad(ValueError, r"gate_up_weight must be \[X, 2 F, 4\], got \[5, 6, 3\]", gate_up_weight=ones(5, 6, 3))
+    bad(ValueError, r"gate_up_weight must be \[X, 2 F, 4\], got \[5, 7, 4\]", gate_up_weight=ones(5, 7, 4))
+    bad(ValueError, r"down_weight must be \[5, 4, 3\], got \[5, 4, 6\]", down_weight=ones(5, 4, 6))
+    bad(ValueError, r"act must be one of silu, gelu_tanh, gelu, got 'relu'", act="relu")
+    bad(TypeError, r"must have one dtype, got torch.float32 and torch.float16", down_weight=ones(5, 4, 3).half())
+    bad(TypeError, r"experts must be int64, got torch.int32", experts=experts.int())
+    bad(TypeError, r"x must be a floating-point tensor, got torch.int64", x=ones(2, 4).long())
+    many = torch.empty(2**16, 2, 1, device="meta"), torch.empty(2**16, 1, 1, device="meta")
+    bad(ValueError, r"at most 32767 experts .* got 65536", x=ones(2, 1), gate_up_weight=many[0], down_weight=many[1])

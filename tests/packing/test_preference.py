@@ -1,0 +1,146 @@
+"""Pairs of answers as TRL's trainers take them, before and after their collators."""
+
+import copy
+
+import pytest
+import torch
+from tokenizers import models
+
+from liger_models import Tokenizer, preference_batch
+
+from .examples import BOS, CHAT, EOS
+
+SIDES = ("chosen", "rejected")
+
+
+def test_preference_batch_of_texts_and_of_token_ids(tokenizer):
+    pairs = [
+        {"prompt": "Hi", "chosen": " you", "rejected": ""},
+        {"prompt": "Hello there", "chosen": "!", "rejected": " friend"},
+    ]
+    batch = preference_batch(pairs, tokenizer)
+    answers = [(pair, name) for name in ("chosen", "rejected") for pair in pairs]
+    for row, (pair, name) in enumerate(answers):
+        prompt = tokenizer.encode(pair["prompt"])
+        answer = [*tokenizer.encode(pair[name], add_special_tokens=False), EOS]
+        assert prompt[0] == BOS
+        rest = batch["input_ids"].shape[1] - len(prompt + answer)
+        assert batch["input_ids"][row].tolist() == prompt + answer + [EOS] * rest
+        assert batch["labels"][row].tolist() == [-100] * len(prompt) + answer + [-100] * rest
+        assert batch["attention_mask"][row].tolist() == [1] * len(prompt + answer) + [0] * rest
+
+    columns = {name: [pair[name] for pair in pairs] for name in ("prompt", "chosen", "rejected")}
+    ids = [  # as TRL's DPOTrainer has them before its collator, and behind it: prompts padded on the left
+        {
+            "prompt_input_ids": tokenizer.encode(pair["prompt"]),
+            **{
+                f"{name}_input_ids": [*tokenizer.encode(pair[name], add_special_tokens=False), EOS]
+                for name in ("chosen", "rejected")
+            },
+        }
+        for pair in pairs
+    ]
+    collated = {}
+    for name in ids[0]:
+        size = max(len(each[name]) for each in ids)
+        for suffix, fill in (("input_ids", lambda row: row), ("attention_mask", lambda row: [1] * len(row))):
+            padded = [[0] * (size - len(each[name])) + fill(each[name]) for each in ids]
+            if "prompt" not in name:
+                padded = [fill(each[name]) + [0] * (size - len(each[name])) for each in ids]
+            collated[name.replace("input_ids", suffix)] = torch.tensor(padded)
+    others = [preference_batch(columns, tokenizer), preference_batch(ids, tokenizer)]
+    for other in (*others, preference_batch({**collated, "ref_chosen_logps": torch.zeros(2)}, tokenizer)):
+        assert other.keys() == batch.keys()
+        for name, tensor in batch.items():
+            assert torch.equal(other[name], tensor)
+    short = [{name.replace("input_ids", "ids"): tokens for name, tokens in pair.items()} for pair in ids]
+    whole = [
+        {
+            key: value
+            for side in ("chosen", "rejected")
+            for key, value in (
+                (f"{side}_input_ids", pair["prompt_ids"] + pair[f"{side}_ids"]),
+                (f"{side}_labels", [-100] * len(pair["prompt_ids"]) + pair[f"{side}_ids"]),
+            )
+        }
+        for pair in short
+    ]
+    mask = (batch["labels"] != -100).long()
+    made = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "completion_mask": mask}
+    for other in (preference_batch(short, tokenizer), preference_batch(whole, tokenizer), preference_batch(made)):
+        assert other.keys() == batch.keys()
+        assert all(torch.equal(other[name], tensor) for name, tensor in batch.items())
+    alone = preference_batch([{**pair, "prompt_ids": []} for pair in short])["input_ids"]
+    assert alone[0].tolist() == short[0]["chosen_ids"] + [0] * (alone.shape[1] - len(short[0]["chosen_ids"]))
+    assert preference_batch(ids)["input_ids"][-1, -1] != 0
+    assert preference_batch(ids)["input_ids"][0, -1] == 0
+
+
+def test_preference_batch_of_chats(tokenizer):
+    earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    prompt = [*earlier, {"role": "user", "content": "c"}]
+    pair = {"prompt": prompt, "chosen": [{"role": "assistant", "content": "yes"}]}
+    batch = preference_batch([{**pair, "rejected": [{"role": "assistant", "content": "n"}]}], tokenizer)
+    for ids, labels, answer in zip(batch["input_ids"], batch["labels"], ("yes", "n"), strict=True):
+        learnt = [*tokenizer.encode(answer, add_special_tokens=False), EOS]
+        assert labels[labels != -100].tolist() == learnt
+        before = "<user>a</s>\n<assistant>b</s>\n<user>c</s>\n<assistant>"
+        whole = [*tokenizer.encode(before, add_special_tokens=False), *learnt]
+        assert ids[: len(whole)].tolist() == whole
+    together = {side: [*prompt, {"role": "assistant", "content": side}] for side in SIDES}
+    apart = {side: each[3:] for side, each in together.items()} | {"prompt": prompt}
+    for name, tensor in preference_batch([together], tokenizer).items():
+        assert torch.equal(tensor, preference_batch([apart], tokenizer)[name])
+
+
+def test_preference_batch_of_chats_with_tools(tokenizer):
+    template = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{{ mood }}" + CHAT
+    own = Tokenizer(tokenizer.backend, {"eos_token": "</s>", "chat_template": template})
+    pair = {side: [{"role": "assistant", "content": side}] for side in SIDES}
+    pair |= {"prompt": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"mood": "calm"}}
+    for tools in ([{"name": "f"}], '[{"name": "f"}]'):
+        for pairs in ([{**pair, "tools": tools}], {name: [value] for name, value in (pair | {"tools": tools}).items()}):
+            batch = preference_batch(pairs, own)
+            text = own.decode(batch["input_ids"][0][batch["attention_mask"][0] == 1], skip_special_tokens=False)
+            assert text == "[f]calm<user>a</s>\n<assistant>chosen</s>"
+
+
+def test_preference_batch_of_texts_that_share_a_token_with_their_prompt(tokenizer):
+    backend = copy.deepcopy(tokenizer.backend)
+    vocab = backend.get_vocab()
+    backend.model = models.BPE(vocab | {"ab": len(vocab)}, [("a", "b")])
+    batch = preference_batch(
+        [{"prompt": "xa", "chosen": "b", "rejected": "c"}], Tokenizer(backend, {"eos_token": "</s>"})
+    )
+    a, b, c, x = (vocab[letter] for letter in "abcx")
+    assert batch["input_ids"].tolist() == [[BOS, x, len(vocab), EOS, EOS], [BOS, x, a, c, EOS]]
+    assert batch["labels"].tolist() == [[-100, -100, len(vocab), EOS, -100], [-100, -100, a, c, EOS]]
+    assert b not in batch["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([], "must hold at least one"),
+        ({"text": ["a"]}, r"got \['text'\]"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "A single pair goes into a list"),
+        ({"prompt": ["a"], "chosen": ["b", "c"], "rejected": ["c"]}, "'chosen': 2"),
+        (
+            [{"prompt": "a", "chosen": "b"}],
+            r"pair 1: must have prompt, chosen and rejected.*got \['chosen', 'prompt'\]",
+        ),
+        ([{"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}]}], "got both"),
+        ([{f"{name}_input_ids": [1] * (name != "chosen") for name in ("prompt", "chosen", "rejected")}], "chosen must"),
+        ({"input_ids": torch.ones(2, 2), "completion_mask": torch.ones(2, 2)}, "attention_mask"),
+        ({f"{name}_input_ids": torch.ones(1, 2) for name in ("prompt", "chosen", "rejected")}, "prompt_attention_mask"),
+        ([{name: [{"role": "user", "content": "c"}] for name in ("prompt", "chosen", "rejected")}], "of the assistant"),
+    ],
+)
+def test_preference_batch_says_what_is_wrong(pairs, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        preference_batch(pairs, tokenizer)
+
+
+def test_preference_batch_of_texts_needs_a_tokenizer():
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        preference_batch([{"prompt": "a", "chosen": "b", "rejected": "c"}])

@@ -1,0 +1,141 @@
+"""Files and data sets of all kinds give the same examples."""
+
+import sys
+from itertools import islice
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from liger_models import PackedDataset, Tokenizer
+
+from .examples import Stream, counted, signature, texts, write
+
+
+def test_files_of_all_kinds(make, tmp_path):
+    examples = [{"text": "Grüße — 你好 🙂"}, {"text": "two\nlines"}, {"text": "three"}]
+    expected = counted(make(examples))
+    assert counted(make(write(tmp_path / "a.jsonl", examples))) == expected
+    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.jsonl").read_bytes().replace(b"\n", b"\r\n\n"))
+    assert counted(make(str(tmp_path / "b.jsonl"))) == expected
+    (tmp_path / "c.txt").write_text("one\n\n two \r\nthree", encoding="utf-8")
+    assert counted(make([tmp_path / "c.txt"])) == counted(make([{"text": t} for t in ("one", " two ", "three")]))
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / "2.jsonl", examples[2:])
+    write(tmp_path / "folder" / "1.json", examples[:2])
+    assert counted(make(tmp_path / "folder")) == expected
+    assert counted(make([tmp_path / "folder", tmp_path / "c.txt"])).total() == 6
+
+
+def test_parquet(make, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    examples = texts(50)
+    parquet.write_table(pyarrow.Table.from_pylist(examples), tmp_path / "a.parquet", row_group_size=7)
+    assert counted(make(tmp_path / "a.parquet")) == counted(make(examples))
+    chats = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": str(i)}]} for i in range(9)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "b.parquet")
+    assert counted(make(tmp_path / "b.parquet")) == counted(make(chats))
+    parquet.write_table(pyarrow.Table.from_pylist([{"body": "x"}]), tmp_path / "c.parquet")
+    with pytest.raises(ValueError, match=r"c\.parquet, row 1: an example must have .* got \['body'\]"):
+        make(tmp_path / "c.parquet")
+    (tmp_path / "d.parquet").write_bytes(b"no parquet")
+    with pytest.raises(ValueError, match=r"d\.parquet: must be a Parquet file"):
+        make(tmp_path / "d.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "e.parquet").write_bytes(whole[:10] + bytes(40) + whole[50:])
+    with pytest.raises(ValueError, match=r"e\.parquet: must be a Parquet file"):
+        make(tmp_path / "e.parquet")
+
+
+def test_keys_that_another_row_of_a_table_has(make, tokenizer, tmp_path):
+    """A column of messages has the keys of all of them, a table the columns of all its parts."""
+    pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    template = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in messages %}{{ m.role }}"
+    template += (
+        "{% if 'calls' in m %}{% for c in m.calls %}({{ c }}){% endfor %}{% else %}{{ m.content }}{% endif %}</s>"
+    )
+    own = Tokenizer(tokenizer.backend, {"eos_token": "</s>", "chat_template": template + "{% endfor %}"})
+    user, call = {"role": "user", "content": "a"}, {"role": "assistant", "calls": [{"x": "1"}, {"y": "2"}]}
+    rows = [
+        {"messages": [user, call], "tools": '[{"name": "f"}]'},
+        {"messages": [user, {"role": "assistant", "content": "b"}]},
+        {"text": "c"},
+        {"input_ids": [5, 6]},
+    ]
+    expected = {"[f]usera</s>assistant({'x': '1'})({'y': '2'})</s>", "usera</s>assistantb</s>", "<s>c</s>"}
+    expected.add(tokenizer.decode([5, 6]))
+    columns = {name: [row.get(name) for row in rows] for name in ("messages", "tools", "text", "input_ids")}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    files = write(tmp_path / "a.jsonl", rows), tmp_path / "a.parquet"
+    for source in (*files, datasets.Dataset.from_dict(columns)):
+        data = PackedDataset(source, own, length=256, cache_dir=tmp_path / "cache", progress=False)
+        found = {own.decode(list(ids), skip_special_tokens=False) for ids in counted(data)}
+        assert found == expected
+
+
+def test_parquet_without_pyarrow(make, tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"liger_models\[data\]"):
+        make(tmp_path / "a.parquet")
+
+
+def test_objects_of_datasets(make):
+    datasets = pytest.importorskip("datasets")
+    examples = texts(40)
+    expected = counted(make(examples))
+    sized = datasets.Dataset.from_list(examples)
+    assert counted(make(sized)) == expected
+    assert counted(make(sized.with_format("torch"))) == expected
+    stream = sized.to_iterable_dataset(num_shards=2)
+    assert counted(make(stream)) == expected
+    whole = signature(make(stream.shuffle(seed=1)))
+    data = make(stream.shuffle(seed=1))
+    before = signature(islice(data, 5))
+    resumed = make(stream.shuffle(seed=1))
+    resumed.load_state_dict(data.state_dict())
+    assert before + signature(resumed) == whole
+
+
+class Sized(Dataset):
+    """Without an iterator, and without IndexError."""
+
+    def __init__(self, examples: list[Any]) -> None:
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.examples[index % len(self)]
+
+
+def test_objects_of_pytorch(make):
+    examples = texts(40)
+    expected = counted(make(examples))
+    assert counted(make(Sized(examples))) == expected
+    assert counted(make(Sized([example["text"] for example in examples]))) == expected
+    for batch_size in (None, 7):
+        assert counted(make(DataLoader(Sized(examples), batch_size=batch_size))) == expected
+    assert counted(make(DataLoader(Sized([example["text"] for example in examples]), batch_size=3))) == expected
+
+
+def test_bad_sources(make, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"fine\n\xff\n")
+    with pytest.raises(ValueError, match=r"a\.txt, line 2: must be UTF-8 text"):
+        make(tmp_path / "a.txt")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        make(tmp_path / "nowhere.jsonl")
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(ValueError, match=r"a\.csv must end in one of \.jsonl"):
+        make(tmp_path / "a.csv")
+    with pytest.raises(ValueError, match="Stream, example 2: an example must have"):
+        list(make(Stream([{"text": "a"}, {}])))
+    with pytest.raises(ValueError, match="source must be files, a data set or other examples, got dict of train, test"):
+        make({"train": texts(3), "test": texts(3)})
+    with pytest.raises(ValueError, match="source must be files, a data set or other examples, got None"):
+        make(None)

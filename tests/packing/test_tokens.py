@@ -1,0 +1,105 @@
+"""A source is tokenised once, whoever else runs or has died."""
+
+import json
+import os
+import tracemalloc
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from liger_models.data.tokens import TokenFile
+
+from ..torchrun import torchrun
+from .examples import signature, texts, write
+
+
+def test_tokens_are_made_once(make, tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", texts(30))
+    expected = signature(make(path))
+    with monkeypatch.context() as patch:
+        patch.setattr("liger_models.data.tokens.TokenFile.write", None)
+        assert signature(make(path)) == expected
+        make(path, length=64)
+    write(path, texts(31))
+    make(path)
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    make(path, cache_dir=None)
+    assert len(list((tmp_path / "home" / "liger_models").iterdir())) == 1
+
+
+def test_what_a_run_that_died_has_left_is_in_nobodys_way(make, tmp_path):
+    """In containers every run has the same process id."""
+    make(texts(3))
+    (made,) = (tmp_path / "cache").iterdir()
+    made.rename(made.with_name(f".{made.name}.{os.getpid()}.tmp"))
+    make(texts(3))
+    assert made.is_dir()
+
+
+def test_two_runs_tokenise_at_the_same_time(make, tmp_path, monkeypatch):
+    write_tokens = TokenFile.write
+
+    def slow(*arguments: Any) -> None:
+        monkeypatch.setattr(TokenFile, "write", write_tokens)
+        write_tokens(*arguments)
+        make(texts(3))  # the other one, which is done first
+
+    monkeypatch.setattr(TokenFile, "write", slow)
+    expected = signature(make(texts(3)))
+    assert signature(make(texts(3))) == expected
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_memory_does_not_grow_with_the_file(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("liger_models.data.encoding.GROUP_CHARACTERS", 1 << 16)
+    path = tmp_path / "large.jsonl"
+    with path.open("w") as file:
+        for number in range(1000):
+            file.write(json.dumps({"text": f"{number} " + "x" * 5000}) + "\n")
+    size = path.stat().st_size
+    tracemalloc.start()
+    try:
+        data = make(path, length=8192)
+        for _ in islice(data, 20):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < size / 4
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_ranks_of_a_process_group_tokenise_once(tmp_path, tokenizer):
+    script = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+from liger_models import PackedDataset, Tokenizer
+from liger_models.data import TokenFile
+dist.init_process_group("gloo")
+if dist.get_rank():
+    TokenFile.write = None
+tokenizer = Tokenizer.from_pretrained(sys.argv[1])
+options = {"length": 32, "cache_dir": sys.argv[1] + "/cache", "progress": False}
+data = PackedDataset(sys.argv[1] + "/train.jsonl", tokenizer, **options)
+said = f"batches {len(list(data))} {len(data)}\\n"
+try:
+    PackedDataset(sys.argv[1] + "/bad.jsonl", tokenizer, **options)
+except ValueError as error:
+    said += "error " + str(error)[-60:]
+Path(sys.argv[1], f"said-{dist.get_rank()}").write_text(said)
+dist.destroy_process_group()
+"""
+    write(tmp_path / "train.jsonl", texts(50))
+    (tmp_path / "bad.jsonl").write_text("x")
+    (tmp_path / "tokenizer.json").write_text(tokenizer.backend.to_str())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "run.py").write_text(script)
+    torchrun(2, "run.py", str(tmp_path), cwd=tmp_path)
+    batches, error = (tmp_path / "said-0").read_text().splitlines()
+    assert (tmp_path / "said-1").read_text().splitlines() == [batches, error]
+    assert batches.startswith("batches")
+    assert error.startswith("error")

@@ -1,0 +1,160 @@
+"""Chat templates render as in transformers, and answers are found in their text."""
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liger_models.text.chat import answer_mask
+from liger_models.text.tokenizer import Tokenizer
+
+from .folders import LLAMA3_STYLE, MESSAGES, pair
+
+TOOL = {"type": "function", "function": {"name": "f", "description": '<ü> "q"', "parameters": {"b": 1, "a": [2]}}}
+
+FEATURES = """\
+{%- set ns = namespace(seen=0) -%}
+{% for message in messages %}
+    {% if loop.index0 == 1 %}
+        {% continue %}
+    {% endif %}
+    {% if loop.index0 == 3 %}
+        {% break %}
+    {% endif %}
+    {% set ns.seen = ns.seen + 1 %}
+    {% generation %}
+{{ message.content | tojson }}{{ {"b": "é<>", "a": none} | tojson(sort_keys=true) }}
+    {% endgeneration %}
+{% endfor %}
+{{ ns.seen }} {{ mood }} {{ strftime_now("%Y") }} {{ documents }} {{ pad_token is defined }} {{ eos_token }}
+"""
+
+
+@pytest.mark.parametrize("template", [LLAMA3_STYLE, FEATURES], ids=["llama3", "features"])
+@pytest.mark.parametrize("options", [{}, {"add_generation_prompt": True, "tools": [TOOL], "date_string": "1 Mai"}])
+def test_chat_templates_render_as_in_transformers(
+    make_folder: Callable[..., Path], template: str, options: dict[str, Any]
+) -> None:
+    ours, theirs = pair(make_folder(chat_template=template))
+    options = options | {"mood": "calm"}
+    text = theirs.apply_chat_template(MESSAGES, tokenize=False, **options)
+    assert ours.apply_chat_template(MESSAGES, tokenize=False, **options) == text
+    assert len(text) > 80
+    ids = theirs.apply_chat_template(MESSAGES, **options)["input_ids"]
+    assert ours.apply_chat_template(MESSAGES, **options) == ids
+    if template is FEATURES:
+        assert f" calm {datetime.now().year} None False <|eot_id|>" in text
+
+
+def test_templates_by_name(make_folder: Callable[..., Path]) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+    ours, theirs = pair(make_folder(chat_template=named))
+    for options in ({}, {"tools": [TOOL]}):
+        text = theirs.apply_chat_template(MESSAGES, tokenize=False, **options)
+        assert ours.apply_chat_template(MESSAGES, tokenize=False, **options) == text
+
+
+def test_a_template_file_comes_first(make_folder: Callable[..., Path]) -> None:
+    folder = make_folder(chat_template="from the config")
+    (folder / "chat_template.jinja").write_text("größer: {{ messages | length }}", encoding="utf-8")
+    ours, theirs = pair(folder)
+    assert ours.apply_chat_template(MESSAGES, tokenize=False) == "größer: 4"
+    assert theirs.apply_chat_template(MESSAGES, tokenize=False) == "größer: 4"
+
+
+def test_a_template_of_a_processor_of_transformers_4(make_folder: Callable[..., Path]) -> None:
+    """Before the tokenizer's own, behind a file of its own, as where transformers loads a processor."""
+    folder = make_folder(chat_template="from the config")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "of the processor"}))
+    assert Tokenizer.from_pretrained(folder).apply_chat_template(MESSAGES, tokenize=False) == "of the processor"
+    (folder / "chat_template.jinja").write_text("of the file")
+    assert Tokenizer.from_pretrained(folder).apply_chat_template(MESSAGES, tokenize=False) == "of the file"
+
+
+def test_templates_that_cannot_be_used(make_folder: Callable[..., Path]) -> None:
+    cases = {
+        None: "must have a chat template default, got none",
+        LLAMA3_STYLE: "the chat template must accept the messages, got: a robot cannot speak",
+        "{{ messages[9].role.name }}": "has no attribute|has no element",
+        "{% for %}": "got: Expected|got: expected",
+        "{{ ''.__class__.__mro__ }}": "unsafe",
+        "{{ messages.append(1) }}": "'append' of 'list' object is unsafe",
+    }
+    for template, message in cases.items():
+        tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=template))
+        with pytest.raises(ValueError, match=message):
+            tokenizer.apply_chat_template([{"role": "robot", "content": "x"}])
+    only_tools = [{"name": "tool_use", "template": "x"}]
+    with pytest.raises(ValueError, match="must have a chat template default, got tool_use"):
+        Tokenizer.from_pretrained(make_folder(chat_template=only_tools)).apply_chat_template(MESSAGES)
+
+
+CHAT = [
+    {"role": "user", "content": "Grüße?"},
+    {"role": "assistant", "content": " 你好 🙂 the"},
+    {"role": "user", "content": "the fox"},
+    {"role": "assistant", "content": "quick\n\n"},
+]
+
+MARKED = """\
+{%- for message in messages -%}
+    {{ '<|start|>' + message.role + '<|end|>\\n' }}
+    {%- if message.role == 'assistant' -%}
+        {%- generation %}{{ message.content + eos_token }}{% endgeneration -%}
+        {{ '\\n' }}
+    {%- else -%}
+        {{ message.content + eos_token + '\\n' }}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|start|>assistant<|end|>\\n' }}{% endif -%}
+"""
+
+UNMARKED = MARKED.replace("{%- generation %}", "").replace("{% endgeneration -%}", "{#- -#}")
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_answers_are_those_of_transformers(make_folder: Callable[..., Path], kind: str) -> None:
+    ours, theirs = pair(make_folder(kind, chat_template=MARKED))
+    text, spans = ours.render_answers(CHAT)
+    assert text == ours.apply_chat_template(CHAT, tokenize=False)
+    assert [text[start:end] for start, end in spans] == [" 你好 🙂 the<|eot_id|>", "quick\n\n<|eot_id|>"]
+    assert Tokenizer.from_pretrained(make_folder(kind, chat_template=UNMARKED)).render_answers(CHAT) == (text, spans)
+
+    encoding = ours.backend.encode(text, add_special_tokens=False)
+    expected = theirs.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    assert encoding.ids == expected["input_ids"]
+    mask = answer_mask(encoding.offsets, spans)
+    assert [int(learnt) for learnt in mask] == expected["assistant_masks"]
+    assert 0 < sum(mask) < len(mask)
+
+
+def test_an_answer_without_end_token_keeps_its_white_space(make_folder: Callable[..., Path]) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"  # noqa: E501
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=template))
+    text, spans = tokenizer.render_answers(CHAT[:2])
+    assert [text[start:end] for start, end in spans] == ["  你好 🙂 the\n\n"]
+
+
+def test_templates_that_do_not_tell_where_answers_stand(make_folder: Callable[..., Path]) -> None:
+    # As templates that take the thoughts out of all answers but the last.
+    forgetful = "{% for m in messages %}{{ m.content if loop.last else m.content | trim }}|{% endfor %}"
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=forgetful))
+    with pytest.raises(ValueError, match="must render the messages up to message 2 as the beginning of the convers"):
+        tokenizer.render_answers(CHAT)
+    text, spans = tokenizer.render_answers(CHAT[:2])
+    assert [text[start:end] for start, end in spans] == [" 你好 🙂 the|"]
+
+    filtered = "{% set t %}{% generation %} x {% endgeneration %}{% endset %}{{ t | trim }}"
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=filtered))
+    with pytest.raises(ValueError, match="must output what is between generation and endgeneration unchanged"):
+        tokenizer.render_answers(CHAT)
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=MARKED))
+    with pytest.raises(ValueError, match=r"contain neither U\+FDD0 nor U\+FDD1"):
+        tokenizer.render_answers([{"role": "user", "content": "\ufdd0\ufdd1"}, *CHAT])
+    with pytest.raises(ValueError, match="must accept the messages"):
+        Tokenizer.from_pretrained(make_folder(chat_template=LLAMA3_STYLE)).render_answers(
+            [{"role": "x", "content": ""}]
+        )
