@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,6 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import read_config
 from liger_models.convert.files import read_json_config, read_model_type
 from liger_models.convert.format import format_of
-from liger_models.convert.hub import download
-from liger_models.convert.load import load_pretrained
 from liger_models.kernels.options import KernelOptions
 
 if TYPE_CHECKING:
@@ -70,62 +68,14 @@ class AutoLigerModel:
         raise TypeError("AutoLigerModel: has no instances. Use from_hub, from_pretrained or from_config.")
 
     @classmethod
-    def from_hub(
-        cls,
-        repo_id: str,
-        *,
-        revision: str | None = None,
-        dtype: torch.dtype | str | None = None,
-        device: torch.device | str = "cpu",
-        kernels: KernelOptions | None = None,
-        strict: bool = False,
-        progress: bool = True,
-        shard: Callable[[CausalLM], object] | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        token: str | bool | None = None,
-        local_files_only: bool = False,
-        force_download: bool = False,
-    ) -> CausalLM:
-        """Load a model from the Hugging Face hub; arguments as in `CausalLM.from_hub`."""
-        folder = download(
-            repo_id,
-            lambda hf_config: get_arch(read_model_type(hf_config)),
-            revision=revision,
-            cache_dir=cache_dir,
-            token=token,
-            local_files_only=local_files_only,
-            force_download=force_download,
-            strict=strict,
-            progress=progress,
-        )
-        return cls.from_pretrained(
-            folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard
-        )
+    def from_hub(cls, repo_id: str, **options: Any) -> CausalLM:
+        """Load a model from the Hugging Face hub; the arguments are those of `CausalLM.from_hub`."""
+        return _AnyFamily.from_hub(repo_id, **options)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        folder: str | os.PathLike[str],
-        *,
-        dtype: torch.dtype | str | None = None,
-        device: torch.device | str = "cpu",
-        kernels: KernelOptions | None = None,
-        strict: bool = False,
-        progress: bool = True,
-        shard: Callable[[CausalLM], object] | None = None,
-    ) -> CausalLM:
-        """Load a model from a local folder; arguments as in `liger_models.convert.load.load_pretrained`."""
-        model_class = get_arch(read_model_type(read_json_config(Path(folder))))
-        return load_pretrained(
-            model_class,
-            folder,
-            dtype=dtype,
-            device=device,
-            strict=strict,
-            progress=progress,
-            kernels=kernels,
-            shard=shard,
-        )
+    def from_pretrained(cls, folder: str | os.PathLike[str], **options: Any) -> CausalLM:
+        """Load a model from a local folder; the arguments are those of `CausalLM.from_pretrained`."""
+        return _AnyFamily._class_for(read_json_config(Path(folder))).from_pretrained(folder, **options)
 
     @classmethod
     def from_config(
@@ -153,3 +103,11 @@ class AutoLigerModel:
             model_class = get_arch(format_of(type(config)).model_type)
             parsed = config
         return model_class.from_config(parsed, dtype=dtype, device=device, kernels=kernels)
+
+
+class _AnyFamily(CausalLM):
+    """The class that config.json names. It has no instances."""
+
+    @classmethod
+    def _class_for(cls, hf_config: Mapping[str, Any]) -> type[CausalLM]:  # type: ignore[override]
+        return get_arch(read_model_type(hf_config))

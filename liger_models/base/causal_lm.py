@@ -1,6 +1,6 @@
 """The base class of all models: the decoder with loading, saving, generation and transformers' Trainer interface."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.files import read_json_config
 from liger_models.convert.hub import download, push
 from liger_models.convert.load import load_pretrained
 from liger_models.convert.save import save_pretrained
@@ -211,7 +212,7 @@ class CausalLM(Decoder):
         """
         folder = download(
             repo_id,
-            lambda hf_config: cls,
+            cls._class_for,
             revision=revision,
             cache_dir=cache_dir,
             token=token,
@@ -220,9 +221,14 @@ class CausalLM(Decoder):
             strict=strict,
             progress=progress,
         )
-        return cls.from_pretrained(
+        return cls._class_for(read_json_config(folder)).from_pretrained(
             folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard
         )
+
+    @classmethod
+    def _class_for(cls, hf_config: Mapping[str, Any]) -> type["Self"]:
+        """The class of the model that the content of a config.json describes."""
+        return cls
 
     def save_pretrained(
         self, folder: str | PathLike[str], *, dtype: torch.dtype | None = None, max_shard_size: int | str = "5GB"
