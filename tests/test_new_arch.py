@@ -84,8 +84,8 @@ def test_what_is_written_and_what_to_do_next(checkout):
     assert written(checkout) == ["liger_models/arch/registry.py", f"liger_models/arch/{NAME}.py", *data]
     for line in (
         *data,
-        "note: head_gain is null: its type is a guess.",
-        f"make test ARGS='-k {NAME}'",
+        "Rename seed_oss.json, seed_oss.shapes.json",
+        f"make test ARGS=\"-k '{NAME} or MODEL'\"",
         "from liger_models.arch.seed_oss import LigerSeedOss as LigerSeedOss",
         '"arch.seed_oss": ["LigerSeedOss", "SeedOssConfig"],',
         "docs/adding-an-architecture.md",
@@ -101,10 +101,9 @@ def test_the_config_class_has_what_not_every_decoder_has(checkout, own_registry)
     config = config_class()
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "attention_bias", "residual_dropout"):
         assert getattr(config, name) == getattr(theirs, name), name
-    known, _, unknown = source.partition("# transformers' class names none of these")
-    assert "attention_bias: bool = True" in known
-    assert "head_gain: int | None = None" in unknown
-    assert 'layers_of_note: list[int] = field(default_factory=lambda: [1, 2])\n    quirk: str = "none"' in unknown
+    assert "attention_bias: bool = True" in source
+    assert "attention_out_bias: bool = False" in source  # transformers has it, config.json does not
+    assert 'IGNORED_KEYS = ("head_gain", "layers_of_note", "quirk")' in source
     read = read_config(config_class, CONFIG, strict=True)
     assert (read.rope_scaling.factor, read.rope_theta, read.residual_dropout) == (8.0, 1e6, 0.0)
 
@@ -116,14 +115,13 @@ def test_the_module_is_a_llama(checkout, own_registry, tmp_path, bias):
     tiny = json.loads((checkout / f"tests/data/{NAME}/tiny.json").read_text())
     variant = "attention_bias" if bias else "released"
     sizes = merged(tiny["base"], tiny["variants"][variant])
-    config = transformers.AutoConfig.for_model(NAME, **sizes, attention_out_bias=bias)
+    config = transformers.AutoConfig.for_model(NAME, **sizes | {"attention_out_bias": bias})
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     theirs.save_pretrained(tmp_path / "model")
-    with pytest.warns(UserWarning, match="attention_out_bias"):
-        ours = module.LigerSeedOss.from_pretrained(tmp_path / "model", progress=False).eval()
+    ours = module.LigerSeedOss.from_pretrained(tmp_path / "model", progress=False, strict=True).eval()
     ids = torch.randint(3, 100, (2, 20))
     assert error(ours(ids).logits, theirs(ids).logits) <= LIMIT
     ours(ids, labels=ids).loss.backward()
@@ -145,8 +143,9 @@ def test_the_data_is_transformers(checkout, own_registry):
     torch.testing.assert_close(model.rotary["default"].inv_freq, torch.tensor(oracle["inv_freq"]), rtol=2e-7, atol=0)
     tiny = json.loads((data / "tiny.json").read_text())
     assert tiny["base"]["hidden_size"] == 64
-    assert [*tiny["variants"]] == ["released", "tied", "one-kv-head", "attention_bias", "mlp_bias", "llama3"]
-    assert tiny["variants"]["llama3"]["rope_parameters"]["original_max_position_embeddings"] == 16
+    variants = ["attention_out_bias", "llama3"]
+    assert [*tiny["variants"]] == ["released", "tied", "one-kv-head", "attention_bias", "mlp_bias", *variants]
+    assert tiny["variants"]["llama3"]["rope_parameters"]["original_max_position_embeddings"] == 8
 
 
 def test_shapes_of_safetensors_beside_config_json(checkout, tmp_path):
@@ -166,7 +165,8 @@ def test_without_transformers_it_says_what_is_missing(checkout, monkeypatch, own
     assert made["files"] == [f"liger_models/arch/{NAME}.py", f"tests/data/{NAME}/tiny.json"]
     assert "No rope_oracle.json" in made["notes"][0]
     assert "transformers is not installed" in made["notes"][0]
-    assert load_module(checkout).SeedOssConfig().residual_dropout == 0.0  # config.json's value
+    config = load_module(checkout).SeedOssConfig()
+    assert (config.residual_dropout, config.layers_of_note) == (0.0, [1, 2])  # config.json's values
 
 
 def test_an_architecture_that_transformers_does_not_know(checkout, tmp_path):
@@ -181,9 +181,8 @@ def test_an_architecture_that_transformers_does_not_know(checkout, tmp_path):
     [
         ({}, "config.rms_norm_eps"),
         ({"rms_norm_eps": ..., "layer_norm_eps": 1e-6}, "class SeedOssConfig(DecoderConfig)"),
-        ({"rms_norm_eps": ..., "layer_norm_eps": 1e-6}, "LigerRMSNorm, config.hidden_size, config.layer_norm_eps,"),
+        ({"rms_norm_eps": ..., "layer_norm_eps": 1e-6}, "use_bias=False, kernel=kernels.layer_norm"),
         ({"hidden_act": "gelu_new"}, "GatedMLP("),
-        ({"layer_types": ["sliding_attention", "full_attention"] * 16}, "layer_types: list[str]"),
         ({"architectures": ["QuiteALongNameOfOneForCausalLM"]}, "LigerQuiteALongNameOfOne"),
     ],
     ids=str,

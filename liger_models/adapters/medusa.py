@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from liger_models.adapters.lora_layers import adapted_layers
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.files import CONFIG, read_json_config, write_json
-from liger_models.convert.save import write_folder
+from liger_models.convert.folder import write_folder
 from liger_models.kernels.checks import check
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_models.layers.batch import BatchLayout
@@ -340,7 +340,7 @@ class LigerMedusa(nn.Module):
 
         with raise_on_all_ranks():
             if rank() == 0:
-                write_folder(folder, write)
+                write_folder(folder, write, last=CONFIG)
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike[str], model: CausalLM, **options: Any) -> "LigerMedusa":

@@ -1,8 +1,8 @@
 """Save and load adapters in PEFT's files."""
 
 import dataclasses
-import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from liger_models.adapters.lora import adaptable_layers, apply_lora, matches
 from liger_models.adapters.lora_layers import Adapter, LoRAConfig, adapted_layers, adapter_config, short_name
 from liger_models.base.causal_lm import CausalLM
-from liger_models.convert.files import open_safetensors, read_json
+from liger_models.convert.files import open_safetensors, read_json, write_json
+from liger_models.convert.folder import check_complete, write_folder
 from liger_models.kernels.checks import check
 from liger_models.layers.linear import is_sharded
 from liger_models.parallel.groups import raise_on_all_ranks, rank
@@ -76,17 +77,15 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
         "inference_mode": True,
         "init_lora_weights": True,
     }
-    place = Path(folder)
+
+    def write(place: Path) -> None:
+        write_json(place / CONFIG, keys)
+        save_file(tensors, place / WEIGHTS, metadata={"format": "pt"})
+        shutil.copymode(place / CONFIG, place / WEIGHTS)  # safetensors creates files that only the owner can read
+
     with raise_on_all_ranks():
         if rank() == 0:
-            place.mkdir(parents=True, exist_ok=True)
-            for name in (WEIGHTS, CONFIG):
-                temporary = place / f".{name}.tmp"
-                if name == WEIGHTS:
-                    save_file(tensors, temporary, metadata={"format": "pt"})
-                else:
-                    temporary.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
-                temporary.replace(place / name)
+            write_folder(Path(folder), write, last=CONFIG)
 
 
 def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
@@ -101,6 +100,7 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
         ValueError: another kind of adapter, or adapters of another model. The model is then unchanged.
     """
     place = Path(folder)
+    check_complete(place, CONFIG)
     for name in (CONFIG, WEIGHTS):
         if not (place / name).is_file():
             raise FileNotFoundError(f"{place}: must hold {name}, got no such file. Give the folder of PEFT adapters.")

@@ -35,6 +35,7 @@ class MixtralConfig(RMSNormDecoderConfig):
     num_key_value_heads: int | None = 8
     max_position_embeddings: int = 131072
     rms_norm_eps: float = 1e-5
+    rope_theta: float = 1000000.0
     sliding_window: int | None = None
     num_experts_per_tok: int = 2
     num_local_experts: int = 8

@@ -35,6 +35,14 @@ def _hint(*values: Any, optional: bool = False) -> str:
     return " | ".join([*sorted(kinds or {"int"}), *(["None"] if optional else [])])
 
 
+def _annotated(parameter: inspect.Parameter) -> str | None:
+    """The type that transformers annotates an argument with, if it is a union of plain types."""
+    text = inspect.formatannotation(parameter.annotation).strip("'").replace("typing.", "")
+    parts = [part.strip() for part in text.split("|")]
+    plain = {"bool", "int", "float", "str", "None", "list[str]", "list[int]", "list[float]"}
+    return " | ".join(parts) if plain.issuperset(parts) else None
+
+
 def _line(name: str, hint: str, default: Any) -> str:
     """The line of a field in its class; a list that is too long for one is None."""
     if isinstance(default, list):
@@ -65,7 +73,7 @@ def _common_fields(config_class: Any, base: type) -> list[str]:
     return lines
 
 
-def _own_fields(hf: Mapping[str, Any], config_class: Any) -> tuple[list[str], list[str]]:
+def _own_fields(hf: Mapping[str, Any], config_class: Any, ignored: set[str]) -> tuple[list[str], list[str]]:
     """The lines of the fields that only this architecture has, and what is a guess in them."""
     known: list[str] = []
     unknown: list[str] = []
@@ -73,27 +81,34 @@ def _own_fields(hf: Mapping[str, Any], config_class: Any) -> tuple[list[str], li
     theirs = arguments(config_class)
     for key, value in own_keys(hf).items():
         default = theirs[key].default if key in theirs else value
+        if key in ignored:
+            continue
         if isinstance(value, Mapping):
             notes.append(f"{key} is an object: give it a dataclass, or move its values in from_json.")
             continue
-        if value is None and default is None:
+        annotated = _annotated(theirs[key]) if key in theirs else None
+        if value is None and default is None and annotated is None:
             notes.append(f"{key} is null: its type is a guess.")
         optional = key in theirs and "None" in str(theirs[key].annotation)
-        line = _line(key, _hint(value, default, optional=optional), default)
+        line = _line(key, annotated or _hint(value, default, optional=optional), default)
         (known if key in theirs or config_class is None else unknown).append(line)
     if unknown:
-        unknown.insert(0, "    # transformers' class names none of these: move what changes nothing to IGNORED_KEYS.")
+        unknown.insert(0, "    # Not an argument of transformers' class, but its code reads them.")
     return known + unknown, notes
 
 
-def module_source(name: str, prefix: str, hf: Mapping[str, Any], config_class: Any) -> tuple[str, list[str]]:
+def module_source(
+    name: str, prefix: str, hf: Mapping[str, Any], config_class: Any, code: str = "", norm_bias: bool = False
+) -> tuple[str, list[str]]:
     """The source of the module, and what is a guess in it.
 
     Args:
         name: ``model_type``.
         prefix: what the names of its classes begin with.
-        hf: the content of config.json.
+        hf: the content of config.json, and the keys that transformers adds.
         config_class: transformers' config class, whose defaults the fields take; None for the values of ``hf``.
+        code: transformers' source of the architecture. A key that does not occur in it is ignored.
+        norm_bias: whether LayerNorms have a bias.
     """
     own = own_keys(hf)
     endings = ("norm_eps", "norm_epsilon")
@@ -101,7 +116,8 @@ def module_source(name: str, prefix: str, hf: Mapping[str, Any], config_class: A
         (key for key, value in own.items() if key.endswith(endings) and isinstance(value, float)), "rms_norm_eps"
     )
     base = RMSNormDecoderConfig if eps == "rms_norm_eps" else DecoderConfig
-    fields, notes = _own_fields(hf, config_class)
+    ignored = {key for key in own if code and key not in code}
+    fields, notes = _own_fields(hf, config_class, ignored)
     fields = _common_fields(config_class, base) + fields
     act = hf.get("hidden_act", "silu")
     if act not in ACTIVATIONS:
@@ -124,8 +140,26 @@ def module_source(name: str, prefix: str, hf: Mapping[str, Any], config_class: A
     hf_class = (hf.get("architectures") or [f"{prefix}ForCausalLM"])[0]
     blocks = f"{prefix}Block(config, i, self.kernels) for i in range(config.num_hidden_layers)"
     blocks = _call("        self.layers = nn.ModuleList", blocks)
-    checkpoint = f'CheckpointFormat(model_type="{name}", hf_class="{hf_class}", weight_map=weight_map)'
-    family = _call("add_family", f"Liger{prefix}", checkpoint)
+    inert = ""
+    checkpoint = [f'model_type="{name}"', f'hf_class="{hf_class}"', "weight_map=weight_map"]
+    if ignored:
+        names = [json.dumps(key) for key in sorted(ignored)]
+        inert = _call("IGNORED_KEYS = ", *(names if len(names) > 1 else [f"{names[0]},"]))
+        inert = f"{inert}  # transformers does not read them\n\n\n"
+        checkpoint.append("ignored_keys=IGNORED_KEYS")
+    checkpoint_format = _call("    CheckpointFormat", *checkpoint).strip()
+    family = _call("add_family", f"Liger{prefix}", checkpoint_format)
+    rms = eps == "rms_norm_eps"
+    norm, norm_kernel = ("LigerRMSNorm", "rms_norm") if rms else ("LigerLayerNorm", "layer_norm")
+    bias = "" if rms or norm_bias else "use_bias=False, "
+    norms = _call(
+        "        norm = partial", norm, "config.hidden_size", f"config.{eps}", *([bias[:-2]] if bias else []),
+        f"kernel=kernels.{norm_kernel}",
+    )  # fmt: skip
+    last_norm = _call(
+        f"        self.norm = {norm}", "config.hidden_size", f"config.{eps}", *([bias[:-2]] if bias else []),
+        f"kernel=self.kernels.{norm_kernel}",
+    )  # fmt: skip
     source = f'''"""{prefix}: model_type ``{name}``.
 
 Differs from Llama: TODO. Say what differs, and name the released models in the first line.
@@ -149,7 +183,7 @@ from liger_models.layers.config import {base.__name__}
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import {used}
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.norm import {norm}
 from liger_models.layers.rope import RotaryEmbedding
 
 
@@ -163,7 +197,7 @@ class {prefix}Block(nn.Module):
 
     def __init__(self, config: {prefix}Config, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
-        norm = partial(LigerRMSNorm, config.hidden_size, config.{eps}, kernel=kernels.rms_norm)
+{norms}
         self.input_layernorm = norm()
         self.self_attn = LigerAttention(
             config.hidden_size,
@@ -197,7 +231,7 @@ class Liger{prefix}(CausalLM):
         super().__init__(config, kernels)
         self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
 {blocks}
-        self.norm = LigerRMSNorm(config.hidden_size, config.{eps}, kernel=self.kernels.rms_norm)
+{last_norm}
         self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
         rotary = RotaryEmbedding(
             config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
@@ -206,7 +240,7 @@ class Liger{prefix}(CausalLM):
         self.post_init()
 
 
-def weight_map(config: {prefix}Config) -> WeightMap:
+{inert}def weight_map(config: {prefix}Config) -> WeightMap:
     """{prefix}'s parameters over the tensors of a Hugging Face checkpoint."""
     return decoder_map({", ".join(["config", *mapped])})
 

@@ -6,6 +6,7 @@ author changes the module until they pass. The test data is transformers' where 
 
 import copy
 import importlib
+import inspect
 import json
 import shutil
 import tempfile
@@ -62,14 +63,18 @@ def new_arch(name: str, config_file: Path) -> NewArch:
     hf = parse_json(config_file.read_bytes(), config_file)
     _check(name, hf)
     config_class, oracle, notes = _transformers(name, hf)
+    keys = {**hf, **_added(oracle, hf)}
     prefix = (hf.get("architectures") or [f"{name.title().replace('_', '')}ForCausalLM"])[0].partition("For")[0]
     weights = [file for pattern in (WEIGHTS, SHARDS) for file in config_file.parent.glob(pattern)]
 
     folder = DATA / name
-    source, guesses = module_source(name, prefix, hf, config_class)
-    notes += guesses
-    files = {ARCH / f"{name}.py": source, folder / "tiny.json": _json(_tiny(hf, config_class))}
     shapes, ropes = _oracle(oracle)
+    read_by = (
+        [] if oracle is None else [inspect.getsource(inspect.getmodule(each)) for each in (config_class, type(oracle))]
+    )
+    source, guesses = module_source(name, prefix, keys, config_class, "".join(read_by), "model.norm.bias" in shapes)
+    notes += guesses
+    files = {ARCH / f"{name}.py": source, folder / "tiny.json": _json(_tiny(keys, config_class))}
     if weights:
         shapes = {each: list(stored.shape) for each, stored in read_headers(config_file.parent).items()}
     elif shapes:
@@ -124,6 +129,14 @@ def _transformers(name: str, hf: Mapping[str, Any]) -> tuple[Any, Any, list[str]
         return type(config), transformers.AutoModelForCausalLM.from_config(config), []
 
 
+def _added(model: Any, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of an architecture that transformers' model has in its configuration and a config.json leaves out."""
+    if model is None:
+        return {}
+    every = importlib.import_module("transformers").PretrainedConfig().to_dict()
+    return {key: value for key, value in model.config.to_dict().items() if key not in hf and key not in every}
+
+
 def _oracle(model: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
     """Parameter name -> shape, and name of a rotary embedding -> its frequencies, of transformers' model."""
     if model is None:
@@ -153,25 +166,35 @@ def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
     for key, value in own.items():
         if key not in base and (key in theirs or not theirs) and not isinstance(value, (Mapping, list)):
             base[key] = value
-    types = hf.get("layer_types")
+    types: Any = hf.get("layer_types")
+    released = {}
     if types:
         base["layer_types"] = sorted({*types}, key=types.index)
+        if "sliding_window" in theirs and len(base["layer_types"]) == 1:  # the released model has no windows
+            base["layer_types"] = ["sliding_attention", "full_attention"]
+            released = {"sliding_window": hf.get("sliding_window"), "layer_types": 2 * types[:1]}
+            base["sliding_window"] = TINY["sliding_window"]
         base["num_hidden_layers"] = len(base["layer_types"])
     their_tie = theirs["tie_word_embeddings"].default if "tie_word_embeddings" in theirs else False
     tied = base["tie_word_embeddings"] = hf.get("tie_word_embeddings", their_tie)
     switches = {key: value for key, value in base.items() if isinstance(value, bool) and key != "tie_word_embeddings"}
-    variants = {
-        "released": {},
+    rotated = {"layer_types": ["sliding_attention"] * base["num_hidden_layers"]} if types else {}
+    variants: dict[str, dict[str, Any]] = {
+        **({"windows": {}} if released else {}),
+        "released": released,
         "untied" if tied else "tied": {"tie_word_embeddings": not tied},
         **({"one-kv-head": {"num_key_value_heads": 1}} if "num_key_value_heads" in base else {}),
-        **{f"no-{key}" if value else key: {key: not value} for key, value in switches.items()},
+        **{
+            f"no-{key}" if value else key: {key: not value, **(rotated if key == "attention_bias" else {})}
+            for key, value in switches.items()
+        },
     }
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     kind = rope.pop("type", None)
     kind = rope.pop("rope_type", kind)
     if kind not in (None, "default") and not any(isinstance(value, Mapping) for value in rope.values()):
         short = {key: value[: TINY["head_dim"] // 2] for key, value in rope.items() if isinstance(value, list)}
-        length = {"original_max_position_embeddings": 16} if kind not in ("linear", "dynamic") else {}
+        length = {"original_max_position_embeddings": 8} if kind not in ("linear", "dynamic") else {}
         variants[kind] = {"rope_parameters": {"rope_theta": 10000.0, **rope, **short, **length, "rope_type": kind}}
     return {"base": base, "variants": variants}
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from liger_models.convert.folder import check_complete
 from liger_models.text.json_files import parse_json
 
 CONFIG = "config.json"
@@ -54,6 +55,7 @@ def read_json_config(folder: Path) -> dict[str, Any]:
             f"{folder}: must be a folder with {CONFIG} and safetensors, got "
             f"{'a file' if folder.exists() else 'nothing there'}. For a name on the Hugging Face Hub use from_hub."
         )
+    check_complete(folder, CONFIG)
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(
             f"{folder}: must hold {CONFIG}, got {list_files(folder)}. Pass the folder of a Hugging Face checkpoint."

@@ -70,6 +70,7 @@ def load_pretrained(
     Raises:
         FileNotFoundError: the folder or a file in it is missing.
         ValueError: the content of a file does not match the model.
+        OSError: another process has saved to the folder in the meantime.
     """
     if isinstance(dtype, str) and dtype != "auto":
         raise ValueError(f"load_pretrained: dtype must be a torch.dtype, None or 'auto', got {dtype!r}.")
@@ -80,6 +81,7 @@ def load_pretrained(
     folder = Path(folder)
     with contextlib.nullcontext() if shard is None else raise_on_all_ranks():
         hf_config = read_json_config(folder)
+        written = (folder / CONFIG).stat().st_mtime_ns
         check_model_type(model_class, hf_config)
         config = read_config(model_class.config_class, hf_config, strict=strict)
         with torch.device("meta"):
@@ -97,6 +99,8 @@ def load_pretrained(
         _load_whole(model, weights, stored, target, device, progress)
     model.hf_config = hf_config
     model.assets = {name: (folder / name).read_bytes() for name in ASSETS if (folder / name).is_file()}
+    if not (folder / CONFIG).is_file() or (folder / CONFIG).stat().st_mtime_ns != written:
+        raise OSError(f"{folder}: must not be written to while it is loaded, got a new {CONFIG}. Load it again.")
     return model
 
 

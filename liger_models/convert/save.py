@@ -3,20 +3,19 @@
 import dataclasses
 import os
 import shutil
-import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from liger_models.convert.config_map import write_config
 from liger_models.convert.files import CONFIG, FLOATS, INDEX, SHARDS, WEIGHTS, some, write_json
+from liger_models.convert.folder import write_folder
 from liger_models.convert.format import format_of
 from liger_models.convert.weight_map import WeightMap
 from liger_models.kernels.checks import check
@@ -33,8 +32,8 @@ def save_pretrained(
 ) -> None:
     """Save a model as a Hugging Face checkpoint, which transformers and this package load.
 
-    Everything is written to a temporary folder first and then renamed, so the folder holds the old checkpoint until the
-    new one is complete. Other files in the folder are not touched.
+    The folder holds the old checkpoint until the new one is complete; see `liger_models.convert.folder.write_folder`.
+    Other files in the folder are kept. A second process that saves to the same folder waits.
 
     In a process group only rank 0 writes, and the other calling ranks wait for it. If the model is sharded, all ranks
     must call this function: parameters are gathered one by one, and rank 0 holds the tensors of one file at a time.
@@ -52,6 +51,11 @@ def save_pretrained(
     check(
         dtype is None or dtype in FLOATS.values(),
         f"save_pretrained: dtype must be one of {', '.join(map(str, FLOATS.values()))}, got {dtype}.",
+    )
+    check(
+        isinstance(max_shard_size, str) or (type(max_shard_size) is int and max_shard_size > 0),
+        f"save_pretrained: max_shard_size must be a positive number of bytes or text such as '5GB', got "
+        f"{max_shard_size!r}.",
     )
     folder = Path(folder).absolute()
     for module in model.modules():
@@ -71,6 +75,12 @@ def save_pretrained(
     weights = format_of(type(model)).weight_map(config)
     once = dict(model.named_parameters())  # leave out further names of shared parameters
     parameters = {name: each for name, each in parameters.items() if name in once or name in weights.entries}
+    extra = sorted(parameters.keys() - weights.entries.keys())
+    check(
+        not extra,
+        f"save_pretrained: every parameter must have a name in a checkpoint of {type(model).__name__}, got "
+        f"{some(extra)}. Save LoRA adapters with save_adapter, or merge them with merge_lora; remove other additions.",
+    )
     shapes = {name: torch.empty(p.shape, dtype=dtype or p.dtype, device="meta") for name, p in parameters.items()}
     tensors = weights.shapes(shapes)
     plan = split_state_dict_into_shards_factory(
@@ -95,13 +105,16 @@ def save_pretrained(
             # safetensors creates files that only their owner can read.
             shutil.copymode(place / CONFIG, place / file)
 
+    def save() -> None:
+        write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX))
+
     if not sharded:
-        run_on_rank_zero(f"save_pretrained {folder}", lambda: write_folder(folder, write))
+        run_on_rank_zero(f"save_pretrained {folder}", save)
         return
     with raise_on_all_ranks():
         try:
             if rank() == 0:
-                write_folder(folder, write)
+                save()
         finally:
             # All ranks must take part in gathering: those that don't write and, if writing failed, the one that does.
             for _, names in files:
@@ -142,48 +155,3 @@ def _gather(
             if hf_name in wanted:
                 shard[hf_name] = tensor.to("cpu", dtype).contiguous()
     return shard
-
-
-def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder of files, so that it never holds a part of them.
-
-    A new folder is created by one rename. In an existing folder, files are replaced one by one after all of them have
-    been written, weights first; then stale files of the old checkpoint are removed.
-
-    Args:
-        folder: the folder.
-        write: writes the files to the folder that it is given.
-    """
-    replace = folder.exists()
-    if replace and not folder.is_dir():
-        raise NotADirectoryError(f"{folder}: must be a folder, got a file. Choose another path, or remove the file.")
-    # If the folder exists, the temporary one is inside it: its parent may be read-only, or on another file system.
-    base = folder if replace else next(parent for parent in folder.parents if parent.exists())
-    temporary = base / f".{folder.name}.{uuid.uuid4().hex[:8]}"
-    try:
-        try:
-            temporary.mkdir()
-            write(temporary)
-        except (OSError, SafetensorError) as error:
-            message = f"{folder}: must be writable and have room for the checkpoint, got: {error}. Nothing was changed."
-            number = getattr(error, "errno", None)
-            raise OSError(message) if number is None else OSError(number, message) from error
-        if replace:
-            _move_files(temporary, folder)
-        else:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _move_files(source: Path, folder: Path) -> None:
-    new = {path.name for path in source.iterdir()}
-    for name in new:
-        if (folder / name).is_dir():
-            raise IsADirectoryError(f"{folder / name}: must be a file, got a folder. Choose another path or remove it.")
-    stale = {path.name for pattern in (WEIGHTS, SHARDS, INDEX) for path in folder.glob(pattern)} - new
-    for name in sorted(new, key=lambda name: (name in (CONFIG, INDEX), not name.endswith(".safetensors"))):
-        (source / name).replace(folder / name)
-    for name in stale:
-        (folder / name).unlink()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.arch.llama import LigerLlama, LlamaConfig
+from liger_models.convert import load as load_module
 from liger_models.convert import save
 from liger_models.convert.load import load_pretrained
 
@@ -434,6 +435,7 @@ MEMORY = """
 import sys
 from pathlib import Path
 from liger_models.arch.llama import LigerLlama
+from liger_models.convert import load as load_module
 from liger_models.convert import save
 from liger_models.convert.load import load_pretrained
 from liger_models.convert.save import save_pretrained
@@ -548,7 +550,7 @@ def test_the_target_must_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(NotADirectoryError, match="file: must be a folder, got a file"):
         tiny_model().save_pretrained(tmp_path / "file")
-    with pytest.raises(OSError, match="Not a directory"):
+    with pytest.raises(OSError, match=r"file/out: must be writable .* File exists: .*file'"):
         tiny_model().save_pretrained(tmp_path / "file" / "out")
     (tmp_path / "out" / "config.json").mkdir(parents=True)
     with pytest.raises(IsADirectoryError, match=r"config\.json: must be a file, got a folder"):
@@ -580,7 +582,7 @@ def test_a_full_disk(tmp_path: Path, exists: bool) -> None:
         tiny_model().save_pretrained(tmp_path / "out")
     before = listing(tmp_path)
     message = run(NO_SPACE, tmp_path / "out")
-    assert f"{tmp_path / 'out'}: must be writable and have room for the checkpoint, got" in message
+    assert f"{tmp_path / 'out'}: must be writable and have room for the files, got" in message
     assert "File too large" in message
     assert listing(tmp_path) == before
     assert len(list(tmp_path.rglob("*"))) == len(before) + exists
@@ -631,6 +633,27 @@ def test_a_model_without_weights_is_not_saved(tmp_path: Path) -> None:
 def test_parameters_that_the_format_has_no_place_for_are_refused(tmp_path: Path) -> None:
     model = tiny_model()
     model.layers[0].self_attn.register_parameter("lora", torch.nn.Parameter(torch.ones(1)))
-    with pytest.raises(ValueError, match=r"Parameters without one: \['layers.0.self_attn.lora'\]"):
+    with pytest.raises(ValueError, match=r"checkpoint of LigerLlama, got layers.0.self_attn.lora. Save .* merge_lora"):
         model.save_pretrained(tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5])
+def test_the_size_of_a_shard_is_checked(tmp_path: Path, size: Any) -> None:
+    with pytest.raises(ValueError, match=f"max_shard_size must be a positive number of bytes .*, got {size}"):
+        tiny_model().save_pretrained(tmp_path / "out", max_shard_size=size)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_save_while_the_folder_is_loaded_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model().save_pretrained(tmp_path / "out")
+    headers = load_module.read_headers
+
+    def saved_over(folder: Path) -> Any:
+        found = headers(folder)
+        tiny_model().save_pretrained(tmp_path / "out")
+        return found
+
+    monkeypatch.setattr(load_module, "read_headers", saved_over)
+    with pytest.raises(OSError, match=r"out: must not be written to while it is loaded"):
+        load(tmp_path / "out")

@@ -14,9 +14,10 @@ from liger_models.arch.phi3 import Phi3Config
 from liger_models.convert import format_of
 from liger_models.convert.config_map import flat_rope, read_config, write_config
 from liger_models.layers.config import DecoderConfig
+from liger_models.layers.layer import layers_of
 from liger_models.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
-from ..arch.families import CASES, tiny
+from ..arch.families import CASES, VISION_CASES, tiny
 from ..late import transformers
 from .conftest import TINY
 
@@ -77,6 +78,33 @@ def test_reads_what_transformers_reads(config_file: Path) -> None:
         assert (rope_type, rope) == ("default", {})
     else:
         assert rope == {key: value for key, value in dataclasses.asdict(config.rope_scaling).items() if key in rope}
+
+
+def test_every_layer_has_the_window_of_transformers(config_file: Path) -> None:
+    hf = json.loads(config_file.read_text())
+    model_class = get_arch(config_file.parent.name)
+    with torch.device("meta"):
+        model = model_class(read_config(model_class.config_class, hf))
+    ours = [spec.window for spec in (layer.attention for layer in layers_of(model.layers)) if spec is not None]
+    theirs = transformers.AutoConfig.for_model(**hf).get_text_config()
+    crossing = getattr(theirs, "cross_attention_layers", ())
+    types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * (theirs.num_hidden_layers - len(crossing))
+    window = getattr(theirs, "sliding_window", None)
+    assert ours == [window if each == "sliding_attention" else None for each in types]
+
+
+@pytest.mark.parametrize("arch", sorted({arch for arch, _ in CASES} - {arch for arch, _ in VISION_CASES}))
+def test_the_defaults_are_those_of_transformers(arch: str) -> None:
+    written = write_config(get_arch(arch).config_class(), {}, torch.float32)
+    changes = {key: value for key, value in json.loads(json.dumps(written)).items() if key != "model_type"}
+    ours, theirs = (transformers.AutoConfig.for_model(arch, **each).to_dict() for each in (changes, {}))
+    ours_rope, their_rope = (each.pop("rope_parameters") for each in (ours, theirs))
+    for key in ours_rope.keys() & their_rope:
+        assert ours_rope[key] == their_rope[key]
+    for key in ("architectures", "dtype", "sliding_window_pattern"):  # the last is layer_types in other words
+        ours.pop(key, None)
+        theirs.pop(key, None)
+    assert ours == theirs
 
 
 def assert_same_tower(config: Any, theirs: Any) -> None:

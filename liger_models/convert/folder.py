@@ -1,0 +1,174 @@
+"""Writing a folder in one step: a reader finds the old files or the new ones, whenever the writer is killed."""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+NEW = ".new"
+"""Folder in which the new files are whole while those of a folder that cannot be exchanged are replaced one by one."""
+
+
+def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stale: Iterable[str] = ()) -> None:
+    """Write files to a folder, all or none of them. Other files in the folder are kept.
+
+    The files are first written to ``.<name>.saving`` beside the folder. A lock makes a second writer wait. What a
+    killed writer has left there is not locked, and the next writer removes it. When all files are written, a new folder
+    appears by one rename, and an existing one is exchanged in one step.
+
+    Some folders cannot be exchanged: the working directory, a mount point, one with subfolders or of another owner, and
+    any on a file system without this operation. Their files are replaced one by one. ``last`` is removed first and
+    written last, so that no reader takes a mixture for a whole folder. If the writer is killed in between, the new
+    files are whole in the subfolder `NEW`.
+
+    Args:
+        folder: the folder; created if it does not exist.
+        write: writes the files to the folder that it is given.
+        last: name of the file without which nobody reads the folder, such as config.json.
+        stale: patterns of the names of files that belong to the old content and are removed.
+
+    Raises:
+        OSError: the folder cannot be written. Nothing was changed.
+    """
+    folder = Path(os.path.realpath(folder))
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder}: must be a folder, got a file. Choose another path, or remove the file.")
+    missing = [each for each in folder.parents if not each.exists()]
+    place = folder if _must_stay(folder) else folder.parent
+    try:
+        with _reporting(folder):
+            place.mkdir(parents=True, exist_ok=True)
+        with _reserved(place / f".{folder.name}.saving", folder) as new:
+            with _reporting(folder):
+                write(new)
+            names = {path.name for path in new.iterdir()}
+            for name in names:
+                if (folder / name).is_dir():
+                    raise IsADirectoryError(
+                        f"{folder / name}: must be a file, got a folder. Choose another path or remove it."
+                    )
+            old = {path.name for pattern in stale for path in folder.glob(pattern)} - names
+            if not folder.exists():
+                new.rename(folder)
+            elif place == folder or not _exchange(new, folder, names | old):
+                _replace(new, folder, names, old, last)
+    except BaseException:
+        for each in missing:
+            with contextlib.suppress(OSError):
+                each.rmdir()
+        raise
+
+
+def check_complete(folder: Path, last: str) -> None:
+    """Raise FileNotFoundError if a writer of `write_folder` was killed while it replaced the files one by one."""
+    if (folder / NEW).is_dir() and not (folder / last).is_file():
+        raise FileNotFoundError(
+            f"{folder}: must hold {last}, got a save that was killed while it replaced the files. The new files are "
+            f"whole in {folder / NEW}: load them from there, or save again."
+        )
+
+
+@contextlib.contextmanager
+def _reporting(folder: Path) -> Iterator[None]:
+    """Context that adds the name of the folder to errors of writing."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        message = f"{folder}: must be writable and have room for the files, got: {error}. Nothing was changed."
+        number = getattr(error, "errno", None)
+        raise OSError(message) if number is None else OSError(number, message) from error
+
+
+def _must_stay(folder: Path) -> bool:
+    """Whether the folder cannot be renamed, or another folder of its name would not do for those who use it."""
+    if not folder.exists():
+        return False
+    status, parent = folder.stat(), folder.parent
+    return (
+        Path(os.path.realpath(".")).is_relative_to(folder)
+        or os.path.ismount(folder)
+        or not (os.access(parent, os.W_OK) and os.access(folder, os.W_OK))
+        or (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid())
+    )
+
+
+@contextlib.contextmanager
+def _reserved(staging: Path, folder: Path) -> Iterator[Path]:
+    """Create a folder to write to, in ``staging``, which a lock keeps for this process; waits for other processes."""
+    while True:
+        with _reporting(folder):
+            with contextlib.suppress(FileExistsError):
+                staging.mkdir()
+            try:
+                lock = os.open(staging / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            except FileNotFoundError:  # another process has just removed it
+                continue
+        _wait_for(lock, folder)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(staging / "lock")):
+                break
+        os.close(lock)  # of a file that the previous owner has removed
+    new = staging / uuid.uuid4().hex
+    try:
+        for left in staging.glob("*/"):
+            shutil.rmtree(left, ignore_errors=True)
+        new.mkdir()
+        yield new
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        (staging / "lock").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another process is waiting
+            staging.rmdir()
+        os.close(lock)
+
+
+def _wait_for(lock: int, folder: Path) -> None:
+    with contextlib.suppress(OSError):  # a file system without locks
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            warnings.warn(f"{folder}: another process is writing to it. Waiting for its end.", stacklevel=2)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def _exchange(new: Path, folder: Path, ours: set[str]) -> bool:
+    """Exchange two folders in one step, keeping files of other names; False, with nothing changed, if impossible."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+        for path in folder.iterdir():
+            if path.name not in ours:
+                os.link(path, new / path.name, follow_symlinks=False)
+        shutil.copystat(folder, new)
+    except (AttributeError, OSError):  # no such function; a subfolder, or a file system without links
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if rename(here, os.fsencode(new), here, os.fsencode(folder), exchange) != 0:
+        return False
+    for path in new.iterdir():
+        if path.name not in ours and not os.path.lexists(folder / path.name):  # created by others in the meantime
+            path.rename(folder / path.name)
+    return True
+
+
+def _replace(new: Path, folder: Path, names: set[str], old: set[str], last: str) -> None:
+    """Replace the files of a folder one by one, while they are whole in the subfolder `NEW`."""
+    whole = folder / NEW
+    shutil.rmtree(whole, ignore_errors=True)
+    new.rename(whole)
+    for name in (last, *old):
+        (folder / name).unlink(missing_ok=True)
+    for name in sorted(names, key=lambda name: name == last):
+        (folder / name).unlink(missing_ok=True)
+        try:
+            os.link(whole / name, folder / name)
+        except OSError:  # a file system without links
+            shutil.copy2(whole / name, folder / f"{NEW}.{name}")
+            (folder / f"{NEW}.{name}").replace(folder / name)
+    shutil.rmtree(whole)
