@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_models import LigerGEGLUMLP, LigerLayerNorm, LigerMLP, LigerRMSNorm, LigerSwiGLUMLP
+from liger_models.layers.mlp import GatedMLP
 
 CONFIG = SimpleNamespace(hidden_size=8, intermediate_size=12)
 
@@ -15,7 +16,9 @@ CONFIG = SimpleNamespace(hidden_size=8, intermediate_size=12)
     ("build", "hidden_act", "act"),
     [
         (LigerSwiGLUMLP, "silu", F.silu),
+        (LigerSwiGLUMLP, "swish", F.silu),
         (LigerGEGLUMLP, "gelu_pytorch_tanh", lambda x: F.gelu(x, approximate="tanh")),
+        (LigerGEGLUMLP, "gelu_new", lambda x: F.gelu(x, approximate="tanh")),
         (LigerGEGLUMLP, "gelu", F.gelu),
     ],
 )
@@ -27,6 +30,39 @@ def test_forward(build, hidden_act, act, bias, kernel):
     gate, up = mlp.gate_up_proj(x).unflatten(-1, (12, 2)).unbind(-1)
     torch.testing.assert_close(mlp(x), mlp.down_proj(act(gate) * up))
     assert (mlp.down_proj.bias is not None) == bias
+
+
+def with_act(hidden_act):
+    return SimpleNamespace(**vars(CONFIG), hidden_act=hidden_act)
+
+
+@pytest.mark.parametrize("hidden_act", ["gelu", "gelu_pytorch_tanh", "relu", "quick_gelu", "none", None])
+def test_swiglu_refuses_other_activations(hidden_act):
+    with pytest.raises(ValueError, match=rf"LigerSwiGLUMLP: hidden_act must be .*, got {hidden_act!r}"):
+        LigerSwiGLUMLP(with_act(hidden_act))
+
+
+@pytest.mark.parametrize("hidden_act", ["silu", "swish", "relu", "quick_gelu", "none", None])
+def test_geglu_refuses_other_activations(hidden_act):
+    with pytest.raises(ValueError, match=rf"LigerGEGLUMLP: hidden_act must be .*, got {hidden_act!r}"):
+        LigerGEGLUMLP(with_act(hidden_act))
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_unknown_activations_of_mlps(kernel):
+    with pytest.raises(ValueError, match=r"GatedMLP: act must be one of .*, got 'gelu_pytorch_tanh'"):
+        GatedMLP(8, 12, act="gelu_pytorch_tanh", kernel=kernel)
+    with pytest.raises(ValueError, match=r"LigerMLP: act must be one of .*, got 'silu'"):
+        LigerMLP(8, 12, act="silu", kernel=kernel)
+
+
+@pytest.mark.parametrize("build", [LigerSwiGLUMLP, LigerGEGLUMLP])
+def test_another_intermediate_size(build):
+    """Liger-Kernel's second argument, for experts and for layers of double width."""
+    mlp = build(CONFIG, 20)
+    assert mlp.gate_up_proj.weight.shape == (40, 8)
+    assert mlp(torch.randn(3, 8)).shape == (3, 8)
+    assert build(CONFIG, intermediate_size=None).down_proj.weight.shape == (8, 12)
 
 
 class Doubled(nn.Linear):
