@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from liger_models.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss as LigerFusedLinearCrossEntropyLoss
     from liger_models.losses.dpo import LigerFusedLinearDPOLoss as LigerFusedLinearDPOLoss
     from liger_models.losses.grpo import LigerFusedLinearGRPOLoss as LigerFusedLinearGRPOLoss
+    from liger_models.losses.grpo import LigerGRPOLoss as LigerGRPOLoss
     from liger_models.losses.jsd import LigerFusedLinearJSD as LigerFusedLinearJSD
     from liger_models.losses.jsd import LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss
     from liger_models.losses.jsd import LigerJSD as LigerJSD
@@ -120,7 +121,7 @@ else:
             "losses.cpo": ["LigerFusedLinearCPOLoss"],
             "losses.cross_entropy": ["LigerCrossEntropyLoss", "LigerFusedLinearCrossEntropyLoss"],
             "losses.dpo": ["LigerFusedLinearDPOLoss"],
-            "losses.grpo": ["LigerFusedLinearGRPOLoss"],
+            "losses.grpo": ["LigerFusedLinearGRPOLoss", "LigerGRPOLoss"],
             "losses.jsd": ["LigerFusedLinearJSD", "LigerFusedLinearJSDLoss", "LigerJSD"],
             "losses.kl": ["LigerFusedLinearForwardKLLoss", "LigerFusedLinearReverseKLLoss", "LigerKLDIVLoss"],
             "losses.kto": ["LigerFusedLinearKTOLoss"],

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from liger_models.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss as LigerFusedLinearCrossEntropyLoss
     from liger_models.losses.dpo import LigerFusedLinearDPOLoss as LigerFusedLinearDPOLoss
     from liger_models.losses.grpo import LigerFusedLinearGRPOLoss as LigerFusedLinearGRPOLoss
+    from liger_models.losses.grpo import LigerGRPOLoss as LigerGRPOLoss
     from liger_models.losses.jsd import LigerFusedLinearJSD as LigerFusedLinearJSD
     from liger_models.losses.jsd import LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss
     from liger_models.losses.jsd import LigerJSD as LigerJSD
@@ -34,7 +35,7 @@ else:
             "cpo": ["LigerFusedLinearCPOLoss"],
             "cross_entropy": ["LigerCrossEntropyLoss", "LigerFusedLinearCrossEntropyLoss"],
             "dpo": ["LigerFusedLinearDPOLoss"],
-            "grpo": ["LigerFusedLinearGRPOLoss"],
+            "grpo": ["LigerFusedLinearGRPOLoss", "LigerGRPOLoss"],
             "jsd": ["LigerFusedLinearJSD", "LigerFusedLinearJSDLoss", "LigerJSD"],
             "kl": ["LigerFusedLinearForwardKLLoss", "LigerFusedLinearReverseKLLoss", "LigerKLDIVLoss"],
             "kto": ["KTOMetrics", "LigerFusedLinearKTOLoss"],
