@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from liger_models.losses.jsd import LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss
     from liger_models.losses.jsd import LigerJSD as LigerJSD
     from liger_models.losses.kl import LigerFusedLinearForwardKLLoss as LigerFusedLinearForwardKLLoss
+    from liger_models.losses.kl import LigerFusedLinearKLDivLoss as LigerFusedLinearKLDivLoss
     from liger_models.losses.kl import LigerFusedLinearReverseKLLoss as LigerFusedLinearReverseKLLoss
     from liger_models.losses.kl import LigerKLDIVLoss as LigerKLDIVLoss
     from liger_models.losses.kto import LigerFusedLinearKTOLoss as LigerFusedLinearKTOLoss
@@ -123,7 +124,12 @@ else:
             "losses.dpo": ["LigerFusedLinearDPOLoss"],
             "losses.grpo": ["LigerFusedLinearGRPOLoss", "LigerGRPOLoss"],
             "losses.jsd": ["LigerFusedLinearJSD", "LigerFusedLinearJSDLoss", "LigerJSD"],
-            "losses.kl": ["LigerFusedLinearForwardKLLoss", "LigerFusedLinearReverseKLLoss", "LigerKLDIVLoss"],
+            "losses.kl": [
+                "LigerFusedLinearForwardKLLoss",
+                "LigerFusedLinearKLDivLoss",
+                "LigerFusedLinearReverseKLLoss",
+                "LigerKLDIVLoss",
+            ],
             "losses.kto": ["LigerFusedLinearKTOLoss"],
             "losses.orpo": ["LigerFusedLinearORPOLoss"],
             "losses.simpo": ["LigerFusedLinearSimPOLoss"],

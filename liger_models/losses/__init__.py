@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from liger_models.losses.jsd import LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss
     from liger_models.losses.jsd import LigerJSD as LigerJSD
     from liger_models.losses.kl import LigerFusedLinearForwardKLLoss as LigerFusedLinearForwardKLLoss
+    from liger_models.losses.kl import LigerFusedLinearKLDivLoss as LigerFusedLinearKLDivLoss
     from liger_models.losses.kl import LigerFusedLinearReverseKLLoss as LigerFusedLinearReverseKLLoss
     from liger_models.losses.kl import LigerKLDIVLoss as LigerKLDIVLoss
     from liger_models.losses.kto import KTOMetrics as KTOMetrics
@@ -37,7 +38,12 @@ else:
             "dpo": ["LigerFusedLinearDPOLoss"],
             "grpo": ["LigerFusedLinearGRPOLoss", "LigerGRPOLoss"],
             "jsd": ["LigerFusedLinearJSD", "LigerFusedLinearJSDLoss", "LigerJSD"],
-            "kl": ["LigerFusedLinearForwardKLLoss", "LigerFusedLinearReverseKLLoss", "LigerKLDIVLoss"],
+            "kl": [
+                "LigerFusedLinearForwardKLLoss",
+                "LigerFusedLinearKLDivLoss",
+                "LigerFusedLinearReverseKLLoss",
+                "LigerKLDIVLoss",
+            ],
             "kto": ["KTOMetrics", "LigerFusedLinearKTOLoss"],
             "orpo": ["LigerFusedLinearORPOLoss", "ORPOMetrics"],
             "simpo": ["LigerFusedLinearSimPOLoss"],
