@@ -34,6 +34,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "quick_gelu": "quick_gelu",
+    "relu2": "relu2",
 }
 """``hidden_act`` of a config.json -> the kernels' name for it."""
 
@@ -152,7 +153,7 @@ class LigerMLP(Layer):
         hidden_size: C.
         intermediate_size: F.
         out_size: width of the result; None for C.
-        act: "gelu", "gelu_tanh" or "quick_gelu".
+        act: "gelu", "gelu_tanh", "quick_gelu" or "relu2" (the square of ReLU).
         bias: biases in both layers.
         kernel: False for plain torch.
 

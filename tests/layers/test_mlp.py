@@ -56,6 +56,13 @@ def test_unknown_activations_of_mlps(kernel):
         LigerMLP(8, 12, act="silu", kernel=kernel)
 
 
+@pytest.mark.parametrize("kernel", [True, False])
+def test_the_square_of_relu(kernel):
+    mlp = LigerMLP(8, 12, act="relu2", bias=False, kernel=kernel)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(mlp(x), mlp.fc2(F.relu(mlp.fc1(x)).square()))
+
+
 @pytest.mark.parametrize("build", [LigerSwiGLUMLP, LigerGEGLUMLP])
 def test_another_intermediate_size(build):
     """Liger-Kernel's second argument, for experts and for layers of double width."""
