@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from liger_models.layers.mlp import LigerGEGLUMLP as LigerGEGLUMLP
     from liger_models.layers.mlp import LigerMLP as LigerMLP
     from liger_models.layers.mlp import LigerSwiGLUMLP as LigerSwiGLUMLP
+    from liger_models.layers.mlp import LigerTiledGEGLUMLP as LigerTiledGEGLUMLP
+    from liger_models.layers.mlp import LigerTiledSwiGLUMLP as LigerTiledSwiGLUMLP
     from liger_models.layers.norm import LigerLayerNorm as LigerLayerNorm
     from liger_models.layers.norm import LigerRMSNorm as LigerRMSNorm
     from liger_models.losses.cosine import LigerFusedLinearCosineSimilarityLoss as LigerFusedLinearCosineSimilarityLoss
@@ -116,7 +118,13 @@ else:
             "kernels.linear_logprobs": ["fused_linear_logprobs"],
             "kernels.options": ["KernelOptions"],
             "kernels.rope": ["liger_rotary_pos_emb"],
-            "layers.mlp": ["LigerGEGLUMLP", "LigerMLP", "LigerSwiGLUMLP"],
+            "layers.mlp": [
+                "LigerGEGLUMLP",
+                "LigerMLP",
+                "LigerSwiGLUMLP",
+                "LigerTiledGEGLUMLP",
+                "LigerTiledSwiGLUMLP",
+            ],
             "layers.norm": ["LigerLayerNorm", "LigerRMSNorm"],
             "losses.cosine": ["LigerFusedLinearCosineSimilarityLoss"],
             "losses.cpo": ["LigerFusedLinearCPOLoss"],

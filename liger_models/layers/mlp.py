@@ -271,6 +271,55 @@ class LigerGEGLUMLP(GatedMLP):
         super().__init__(*_sizes(config, intermediate_size), act=act, bias=_has_bias(config), kernel=kernel)
 
 
+class TiledMLP(GatedMLP):
+    """A gated MLP that saves only its input; the kernels compute long inputs in chunks, forward and backward."""
+
+    def set_policy(self, policy: str) -> None:
+        """Recompute under every policy."""
+        self.recompute = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> [..., C]."""
+        if self.kernel and is_plain(self.gate_up_proj, self.down_proj) and use_triton(x):
+            return self.add_norm(None, None, x)[0]
+        if not recomputes(self):
+            return super().forward(x)
+        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return y
+
+
+class LigerTiledSwiGLUMLP(TiledMLP, LigerSwiGLUMLP):
+    """`LigerSwiGLUMLP` that saves only its input; the kernels compute long inputs in chunks, forward and backward.
+
+    Args:
+        config, kernel: as in `LigerSwiGLUMLP`.
+        num_shards: accepted for Liger-Kernel's sake and ignored; `gated_mlp` chooses the chunks.
+
+    Raises:
+        ValueError: as `LigerSwiGLUMLP`.
+    """
+
+    def __init__(self, config: MLPConfig, num_shards: int | None = None, *, kernel: bool = True) -> None:
+        super().__init__(config, kernel=kernel)
+        self.recompute = True
+
+
+class LigerTiledGEGLUMLP(TiledMLP, LigerGEGLUMLP):
+    """`LigerGEGLUMLP` that saves only its input; the kernels compute long inputs in chunks, forward and backward.
+
+    Args:
+        config, kernel: as in `LigerGEGLUMLP`.
+        num_shards: accepted for Liger-Kernel's sake and ignored; `gated_mlp` chooses the chunks.
+
+    Raises:
+        ValueError: as `LigerGEGLUMLP`.
+    """
+
+    def __init__(self, config: MLPConfig, num_shards: int | None = None, *, kernel: bool = True) -> None:
+        super().__init__(config, kernel=kernel)
+        self.recompute = True
+
+
 def _configured_act(name: str, config: MLPConfig, default: str, allowed: tuple[str, ...]) -> str:
     """The kernels' name for the activation of a configuration; without the field the default."""
     hidden_act = getattr(config, "hidden_act", default)
