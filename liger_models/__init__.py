@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from liger_models.layers.mlp import LigerGEGLUMLP as LigerGEGLUMLP
     from liger_models.layers.mlp import LigerMLP as LigerMLP
     from liger_models.layers.mlp import LigerSwiGLUMLP as LigerSwiGLUMLP
+    from liger_models.layers.mlp import LigerTiledGEGLUMLP as LigerTiledGEGLUMLP
+    from liger_models.layers.mlp import LigerTiledSwiGLUMLP as LigerTiledSwiGLUMLP
     from liger_models.layers.norm import LigerLayerNorm as LigerLayerNorm
     from liger_models.layers.norm import LigerRMSNorm as LigerRMSNorm
     from liger_models.losses.cosine import LigerFusedLinearCosineSimilarityLoss as LigerFusedLinearCosineSimilarityLoss
@@ -58,10 +60,12 @@ if TYPE_CHECKING:
     from liger_models.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss as LigerFusedLinearCrossEntropyLoss
     from liger_models.losses.dpo import LigerFusedLinearDPOLoss as LigerFusedLinearDPOLoss
     from liger_models.losses.grpo import LigerFusedLinearGRPOLoss as LigerFusedLinearGRPOLoss
+    from liger_models.losses.grpo import LigerGRPOLoss as LigerGRPOLoss
     from liger_models.losses.jsd import LigerFusedLinearJSD as LigerFusedLinearJSD
     from liger_models.losses.jsd import LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss
     from liger_models.losses.jsd import LigerJSD as LigerJSD
     from liger_models.losses.kl import LigerFusedLinearForwardKLLoss as LigerFusedLinearForwardKLLoss
+    from liger_models.losses.kl import LigerFusedLinearKLDivLoss as LigerFusedLinearKLDivLoss
     from liger_models.losses.kl import LigerFusedLinearReverseKLLoss as LigerFusedLinearReverseKLLoss
     from liger_models.losses.kl import LigerKLDIVLoss as LigerKLDIVLoss
     from liger_models.losses.kto import LigerFusedLinearKTOLoss as LigerFusedLinearKTOLoss
@@ -114,15 +118,26 @@ else:
             "kernels.linear_logprobs": ["fused_linear_logprobs"],
             "kernels.options": ["KernelOptions"],
             "kernels.rope": ["liger_rotary_pos_emb"],
-            "layers.mlp": ["LigerGEGLUMLP", "LigerMLP", "LigerSwiGLUMLP"],
+            "layers.mlp": [
+                "LigerGEGLUMLP",
+                "LigerMLP",
+                "LigerSwiGLUMLP",
+                "LigerTiledGEGLUMLP",
+                "LigerTiledSwiGLUMLP",
+            ],
             "layers.norm": ["LigerLayerNorm", "LigerRMSNorm"],
             "losses.cosine": ["LigerFusedLinearCosineSimilarityLoss"],
             "losses.cpo": ["LigerFusedLinearCPOLoss"],
             "losses.cross_entropy": ["LigerCrossEntropyLoss", "LigerFusedLinearCrossEntropyLoss"],
             "losses.dpo": ["LigerFusedLinearDPOLoss"],
-            "losses.grpo": ["LigerFusedLinearGRPOLoss"],
+            "losses.grpo": ["LigerFusedLinearGRPOLoss", "LigerGRPOLoss"],
             "losses.jsd": ["LigerFusedLinearJSD", "LigerFusedLinearJSDLoss", "LigerJSD"],
-            "losses.kl": ["LigerFusedLinearForwardKLLoss", "LigerFusedLinearReverseKLLoss", "LigerKLDIVLoss"],
+            "losses.kl": [
+                "LigerFusedLinearForwardKLLoss",
+                "LigerFusedLinearKLDivLoss",
+                "LigerFusedLinearReverseKLLoss",
+                "LigerKLDIVLoss",
+            ],
             "losses.kto": ["LigerFusedLinearKTOLoss"],
             "losses.orpo": ["LigerFusedLinearORPOLoss"],
             "losses.simpo": ["LigerFusedLinearSimPOLoss"],

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from liger_models.convert.config_map import IGNORED_KEYS
+from liger_models.kernels.gated_act import ACTIVATIONS as GATED_ACTIVATIONS
 from liger_models.layers.config import DecoderConfig, RMSNormDecoderConfig
 from liger_models.layers.mlp import ACTIVATIONS
 
@@ -120,9 +121,10 @@ def module_source(
     fields, notes = _own_fields(hf, config_class, ignored)
     fields = _common_fields(config_class, base) + fields
     act = hf.get("hidden_act", "silu")
-    if act not in ACTIVATIONS:
+    has_kernel = ACTIVATIONS.get(act) in GATED_ACTIVATIONS
+    if not has_kernel:
         notes.append(f"hidden_act {act!r} has no kernel: config.json is refused until the MLP computes it.")
-    gated = act in ACTIVATIONS and ACTIVATIONS[act] != "silu"
+    gated = has_kernel and ACTIVATIONS[act] != "silu"
     if gated:
         fields = [f'    activations = ("{act}",)', "", *fields]
     biases = ["qkv_bias=config.attention_bias", "o_bias=config.attention_bias"]

@@ -12,10 +12,11 @@ Backward, where a is recomputed in the pass over x that the activation's gradien
     gelu         act(x) = x · Φ(x)                       act'(x) = Φ(x) + x · φ(x)
     gelu_tanh    act(x) = x · σ(2z)                      z(x) = √(2/π) · (x + 0.044715 · x³), see gated_act.py
     quick_gelu   act(x) = x · σ(1.702 · x)               act'(x) = σ + 1.702 · x · σ · (1 − σ)
+    relu2        act(x) = max(x, 0)²                     act'(x) = 2 · max(x, 0)
 
 Saved: x and W. Saving a as well would cost F more numbers per token.
 
-Source: https://arxiv.org/abs/1606.08415.
+Source: https://arxiv.org/abs/1606.08415, relu2 https://arxiv.org/abs/2109.08668.
 """
 
 import torch
@@ -27,7 +28,7 @@ from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 from .gated_act import _activation
 from .norm_linear import check_linear, given_or_empty, linear
 
-ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu")
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu2")
 
 BLOCK = 2048
 NUM_WARPS = 8
@@ -39,6 +40,8 @@ def act_reference(x: Tensor, act: str) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if act == "quick_gelu":
         return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
+    if act == "relu2":
+        return F.relu(wide).square().to(x.dtype)
     return F.gelu(wide, approximate="tanh" if act == "gelu_tanh" else "none").to(x.dtype)
 
 
@@ -152,7 +155,7 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
         x: [..., F], float32, float16 or bfloat16.
         weight: [O, F]. Its dtype is the result's; it may differ from x's, and autocast does not change it.
         bias: [O] or None.
-        act: "gelu", "gelu_tanh" or "quick_gelu".
+        act: "gelu", "gelu_tanh", "quick_gelu" or "relu2".
 
     Returns:
         [..., O] in the dtype of the weight.

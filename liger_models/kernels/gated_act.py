@@ -56,6 +56,9 @@ def _activation(g, ACT: tl.constexpr):
     elif ACT == "quick_gelu":  # used by act_linear only
         s = tl.sigmoid(1.702 * g)
         return g * s, s + 1.702 * g * s * (1.0 - s)
+    elif ACT == "relu2":  # used by act_linear only
+        r = tl.maximum(g, 0.0)
+        return r * r, 2.0 * r
     else:
         cdf = 0.5 + 0.5 * tl.erf(g * 0.7071067811865476)
         return g * cdf, cdf + g * tl.exp(-0.5 * g * g) * 0.3989422804014327

@@ -448,22 +448,31 @@ def rope_qkv(
 
 
 def liger_rotary_pos_emb(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`rope` with the arguments of Liger's function and of transformers' ``apply_rotary_pos_emb``.
 
     Args:
         q: [B, H, T, D] ([B, T, H, D] with unsqueeze_dim 2).
         k: [B, G, T, D] ([B, T, G, D] with unsqueeze_dim 2).
-        cos, sin: [B or 1, T, R], the two halves equal, as transformers' rotary embeddings return them.
+        cos, sin: [B or 1, T, R] or [T, R], the two halves equal, as transformers' rotary embeddings return them; the
+            second half is not read.
         position_ids: ignored, as in transformers: the tables already belong to the positions.
         unsqueeze_dim: the dimension of q and k that holds the heads, 1 or 2.
+        rotary_dim: R, the number of leading entries of a head that are rotated; needed only for tables that have just
+            the first half (GPT-OSS). None for the width of the tables.
 
     Returns:
         ``(q, k)`` rotated: new tensors of the same shapes and dtypes.
 
     Raises:
-        ValueError: the shapes do not match, or unsqueeze_dim is neither 1 nor 2.
+        ValueError: the shapes do not match, unsqueeze_dim is neither 1 nor 2, or rotary_dim is odd or too large.
         TypeError: a tensor is not floating-point.
     """
     check(unsqueeze_dim in (1, 2), f"liger_rotary_pos_emb: unsqueeze_dim must be 1 or 2, got {unsqueeze_dim}.")
@@ -471,8 +480,15 @@ def liger_rotary_pos_emb(
         q.dim() == 4 and k.dim() == 4,
         f"liger_rotary_pos_emb: q and k must have 4 dimensions, got {list(q.shape)} and {list(k.shape)}.",
     )
-    half = cos.shape[-1] // 2
-    cos, sin = cos[..., :half], sin[..., :half]
+    width = cos.shape[-1] if rotary_dim is None else rotary_dim
+    check(
+        width % 2 == 0 and 0 < width <= min(q.shape[-1], 2 * cos.shape[-1]),
+        f"liger_rotary_pos_emb: rotary_dim must be even and at most {q.shape[-1]} (the head) and twice the width of cos"
+        f" ({cos.shape[-1]}), got {width}.",
+    )
+    cos, sin = (table[..., : width // 2] for table in (cos, sin))
+    if cos.dim() == 2:
+        cos, sin = cos[None], sin[None]
     if unsqueeze_dim == 2:
         return rope(q, cos, sin), rope(k, cos, sin)
     return rope(q.transpose(1, 2), cos, sin).transpose(1, 2), rope(k.transpose(1, 2), cos, sin).transpose(1, 2)

@@ -65,11 +65,11 @@ def _scale_cast_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scalar_loss_setup(ctx, inputs, output):
-    """``setup_context`` for compiled graphs, of an op as in `HandOver` with two results besides the loss."""
+    """``setup_context`` for compiled graphs, of an op as in `HandOver`; only the loss has a gradient."""
     x, weight, _, bias, *_ = inputs
-    _, z_loss, predicted, dx, dweight, dbias, scale = output
+    *_, dx, dweight, dbias, scale = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(z_loss, predicted, dx, dweight, dbias, scale)
+    ctx.mark_non_differentiable(*output[1:])
     ctx.dtypes, ctx.inputs = (x.dtype, weight.dtype, None if bias is None else bias.dtype), len(inputs)
     ctx.save_for_backward(dx, dweight, dbias, scale)
 

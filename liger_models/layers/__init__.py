@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from liger_models.layers.mlp import LigerGEGLUMLP as LigerGEGLUMLP
     from liger_models.layers.mlp import LigerMLP as LigerMLP
     from liger_models.layers.mlp import LigerSwiGLUMLP as LigerSwiGLUMLP
+    from liger_models.layers.mlp import LigerTiledGEGLUMLP as LigerTiledGEGLUMLP
+    from liger_models.layers.mlp import LigerTiledSwiGLUMLP as LigerTiledSwiGLUMLP
     from liger_models.layers.moe import LigerMoE as LigerMoE
     from liger_models.layers.norm import LigerLayerNorm as LigerLayerNorm
     from liger_models.layers.norm import LigerRMSNorm as LigerRMSNorm
@@ -39,7 +41,14 @@ else:
             "kv_cache": ["DecodeCache"],
             "layer": ["AttentionSpec", "Layer"],
             "lm_head": ["LigerLMHead"],
-            "mlp": ["GatedMLP", "LigerGEGLUMLP", "LigerMLP", "LigerSwiGLUMLP"],
+            "mlp": [
+                "GatedMLP",
+                "LigerGEGLUMLP",
+                "LigerMLP",
+                "LigerSwiGLUMLP",
+                "LigerTiledGEGLUMLP",
+                "LigerTiledSwiGLUMLP",
+            ],
             "moe": ["LigerMoE"],
             "norm": ["LigerLayerNorm", "LigerRMSNorm"],
             "rope": ["RotaryEmbedding"],

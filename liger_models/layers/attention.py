@@ -470,7 +470,7 @@ class LigerQKNormAttention(LigerAttention):
         rotate = rope if self.rope_kernel else rope_reference
         results = []
         for norm, x, mean, like in zip((self.q_norm, self.k_norm), wide, means.split(1, -1), heads, strict=True):
-            weight = norm.local_weight()
+            weight = norm.local_weight(qkv)
             if self.groups.context is not None:  # replicated
                 weight = weight.chunk(ranks.size)[ranks.rank]
             normed = scale_normed(
@@ -489,7 +489,7 @@ class LigerQKNormAttention(LigerAttention):
         cos, sin = self._tables(layout)
         return split(
             qkv, cos, sin, self.num_heads, self.num_kv_heads, self.head_dim,
-            self.q_norm.local_weight(), self.k_norm.local_weight(),
+            self.q_norm.local_weight(qkv), self.k_norm.local_weight(qkv),
             eps=self.q_norm.eps, weight_offset=self.q_norm.offset, scale_in_fp32=self.q_norm.scale_in_fp32,
             interleaved=self.interleaved,
         )  # fmt: skip

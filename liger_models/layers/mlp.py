@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from liger_models.kernels.act_linear import ACTIVATIONS as PLAIN_ACTIVATIONS
 from liger_models.kernels.act_linear import act_linear, act_reference
+from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.fused_norm import FusedNorm
-from liger_models.kernels.gated_act import gated_act, gated_act_reference
+from liger_models.kernels.gated_act import check_act, gated_act, gated_act_reference
 from liger_models.kernels.gated_mlp import gated_mlp
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (
@@ -32,12 +34,13 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "quick_gelu": "quick_gelu",
+    "relu2": "relu2",
 }
 """``hidden_act`` of a config.json -> the kernels' name for it."""
 
 
 class MLPConfig(Protocol):
-    """What a gated MLP reads of a configuration; ``mlp_bias`` is optional."""
+    """What a gated MLP reads of a configuration; ``mlp_bias`` and ``hidden_act`` are optional."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -54,6 +57,9 @@ class GatedMLP(Layer):
         act: "silu", "gelu" or "gelu_tanh".
         bias: biases in all three projections.
         kernel: False for plain torch.
+
+    Raises:
+        ValueError: the activation is unknown.
     """
 
     linears = ("gate_up_proj", "down_proj")
@@ -62,6 +68,7 @@ class GatedMLP(Layer):
         self, hidden_size: int, intermediate_size: int, *, act: str = "silu", bias: bool = False, kernel: bool = True
     ) -> None:
         super().__init__()
+        check_act("GatedMLP", act)
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.act, self.kernel = act, kernel
@@ -146,9 +153,12 @@ class LigerMLP(Layer):
         hidden_size: C.
         intermediate_size: F.
         out_size: width of the result; None for C.
-        act: "gelu", "gelu_tanh" or "quick_gelu".
+        act: "gelu", "gelu_tanh", "quick_gelu" or "relu2" (the square of ReLU).
         bias: biases in both layers.
         kernel: False for plain torch.
+
+    Raises:
+        ValueError: the activation is unknown.
     """
 
     linears = ("fc1", "fc2")
@@ -164,6 +174,7 @@ class LigerMLP(Layer):
         kernel: bool = True,
     ) -> None:
         super().__init__()
+        check(act in PLAIN_ACTIVATIONS, f"LigerMLP: act must be one of {', '.join(PLAIN_ACTIVATIONS)}, got {act!r}.")
         self.fc1 = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.fc2 = nn.Linear(intermediate_size, hidden_size if out_size is None else out_size, bias=bias)
         self.act, self.kernel = act, kernel
@@ -229,17 +240,96 @@ class LigerMLP(Layer):
 
 
 class LigerSwiGLUMLP(GatedMLP):
-    """``down(silu(gate(x)) · up(x))`` with the sizes of a configuration (``hidden_size``, ``intermediate_size``)."""
+    """``down(silu(gate(x)) · up(x))`` with the sizes of a configuration.
 
-    def __init__(self, config: MLPConfig, *, kernel: bool = True) -> None:
-        bias = bool(getattr(config, "mlp_bias", False))
-        super().__init__(config.hidden_size, config.intermediate_size, act="silu", bias=bias, kernel=kernel)
+    Args:
+        config: has ``hidden_size`` and ``intermediate_size``, and optionally ``mlp_bias`` and ``hidden_act``.
+        intermediate_size: replaces the configuration's.
+        kernel: False for plain torch.
+
+    Raises:
+        ValueError: the configuration's ``hidden_act`` is neither "silu" nor "swish".
+    """
+
+    def __init__(self, config: MLPConfig, intermediate_size: int | None = None, *, kernel: bool = True) -> None:
+        act = _configured_act("LigerSwiGLUMLP", config, "silu", ("silu", "swish"))
+        super().__init__(*_sizes(config, intermediate_size), act=act, bias=_has_bias(config), kernel=kernel)
 
 
 class LigerGEGLUMLP(GatedMLP):
-    """``down(gelu(gate(x)) · up(x))``, GELU by its tanh approximation unless ``hidden_act`` is "gelu"."""
+    """``down(gelu(gate(x)) · up(x))``, GELU by its tanh approximation unless ``hidden_act`` is "gelu".
 
-    def __init__(self, config: MLPConfig, *, kernel: bool = True) -> None:
-        bias = bool(getattr(config, "mlp_bias", False))
-        act = ACTIVATIONS.get(getattr(config, "hidden_act", "gelu_pytorch_tanh"), "gelu_tanh")
-        super().__init__(config.hidden_size, config.intermediate_size, act=act, bias=bias, kernel=kernel)
+    Args:
+        config, intermediate_size, kernel: as in `LigerSwiGLUMLP`.
+
+    Raises:
+        ValueError: the configuration's ``hidden_act`` is not "gelu", "gelu_pytorch_tanh" or "gelu_new".
+    """
+
+    def __init__(self, config: MLPConfig, intermediate_size: int | None = None, *, kernel: bool = True) -> None:
+        act = _configured_act("LigerGEGLUMLP", config, "gelu_pytorch_tanh", ("gelu", "gelu_pytorch_tanh", "gelu_new"))
+        super().__init__(*_sizes(config, intermediate_size), act=act, bias=_has_bias(config), kernel=kernel)
+
+
+class TiledMLP(GatedMLP):
+    """A gated MLP that saves only its input; the kernels compute long inputs in chunks, forward and backward."""
+
+    def set_policy(self, policy: str) -> None:
+        """Recompute under every policy."""
+        self.recompute = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> [..., C]."""
+        if self.kernel and is_plain(self.gate_up_proj, self.down_proj) and use_triton(x):
+            return self.add_norm(None, None, x)[0]
+        if not recomputes(self):
+            return super().forward(x)
+        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return y
+
+
+class LigerTiledSwiGLUMLP(TiledMLP, LigerSwiGLUMLP):
+    """`LigerSwiGLUMLP` that saves only its input; the kernels compute long inputs in chunks, forward and backward.
+
+    Args:
+        config, kernel: as in `LigerSwiGLUMLP`.
+        num_shards: accepted for Liger-Kernel's sake and ignored; `gated_mlp` chooses the chunks.
+
+    Raises:
+        ValueError: as `LigerSwiGLUMLP`.
+    """
+
+    def __init__(self, config: MLPConfig, num_shards: int | None = None, *, kernel: bool = True) -> None:
+        super().__init__(config, kernel=kernel)
+        self.recompute = True
+
+
+class LigerTiledGEGLUMLP(TiledMLP, LigerGEGLUMLP):
+    """`LigerGEGLUMLP` that saves only its input; the kernels compute long inputs in chunks, forward and backward.
+
+    Args:
+        config, kernel: as in `LigerGEGLUMLP`.
+        num_shards: accepted for Liger-Kernel's sake and ignored; `gated_mlp` chooses the chunks.
+
+    Raises:
+        ValueError: as `LigerGEGLUMLP`.
+    """
+
+    def __init__(self, config: MLPConfig, num_shards: int | None = None, *, kernel: bool = True) -> None:
+        super().__init__(config, kernel=kernel)
+        self.recompute = True
+
+
+def _configured_act(name: str, config: MLPConfig, default: str, allowed: tuple[str, ...]) -> str:
+    """The kernels' name for the activation of a configuration; without the field the default."""
+    hidden_act = getattr(config, "hidden_act", default)
+    check(hidden_act in allowed, f"{name}: hidden_act must be one of {allowed}, got {hidden_act!r}.")
+    return ACTIVATIONS[hidden_act]
+
+
+def _sizes(config: MLPConfig, intermediate_size: int | None) -> tuple[int, int]:
+    return config.hidden_size, config.intermediate_size if intermediate_size is None else intermediate_size
+
+
+def _has_bias(config: MLPConfig) -> bool:
+    return bool(getattr(config, "mlp_bias", False))

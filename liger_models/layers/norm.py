@@ -27,7 +27,7 @@ from liger_models.layers.linear import (
 )
 from liger_models.memory.recompute import is_hooked
 
-CASTING_MODES = ("llama", "gemma")
+CASTING_MODES = ("llama", "gemma", "none")
 
 PLAIN_WEIGHTS = (nn.Parameter, Tensor, FakeTensor)
 """Types of weights that a fused op reads itself; a FakeTensor has a shape and no values."""
@@ -41,11 +41,14 @@ class LigerRMSNorm(Layer):
         eps: added to the mean of squares.
         offset: added to the weight (Gemma: 1.0).
         casting_mode: "llama" casts back to the input dtype before the multiplication by the weight, "gemma" after it.
+            "none" is the same as "gemma": the norm is always computed in fp32.
         init_fn: "ones" or "zeros".
+        in_place, row_mode: accepted for Liger-Kernel's sake and ignored; nothing is ever overwritten.
+        elementwise_affine: False for a norm without weight, which has no such parameter.
         kernel: False for plain torch.
 
     Raises:
-        ValueError: an unknown casting_mode or init_fn.
+        ValueError: an unknown casting_mode or init_fn, or an offset without a weight.
 
     Source: https://arxiv.org/abs/1910.07467.
     """
@@ -57,6 +60,9 @@ class LigerRMSNorm(Layer):
         offset: float = 0.0,
         casting_mode: str = "llama",
         init_fn: str = "ones",
+        in_place: bool = False,
+        row_mode: bool | None = None,
+        elementwise_affine: bool = True,
         *,
         kernel: bool = True,
     ) -> None:
@@ -65,15 +71,19 @@ class LigerRMSNorm(Layer):
             raise ValueError(f"LigerRMSNorm: casting_mode must be one of {CASTING_MODES}, got {casting_mode!r}.")
         if init_fn not in ("ones", "zeros"):
             raise ValueError(f"LigerRMSNorm: init_fn must be 'ones' or 'zeros', got {init_fn!r}.")
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.eps, self.offset, self.scale_in_fp32, self.init_fn = eps, offset, casting_mode == "gemma", init_fn
-        self.kernel = kernel
+        if offset and not elementwise_affine:
+            raise ValueError(f"LigerRMSNorm: offset must be 0 without a weight to add it to, got {offset}.")
+        self.weight = nn.Parameter(torch.empty(hidden_size)) if elementwise_affine else None
+        self.eps, self.offset, self.scale_in_fp32, self.init_fn = eps, offset, casting_mode != "llama", init_fn
+        self.hidden_size, self.kernel = hidden_size, kernel
         self.ranks: Group | None = None
         """The process group over which the gradient of the weight is all-reduced: its ranks norm different rows."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set the weight to what ``init_fn`` says."""
+        if self.weight is None:
+            return
         nn.init.ones_(self.weight) if self.init_fn == "ones" else nn.init.zeros_(self.weight)
 
     def draw(self, std: float) -> bool:
@@ -86,19 +96,23 @@ class LigerRMSNorm(Layer):
         self.ranks = ranks
         return True
 
-    def local_weight(self) -> Tensor:
-        """The weight [C], or the calling rank's part of it."""
+    def local_weight(self, x: Tensor) -> Tensor:
+        """The weight [C], or the calling rank's part of it; ones like x for a norm without weight."""
+        if self.weight is None:
+            return x.new_ones(self.hidden_size)
         weight = local(self.weight)
         return weight if self.ranks is None else sum_gradient(weight, self.ranks)
 
     def extra_repr(self) -> str:
         """Sizes and constants, for ``print(model)``."""
-        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}, scale_in_fp32={self.scale_in_fp32}"
+        affine = "" if self.weight is not None else ", elementwise_affine=False"
+        return f"{self.hidden_size}, eps={self.eps}, offset={self.offset}, scale_in_fp32={self.scale_in_fp32}{affine}"
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] -> [..., C] in the dtype of x."""
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states [..., C] -> [..., C] in the same dtype."""
         function = rms_norm if self.kernel else rms_norm_reference
-        return function(x, self.local_weight(), self.eps, self.offset, self.scale_in_fp32)
+        weight = self.local_weight(hidden_states)
+        return function(hidden_states, weight, self.eps, self.offset, self.scale_in_fp32)
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""
@@ -106,13 +120,13 @@ class LigerRMSNorm(Layer):
             _, residual = add_norm(None, x, residual)
             return self(residual), residual
         function = add_rms_norm if self.kernel else add_rms_norm_reference
-        return function(x, residual, self.local_weight(), self.eps, self.offset, self.scale_in_fp32)
+        return function(x, residual, self.local_weight(residual), self.eps, self.offset, self.scale_in_fp32)
 
     def as_fused(self) -> FusedNorm | None:
         """The norm as fused ops take it; None where it must be called instead."""
-        if not (self.kernel and is_plain(self)):
+        if self.weight is None or not (self.kernel and is_plain(self)):
             return None
-        return FusedNorm(self.local_weight(), None, "rms_norm", self.eps, self.offset, self.scale_in_fp32)
+        return FusedNorm(self.local_weight(self.weight), None, "rms_norm", self.eps, self.offset, self.scale_in_fp32)
 
 
 class LigerLayerNorm(Layer):
@@ -172,10 +186,10 @@ class LigerLayerNorm(Layer):
         """Sizes and constants, for ``print(model)``."""
         return f"{self.weight.shape[0]}, eps={self.eps}, use_bias={self.bias is not None}"
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., C] -> [..., C] in the dtype of x."""
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states [..., C] -> [..., C] in the same dtype."""
         function = layer_norm if self.kernel else layer_norm_reference
-        return function(x, *self._own(), self.eps)
+        return function(hidden_states, *self._own(), self.eps)
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + x`` and its norm: ``(normed, residual)``, each [..., C]; ``x`` None adds nothing."""

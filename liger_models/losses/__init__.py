@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from liger_models.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss as LigerFusedLinearCrossEntropyLoss
     from liger_models.losses.dpo import LigerFusedLinearDPOLoss as LigerFusedLinearDPOLoss
     from liger_models.losses.grpo import LigerFusedLinearGRPOLoss as LigerFusedLinearGRPOLoss
+    from liger_models.losses.grpo import LigerGRPOLoss as LigerGRPOLoss
     from liger_models.losses.jsd import LigerFusedLinearJSD as LigerFusedLinearJSD
     from liger_models.losses.jsd import LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss
     from liger_models.losses.jsd import LigerJSD as LigerJSD
     from liger_models.losses.kl import LigerFusedLinearForwardKLLoss as LigerFusedLinearForwardKLLoss
+    from liger_models.losses.kl import LigerFusedLinearKLDivLoss as LigerFusedLinearKLDivLoss
     from liger_models.losses.kl import LigerFusedLinearReverseKLLoss as LigerFusedLinearReverseKLLoss
     from liger_models.losses.kl import LigerKLDIVLoss as LigerKLDIVLoss
     from liger_models.losses.kto import KTOMetrics as KTOMetrics
@@ -34,9 +36,14 @@ else:
             "cpo": ["LigerFusedLinearCPOLoss"],
             "cross_entropy": ["LigerCrossEntropyLoss", "LigerFusedLinearCrossEntropyLoss"],
             "dpo": ["LigerFusedLinearDPOLoss"],
-            "grpo": ["LigerFusedLinearGRPOLoss"],
+            "grpo": ["LigerFusedLinearGRPOLoss", "LigerGRPOLoss"],
             "jsd": ["LigerFusedLinearJSD", "LigerFusedLinearJSDLoss", "LigerJSD"],
-            "kl": ["LigerFusedLinearForwardKLLoss", "LigerFusedLinearReverseKLLoss", "LigerKLDIVLoss"],
+            "kl": [
+                "LigerFusedLinearForwardKLLoss",
+                "LigerFusedLinearKLDivLoss",
+                "LigerFusedLinearReverseKLLoss",
+                "LigerKLDIVLoss",
+            ],
             "kto": ["KTOMetrics", "LigerFusedLinearKTOLoss"],
             "orpo": ["LigerFusedLinearORPOLoss", "ORPOMetrics"],
             "simpo": ["LigerFusedLinearSimPOLoss"],

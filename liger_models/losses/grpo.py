@@ -1,8 +1,9 @@
 """Group-relative policy optimisation and seven related losses of sampled completions.
 
 The reference model takes one pass of `fused_linear_logprobs` without gradients, the policy one pass of
-`loss_of_log_probs` over the completions. The loss itself is plain torch on log-probabilities [B, T], differentiated by
-autograd; ``from_log_probs`` runs this part alone, on log-probabilities that were computed elsewhere.
+`loss_of_log_probs` over the completions, or one of `cross_entropy` over logits that are held in full. The loss itself
+is plain torch on log-probabilities [B, T], differentiated by autograd; ``from_log_probs`` runs this part alone, on
+log-probabilities that were computed elsewhere, and ``token_losses`` runs it up to the reduction.
 """
 
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_models.kernels.checks import check
+from liger_models.kernels.cross_entropy import cross_entropy
 from liger_models.kernels.linear_logprobs import fused_linear_logprobs, loss_of_log_probs
 from liger_models.losses.base import FusedLinearLoss
 from liger_models.parallel.groups import is_distributed, world_size
@@ -263,11 +265,43 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Same as `forward`, from the policy's log-probabilities [B, T], computed with the temperature."""
-        self._check_rows(log_probs, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio)
         check(
             num_items_in_batch is None or self.loss_type in TOKEN_MEANS,
             f"{self._name}: num_items_in_batch is for dapo, cispo and vespo, got it with {self.loss_type!r}.",
         )
+        loss, kl, clipped = self.token_losses(
+            log_probs, attention_mask, advantages, ref_per_token_logps=ref_per_token_logps,
+            old_per_token_logps=old_per_token_logps, vllm_is_ratio=vllm_is_ratio,
+        )  # fmt: skip
+        mask = attention_mask.to(log_probs.dtype)
+        tokens = mask.sum().clamp_min(1)
+        metrics = [each.sum() / tokens for each in (kl, clipped) if each is not None]
+        return self._reduced(loss, mask, num_items_in_batch), tuple(metrics)
+
+    def token_losses(
+        self,
+        log_probs: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        *,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """L of each token, before ``loss_type`` reduces it, from the policy's log-probabilities.
+
+        Args:
+            log_probs: [B, T], of the policy, computed with the temperature.
+            Others: as in `forward`.
+
+        Returns:
+            Three tensors [B, T], 0 where the mask is: L, which alone has a gradient; the KL term without β, None if
+            ``beta`` is 0; and 1 for clipped tokens, 0 for others.
+
+        Raises:
+            ValueError: shapes do not match, or the reference is missing.
+        """
+        self._check_rows(log_probs, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio)
         mask = attention_mask.to(log_probs.dtype)
         inside = mask != 0
         log_probs = log_probs.where(inside, 0)
@@ -283,17 +317,15 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         loss = self._policy_losses(log_probs, log_ratio, ratio, A, mask, vllm_is_ratio)
         if vllm_is_ratio is not None and self.loss_type != "vespo":
             loss = loss * vllm_is_ratio.where(inside, 0)
-        tokens = mask.sum().clamp_min(1)
-        metrics = []
+        divergence = None
         if self.beta != 0.0:
             assert ref_per_token_logps is not None
             kl = self._kl((log_probs - ref_per_token_logps.detach()).where(inside, 0))
             if self.use_bias_correction_kl:
                 kl = kl * ratio
             loss = loss + self.beta * kl
-            metrics.append((kl.detach() * mask).sum() / tokens)
-        metrics.append((self._clipped(ratio.detach(), A) * mask).sum() / tokens)
-        return self._reduced(loss * mask, mask, num_items_in_batch), tuple(metrics)
+            divergence = kl.detach() * mask
+        return loss * mask, divergence, self._clipped(ratio.detach(), A) * mask
 
     def _policy_losses(
         self, log_probs: Tensor, log_ratio: Tensor, ratio: Tensor, A: Tensor, mask: Tensor, vllm_is_ratio: Tensor | None
@@ -393,3 +425,75 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             self.beta == 0.0 or reference is not None,
             f"{name}: beta {self.beta} needs a reference: pass ref_per_token_logps, or ref_input and ref_weight.",
         )
+
+
+class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
+    """`LigerFusedLinearGRPOLoss` of logits that are held in full, reduced or of each token.
+
+    Args:
+        softcap, logit_scale: only for logits that have not been through the model's own.
+        Others: as in `LigerFusedLinearGRPOLoss`; ``workspace_mib`` has no effect.
+
+    Raises:
+        ValueError: an unknown choice, or options that do not go together.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        logits: Tensor,
+        old_logp: Tensor | None,
+        ref_logp: Tensor | None,
+        completion_ids: Tensor,
+        advantages: Tensor,
+        completion_mask: Tensor | None = None,
+        *,
+        vllm_is_ratio: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        reduce: bool = True,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | tuple[Tensor, Tensor | None, Tensor]:
+        """Compute the loss; the order of the arguments is that of Liger-Kernel's ``triton_grpo_loss``.
+
+        Args:
+            logits: [B, T, V] of the positions that predict the completions, or [B, T + 1, V] with the position after
+                them, which is not read. Never written to.
+            old_logp: [B, T] log-probabilities under the policy that sampled; None for the current policy.
+            ref_logp: [B, T] log-probabilities under the reference model; None if ``beta`` is 0.
+            completion_ids: [B, T] int64; ids where the mask is 0 are not read.
+            advantages: [B].
+            completion_mask: [B, T], 1 for tokens that count; None for all.
+            vllm_is_ratio, num_items_in_batch: as in `LigerFusedLinearGRPOLoss.forward`.
+            reduce: False for the results of `token_losses`.
+
+        Returns:
+            Loss [] and metrics as `LigerFusedLinearGRPOLoss.forward`, or with ``reduce=False`` the loss, KL and
+            clipping of each token as `token_losses`.
+
+        Raises:
+            ValueError: shapes do not match, the reference is missing, or ``num_items_in_batch`` is given where nothing
+                is divided by it.
+        """
+        check(
+            reduce or num_items_in_batch is None,
+            f"{self._name}: num_items_in_batch must be None with reduce=False, which divides by nothing, got"
+            f" {num_items_in_batch}.",
+        )
+        B, T = completion_ids.shape if completion_ids.dim() == 2 else (-1, -1)
+        check(
+            logits.dim() == 3 and logits.shape[0] == B and logits.shape[1] in (T, T + 1),
+            f"{self._name}: logits must be [B, T, V] or [B, T + 1, V] for completion_ids [B, T], got"
+            f" {list(logits.shape)} and {list(completion_ids.shape)}.",
+        )
+        mask = torch.ones_like(completion_ids) if completion_mask is None else completion_mask
+        check(mask.shape == (B, T), f"{self._name}: completion_mask must be [{B}, {T}], got {list(mask.shape)}.")
+        target = completion_ids.where(mask != 0, IGNORED)
+        if logits.shape[1] == T + 1:  # an ignored target: a slice of the logits would be a copy of them
+            target = torch.nn.functional.pad(target, (0, 1), value=IGNORED)
+        log_probs = cross_entropy(
+            logits, target, reduction="none", return_log_probs=True, logit_scale=self.logit_scale / self.temperature,
+            softcap=None if self.softcap is None else self.softcap / self.temperature,
+        ).log_probs  # fmt: skip
+        assert log_probs is not None
+        rest = {"ref_per_token_logps": ref_logp, "old_per_token_logps": old_logp, "vllm_is_ratio": vllm_is_ratio}
+        if not reduce:
+            return self.token_losses(log_probs[:, :T], mask, advantages, **rest)
+        return self.from_log_probs(log_probs[:, :T], mask, advantages, **rest, num_items_in_batch=num_items_in_batch)

@@ -1,8 +1,11 @@
-"""KL divergence: forward and reverse over both heads, and of given distributions."""
+"""KL divergence: forward and reverse over both heads, from stored probabilities, and of given distributions."""
 
+import torch
 from torch import Tensor, nn
 
 from liger_models.kernels.checks import check
+from liger_models.kernels.linear_kl_div import REDUCTIONS, linear_kl_div
+from liger_models.losses.base import FusedLinearLoss
 from liger_models.losses.base_distillation import (
     FusedDistillationLoss,
     check_distributions,
@@ -22,6 +25,69 @@ class LigerFusedLinearReverseKLLoss(FusedDistillationLoss):
     """Cross entropy and KL(q, p) of teacher p and student q; arguments as in `FusedDistillationLoss`, without beta."""
 
     divergence = "reverse_kl"
+
+
+class LigerFusedLinearKLDivLoss(FusedLinearLoss):
+    """KL divergence of the student's distribution, over its head, from stored probabilities of a teacher.
+
+    Args:
+        reduction: "batchmean" (over tokens that are not ignored), "mean" (also over the vocabulary) or "sum".
+        ignore_index: label of tokens that the loss skips.
+        temperature: divisor of the student's logits; the probabilities are taken as they are.
+        eps: lower bound of a probability inside the logarithm.
+        accum_dtype: None or float32; both sum over chunks as `linear_cross_entropy` does.
+        softcap, logit_scale: applied to the student's logits, as in `linear_kl_div`.
+        workspace_mib: budget in MiB of the logits buffer; None for the default of `linear_cross_entropy`.
+
+    Raises:
+        ValueError: an unknown reduction or ``accum_dtype``, or a temperature or eps that is not positive.
+    """
+
+    def __init__(
+        self,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        eps: float = 1e-10,
+        accum_dtype: torch.dtype | None = None,
+        *,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        workspace_mib: int | None = None,
+    ) -> None:
+        super().__init__(ignore_index, softcap, logit_scale, workspace_mib)
+        name = self._name
+        check(reduction in REDUCTIONS, f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
+        check(temperature > 0, f"{name}: temperature must be positive, got {temperature}.")
+        check(eps > 0, f"{name}: eps must be positive, got {eps}.")
+        check(
+            accum_dtype in (None, torch.float32),
+            f"{name}: accum_dtype must be None or torch.float32, got {accum_dtype}.",
+        )
+        self.reduction, self.temperature, self.eps = reduction, temperature, eps
+
+    def forward(
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        target: Tensor,
+        shift_labels: Tensor | None = None,
+        *,
+        student_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the loss [] fp32.
+
+        Args:
+            student_input: [..., C].
+            student_weight: [V, C].
+            target: [..., V] probabilities of any floating-point dtype; gets no gradient.
+            shift_labels: [...] int64, read only for ``ignore_index``; None to skip no token.
+            student_bias: [V].
+        """
+        return linear_kl_div(
+            student_input, student_weight, target, shift_labels, bias=student_bias, reduction=self.reduction,
+            temperature=self.temperature, eps=self.eps, **self._head_options,
+        )  # fmt: skip
 
 
 class LigerKLDIVLoss(nn.Module):

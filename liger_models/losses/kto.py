@@ -84,7 +84,7 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
             lin_weight: [V, C].
             target: [B, T] int64, already shifted.
             bias: [V].
-            preference_labels: [B] bool, True for desirable sequences.
+            preference_labels: [B], True or 1 for desirable sequences, False or 0 for the others.
             ref_input, ref_weight, ref_bias: hidden states, weight and bias of the reference model, whose hidden size
                 may differ.
             kl: z, the estimated divergence from the reference model, not negative: a number, [] or [B]; None for 0.
@@ -96,8 +96,8 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
             Loss [] fp32 and `KTOMetrics`.
 
         Raises:
-            ValueError: shapes do not match; the reference is missing, given twice, or given and not used.
-            TypeError: the labels are not bool.
+            ValueError: shapes do not match; the reference is missing, given twice, or given and not used; on the CPU, a
+                label that is neither 0 nor 1.
         """
         self._check_rows(_input, target, paired=False)
         labels = self._labels(preference_labels, target)
@@ -128,9 +128,10 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
         if not isinstance(labels, Tensor) or labels.shape != target.shape[:1]:
             got = list(labels.shape) if isinstance(labels, Tensor) else labels
             raise ValueError(f"{self._name}: preference_labels must be a tensor [{len(target)}], got {got}.")
-        if labels.dtype != torch.bool:
-            raise TypeError(f"{self._name}: preference_labels must be bool, got {labels.dtype}.")
-        return labels
+        if labels.dtype != torch.bool and labels.device.type == "cpu" and not torch.compiler.is_compiling():
+            wrong = labels[(labels != 0) & (labels != 1)]
+            check(not len(wrong), f"{self._name}: preference_labels must be 0 or 1, got {wrong[:1].tolist()}.")
+        return labels != 0
 
     def _from_log_probs(
         self, log_probs: Tensor, target: Tensor, labels: Tensor, reference: Tensor | None, kl: Tensor | float | None

@@ -27,6 +27,7 @@ from liger_models.kernels.gated_act import gated_act
 from liger_models.kernels.gated_mlp import gated_mlp
 from liger_models.kernels.layer_norm import add_layer_norm, layer_norm
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.linear_kl_div import linear_kl_div
 from liger_models.kernels.linear_logprobs import fused_linear_logprobs
 from liger_models.kernels.moe import moe_mlp, route
 from liger_models.kernels.nf4_linear import nf4_linear
@@ -107,6 +108,8 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     for divergence in KINDS:
         heads = draw_(3, 64), draw_(V, 64), draw_(3, 32), draw_(V, 32)
         differentiate(linear_divergence(*heads, target, divergence=divergence, hard_weight=0.5)[0])
+    for dtype in (torch.float32, torch.bfloat16):
+        differentiate(linear_kl_div(draw_(3, 64), draw_(V, 64), draw_(3, V).detach().to(dtype), softcap=30.0))
 
 
 def run_wide_norm() -> None:

@@ -34,7 +34,12 @@ def test_the_reference_is_transformers():
     from transformers.activations import ACT2FN
 
     (x, weight, bias), _ = make((5, 12), 7, torch.float32, "cpu")
-    for act, name in (("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh"), ("quick_gelu", "quick_gelu")):
+    for act, name in (
+        ("gelu", "gelu"),
+        ("gelu_tanh", "gelu_pytorch_tanh"),
+        ("quick_gelu", "quick_gelu"),
+        ("relu2", "relu2"),
+    ):
         want = torch.nn.functional.linear(ACT2FN[name](x), weight, bias)
         torch.testing.assert_close(act_linear_reference(x, weight, bias, act), want)
 

@@ -210,6 +210,19 @@ def test_liger_rotary_pos_emb_equals_transformers(backend, unsqueeze_dim):
         torch.testing.assert_close(run(ours, [q, k], upstream), run(theirs, [q, k], upstream))
 
 
+@pytest.mark.parametrize("width", [8, 4])
+def test_tables_of_liger_rotary_pos_emb(backend, width):
+    """[T, R] as [1, T, R], and tables of R / 2 with their rotary_dim; fewer entries than a head has leave the rest."""
+    cos, sin = tables(1, 5, width, backend)
+    q, k = draw(2, 6, 5, 8, device=backend), draw(2, 2, 5, 8, device=backend)
+    full = [torch.cat([table, table], -1) for table in (cos, sin)]
+    want = liger_rotary_pos_emb(q, k, *full)
+    assert width == 8 or torch.equal(want[0][..., width:], q[..., width:])
+    for made in ((full[0][0], full[1][0]), (cos, sin, None, 1, width), (cos[0], sin[0], None, 1, width)):
+        torch.testing.assert_close(liger_rotary_pos_emb(q, k, *made), want, rtol=0, atol=0)
+    torch.testing.assert_close(liger_rotary_pos_emb(q, k, *full, rotary_dim=width), want, rtol=0, atol=0)
+
+
 def test_interleaved_equals_transformers_glm(backend):
     from transformers.models.glm.modeling_glm import apply_rotary_pos_emb
 
@@ -330,5 +343,8 @@ def test_bad_arguments():
         rope(x[..., :7], table[..., :3], table[..., :3])
     with pytest.raises(ValueError, match=r"unsqueeze_dim must be 1 or 2, got 3"):
         liger_rotary_pos_emb(x, x, table, table, unsqueeze_dim=3)
+    for width in (3, 10, 0):
+        with pytest.raises(ValueError, match=rf"rotary_dim must be even and at most 8 .*, got {width}"):
+            liger_rotary_pos_emb(x, x, table, table, rotary_dim=width)
     with pytest.raises(TypeError, match=r"x must be a floating-point tensor, got torch.int64"):
         rope(x.long(), table, table)

@@ -5,7 +5,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from liger_models import LigerGEGLUMLP, LigerLayerNorm, LigerMLP, LigerRMSNorm, LigerSwiGLUMLP
+from liger_models import (
+    LigerGEGLUMLP,
+    LigerLayerNorm,
+    LigerMLP,
+    LigerRMSNorm,
+    LigerSwiGLUMLP,
+    LigerTiledGEGLUMLP,
+    LigerTiledSwiGLUMLP,
+)
+from liger_models.layers.mlp import GatedMLP
 
 CONFIG = SimpleNamespace(hidden_size=8, intermediate_size=12)
 
@@ -15,7 +24,9 @@ CONFIG = SimpleNamespace(hidden_size=8, intermediate_size=12)
     ("build", "hidden_act", "act"),
     [
         (LigerSwiGLUMLP, "silu", F.silu),
+        (LigerSwiGLUMLP, "swish", F.silu),
         (LigerGEGLUMLP, "gelu_pytorch_tanh", lambda x: F.gelu(x, approximate="tanh")),
+        (LigerGEGLUMLP, "gelu_new", lambda x: F.gelu(x, approximate="tanh")),
         (LigerGEGLUMLP, "gelu", F.gelu),
     ],
 )
@@ -27,6 +38,90 @@ def test_forward(build, hidden_act, act, bias, kernel):
     gate, up = mlp.gate_up_proj(x).unflatten(-1, (12, 2)).unbind(-1)
     torch.testing.assert_close(mlp(x), mlp.down_proj(act(gate) * up))
     assert (mlp.down_proj.bias is not None) == bias
+
+
+def with_act(hidden_act):
+    return SimpleNamespace(**vars(CONFIG), hidden_act=hidden_act)
+
+
+@pytest.mark.parametrize("hidden_act", ["gelu", "gelu_pytorch_tanh", "relu", "quick_gelu", "none", None])
+def test_swiglu_refuses_other_activations(hidden_act):
+    with pytest.raises(ValueError, match=rf"LigerSwiGLUMLP: hidden_act must be .*, got {hidden_act!r}"):
+        LigerSwiGLUMLP(with_act(hidden_act))
+
+
+@pytest.mark.parametrize("hidden_act", ["silu", "swish", "relu", "quick_gelu", "none", None])
+def test_geglu_refuses_other_activations(hidden_act):
+    with pytest.raises(ValueError, match=rf"LigerGEGLUMLP: hidden_act must be .*, got {hidden_act!r}"):
+        LigerGEGLUMLP(with_act(hidden_act))
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_unknown_activations_of_mlps(kernel):
+    with pytest.raises(ValueError, match=r"GatedMLP: act must be one of .*, got 'gelu_pytorch_tanh'"):
+        GatedMLP(8, 12, act="gelu_pytorch_tanh", kernel=kernel)
+    with pytest.raises(ValueError, match=r"LigerMLP: act must be one of .*, got 'silu'"):
+        LigerMLP(8, 12, act="silu", kernel=kernel)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_the_square_of_relu(kernel):
+    mlp = LigerMLP(8, 12, act="relu2", bias=False, kernel=kernel)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(mlp(x), mlp.fc2(F.relu(mlp.fc1(x)).square()))
+
+
+@pytest.mark.parametrize("build", [LigerSwiGLUMLP, LigerGEGLUMLP])
+def test_another_intermediate_size(build):
+    """Liger-Kernel's second argument, for experts and for layers of double width."""
+    mlp = build(CONFIG, 20)
+    assert mlp.gate_up_proj.weight.shape == (40, 8)
+    assert mlp(torch.randn(3, 8)).shape == (3, 8)
+    assert build(CONFIG, intermediate_size=None).down_proj.weight.shape == (8, 12)
+
+
+TILED = [(LigerTiledSwiGLUMLP, LigerSwiGLUMLP), (LigerTiledGEGLUMLP, LigerGEGLUMLP)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("tiled", "whole"), TILED)
+def test_a_tiled_mlp_computes_what_the_whole_one_does(tiled, whole, bias, backend, monkeypatch):
+    """In chunks of four of eleven rows, saving its input alone, whatever the policy; against the whole one in fp64."""
+    monkeypatch.setattr("liger_models.kernels.gated_mlp._chunk_rows", lambda *_: 4)
+    config = SimpleNamespace(**vars(CONFIG), mlp_bias=bias)
+    mlp, truth = tiled(config, 4).to(backend), whole(config, kernel=False).double()
+    truth.load_state_dict(mlp.state_dict())
+    mlp.set_policy("none")
+    x, dy = torch.randn(2, 1, 11, 8, device=backend).unbind()
+    leaf, wide = x.clone().requires_grad_(), x.double().cpu().requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        got = mlp(leaf)
+    weights = {parameter.data_ptr() for parameter in mlp.parameters()}
+    assert {t.data_ptr() for t in saved if t.numel() and t.data_ptr() not in weights} <= {leaf.data_ptr()}
+    want = truth(wide)
+    torch.testing.assert_close(got.double().cpu(), want, rtol=1e-5, atol=1e-6)
+    ours = torch.autograd.grad(got, [leaf, *mlp.parameters()], dy)
+    theirs = torch.autograd.grad(want, [wide, *truth.parameters()], dy.double().cpu())
+    torch.testing.assert_close([t.double().cpu() for t in ours], [*theirs], rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(x), got)
+
+
+@pytest.mark.parametrize(("tiled", "whole"), TILED)
+def test_a_tiled_mlp_in_a_block(tiled, whole, backend):
+    torch.manual_seed(0)
+    mlp, other, norm = tiled(CONFIG).to(backend), whole(CONFIG).to(backend), LigerRMSNorm(8).to(backend)
+    other.load_state_dict(mlp.state_dict())
+    x, residual = torch.randn(2, 3, 8, device=backend).unbind()
+    for call in (lambda mlp: mlp.add_norm(norm, x, residual)[0], lambda mlp: mlp(norm(x))):
+        got, want = ((y := call(each), *torch.autograd.grad(y.sum(), [*each.parameters()])) for each in (mlp, other))
+        torch.testing.assert_close(got, want)
+        hook = mlp.down_proj.register_forward_hook(lambda module, args, out: 2 * out)
+        torch.testing.assert_close(call(mlp), 2 * want[0])
+        hook.remove()
+    with pytest.raises(ValueError, match="hidden_act"):
+        tiled(with_act("relu"))
 
 
 class Doubled(nn.Linear):

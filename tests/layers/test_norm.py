@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from liger_models import LigerLayerNorm, LigerLlama, LigerMLP, LigerRMSNorm
+from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import add_norm_linear
 
@@ -178,9 +179,74 @@ def test_hooks_of_a_norm_are_called(cls, x, kernel_device):
     torch.testing.assert_close((y, new), (linear(2 * expected), total))
 
 
+@pytest.mark.parametrize("casting_mode", ["llama", "gemma", "none"])
+def test_a_norm_without_weight(casting_mode, backend):
+    """``x / sqrt(mean(x²) + eps)`` and its gradient, against fp64; wherever a norm stands."""
+    torch.manual_seed(0)
+    norm = LigerRMSNorm(8, 1e-5, casting_mode=casting_mode, elementwise_affine=False).to(backend)
+    assert not [*norm.parameters(), *norm.buffers()]
+    assert not norm.state_dict()
+    assert "elementwise_affine=False" in repr(norm)
+    norm.reset_parameters()
+    x, dy = torch.randn(2, 3, 8, device=backend).unbind()
+
+    def truth(x):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 2e-3)):
+        leaf = x.to(dtype).requires_grad_()
+        wide = leaf.detach().double().requires_grad_()
+        got, want = norm(hidden_states=leaf), truth(wide)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+        grads = torch.autograd.grad(got, leaf, dy.to(dtype)), torch.autograd.grad(want, wide, dy.double())
+        torch.testing.assert_close(grads[0][0].double(), grads[1][0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(norm.add(x, x), (norm(2 * x), 2 * x))
+    linear, mlp = nn.Linear(8, 5).to(backend), GatedMLP(8, 12).to(backend)
+    torch.testing.assert_close(add_norm_linear(norm, linear, x, x), (linear(norm(2 * x)), 2 * x))
+    torch.testing.assert_close(mlp.add_norm(norm, x, x), (mlp(norm(2 * x)), 2 * x))
+
+
+@pytest.mark.parametrize("whole_projection", [False, True])
+def test_norms_of_queries_and_keys_without_weight(whole_projection, backend):
+    """They are norms whose weight is 1."""
+
+    def make(affine):
+        norm = partial(LigerRMSNorm, elementwise_affine=affine)
+        return LigerQKNormAttention(32, 4, 2, 8, layer=0, norm=norm, whole_projection=whole_projection).to(backend)
+
+    torch.manual_seed(0)
+    attentions = make(True), make(False)
+    attentions[1].load_state_dict(attentions[0].state_dict(), strict=False)
+    qkv, cos, sin = torch.randn(2, 3, 64, device=backend), *torch.randn(2, 1, 3, 4, device=backend)
+    for attention in attentions:
+        attention._tables = lambda layout: (cos, sin)
+    torch.testing.assert_close(*(attention._split(qkv, None) for attention in attentions))
+
+
+def test_the_mode_without_casts_computes_in_fp32(backend):
+    """It equals "gemma": Liger-Kernel computes it in the dtype of the input, which is less accurate."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 64, device=backend).half()
+    norms = [LigerRMSNorm(64, offset=0.5, casting_mode=mode).to(backend).half() for mode in ("none", "gemma")]
+    assert torch.equal(*(norm(x) for norm in norms))
+
+
+def test_arguments_of_liger_kernel_that_change_nothing():
+    """In its order: in_place, row_mode, elementwise_affine."""
+    x = torch.randn(3, 4)
+    before = x.clone()
+    y = LigerRMSNorm(4, 1e-6, 0.0, "llama", "ones", True, True, True)(x)
+    assert torch.equal(x, before)
+    assert torch.equal(y, LigerRMSNorm(4)(x))
+    assert torch.equal(LigerLayerNorm(4)(hidden_states=x), LigerLayerNorm(4)(x))
+
+
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"casting_mode must be one of .* got 'none'"):
-        LigerRMSNorm(4, casting_mode="none")
+    with pytest.raises(ValueError, match=r"casting_mode must be one of .* got 'fp16'"):
+        LigerRMSNorm(4, casting_mode="fp16")
+    with pytest.raises(ValueError, match=r"offset must be 0 without a weight to add it to, got 1\.0"):
+        LigerRMSNorm(4, offset=1.0, elementwise_affine=False)
     with pytest.raises(ValueError, match="init_fn must be 'ones' or 'zeros', got 'random'"):
         LigerRMSNorm(4, init_fn="random")
     assert not LigerRMSNorm(4, init_fn="zeros").weight.any()

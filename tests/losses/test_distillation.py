@@ -8,6 +8,7 @@ from liger_models import (
     LigerFusedLinearForwardKLLoss,
     LigerFusedLinearJSD,
     LigerFusedLinearJSDLoss,
+    LigerFusedLinearKLDivLoss,
     LigerFusedLinearReverseKLLoss,
     LigerFusedLinearTVDLoss,
     LigerJSD,
@@ -120,6 +121,23 @@ def test_fused_linear_jsd(backend, beta, labels):
     torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=0)
     for ours, theirs in zip(torch.autograd.grad(got, (x, weight)), torch.autograd.grad(want, (x, weight)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "mean", "sum"])
+@pytest.mark.parametrize("labels", [False, True])
+def test_fused_kl_of_stored_probabilities(backend, reduction, labels):
+    x, weight, bias = (t.to(backend).requires_grad_() for t in inputs(ROWS))
+    p = plain_logits(*(t.double() for t in teacher())).softmax(-1)
+    target = targets(ROWS) if labels else None
+    loss = LigerFusedLinearKLDivLoss(reduction, temperature=2.0, softcap=3.0)
+    got = loss(x, weight, p.float().to(backend), None if target is None else target.to(backend), student_bias=bias)
+    leaves = [t.detach().double().cpu().requires_grad_() for t in (x, weight, bias)]
+    each = kl(p, (plain_logits(*leaves, softcap=3.0) / 2).softmax(-1))
+    valid = torch.ones_like(each, dtype=torch.bool) if target is None else target != -100
+    want = (each * valid).sum() / {"batchmean": valid.sum(), "mean": valid.sum() * p.shape[-1], "sum": 1}[reduction]
+    torch.testing.assert_close(got.double().cpu(), want, rtol=2e-6, atol=0)
+    ours, theirs = torch.autograd.grad(got, (x, weight, bias)), torch.autograd.grad(want, leaves)
+    torch.testing.assert_close([t.double().cpu() for t in ours], [*theirs], rtol=1e-4, atol=1e-7)
 
 
 def distributions(vocabulary=7, rows=5, dtype=torch.float32, zeros=False):
@@ -237,6 +255,10 @@ def test_only_the_student_gets_gradients_and_half_precision_is_widened():
         lambda: LigerFusedLinearJSD(jsd_beta=-0.1),
         lambda: LigerFusedLinearJSD(temperature=0.0),
         lambda: LigerFusedLinearJSD(accum_dtype=torch.bfloat16),
+        lambda: LigerFusedLinearKLDivLoss("none"),
+        lambda: LigerFusedLinearKLDivLoss(temperature=0.0),
+        lambda: LigerFusedLinearKLDivLoss(eps=0.0),
+        lambda: LigerFusedLinearKLDivLoss(accum_dtype=torch.bfloat16),
         lambda: LigerKLDIVLoss(reduction="max"),
         lambda: LigerKLDIVLoss(size_average=True),
         lambda: LigerKLDIVLoss(1e-3, log_target=True),

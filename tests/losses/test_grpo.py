@@ -6,9 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_models import LigerFusedLinearGRPOLoss
+from liger_models import LigerFusedLinearGRPOLoss, LigerGRPOLoss
 
-from .plain import T, assert_matches, assert_matches_in_fp64, inputs, plain_log_probs, results, targets
+from .plain import (
+    T,
+    assert_matches,
+    assert_matches_in_fp64,
+    inputs,
+    plain_log_probs,
+    plain_logits,
+    results,
+    targets,
+)
 
 B = 5
 HEAD = {"softcap": 3.0, "logit_scale": 1.5, "temperature": 0.8}
@@ -31,9 +40,10 @@ OLD, REFERENCE = base_log_probs() + draw(5), base_log_probs() + draw(6)
 
 def plain_grpo(
     kind="dapo", *, beta=0.0, low=0.2, high=0.2, sequence=False, old=None, ref=None, delta=None, kl="k3",
-    corrected=False, vllm=None, tau=(1.0, 1.05), vespo=((2.0, 3.0), (3.0, 2.0)), max_length=None, items=None, **head,
+    corrected=False, vllm=None, tau=(1.0, 1.05), vespo=((2.0, 3.0), (3.0, 2.0)), max_length=None, items=None,
+    upstream=None, **head,
 ):  # fmt: skip
-    """``(x, weight, bias) -> (loss, metrics)``, in loops."""
+    """``(x, weight, bias) -> (loss, metrics)``, in loops; with ``upstream`` [B, T] the loss is Σ upstream · L."""
 
     def function(x, weight, bias):
         l = plain_log_probs(x, weight, bias, IDS, **head)  # noqa: E741
@@ -72,6 +82,8 @@ def plain_grpo(
                 loss[t] = token
             losses.append(loss)
         losses, counts, tokens = torch.stack(losses), MASK.sum(1), MASK.sum()
+        if upstream is not None:
+            return (losses * upstream).sum(), [losses.detach()]
         total = {
             "grpo": lambda: (losses.sum(1) / counts.clamp(min=1)).mean(),
             "bnpo": lambda: losses.sum() / tokens,
@@ -216,6 +228,101 @@ def test_nothing_is_masked_in_from_padding(backend, kind):
     assert all(tensor.isfinite().all() for tensor in got)
 
 
+def on_logits(loss, logits_options, extra, **options):
+    """``(x, weight, bias) -> result`` of a loss on logits, with ``extra`` positions after the completions."""
+
+    def function(x, weight, bias):
+        move = lambda t: t.to(x) if isinstance(t, Tensor) else t
+        logits = plain_logits(torch.nn.functional.pad(x, (0, 0, 0, extra)), weight, bias, **logits_options)
+        named = {key: move(value) for key, value in options.items()}
+        reference, old = named.pop("ref", None), named.pop("old", None)
+        ids, mask = (tensor.to(x.device) for tensor in (IDS, MASK))
+        return loss(logits, old, reference, ids, ADVANTAGES.to(x), mask, **named)
+
+    return function
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+@pytest.mark.parametrize("with_old", [False, True])
+@pytest.mark.parametrize(("ours", "plain"), CASES.values(), ids=CASES)
+def test_of_logits(ours, plain, with_old, extra):
+    """The same losses and metrics from whole logits, with and without the position after the completions."""
+    given = {"old": OLD if with_old else None, "ref": REFERENCE}
+    plain = plain_grpo(**{"max_length": 9, **plain, **given, "beta": 0.3, "temperature": 0.8})
+    function = on_logits(LigerGRPOLoss(0.3, **ours, temperature=0.8), {}, extra, **given)
+    assert_matches_in_fp64(function, plain, inputs(B))
+    assert_matches(function, plain, inputs(B), tolerance=4e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("with_old", [False, True])
+@pytest.mark.parametrize(("ours", "plain"), CASES.values(), ids=CASES)
+def test_of_each_token(ours, plain, with_old, beta):
+    """reduce=False: every token's loss, and its gradient under an upstream gradient of its own."""
+    upstream = draw(8)
+    given = {"old": OLD if with_old else None, "ref": REFERENCE if beta else None}
+    plain = plain_grpo(**{"max_length": 9, **plain, **given, "beta": beta, "upstream": upstream})
+    tokens = on_logits(LigerGRPOLoss(beta, **ours), {}, 1, **given, reduce=False)
+
+    def weighted(x, weight, bias):
+        loss, kl, clipped = tokens(x, weight, bias)
+        assert (kl is None) == (beta == 0.0)
+        assert not clipped.requires_grad
+        assert kl is None or not kl.requires_grad
+        assert all(each is None or each.shape == (B, T) for each in (loss, kl, clipped))
+        return (loss * upstream.to(x)).sum(), [loss.detach()]
+
+    assert_matches_in_fp64(weighted, plain, inputs(B))
+
+
+def test_metrics_of_each_token():
+    """They add up to the metrics of the reduced loss."""
+    loss, given = LigerGRPOLoss(0.3, loss_type="bnpo"), {"old": OLD, "ref": REFERENCE}
+    leaves = [t.double() for t in inputs(B)]
+    value, kl, clipped = on_logits(loss, {}, 0, **given, reduce=False)(*leaves)
+    want, metrics = on_logits(loss, {}, 0, **given)(*leaves)
+    torch.testing.assert_close([each.sum() / MASK.sum() for each in (value, kl, clipped)], [want, *metrics])
+    assert clipped.any()
+
+
+def test_of_logits_on_kernels(backend):
+    """With a softcap and a factor that the logits have not been through; nothing is read from padding."""
+    x, weight, bias = (t.to(backend) for t in inputs(B))
+    logits = plain_logits(x, weight, bias).requires_grad_()
+    inside = MASK != 0
+    loss = LigerGRPOLoss(0.2, loss_type="grpo", **HEAD)
+    poisoned = OLD.where(inside, math.nan), REFERENCE.where(inside, math.inf), IDS.where(inside, 10**6)
+    old, reference, ids = (each.to(backend) for each in poisoned)
+    value, _, _ = loss(
+        logits, old.float(), reference.float(), ids, ADVANTAGES.to(backend), MASK.to(backend), reduce=False
+    )
+    got = [value, torch.autograd.grad(value.sum(), logits)[0]]
+    assert not got[1].cpu()[~inside].any()
+    wide = logits.detach().double().cpu().requires_grad_()
+    log_probs = (3.0 * torch.tanh(1.5 * wide / 3.0) / 0.8).log_softmax(-1).gather(-1, IDS[..., None])[..., 0]
+    rest = {"ref_per_token_logps": REFERENCE, "old_per_token_logps": OLD}
+    truth, _, _ = loss.token_losses(log_probs, MASK, ADVANTAGES.double(), **rest)
+    want = [truth, torch.autograd.grad(truth.sum(), wide)[0]]
+    for ours, exact in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.double().cpu(), exact, rtol=1e-4, atol=2e-6)
+
+
+def test_logits_in_half_precision_are_read_where_they_are():
+    """The position after the completions costs no copy of the logits, and they are not overwritten."""
+    x, weight, bias = inputs(B)
+    logits = plain_logits(torch.nn.functional.pad(x, (0, 0, 0, 1)), weight, bias).bfloat16().requires_grad_()
+    before = logits.detach().clone()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        loss, _ = LigerGRPOLoss(0.0)(logits, OLD.float(), None, IDS, ADVANTAGES)
+    assert {t.data_ptr() for t in saved if t.numel() >= logits.numel()} <= {logits.data_ptr()}
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert logits.grad.dtype == torch.bfloat16
+    assert not logits.grad[:, -1].any()
+    assert torch.equal(logits, before)
+
+
 def test_everything_masked(backend):
     x, weight, bias = (t.to(backend).requires_grad_() for t in inputs(B))
     args = (IDS.to(backend), torch.zeros_like(MASK).to(backend), ADVANTAGES.to(backend), bias)
@@ -252,6 +359,26 @@ def call(loss, **changes):
 
 
 NO_KL = {"beta": 0.0}
+
+
+LOGITS = plain_logits(*inputs(B))
+GIVEN = (None, REFERENCE, IDS, ADVANTAGES)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda loss: loss(LOGITS[:, 1:], *GIVEN), r"logits must be \[B, T, V\] or \[B, T \+ 1, V\]"),
+        (lambda loss: loss(LOGITS[0], *GIVEN), "logits must be"),
+        (lambda loss: loss(LOGITS, None, REFERENCE, IDS[0], ADVANTAGES), "logits must be"),
+        (lambda loss: loss(LOGITS, *GIVEN, MASK[:, 1:]), r"completion_mask must be \[5, 6\]"),
+        (lambda loss: loss(LOGITS, None, None, IDS, ADVANTAGES), "needs a reference"),
+        (lambda loss: loss(LOGITS, *GIVEN, num_items_in_batch=4, reduce=False), "num_items_in_batch must be None"),
+    ],
+)
+def test_wrong_logits(make, message):
+    with pytest.raises(ValueError, match=f"LigerGRPOLoss: .*{message}"):
+        make(LigerGRPOLoss())
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,16 @@ def test_kto(backend, with_reference, average, kl):
     assert_matches(ours, plain, inputs(rows), backend, 2e-6)
 
 
-def test_labels_of_kto_are_bool():
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8])
+def test_labels_of_0_and_1(dtype):
     x, weight, bias = inputs(ROWS)
-    with pytest.raises(TypeError, match="bool"):
-        LigerFusedLinearKTOLoss()(x, weight, targets(ROWS), bias, preference_labels=torch.ones(ROWS))
+    labels = torch.arange(ROWS) % 2 == 0
+    got, want = (LigerFusedLinearKTOLoss()(x, weight, targets(ROWS), bias, each) for each in (labels.to(dtype), labels))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("label", [-1, 2])
+def test_other_labels_are_refused(label):
+    x, weight, bias = inputs(ROWS)
+    with pytest.raises(ValueError, match=rf"preference_labels must be 0 or 1, got \[{label}\]"):
+        LigerFusedLinearKTOLoss()(x, weight, targets(ROWS), bias, torch.full((ROWS,), label))
