@@ -92,9 +92,9 @@ def sources(tmp_path: Path, rows: list[Any]) -> list[Any]:
     pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
     parquet = pytest.importorskip("pyarrow.parquet")
     names = dict.fromkeys(name for row in rows for name in row)
-    table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
-    parquet.write_table(table, tmp_path / "a.parquet")
-    return [rows, write(tmp_path / "a.jsonl", rows), tmp_path / "a.parquet", datasets.Dataset.from_list(rows)]
+    full = [{name: row.get(name) for name in names} for row in rows]
+    parquet.write_table(pyarrow.Table.from_pylist(full), tmp_path / "a.parquet")
+    return [rows, write(tmp_path / "a.jsonl", rows), tmp_path / "a.parquet", datasets.Dataset.from_list(full)]
 
 
 def test_null_as_content_is_the_same_from_everywhere(tokenizer, tmp_path):
