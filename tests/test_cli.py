@@ -204,6 +204,8 @@ def test_chat(folder):
     lines = run(*options, input="Hi\nAnd?\n")
     assert lines.count("> ") >= 3
     assert read(*options[:2], "Hi", *options[2:])["text"] in lines
+    lines = run(*options, input=b"\xff Hi\nAnd?\n")  # not UTF-8
+    assert lines.count("> ") >= 3
     run("generate", "model", code=2)
 
 

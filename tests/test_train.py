@@ -1,5 +1,6 @@
 """The training command: from a checkpoint and files to a model, whether it dies in between or not."""
 
+import dataclasses
 import json
 import math
 import os
@@ -439,3 +440,98 @@ def test_the_learning_rate_rises_and_falls():
     assert rates[8] == pytest.approx(0.55)
     assert rates[12] == pytest.approx(0.1)
     assert sorted(rates[4:], reverse=True) == rates[4:]
+
+
+def options(folder: Path, tmp_path: Path, **given: Any) -> TrainOptions:
+    """A short run in this process."""
+    known = {"model": str(folder / "checkpoint"), "data": str(folder / "train.jsonl"), "output": str(tmp_path / "run")}
+    return TrainOptions(**{**known, "length": 64, "workers": 0, "log_every": 1, **given})
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """On the CPU, in a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+
+
+@pytest.mark.usefixtures("alone")
+def test_another_model_or_other_data_in_the_folder_of_a_run(folder, tmp_path):
+    train(options(folder, tmp_path, steps=2))
+    before = files(tmp_path / "run")
+    base = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    base.save_pretrained(tmp_path / "theta")
+    config = json.loads((tmp_path / "theta" / "config.json").read_text())
+    tied = LigerLlama.from_config(dataclasses.replace(base.config, tie_word_embeddings=True))
+    tied.assets = base.assets
+    tied.save_pretrained(tmp_path / "tied")
+    (tmp_path / "theta" / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+    for given, message in (
+        ({"model": str(tmp_path / "theta")}, r"config\.rope_theta 500000\.0 instead of 10000\.0"),
+        ({"model": str(tmp_path / "tied")}, "config.tie_word_embeddings True instead of False"),
+        ({"lora_r": 4}, "adapters LoRAConfig instead of None"),
+        ({"length": 32}, r"got other length \(32 instead of 64\)\. Use"),
+        ({"data": str(folder / "eval.jsonl")}, "got other documents, tokens and checksum"),
+    ):
+        with pytest.raises(ValueError, match=f"{message}.* another folder"):
+            train(options(folder, tmp_path, steps=4, **given))
+        dist.destroy_process_group()
+    assert files(tmp_path / "run") == before
+    assert log(tmp_path / "run")[-1]["step"] == 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_finished_run_says_so(folder, tmp_path, capfd):
+    for _ in range(2):
+        assert "the run is finished" not in capfd.readouterr().out
+        train(options(folder, tmp_path, steps=2))
+    assert "run: the run is finished after 2 steps, 2 were asked for. Nothing is trained" in capfd.readouterr().out
+    train(options(folder, tmp_path, steps=3))
+    assert "finished" not in capfd.readouterr().out
+    assert [line["step"] for line in log(tmp_path / "run")] == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_goes_on_from_before_a_damaged_checkpoint(folder, tmp_path):
+    train(options(folder, tmp_path, steps=4, save_every=2))
+    expected = log(tmp_path / "run"), files(tmp_path / "run")
+    os.truncate(tmp_path / "run" / "step-00000004" / "rank-0.pt", 100)
+    with pytest.raises(
+        OSError, match=r"step-00000004: must .*rank-0.pt.*delete .*step-00000004 to resume from step-00000002"
+    ):
+        train(options(folder, tmp_path, steps=4, save_every=2))
+    dist.destroy_process_group()
+    shutil.rmtree(tmp_path / "run" / "step-00000004")
+    with pytest.warns(UserWarning, match="Resuming from step-00000002"):
+        train(options(folder, tmp_path, steps=4, save_every=2))
+    assert (log(tmp_path / "run"), files(tmp_path / "run")) == expected
+
+
+@pytest.mark.usefixtures("alone")
+def test_data_without_a_target_are_refused_before_the_first_step(folder, tmp_path):
+    (tmp_path / "none.jsonl").write_text(json.dumps({"input_ids": [5]}) + "\n")
+    for name in ("data", "eval_data"):
+        with pytest.raises(ValueError, match=r"none\.jsonl must have a token to predict, got none"):
+            train(options(folder, tmp_path, steps=1, **{name: str(tmp_path / "none.jsonl")}))
+        dist.destroy_process_group()
+    assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_steps_without_a_target_among_others(folder, tmp_path):
+    masked = {"input_ids": [5] * 64, "labels": [-100] * 64}
+    (tmp_path / "few.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in [masked] * 3 + [{"input_ids": [7] * 64}])
+    )
+    train(options(folder, tmp_path, data=str(tmp_path / "few.jsonl"), export_dtype="float32"))
+    losses = [line["loss"] for line in log(tmp_path / "run")]
+    assert sorted(losses)[:3] == [0, 0, 0]
+    assert max(losses) > 1
+    assert all(tensor.isfinite().all() for tensor in load("llama", tmp_path / "run" / "model").state_dict().values())
+
+
+def test_one_file_as_a_string():
+    given = TrainOptions(
+        model="m", data="x.jsonl", eval_data=Path("y.jsonl"), output="o", lora_r=1, lora_targets="q_proj"
+    )
+    assert (given.data, given.eval_data, given.lora_targets) == (["x.jsonl"], ["y.jsonl"], ["q_proj"])

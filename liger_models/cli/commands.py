@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import io
 import json
 import math
 import sys
@@ -317,6 +318,8 @@ def generate(
 
     history: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     asked = prompt
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 that is typed must not end the chat
     while True:
         if asked is None:
             try:

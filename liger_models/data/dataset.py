@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from liger_models.data.batch import Batch, collate, make_row
 from liger_models.data.encoding import Encoder
-from liger_models.data.packing import WINDOW, PackedRows, pack, seeded_generator, split_documents
+from liger_models.data.packing import WINDOW, PackedRows, has_target, pack, seeded_generator, split_documents
 from liger_models.data.sources import find_files, read_examples
 from liger_models.data.tokens import tokenise
 from liger_models.kernels.checks import check
@@ -19,6 +19,11 @@ from liger_models.parallel import groups
 from liger_models.text.tokenizer import Tokenizer
 
 OVERFLOWS = ("split", "truncate")
+
+_NO_TARGETS = (
+    "must have a token to predict, got none: every document has one token, or all its labels are -100. Give longer "
+    "documents, or labels."
+)
 
 
 class PackedDataset(IterableDataset[Batch]):
@@ -63,7 +68,8 @@ class PackedDataset(IterableDataset[Batch]):
         passed: rows that all ranks together have taken in all epochs, including the rows of padding.
 
     Raises:
-        ValueError: an example is malformed (the message names its file and line), or the source is empty.
+        ValueError: an example is malformed (the message names its file and line), the source is empty or has not a
+            single target (of a stream, among the first `WINDOW` examples), or the cached tokens are damaged.
         FileNotFoundError: a file does not exist.
         ImportError: a Parquet file, and pyarrow is not installed.
     """
@@ -100,6 +106,7 @@ class PackedDataset(IterableDataset[Batch]):
         if isinstance(self.source, tuple) or (hasattr(source, "__len__") and not isinstance(source, DataLoader)):
             tokens = tokenise(self.source, self.encoder, cache_dir, progress)
             self._rows = PackedRows(tokens, length, self._filler, overflow, shuffle, seed)
+            check(self._rows.has_targets(), f"PackedDataset: {self._named()} {_NO_TARGETS}")
         self.epoch = self.passed = 0
         self._loaded = False  # whether the next iteration starts at a position that was loaded
         self._rewind()
@@ -162,10 +169,13 @@ class PackedDataset(IterableDataset[Batch]):
         Raises:
             ValueError: the state is of other data, or of rows made with other options.
         """
+        saved, now = state["data"], self._identity()
+        differing = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
         check(
-            state["data"] == self._identity(),
-            f"PackedDataset: the data must be that of the saved state, {state['data']}, got {self._identity()}. Use "
-            "the same source and options, or start a new run.",
+            not differing,
+            "PackedDataset: the data must be that of the saved state, got other "
+            + "; ".join(f"{name} ({now.get(name)} instead of {saved.get(name)})" for name in differing)
+            + ". Use the same source and options, or start a new run in another folder.",
         )
         self.set_epoch(state["epoch"])
         self._follow(state)
@@ -179,6 +189,11 @@ class PackedDataset(IterableDataset[Batch]):
         tokens = None if self._rows is None else self._rows.tokens
         found = None if tokens is None else [tokens.documents, len(tokens.ids), tokens.checksum]
         return {**options, "documents, tokens and checksum": found}
+
+    def _named(self) -> str:
+        """The source, for errors."""
+        files = self.source if isinstance(self.source, tuple) else ()
+        return ", ".join(map(str, files[:3])) + ", ..." * (len(files) > 3) or f"the {type(self.source).__name__}"
 
     def _begin(self) -> None:
         """Move to where an iteration starts: a loaded position, or the beginning of this or the next epoch."""
@@ -227,6 +242,10 @@ class PackedDataset(IterableDataset[Batch]):
                 order = torch.randperm(len(documents), generator=seeded_generator(self.seed, self.epoch, self._read))
                 documents = [documents[i] for i in order.tolist()]
             pieces = [piece for document in documents for piece in self._split(document)]
+            check(
+                self._first > 0 or not pieces or any(map(has_target, pieces)),
+                f"PackedDataset: the first {len(window)} examples of {self._named()} {_NO_TARGETS}",
+            )
             packed = pack([len(piece) for piece in pieces], self.length)
             for row in packed[taken:]:
                 yield [pieces[i] for i in row]

@@ -70,6 +70,15 @@ def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     return [sorted(row) for row in sorted(rows)]
 
 
+def has_target(piece: Tensor) -> bool:
+    """Whether a piece of a document has a target: a token with a label after its first token.
+
+    Args:
+        piece: [n] int32, as in a `TokenFile`.
+    """
+    return bool((piece[1:] >= 0).any())
+
+
 def seeded_generator(*seeds: int) -> torch.Generator:
     """A generator whose state depends on all of ``seeds``."""
     digest = hashlib.sha256(json.dumps(seeds).encode()).digest()
@@ -94,6 +103,12 @@ class PackedRows(Dataset[Batch]):
         sizes = tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
         self._starts, self._sizes = split_documents(sizes, length, overflow)
         self._packed: tuple[Tensor, Tensor] | None = None
+
+    def has_targets(self) -> bool:
+        """Whether any token has a label and a token before it in its piece, from which it is predicted."""
+        blocks = zip(self._starts.split(WINDOW), self._sizes.split(WINDOW), strict=True)  # the first one has some
+        spans = (span for starts, sizes in blocks for span in zip(starts.tolist(), sizes.tolist(), strict=True))
+        return any(has_target(self.tokens.ids[start : start + size]) for start, size in spans)
 
     def plan(self, epoch: int) -> None:
         """Make these the rows of ``epoch``.

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from liger_models.data.batch import Batch
-from liger_models.data.encoding import read_tools
+from liger_models.data.encoding import read_messages, read_tools
 from liger_models.generation.options import PromptInputs
 from liger_models.kernels.checks import check
 from liger_models.text.chat import answer_mask
@@ -152,6 +152,7 @@ def _encode_texts(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | No
     texts = [isinstance(pair[part], str) for part in parts if part in pair]
     check(all(texts) or not any(texts), f"{where}: must be all texts or all messages, got both. Convert them.")
     if not any(texts):
+        pair = {**pair, **{part: read_messages(f"{where}, {part}", pair[part]) for part in parts if part in pair}}
         shared = 0 if "prompt" in pair else _shared_prefix(pair["chosen"], pair["rejected"])
         prompt = pair["prompt"] if "prompt" in pair else pair["chosen"][:shared]
         variables = {"tools": read_tools(pair), **(pair.get("chat_template_kwargs") or {})}

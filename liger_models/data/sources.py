@@ -14,6 +14,8 @@ from liger_models.kernels.checks import check
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".parquet")
 PARQUET_ROWS = 1024
 """Rows of a Parquet file that are decoded at a time."""
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+"""Fields of an example with what is not text."""
 
 Located = tuple[str, Any]
 """Where an example is, such as "train.jsonl, line 7", and the example."""
@@ -59,7 +61,7 @@ def read_examples(source: Any, fields: Sequence[str], start: int = 0) -> Iterato
 
     Args:
         source: as `find_files` returns it.
-        fields: columns to read from a Parquet file, besides ``tools`` and ``labels``.
+        fields: columns to read from a Parquet file, besides ``tools``, ``labels`` and `MEDIA_COLUMNS`.
         start: number of examples that were read before ``source`` begins; for error messages.
 
     Raises:
@@ -124,8 +126,9 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Located]:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             # With none of the fields all columns are read, so that the error can name them.
-            columns = {*fields, "tools", "labels"} if {*fields} & {*names} else {*names}
-            batches = file.iter_batches(PARQUET_ROWS, columns=[name for name in names if name in columns])
+            columns = {*fields, "tools", "labels", *MEDIA_COLUMNS} if {*fields} & {*names} else {*names}
+            count = PARQUET_ROWS // 16 if {*MEDIA_COLUMNS} & {*names} else PARQUET_ROWS  # images are large
+            batches = file.iter_batches(count, columns=[name for name in names if name in columns])
             rows = (row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
                 yield f"{path}, row {number}", _drop_nulls(row)

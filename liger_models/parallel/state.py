@@ -4,6 +4,7 @@
 - ``latest``: the name of the newest complete checkpoint.
 """
 
+import dataclasses
 import random
 import shutil
 import warnings
@@ -19,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from liger_models.adapters.lora_layers import adapter_config
@@ -31,7 +34,9 @@ from liger_models.parallel.groups import is_distributed, raise_on_all_ranks, ran
 
 LATEST = "latest"
 SHARED = "shared.pt"
-"""File of the state that all ranks share: step, number of ranks, scheduler."""
+"""File of the state that all ranks share: step, number of ranks, scheduler, what the model is."""
+MAY_DIFFER = ("dropout", "initializer_range")
+"""Endings of settings of a model or its adapters that do not change what the weights mean."""
 
 _in_flight: set[Path] = set()
 """Folders with a save in the background."""
@@ -92,6 +97,7 @@ def save_state(
     place, temporary = _place(folder, step), folder / f".step-{step:08d}.tmp"
     group = _cpu_group()
     reshard(model)
+    described = _describe(model)
     with raise_on_all_ranks(group):
         if rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +106,8 @@ def save_state(
                 shutil.rmtree(stale)
             temporary.mkdir()
             state = None if scheduler is None else scheduler.state_dict()
-            torch.save({"step": step, "ranks": world_size(), "scheduler": state}, temporary / SHARED)
+            shared = {"step": step, "ranks": world_size(), "scheduler": state, "model": described}
+            torch.save(shared, temporary / SHARED)
     with raise_on_all_ranks(group):
         of_rank = {"random": _random_state(), "data": None if data is None else data.state_dict()}
         torch.save(of_rank, temporary / f"rank-{rank()}.pt")
@@ -123,7 +130,7 @@ def save_state(
             pointer.write_text(place.name + "\n")
             pointer.replace(folder / LATEST)
             shutil.rmtree(old, ignore_errors=True)
-            steps = sorted(folder.glob("step-" + "[0-9]" * 8))
+            steps = _steps(folder)
             for outdated in [each for each in steps if each != place][: len(steps) - (keep or len(steps))]:
                 shutil.rmtree(outdated)
 
@@ -174,15 +181,18 @@ def load_state(
     Args:
         folder: folder of the run.
         model, optimizer, scheduler, data: created as for a new run; None skips a part.
-        step: step of the checkpoint. Default: the one named in ``latest``.
+        step: step of the checkpoint. Default: the one named in ``latest``, or, if that was deleted, the newest.
 
     Returns:
         The step of the checkpoint; None, with nothing changed, if there is no checkpoint yet.
 
     Raises:
         FileNotFoundError: there is no checkpoint of ``step``.
-        ValueError: a part was not saved, or the number of ranks changed and the saved states of ``data`` differ.
-        OSError: the checkpoint is incomplete, or is of another model or optimizer.
+        ValueError: the model's configuration, adapters, tied weights, or names or shapes of tensors are not those of
+            the checkpoint; a part was not saved; or the number of ranks changed and the saved states of ``data``
+            differ.
+        OSError: the checkpoint is damaged, or is of another optimizer. The message names the file and the checkpoint
+            before it.
     """
     folder = Path(folder).absolute()
     group = _cpu_group()
@@ -193,8 +203,13 @@ def load_state(
     place = found[0]
     if place is None:
         return None
+    reshard(model)
+    described = _describe(model)
     with raise_on_all_ranks(group):
         shared = _load(place / SHARED)
+        _check_model(place, described, shared.get("model"))
+        metadata = _read_metadata(place)
+        _check_tensors(place, _tensors(model)["model"], metadata)
         of_rank = _state_of_rank(place, shared["ranks"], data is not None)
         for name, part, saved in (("scheduler", scheduler, shared["scheduler"]), ("data", data, of_rank.get("data"))):
             check(
@@ -202,8 +217,8 @@ def load_state(
                 f"load_state: {name} must have a state in {place}, got none: save_state was called without it. Leave "
                 "it out.",
             )
-        with_state = set() if optimizer is None else _with_state(place)
-    reshard(model)
+        paths = (metadata.planner_data or {}).values()
+        with_state = {path[2] for path in paths if path[:2] == ("optimizer", "state")}  # parameters
     tensors = _tensors(model)
     if optimizer is not None:
         tensors["optimizer"] = _optimizer_state(model, optimizer, with_state)
@@ -242,13 +257,86 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) ->
     return {**found, "state": {name: value for name, value in found["state"].items() if name in names}}
 
 
-def _with_state(place: Path) -> set[str]:
-    """Names of the parameters that have a saved optimizer state."""
+def _describe(model: nn.Module) -> dict[str, str]:
+    """What a model is besides the tensors that are saved. Every rank must call it.
+
+    These are the settings of the model and of its adapters, its tied tensors, and what tells the frozen weights under
+    adapters from others: the sum of the bits of its vectors, such as those of the norms.
+    """
+    configs = (getattr(module, "config", None) for module in model.modules())
+    found = _flatten("config", next((config for config in configs if dataclasses.is_dataclass(config)), None))
+    found |= _flatten("adapters", adapter_config(model))
+    names: dict[int, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(name)
+    found["tied weights"] = ", ".join(" = ".join(each) for each in names.values() if len(each) > 1) or "none"
+    if adapter_config(model) is not None:
+        vectors = [each.detach() for each in model.parameters() if each.dim() == 1 and not each.requires_grad]
+        whole = (each.full_tensor() if isinstance(each, DTensor) else each for each in vectors)
+        bits = sum(int(each.float().view(torch.int32).sum(dtype=torch.int64)) for each in whole)
+        found["checksum of the frozen weights"] = str(bits)
+    return found
+
+
+def _flatten(name: str, value: Any) -> dict[str, str]:
+    """The fields of a dataclass and of those in it, by their names with dots; the type under ``name`` itself."""
+    if not dataclasses.is_dataclass(value):
+        return {name: repr(value)}
+    found = {name: type(value).__name__}
+    for field in dataclasses.fields(value):
+        if not field.name.endswith(MAY_DIFFER):
+            found |= _flatten(f"{name}.{field.name}", getattr(value, field.name))
+    return found
+
+
+def _check_model(place: Path, now: Mapping[str, str], saved: Mapping[str, str] | None) -> None:
+    """Raise ValueError if the model is not what was saved; None if a former version saved it, without a description."""
+    saved = now if saved is None else saved
+    other = [
+        f"{name} {now.get(name)} instead of {saved.get(name)}"
+        for name in {**saved, **now}
+        if saved.get(name) != now.get(name)
+    ]
+    check(not other, f"load_state: the model must be that of {place}, got {'; '.join(other)}. {_ANOTHER}")
+
+
+def _check_tensors(place: Path, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
+    """Raise ValueError unless the checkpoint has these tensors and no others, in these shapes."""
+    prefix, stored = "model.", metadata.state_dict_metadata
+    saved = {
+        name.removeprefix(prefix): tuple(getattr(each, "size", ()))
+        for name, each in stored.items()
+        if name.startswith(prefix)
+    }
+    now = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    faults = {
+        "without": [name for name in saved if name not in now],
+        "with also": [name for name in now if name not in saved],
+        "with another shape of": [name for name in saved if now.get(name, saved[name]) != saved[name]],
+    }
+    other = [
+        f"one {fault} {', '.join(names[:3])}{', ...' * (len(names) > 3)}" for fault, names in faults.items() if names
+    ]
+    check(not other, f"load_state: the model must have the tensors of {place}, got {'; '.join(other)}. {_ANOTHER}")
+
+
+_ANOTHER = "Resume with the model and the options that the run began with, or start another run in another folder."
+
+
+def _read_metadata(place: Path) -> Metadata:
+    """What the checkpoint holds in which file; OSError if a file is not as long as it was."""
     try:
-        paths = FileSystemReader(place).read_metadata().planner_data or {}
+        metadata = FileSystemReader(place).read_metadata()
     except Exception as error:
-        raise _incomplete(place, rank(), error) from error
-    return {path[2] for path in paths.values() if path[:2] == ("optimizer", "state")}
+        raise _incomplete(place, rank(), error, ".metadata") from error
+    ends: dict[str, int] = {}
+    for part in (metadata.storage_data or {}).values():
+        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    for name, end in ends.items():
+        size = (place / name).stat().st_size if (place / name).is_file() else 0
+        if size < end:
+            raise _incomplete(place, rank(), EOFError(f"{size} of {end} bytes"), name)
+    return metadata
 
 
 def _place(folder: Path, step: int) -> Path:
@@ -256,6 +344,7 @@ def _place(folder: Path, step: int) -> Path:
 
 
 def _find(folder: Path, step: int | None) -> Path | None:
+    steps = _steps(folder)
     if step is None:
         if not (folder / LATEST).is_file():
             return None
@@ -263,10 +352,18 @@ def _find(folder: Path, step: int | None) -> Path | None:
     else:
         place = _place(folder, step)
     found = next((each for each in (place, place.with_suffix(".old")) if each.is_dir()), None)
+    if found is None and step is None and steps:
+        warnings.warn(f"{folder}: {place.name} is not there any more. Resuming from {steps[-1].name}.", stacklevel=3)
+        return steps[-1]
     if found is None:
-        there = ", ".join(sorted(path.name for path in folder.glob("step-*"))) or "no checkpoint"
+        there = ", ".join(each.name for each in steps) or "no checkpoint"
         raise FileNotFoundError(f"{place}: must be a checkpoint, got {there} in {folder}. Choose one of them.")
     return found
+
+
+def _steps(folder: Path) -> list[Path]:
+    """The complete checkpoints, by step."""
+    return sorted(folder.glob("step-" + "[0-9]" * 8))
 
 
 def _state_of_rank(place: Path, ranks: int, with_data: bool) -> dict[str, Any]:
@@ -295,7 +392,10 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise _incomplete(path.parent, rank(), error, path.name) from error
     return content
 
 
@@ -336,8 +436,21 @@ def _checkpoint_errors(place: Path) -> Iterator[None]:
         raise _incomplete(place, rank, reason) from error
 
 
-def _incomplete(place: Path, rank: int, reason: BaseException) -> OSError:
-    return OSError(
-        f"{place}: must be written and read in full by all ranks, got on rank {rank}: {reason!r}. Earlier checkpoints "
-        "are unchanged. Use another folder for another model or optimizer."
-    )
+def _incomplete(place: Path, rank: int, reason: BaseException, file: str = "") -> OSError:
+    """The error of a checkpoint that could not be written or read.
+
+    Args:
+        place: folder of the checkpoint.
+        rank: where it failed.
+        reason: what went wrong.
+        file: name of the damaged file, if it is known.
+    """
+    got = f"{file}, " * bool(file) + f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}"
+    message = f"{place}: must be written and read in full by all ranks, got on rank {rank}: {got}."
+    if not place.exists():  # it was being written
+        return OSError(f"{message} Earlier checkpoints are unchanged.")
+    hint = "Use another folder for another optimizer. If the checkpoint is damaged"
+    others = [each.name for each in _steps(place.parent) if each.name < place.name]
+    if others:
+        return OSError(f"{message} {hint}, delete {place} to resume from {others[-1]}, which is unchanged.")
+    return OSError(f"{message} {hint}, delete {place.parent} to start again: there is no earlier checkpoint.")

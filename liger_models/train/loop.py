@@ -96,6 +96,10 @@ class TrainOptions:
     export_dtype: str = option(default="bfloat16", metadata={"help": "dtype of the model in output/model"})
 
     def __post_init__(self) -> None:
+        for name in ("data", "eval_data", "lora_targets"):  # a str is a list of its letters
+            value = getattr(self, name)
+            if isinstance(value, str | os.PathLike):
+                setattr(self, name, [os.fspath(value)])
         check(len(self.data) > 0, "TrainOptions: data must be files or folders, got none. Name one.")
         for name, least in LEAST.items():
             value = getattr(self, name)
@@ -137,8 +141,9 @@ def train(options: TrainOptions) -> None:
     Every rank must call it. It initialises the process group if there is none: torchrun's, or one of this process only.
 
     Raises:
-        ValueError: a data file does not exist, the number of ranks does not fit, or the gradients' norm is not finite.
-        OSError: ``options.output`` cannot be written.
+        ValueError: a data file does not exist, data have no targets, ``options.output`` holds the run of another model
+            or of other data, the number of ranks does not fit, or the gradients' norm is not finite.
+        OSError: ``options.output`` cannot be written, or its newest checkpoint is damaged.
     """
     for path in (*options.data, *options.eval_data):  # fail before a large model is loaded
         check(Path(path).exists(), f"train: data must be files or folders, got {path}, which does not exist.")
@@ -189,6 +194,11 @@ def train(options: TrainOptions) -> None:
     passed = data.passed / (data_ranks["ranks"] * options.batch_size * options.accumulate)  # in steps of this run
     if options.steps is None and passed != start:  # steps had another size before
         steps = start + max(math.ceil(epoch_steps - passed), 0)
+    if start >= steps and rank == 0:
+        print(
+            f"{output}: the run is finished after {start} steps, {steps} were asked for. Nothing is trained; what was "
+            "trained is written again. Raise steps or epochs to train on, or use another output for a new run."
+        )
     scheduler.base_lrs = [options.lr] * len(groups)  # the current options override the saved ones
     for group, given in zip(optimizer.param_groups, groups, strict=True):
         group["lr"] = options.lr * share(start)
@@ -289,7 +299,7 @@ def evaluate(model: CausalLM, data: PackedDataset, device: torch.device) -> floa
     reshard(model)
     model.train()
     total, targets = mean_over_ranks(total), mean_over_ranks(targets)
-    return float(total / targets) if targets else 0.0
+    return float(total / targets)
 
 
 def endless(loader: PackedLoader) -> Iterator[Batch]:

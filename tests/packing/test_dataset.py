@@ -8,7 +8,7 @@ import torch
 
 from liger_models.parallel import load_state, save_state
 
-from .examples import Stream, counted, signature, texts
+from .examples import Stream, counted, signature, texts, write
 
 
 def test_order_is_that_of_seed_and_epoch(make):
@@ -112,3 +112,26 @@ def test_a_source_that_can_be_iterated_once_and_a_row_that_is_not_there(make):
         list(once)
     with pytest.raises(IndexError, match="index must be 0 to"):
         make(texts(3)).rows[1000]
+
+
+@pytest.mark.parametrize(
+    ("examples", "options"),
+    [
+        ([{"input_ids": [5]}] * 40, {}),
+        ([{"input_ids": [5, 6, 7], "labels": [5, -100, -100]}] * 40, {}),
+        ([{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}] * 40, {"length": 2, "overflow": "truncate"}),
+    ],
+)
+def test_data_without_a_target(make, tmp_path, examples, options):
+    path = write(tmp_path / "a.jsonl", examples)
+    with pytest.raises(ValueError, match=rf"{path} must have a token to predict, got none: every document has one"):
+        make(path, **options)
+    with pytest.raises(ValueError, match="the first 40 examples of the Stream must have a token to predict, got none"):
+        next(iter(make(Stream(examples), **options)))
+
+
+def test_batches_without_a_target_among_others(make):
+    examples = [{"input_ids": [5] * 31, "labels": [-100] * 31}] * 5 + [{"input_ids": [5] * 31}]
+    for source in (examples, Stream(examples)):
+        batches = list(make(source))
+        assert sorted(int((batch["labels"] != -100).sum()) for batch in batches) == [0] * 5 + [30]

@@ -1,11 +1,18 @@
 """Which tokens an example becomes, which of them are learnt, and what a malformed example is called."""
 
+import random
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
 
 from liger_models import PackedDataset, Tokenizer
+from liger_models.data.encoding import Encoder
 
-from .examples import counted, documents, write
+from .examples import CHAT, counted, documents, write
 
 
 def test_ids(make):
@@ -50,7 +57,10 @@ def test_answers_are_learnt_and_nothing_else(make, tokenizer):
         (['{"input_ids": [1, 2], "labels": [1]}'], "line 1: labels must be those of input_ids"),
         (['{"input_ids": [1, 2], "labels": [2, -100]}'], "line 1: labels must be those of input_ids"),
         (['{"messages": [{"role": "user", "content": "x"}]}'], "line 1: a chat must have a message of the assistant"),
-        (['{"text": "a"}', '{"messages": [{"role": "assistant"}, {"role": "x", "content": {}}]}', ""], None),
+        (
+            ['{"text": "a"}', '{"messages": [{"role": "assistant", "content": ""}, {"role": "x", "content": {}}]}', ""],
+            None,
+        ),
         ([], "the source must hold documents, got none"),
     ],
 )
@@ -66,9 +76,168 @@ def test_bad_input_is_named_by_file_and_line(make, tmp_path, lines, message):
     assert not list((tmp_path / "cache").iterdir()), "nothing half done is left"
 
 
-def test_a_template_that_joins_texts_meets_null(tokenizer, tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": None}, {"role": "assistant"}]}])
+def test_a_template_that_joins_texts_meets_a_number(tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "content": 1}]}])
     template = "{% for m in messages %}{{ '<' + m.content }}{% endfor %}"
     joining = Tokenizer(tokenizer.backend, {"chat_template": template})
     with pytest.raises(ValueError, match=r"line 1: .* must accept the messages, got: can only concatenate str"):
         PackedDataset(path, joining, length=32, cache_dir=tmp_path / "cache", progress=False)
+
+
+CALLS = "{% for m in messages %}{{ m.role }}{% if m.content is none %}{{ m.tool_calls[0].name }}{% else %}{{ m.content }}{% endif %}{% if 'name' in m %}!{% endif %}</s>{% endfor %}"  # noqa: E501
+
+
+def sources(tmp_path: Path, rows: list[Any]) -> list[Any]:
+    """The same rows from all kinds of sources: a list, JSON lines, Parquet, `datasets`."""
+    pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    names = dict.fromkeys(name for row in rows for name in row)
+    full = [{name: row.get(name) for name in names} for row in rows]
+    parquet.write_table(pyarrow.Table.from_pylist(full), tmp_path / "a.parquet")
+    return [rows, write(tmp_path / "a.jsonl", rows), tmp_path / "a.parquet", datasets.Dataset.from_list(full)]
+
+
+def test_null_as_content_is_the_same_from_everywhere(tokenizer, tmp_path):
+    own = Tokenizer(tokenizer.backend, {"eos_token": "</s>", "chat_template": CALLS})
+    options = {"length": 64, "cache_dir": tmp_path / "cache", "progress": False}
+    user, answer = {"role": "user", "content": "a", "name": None}, {"role": "assistant", "content": "b"}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}
+    for source in sources(tmp_path, [{"messages": [user, call]}, {"messages": [user, answer]}]):
+        found = {
+            own.decode(list(ids), skip_special_tokens=False) for ids in counted(PackedDataset(source, own, **options))
+        }
+        assert found == {"usera</s>assistantf</s>", "usera</s>assistantb</s>"}
+    for bad in ({**answer, "content": None}, {**user, "content": None}, {**call, "tool_calls": []}):
+        rows = [{"messages": [user, answer]}, {"messages": [answer, bad]}]
+        for source in sources(tmp_path, rows):
+            with pytest.raises(ValueError, match=r"(line|row|example) 2: message 2 must have content, got null"):
+                PackedDataset(source, own, **options)
+
+
+def test_what_is_not_text_is_refused(tokenizer, tmp_path):
+    backend = Backend.from_str(tokenizer.backend.to_str())
+    backend.add_special_tokens(["<|image|>"])
+    own = Tokenizer(backend, {"eos_token": "</s>", "chat_template": CHAT})
+    options = {"length": 256, "cache_dir": tmp_path / "cache", "progress": False}
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "b"}]}
+    part = {"type": "image", "text": None}
+    typed = [{"type": "text", "text": "a"}, part]
+    fine = {"text": "a", "images": []}
+    for row, message in (
+        ({"text": "see <|image|>"}, r"a text must be without images, got <\|image\|>"),
+        (
+            {"messages": [{"role": "user", "content": typed}, answer]},
+            r"message 1 must be text, got a part image",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"image_url": "x"}]}, answer]},
+            "message 1 must be text, got a part image_url",
+        ),
+        ({"text": "a", "images": ["x.png"]}, "an example must be text, got a field images"),
+        ({"messages": [answer], "video": "x.mp4"}, "an example must be text, got a field video"),
+        ({"input_ids": [5, backend.token_to_id("<|image|>")]}, "token ids must be of text, got"),
+    ):
+        for source in ([fine, row], *sources(tmp_path, [row, row])[1:]):
+            pattern = rf"(line|row|example) [12]: {message}.* are not supported in training data"
+            with pytest.raises(ValueError, match=pattern):
+                PackedDataset(source, own, **options)
+    nulls = {"type": "text", "text": "a", "image": None}
+    for source in sources(
+        tmp_path, [{**fine, "images": None}, fine, {"messages": [{"role": "user", "content": [nulls]}, answer]}]
+    ):
+        assert counted(PackedDataset(source, own, **options)).total() == 3
+
+
+class Recorded:
+    """A pipeline that notes the longest text it gets."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.longest = backend, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+        self.longest = max([self.longest, *map(len, texts)])
+        return self.backend.encode_batch(texts, **options)
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.longest = max([self.longest, *map(len, texts)])
+        return self.backend.encode_batch_fast(texts, **options)
+
+
+GPT4 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def trained(kind: str) -> Tokenizer:
+    """A tokenizer with merges, of one of the kinds that the checkpoints have."""
+    backend = Backend(models.BPE(byte_fallback=False, unk_token="?" if kind == "whole text" else None))
+    special, alphabet = ["<s>", "</s>", "?"], []
+    if kind == "whole text":  # as of Llama 2: one word, which begins with a space
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        backend.normalizer = normalizers.NFC()
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(GPT4), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        )
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(
+        [prose(4000)] if kind != "whole text" else [word + " " for word in prose(4000).split()], trainer
+    )
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT}
+    return Tokenizer(backend, config)
+
+
+def prose(number: int) -> str:
+    """Words, numbers, blanks and marks without a period."""
+    draw = random.Random(number)
+    parts = [
+        "the",
+        "then",
+        "there",
+        "ing",
+        "été",
+        "e\u0301",
+        "你好",
+        "🙂",
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "1234567",
+        "'s",
+        "...",
+        "</s>",
+    ]
+    return "".join(draw.choice(parts) + draw.choice(["", " "]) for _ in range(number))
+
+
+@pytest.mark.parametrize("kind", ["words", "whole text"])
+def test_a_long_text_is_tokenised_in_windows(kind, monkeypatch):
+    own = trained(kind)
+    long, short = prose(5000), "short"
+    chat = [{"role": "user", "content": long}, {"role": "assistant", "content": prose(4000)}]
+    examples = [("1", long), ("2", short), ("3", {"messages": chat}), ("4", {"text": long[:256]})]
+    expected = list(Encoder(own, None).encode(examples))
+    monkeypatch.setattr("liger_models.data.encoding.WINDOW_CHARACTERS", 1000)
+    monkeypatch.setattr("liger_models.data.encoding.OVERLAP_CHARACTERS", 300)
+    monkeypatch.setattr("liger_models.data.encoding.GROUP_CHARACTERS", 3000)
+    own.backend = Recorded(own.backend)
+    assert list(Encoder(own, None).encode(examples)) == expected
+    assert own.backend.longest == 1000 < len(long)
+    assert expected[0][0] == 0
+    assert expected[0][-1] == 1
+    assert 0 < sum(id < 0 for id in expected[2]) < len(expected[2])
+
+
+def test_a_long_text_whose_windows_do_not_join_is_tokenised_as_a_whole(monkeypatch):
+    own = trained("words")
+    digits = "1" * 5000  # in groups of three from its beginning
+    expected = list(Encoder(own, None).encode([("1", digits)]))
+    monkeypatch.setattr("liger_models.data.encoding.WINDOW_CHARACTERS", 1000)
+    monkeypatch.setattr("liger_models.data.encoding.OVERLAP_CHARACTERS", 100)
+    assert list(Encoder(own, None).encode([("1", digits)])) == expected

@@ -144,3 +144,13 @@ def test_preference_batch_says_what_is_wrong(pairs, message, tokenizer):
 def test_preference_batch_of_texts_needs_a_tokenizer():
     with pytest.raises(ValueError, match="need a tokenizer"):
         preference_batch([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+
+
+def test_messages_are_those_of_training_data(tokenizer):
+    user, bad = {"role": "user", "content": "a"}, {"role": "assistant", "content": None}
+    answer = {"role": "assistant", "content": "b"}
+    with pytest.raises(ValueError, match="pair 1, rejected: message 1 must have content, got null"):
+        preference_batch([{"prompt": [user], "chosen": [answer], "rejected": [bad]}], tokenizer)
+    image = {"role": "user", "content": [{"type": "image"}]}
+    with pytest.raises(ValueError, match="pair 1, prompt: message 1 must be text, got a part image"):
+        preference_batch([{"prompt": [image], "chosen": [answer], "rejected": [answer]}], tokenizer)

@@ -55,11 +55,10 @@ def test_keys_that_another_row_of_a_table_has(make, tokenizer, tmp_path):
     pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
     parquet = pytest.importorskip("pyarrow.parquet")
     template = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in messages %}{{ m.role }}"
-    template += (
-        "{% if 'calls' in m %}{% for c in m.calls %}({{ c }}){% endfor %}{% else %}{{ m.content }}{% endif %}</s>"
-    )
+    template += "{% if 'tool_calls' in m %}{% for c in m.tool_calls %}({{ c }}){% endfor %}"
+    template += "{% else %}{{ m.content }}{% endif %}</s>"
     own = Tokenizer(tokenizer.backend, {"eos_token": "</s>", "chat_template": template + "{% endfor %}"})
-    user, call = {"role": "user", "content": "a"}, {"role": "assistant", "calls": [{"x": "1"}, {"y": "2"}]}
+    user, call = {"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"x": "1"}, {"y": "2"}]}
     rows = [
         {"messages": [user, call], "tools": '[{"name": "f"}]'},
         {"messages": [user, {"role": "assistant", "content": "b"}]},

@@ -2,8 +2,13 @@
 
 import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
 import tracemalloc
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +17,8 @@ from liger_models.data.tokens import TokenFile
 
 from ..torchrun import torchrun
 from .examples import signature, texts, write
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_tokens_are_made_once(make, tmp_path, monkeypatch):
@@ -103,3 +110,58 @@ dist.destroy_process_group()
     assert (tmp_path / "said-1").read_text().splitlines() == [batches, error]
     assert batches.startswith("batches")
     assert error.startswith("error")
+
+
+DAMAGES = {
+    "zeroed": lambda folder: (folder / "ids.bin").write_bytes(bytes((folder / "ids.bin").stat().st_size)),
+    "ends": lambda folder: (folder / "ends.bin").write_bytes(bytes((folder / "ends.bin").stat().st_size)),
+    "short": lambda folder: os.truncate(folder / "ids.bin", 4),
+    "empty": lambda folder: (folder / "ends.bin").write_bytes(b""),
+    "missing": lambda folder: (folder / "ids.bin").unlink(),
+    "no JSON": lambda folder: (folder / "sizes.json").write_text("[3, "),
+    "no list": lambda folder: (folder / "sizes.json").write_text("7"),
+    "other values": lambda folder: (folder / "sizes.json").write_text('["a", null, 1, 2]'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_cache_says_what_to_delete(make, tmp_path, damage):
+    expected = signature(make(texts(30)))
+    (folder,) = (tmp_path / "cache").iterdir()
+    damage(folder)
+    with pytest.raises(
+        ValueError, match=rf"token cache {folder} must be as it was written.*Delete this folder"
+    ) as error:
+        make(texts(30))
+    assert "\n" not in str(error.value)
+    shutil.rmtree(folder)
+    assert signature(make(texts(30))) == expected
+
+
+@pytest.mark.slow
+def test_what_killed_tokenisation_has_left_is_removed(make, tmp_path, tokenizer):
+    (tmp_path / "tokenizer.json").write_text(tokenizer.backend.to_str())
+    script = """
+import sys, time
+from liger_models import PackedDataset, Tokenizer
+from liger_models.data.encoding import Encoder
+def hang(*_):
+    print("now", flush=True)
+    time.sleep(1000)
+Encoder._tokenise = hang
+tokenizer = Tokenizer.from_pretrained(sys.argv[1])
+PackedDataset([{"text": "a"}], tokenizer, length=32, cache_dir=sys.argv[1] + "/cache", progress=False)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    assert process.stdout.readline() == "now\n"
+    make(texts(3))
+    names = {path.name for path in (tmp_path / "cache").iterdir()}
+    assert len(names) == 3, "what the living process writes is left to it"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    make(texts(4))
+    assert [path for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")] == []
+    assert len(list((tmp_path / "cache").iterdir())) == 2

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from liger_models import LigerLlama, LigerMistral, LlamaConfig
+from liger_models.adapters import LoRAConfig, apply_lora
+from liger_models.arch.mistral import MistralConfig
 from liger_models.parallel import apply_fsdp, load_state, save_state
 
 from .models import batch, make_optimizer, share, tiny, whole
@@ -280,6 +284,119 @@ def test_errors_of_a_save_in_the_background(tmp_path):
     assert load_state(tmp_path, *run.parts) is None
     save_state(tmp_path, 2, *run.parts)
     assert load_state(tmp_path, *run.parts) == 2
+
+
+OTHERS = {
+    "rope_theta": ({}, {"rope_theta": 5e5}, r"config\.rope_theta 500000\.0 instead of 10000\.0"),
+    "tied": (
+        {},
+        {"tie_word_embeddings": True},
+        r"config\.tie_word_embeddings True instead of False; tied weights embed",
+    ),
+    "untied": ({"tie_word_embeddings": True}, {}, "tied weights none instead of embed"),
+    "layers": ({}, {"num_hidden_layers": 1}, r"config\.num_hidden_layers 1 instead of 3"),
+    "width": ({}, {"hidden_size": 64}, r"config\.hidden_size 64 instead of 32"),
+}
+
+
+@pytest.mark.parametrize(("saved", "loaded", "message"), OTHERS.values(), ids=OTHERS)
+def test_another_model(tmp_path, saved, loaded, message):
+    save_state(tmp_path, 1, tiny(**saved))
+    other = tiny(**loaded)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=f"the model must be that of .*step-00000001, got .*{message}.* another folder"
+    ):
+        load_state(tmp_path, other)
+    assert all(tensor.equal(before[name]) for name, tensor in other.state_dict().items())
+
+
+def test_settings_that_do_not_change_the_meaning_of_weights(tmp_path):
+    save_state(tmp_path, 1, tiny(attention_dropout=0.1))
+    assert load_state(tmp_path, tiny(attention_dropout=0.2, initializer_range=0.5)) == 1
+
+
+def test_another_family(tmp_path):
+    config = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    save_state(tmp_path, 1, LigerLlama.from_config(LlamaConfig(**config)))
+    with pytest.raises(ValueError, match="got config MistralConfig instead of LlamaConfig"):
+        load_state(tmp_path, LigerMistral.from_config(MistralConfig(**config)))
+
+
+def test_another_set_of_tensors(tmp_path):
+    """Of a module that has no config."""
+    save_state(tmp_path, 1, torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    for model, message in (
+        (torch.nn.Sequential(torch.nn.Linear(2, 2)), r"one without 1\.weight, 1\.bias"),
+        (torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3))), r"one with also 2\.weight, 2\.bias"),
+        (torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)), r"one with another shape of 0\.weight\."),
+    ):
+        with pytest.raises(ValueError, match=f"the model must have the tensors of .*step-00000001, got {message}"):
+            load_state(tmp_path, model)
+
+
+def adapted(seed_of_base: int = 0, **config: Any) -> torch.nn.Module:
+    model = tiny()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + torch.rand(len(parameter), generator=torch.Generator().manual_seed(seed_of_base)))
+    return apply_lora(model, LoRAConfig(**config))
+
+
+def test_other_adapters_or_other_weights_under_them(tmp_path):
+    save_state(tmp_path, 1, adapted(r=4, lora_alpha=8))
+    assert load_state(tmp_path, adapted(r=4, lora_alpha=8, lora_dropout=0.1)) == 1
+    for model, message in (
+        (tiny(), r"adapters None instead of LoRAConfig"),
+        (adapted(r=4, lora_alpha=16), r"adapters\.lora_alpha 16 instead of 8\. Resume"),
+        (adapted(r=2, lora_alpha=8), r"adapters\.r 2 instead of 4\. Resume"),
+        (adapted(1, r=4, lora_alpha=8), r"got checksum of the frozen weights"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_state(tmp_path, model)
+    save_state(tmp_path, 2, tiny())
+    with pytest.raises(ValueError, match="adapters LoRAConfig instead of None"):
+        load_state(tmp_path, adapted())
+
+
+FILES = ["shared.pt", "rank-0.pt", ".metadata", "__0_0.distcp"]
+
+
+def damage(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    path.write_bytes({"empty": b"", "short": content[: len(content) // 2], "zeros": bytes(len(content))}[how])
+
+
+@pytest.mark.parametrize("how", ["empty", "short", "zeros"])
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it(tmp_path, file, how):
+    run = Run({})
+    run.train(1)
+    save_state(tmp_path, 1, *run.parts)
+    expected = {name: value.clone() for name, value in run.state().items()}
+    run.train(1)
+    save_state(tmp_path, 2, *run.parts)
+    damage(tmp_path / "step-00000002" / file, how)
+    name = "step-00000002: must be" if (file, how) == (FILES[3], "zeros") else f"step-00000002: must be .*{file}"
+    with pytest.raises(OSError, match=f"{name}") as error:
+        load_state(tmp_path, *run.parts)
+    assert f"delete {tmp_path}/step-00000002 to resume from step-00000001" in str(error.value)
+    assert "\n" not in str(error.value)
+    shutil.rmtree(tmp_path / "step-00000002")
+    with pytest.warns(UserWarning, match="step-00000002 is not there any more. Resuming from step-00000001"):
+        assert load_state(tmp_path, *run.parts) == 1
+    assert all(value.equal(expected[name]) for name, value in run.state().items())
+    damage(tmp_path / "step-00000001" / "shared.pt", how)
+    with pytest.raises(OSError, match=f"delete {tmp_path} to start again: there is no earlier checkpoint"):
+        load_state(tmp_path, *run.parts, step=1)
 
 
 DIE = """
