@@ -1,9 +1,10 @@
-"""Losses over the head: preferences, rewards, distillation, and Medusa's heads.
+"""Losses over the head: preferences, rewards, distillation, and Medusa's heads; and divergences of whole distributions.
 
-Every token is a target. Plain torch builds all logits. Where a loss takes the hidden states of a reference model or
-teacher, the product with that model's head is part of the loss and has no gradient.
+Over the head every token is a target, and plain torch builds all logits. Where a loss takes the hidden states of a
+reference model or teacher, the product with that model's head is part of the loss and has no gradient.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,10 +79,13 @@ def distil(divergence: Function) -> Function:
     return run
 
 
-def jsd(student: Tensor, teacher: Tensor) -> Tensor:
-    each = student.log_softmax(-1), teacher.log_softmax(-1)
-    mixture = torch.logaddexp(*each) - torch.log(torch.tensor(2.0, dtype=student.dtype, device=student.device))
+def jsd_of_log_probs(*each: Tensor) -> Tensor:
+    mixture = torch.logaddexp(*each) - torch.log(torch.tensor(2.0, dtype=each[0].dtype, device=each[0].device))
     return 0.5 * sum(F.kl_div(mixture, p, reduction="sum", log_target=True) for p in each)
+
+
+def jsd(student: Tensor, teacher: Tensor) -> Tensor:
+    return jsd_of_log_probs(student.log_softmax(-1), teacher.log_softmax(-1))
 
 
 def kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -90,6 +94,24 @@ def kl(student: Tensor, teacher: Tensor) -> Tensor:
 
 def tvd(student: Tensor, teacher: Tensor) -> Tensor:
     return 0.5 * (student.softmax(-1) - teacher.softmax(-1)).abs().sum()
+
+
+def kl_of_probs(student: Tensor, teacher: Tensor) -> Tensor:
+    return F.kl_div(student, teacher, reduction="sum")
+
+
+def tvd_of_probs(student: Tensor, teacher: Tensor) -> Tensor:
+    return 0.5 * (student - teacher).abs().sum()
+
+
+def of_distributions(divergence: Function) -> Function:
+    """The mean over rows of a divergence, in fp32 or wider."""
+
+    def run(student: Tensor, teacher: Tensor) -> Tensor:
+        student, teacher = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (student, teacher))
+        return divergence(student, teacher) / len(student)
+
+    return run
 
 
 def cosine(student: Tensor, teacher: Tensor) -> Tensor:
@@ -162,6 +184,14 @@ def make_teacher(N: int, C: int, V: int) -> dict[str, Tensor]:
     return made | {"target": torch.randint(V, (N,))}
 
 
+def make_distributions(student_log: bool, teacher_log: bool) -> Callable[..., dict[str, Tensor]]:
+    def make(N: int, V: int) -> dict[str, Tensor]:
+        pairs = (("student", student_log), ("teacher", teacher_log))
+        return {name: (randn(N, V).log_softmax(-1) if log else randn(N, V).softmax(-1)) for name, log in pairs}
+
+    return make
+
+
 def make_medusa(N: int, C: int, V: int, K: int) -> dict[str, Tensor]:
     heads = {f"weight {k}": head(C, V) for k in range(K)}
     return {"x": randn(N, C), "targets": torch.randint(V, (K, N)), **heads}
@@ -178,6 +208,20 @@ def distilled(name: str, divergence: Function, module: str, shapes: tuple[Sizes,
         name=name, check={"N": 512}, fixed=("teacher_x", "teacher_weight"), truth=distil(divergence), limit="flops",
         shapes=shapes, make=make_teacher, work=lambda N, C, V: (8 * N * C * V,),
         peers=made if liger else {peer: each for peer, each in made.items() if peer != "liger"},
+    )  # fmt: skip
+
+
+def of_stored(name: str, divergence: Function, module: str, log: tuple[bool, bool], **options: Any) -> Op:
+    """A divergence of distributions that are held in full: reads both, writes one gradient."""
+    truth = of_distributions(divergence)
+    return Op(
+        name=name, shapes=({"N": 4096, "V": 128256},), check={"N": 256}, fixed=("teacher",), truth=truth,
+        limit="bytes", make=make_distributions(*log), work=lambda N, V: (6 * N * V,),
+        peers={
+            "torch": Peer(truth),
+            "liger": liger_peer(by_class("liger_kernel.transformers", module, (0, 1), **options)),
+            "ours": Peer(by_class("liger_models", module, (0, 1), **options)),
+        },
     )  # fmt: skip
 
 
@@ -225,6 +269,9 @@ OPS = (
     distilled("forward_kl", kl, "LigerFusedLinearForwardKLLoss", TOKENS[:1], liger=False),
     distilled("tvd", tvd, "LigerFusedLinearTVDLoss", TOKENS[:1], liger=False),
     distilled("cosine", cosine, "LigerFusedLinearCosineSimilarityLoss", TOKENS[:1], liger=True),
+    of_stored("jsd_of_log_probs", jsd_of_log_probs, "LigerJSD", (True, True)),
+    of_stored("kl_of_probs", kl_of_probs, "LigerKLDIVLoss", (True, False), reduction="batchmean"),
+    of_stored("tvd_of_probs", tvd_of_probs, "LigerTVDLoss", (False, False), reduction="batchmean"),
     Op(
         name="medusa", shapes=({"N": 4096, "C": 4096, "V": 128256, "K": 5},), check={"N": 1024, "V": 16032},
         truth=medusa(in_torch), limit="flops", make=make_medusa, work=lambda N, C, V, K: (6 * K * N * C * V,),

@@ -1,8 +1,9 @@
 """Backend selection and launch helpers that all ops share.
 
-Ops run their Triton kernels on accelerators (CUDA, ROCm, XPU) and their plain-torch reference on the CPU and everywhere
-else. With ``TRITON_INTERPRET=1`` in the environment before the first import, Triton's interpreter runs the kernels on
-the CPU. On an accelerator an op never falls back silently: without Triton it raises.
+Ops run their Triton kernels on accelerators (CUDA, ROCm, XPU; docs/correctness.md says which have been checked) and
+their plain-torch reference on the CPU and everywhere else. With ``TRITON_INTERPRET=1`` in the environment before the
+first import, Triton's interpreter runs the kernels on the CPU. On an accelerator an op never falls back silently:
+without Triton it raises.
 """
 
 import functools

@@ -24,13 +24,14 @@ Source: https://arxiv.org/abs/2010.04245, as in Qwen3 (https://arxiv.org/abs/250
 import torch
 from torch import Tensor
 
-from .checks import check, check_floating
+from .checks import check_floating
 from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 from .rms_norm import _scaled, rms_norm_reference
 from .rope import (
     ELEMENTS_PER_WARP,
     MAX_WARPS,
     check_qkv,
+    choose,
     contiguous_rows,
     empty_heads,
     load_angles,
@@ -126,7 +127,7 @@ def _qk_norm_rope_kernel(
     x1, x2 = load_heads(packed + place * D, inside, D, HALF, BLOCK, INTERLEAVED)
     value, column, inside_values = _values(chunk, G, D, BLOCK, SHARE, SHARE_ROWS)
     values = tl.load(packed + (value * (QUERIES + 2) + QUERIES + 1) * D + column, mask=inside_values, other=0.0)
-    weight = tl.where(head < H, wq_ptr + head * W, wk_ptr + (head - H) * W)
+    weight = choose(head < H, wq_ptr + head * W, wk_ptr + (head - H) * W)
     w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, INTERLEAVED)
     cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, False)
     dtype = packed_ptr.dtype.element_ty
@@ -136,7 +137,7 @@ def _qk_norm_rope_kernel(
     z1 = _scaled(x1 * rstd, w1, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
     z2 = _scaled(x2 * rstd, w2, weight_offset, SCALE_IN_FP32, dtype).to(dtype).to(tl.float32)
     y1, y2 = rotate(z1, z2, cos, sin, True, HALF, BLOCK)
-    split = tl.where(head < H, q_ptr + row * (H * D) + head * D, k_ptr + row * (G * D) + (head - H) * D)
+    split = choose(head < H, q_ptr + row * (H * D) + head * D, k_ptr + row * (G * D) + (head - H) * D)
     store_heads(split, inside, y1, y2, D, HALF, BLOCK, INTERLEAVED)
     tl.store(v_ptr + row * (G * D) + value * D + column, values, mask=inside_values)
 
@@ -161,7 +162,7 @@ def _qk_norm_rope_backward_kernel(
     if not HAS_K:
         given = given & (head < H)
     value, column, inside_values = _values(chunk, G, D, BLOCK, SHARE, SHARE_ROWS)
-    weight = tl.where(head < H, wq_ptr + head * W, wk_ptr + (head - H) * W)
+    weight = choose(head < H, wq_ptr + head * W, wk_ptr + (head - H) * W)
     w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, INTERLEAVED)
     count = tl.where(chunk == 0, H, G) * D if WHOLE else D
     dw1 = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -170,7 +171,7 @@ def _qk_norm_rope_backward_kernel(
         batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
         dq = dq_ptr + batch * q_b + position * q_t + head.to(tl.int64) * q_h
         dk = dk_ptr + batch * k_b + position * k_t + (head - H).to(tl.int64) * k_h
-        g1, g2 = load_heads(tl.where(head < H, dq, dk), given, D, HALF, BLOCK, INTERLEAVED)
+        g1, g2 = load_heads(choose(head < H, dq, dk), given, D, HALF, BLOCK, INTERLEAVED)
         packed = packed_ptr + batch * packed_b + position * packed_t + place * D
         x1, x2 = load_heads(packed, inside, D, HALF, BLOCK, INTERLEAVED)
         cos, sin = load_angles(cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF, BLOCK, True)
@@ -363,13 +364,16 @@ def qk_norm_rope(
     """
     check_qkv("qk_norm_rope", qkv, cos, sin, num_heads, num_kv_heads, head_dim)
     check_floating("qk_norm_rope", q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)
-    shapes = [list(weight.shape) for weight in (q_norm_weight, k_norm_weight)]
-    heads, whole = [[head_dim]] * 2, [[num_heads * head_dim], [num_kv_heads * head_dim]]
-    check(
-        shapes in (heads, whole),
-        f"qk_norm_rope: q_norm_weight and k_norm_weight must be {heads} (each head by itself) or {whole} (all heads as "
-        f"one vector), got {shapes}.",
+    width, k_width = q_norm_weight.numel(), k_norm_weight.numel()
+    fits = (width == head_dim and k_width == head_dim) or (
+        width == num_heads * head_dim and k_width == num_kv_heads * head_dim
     )
+    if not (fits and q_norm_weight.dim() == k_norm_weight.dim() == 1):
+        raise ValueError(
+            f"qk_norm_rope: q_norm_weight and k_norm_weight must both be [{head_dim}] (each head by itself) or "
+            f"[{num_heads * head_dim}] and [{num_kv_heads * head_dim}] (all heads as one vector), got "
+            f"{list(q_norm_weight.shape)} and {list(k_norm_weight.shape)}."
+        )
     if q_norm_weight.dtype != k_norm_weight.dtype:
         raise TypeError(
             f"qk_norm_rope: the norm weights must have one dtype, got {q_norm_weight.dtype} and {k_norm_weight.dtype}."

@@ -72,6 +72,17 @@ def rope_qkv_reference(
 
 
 @triton.jit
+def choose(condition, a, b):
+    """The pointers ``a`` where ``condition`` holds and ``b`` elsewhere, chosen as addresses.
+
+    AMD's compiler takes neither ``tl.where`` of pointers into two tensors nor, in a tensor of less than 2 GB, an offset
+    of more than 32 bits, which leads from one tensor to the other: it cuts such an offset off. Addresses are the same
+    instructions as pointers elsewhere.
+    """
+    return tl.where(condition, a.to(tl.int64), b.to(tl.int64)).to(a.dtype)
+
+
+@triton.jit
 def load_angles(
     cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF: tl.constexpr, BLOCK: tl.constexpr, INVERSE: tl.constexpr
 ):
@@ -170,7 +181,7 @@ def _rope_qkv_kernel(
     q = q_ptr + batch * q_b + position * q_t + (group * QUERIES + member) * q_h
     k = k_ptr + batch * k_b + position * k_t + group * k_h
     v = v_ptr + batch * v_b + position * v_t + group * v_h
-    split = tl.where(member < QUERIES, q, tl.where(member == QUERIES, k, v))
+    split = choose(member < QUERIES, q, choose(member == QUERIES, k, v))
     inside = slot < SLOTS
     given = inside
     if not HAS_Q:
@@ -350,8 +361,12 @@ torch.library.register_autograd("liger_models::rope", _backward, setup_context=_
 torch.library.register_autograd("liger_models::rope_qkv", _qkv_backward, setup_context=_qkv_setup, lib=LIBRARY)
 
 
+# Sizes are put into a message only when it is raised: in a graph they may be symbolic, which Dynamo cannot format.
+
+
 def _check_even(op: str, head_dim: int) -> None:
-    check(head_dim % 2 == 0, f"{op}: head_dim must be even, got {head_dim}.")
+    if head_dim % 2:
+        raise ValueError(f"{op}: head_dim must be even, got {head_dim}.")
 
 
 def _check_tables(op: str, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
@@ -361,20 +376,18 @@ def _check_tables(op: str, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -
             f"{op}: cos and sin must be [B or 1, T, R / 2] with B {B} and T {T}, "
             f"got {list(cos.shape)} and {list(sin.shape)}."
         )
-    check(
-        0 < 2 * cos.shape[-1] <= head_dim,
-        f"{op}: cos and sin hold one entry per pair, at most head_dim ({head_dim}) / 2, got {cos.shape[-1]}.",
-    )
+    if not 0 < 2 * cos.shape[-1] <= head_dim:
+        raise ValueError(
+            f"{op}: cos and sin hold one entry per pair, at most head_dim ({head_dim}) / 2, got {cos.shape[-1]}."
+        )
 
 
 def check_qkv(
     op: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
     """Raise unless the packed projection, the tables (or None) and the sizes match."""
-    check(
-        num_kv_heads > 0 and num_heads % num_kv_heads == 0,
-        f"{op}: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).",
-    )
+    if num_kv_heads <= 0 or num_heads % num_kv_heads:
+        raise ValueError(f"{op}: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).")
     width = (num_heads + 2 * num_kv_heads) * head_dim
     if qkv.dim() != 3 or qkv.shape[-1] != width:
         raise ValueError(

@@ -115,7 +115,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     if by_formula and math.prod(q.shape[:3]) * k.shape[2] * q.itemsize > MOST_SCORES:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         shared = False
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=shared, **options)
+    if shared:  # not enable_gqa=shared: in a graph with symbolic numbers of heads that is no bool
+        options["enable_gqa"] = True
+    return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 def _within_segments(

@@ -2,7 +2,7 @@
 
 The fused losses take hidden states and head weights of student and teacher and run
 `liger_models.kernels.divergence.linear_divergence`, whose module has the formulas. The others take probabilities or
-log-probabilities [..., V]; they are plain torch in fp32 and exact where a probability is 0.
+log-probabilities [..., V] and run `distribution_divergence` there. They are exact where a probability is 0.
 """
 
 from typing import Any, ClassVar
@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.checks import check
-from liger_models.kernels.divergence import linear_divergence
+from liger_models.kernels.divergence import REDUCTIONS, linear_divergence
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_models.losses.base import FusedLinearLoss
-
-REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 
 class FusedDivergence(FusedLinearLoss):
@@ -148,20 +146,3 @@ def check_distributions(name: str, first: Tensor, second: Tensor, labels: Tensor
         labels is None or labels.shape == first.shape[:-1],
         f"{name}: shift_labels must be {list(first.shape[:-1])}, got {None if labels is None else list(labels.shape)}.",
     )
-
-
-def widen(tensor: Tensor) -> Tensor:
-    """The tensor in fp32, or in fp64 if it is fp64."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def reduce_rows(terms: Tensor, reduction: str, labels: Tensor | None = None, ignore_index: int = -100) -> Tensor:
-    """Reduce [..., V] over the rows not ignored; "batchmean" divides by the rows, "mean" by their terms."""
-    count = terms.new_tensor(max(terms[..., 0].numel(), 1))
-    if labels is not None:
-        valid = labels != ignore_index
-        terms, count = terms.where(valid[..., None], 0), valid.sum().clamp_min(1)
-    if reduction == "none":
-        return terms
-    total = terms.sum()
-    return {"sum": total, "batchmean": total / count, "mean": total / (count * terms.shape[-1])}[reduction]

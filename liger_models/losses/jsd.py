@@ -4,14 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels.checks import check
-from liger_models.kernels.divergence import linear_divergence, over_mixture
-from liger_models.losses.base_distillation import (
-    FusedDistillationLoss,
-    FusedDivergence,
-    check_distributions,
-    reduce_rows,
-    widen,
-)
+from liger_models.kernels.divergence import distribution_divergence, jsd_or_its_limit, linear_divergence
+from liger_models.losses.base_distillation import FusedDistillationLoss, FusedDivergence, check_distributions
 
 
 def check_beta(name: str, beta: float) -> None:
@@ -125,14 +119,7 @@ class LigerJSD(nn.Module):
             shift_labels: [...], read only for ``ignore_index``; None to skip no row.
         """
         check_distributions("LigerJSD", log_q, log_p, shift_labels)
-        # Replace −inf by a finite number whose exponential is 0: the product of both is then 0 and not NaN.
-        lowest = torch.finfo(torch.float32).min / 4
-        s, t = widen(log_q).clamp_min(lowest), widen(log_p.detach()).clamp_min(lowest)
-        beta = self.beta
-        if beta == 0.0:
-            terms = t.exp() * (t - s)
-        elif beta == 1.0:
-            terms = s.exp() * (s - t)
-        else:
-            terms = beta * t.exp() * over_mixture(t, s, beta) + (1 - beta) * s.exp() * over_mixture(s, t, 1 - beta)
-        return reduce_rows(terms, "batchmean", shift_labels, self.ignore_index)
+        kind = jsd_or_its_limit(self.beta)
+        return distribution_divergence(
+            log_q, log_p, kind, beta=self.beta, labels=shift_labels, ignore_index=self.ignore_index
+        )

@@ -4,15 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels.checks import check
+from liger_models.kernels.divergence import distribution_divergence
 from liger_models.kernels.linear_kl_div import REDUCTIONS, linear_kl_div
 from liger_models.losses.base import FusedLinearLoss
-from liger_models.losses.base_distillation import (
-    FusedDistillationLoss,
-    check_distributions,
-    check_reduction,
-    reduce_rows,
-    widen,
-)
+from liger_models.losses.base_distillation import FusedDistillationLoss, check_distributions, check_reduction
 
 
 class LigerFusedLinearForwardKLLoss(FusedDistillationLoss):
@@ -128,9 +123,5 @@ class LigerKLDIVLoss(nn.Module):
             y_true: [..., V] probabilities, or log-probabilities with ``log_target``; gets no gradient.
         """
         check_distributions("LigerKLDIVLoss", y_pred, y_true)
-        log_q, target = widen(y_pred), widen(y_true.detach())
-        p = target.exp() if self.log_target else target
-        log_p = target if self.log_target else target.clamp_min(self.eps).log()
-        positive = p > 0  # where p is 0, −inf must reach neither the product nor its gradient
-        terms = (p * (log_p.where(positive, 0) - log_q.where(positive, 0))).where(positive, 0)
-        return reduce_rows(terms, self.reduction)
+        kind = "kl_log" if self.log_target else "kl"
+        return distribution_divergence(y_pred, y_true, kind, eps=self.eps, reduction=self.reduction)

@@ -2,13 +2,8 @@
 
 from torch import Tensor, nn
 
-from liger_models.losses.base_distillation import (
-    FusedDistillationLoss,
-    check_distributions,
-    check_reduction,
-    reduce_rows,
-    widen,
-)
+from liger_models.kernels.divergence import distribution_divergence
+from liger_models.losses.base_distillation import FusedDistillationLoss, check_distributions, check_reduction
 
 
 class LigerFusedLinearTVDLoss(FusedDistillationLoss):
@@ -45,5 +40,6 @@ class LigerTVDLoss(nn.Module):
             shift_labels: [...], read only for ``ignore_index``; None to skip no row.
         """
         check_distributions("LigerTVDLoss", p, q, shift_labels)
-        terms = (widen(p) - widen(q.detach())).abs() / 2
-        return reduce_rows(terms, self.reduction, shift_labels, self.ignore_index)
+        return distribution_divergence(
+            p, q, "tvd", reduction=self.reduction, labels=shift_labels, ignore_index=self.ignore_index
+        )

@@ -1,13 +1,14 @@
 """Compile every kernel for a GPU without having one: the interpreter runs what Triton's compiler may refuse.
 
-The ops run on tensors on the CPU, at widths of real models, with each launch replaced by a compilation for sm_90; what
-they compute is left undefined. Prints as JSON how many variants of each kernel were compiled, and which kernels the ops
-did not launch.
+The ops run on tensors on the CPU, at widths of real models, with each launch replaced by a compilation for the target
+that the command line names (`TARGETS`); what they compute is left undefined. Prints as JSON how many variants of each
+kernel were compiled, which were refused, and which kernels the ops did not launch.
 """
 
 import importlib
 import json
 import pkgutil
+import sys
 from collections import defaultdict
 
 import torch
@@ -22,7 +23,7 @@ from liger_models.kernels.act_linear import ACTIVATIONS, act_linear
 from liger_models.kernels.adamw import Hyper, Update, adamw_
 from liger_models.kernels.add_parts import add_parts
 from liger_models.kernels.cross_entropy import cross_entropy
-from liger_models.kernels.divergence import KINDS, linear_divergence
+from liger_models.kernels.divergence import DISTRIBUTION_KINDS, KINDS, distribution_divergence, linear_divergence
 from liger_models.kernels.gated_act import gated_act
 from liger_models.kernels.gated_mlp import gated_mlp
 from liger_models.kernels.layer_norm import add_layer_norm, layer_norm
@@ -36,11 +37,18 @@ from liger_models.kernels.qk_norm_rope import qk_norm_rope
 from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.rope import rope, rope_qkv
 
+TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx950": ("hip", "gfx950", 64)}
+"""NVIDIA Hopper, AMD MI300 and AMD MI350: backend, architecture, threads of a warp."""
+
 compiled: dict[str, set[str]] = defaultdict(set)
+refused: dict[str, str] = {}
 
 
-class Hopper:
+class Compiler:
     """What Triton asks of a driver when it only compiles."""
+
+    def __init__(self, target: str) -> None:
+        self.target = GPUTarget(*TARGETS[target])
 
     def get_current_device(self) -> int:
         return 0
@@ -49,7 +57,7 @@ class Hopper:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
@@ -57,8 +65,11 @@ class Hopper:
 
 def compile_instead(kernel: JITFunction, grid: object):
     def launch(*args, **options):
-        made = kernel.run(*args, grid=(1,), warmup=True, **options)
-        compiled[f"{kernel.fn.__module__}.{kernel.fn.__name__}"].add(made.hash)
+        name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+        try:
+            compiled[name].add(kernel.run(*args, grid=(1,), warmup=True, **options).hash)
+        except Exception as error:  # all others are compiled, too
+            refused[name] = repr(error)
 
     return launch
 
@@ -110,6 +121,9 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
         differentiate(linear_divergence(*heads, target, divergence=divergence, hard_weight=0.5)[0])
     for dtype in (torch.float32, torch.bfloat16):
         differentiate(linear_kl_div(draw_(3, 64), draw_(V, 64), draw_(3, V).detach().to(dtype), softcap=30.0))
+    for kind in DISTRIBUTION_KINDS:
+        differentiate(distribution_divergence(draw_(3, V), draw_(3, V), kind))
+    differentiate(distribution_divergence(draw_(3, V), draw_(3, V), "jsd", reduction="none"))
 
 
 def run_wide_norm() -> None:
@@ -140,14 +154,15 @@ def run_exchange() -> None:
 
 
 if __name__ == "__main__":
-    driver.set_active(Hopper())
+    driver.set_active(Compiler(sys.argv[1]))
     JITFunction.__getitem__ = compile_instead
     dispatch.INTERPRET = True  # ops on the CPU take the way of the kernels
     torch.manual_seed(0)
     run(torch.bfloat16, 4096, 512, 128256)
-    run(torch.bfloat16, 640, 352, 49155)
-    run(torch.float32, 2048, 512, 32000)
-    run(torch.float16, 2048, 512, 32000)
+    if sys.argv[1] == "sm_90":  # the other targets get every kernel, but not at every width and dtype
+        run(torch.bfloat16, 640, 352, 49155)
+        run(torch.float32, 2048, 512, 32000)
+        run(torch.float16, 2048, 512, 32000)
     run_wide_norm()
     run_experts(8, 2, 512)
     run_experts(128, 8, 256)
@@ -162,4 +177,5 @@ if __name__ == "__main__":
         for name, value in vars(module).items()
         if isinstance(value, JITFunction) and name.endswith("_kernel")
     }
-    print(json.dumps({"compiled": {k: len(v) for k, v in compiled.items()}, "never": sorted(every - compiled.keys())}))
+    counts = {name: len(variants) for name, variants in compiled.items()}
+    print(json.dumps({"compiled": counts, "refused": refused, "never": sorted(every - compiled.keys())}))

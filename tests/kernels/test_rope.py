@@ -3,6 +3,7 @@ from functools import partial
 import pytest
 import torch
 
+from liger_models.kernels.qk_norm_rope import qk_norm_rope
 from liger_models.kernels.rope import (
     liger_rotary_pos_emb,
     rope,
@@ -320,6 +321,25 @@ def test_compiles_without_graph_breaks(kernel_device):
     backend = "inductor" if kernel_device == "cuda" else "aot_eager"
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     torch.testing.assert_close(run(compiled, [qkv], upstream), run(function, [qkv], upstream), rtol=0, atol=0)
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", [(6, 2, 8), (4, 2, 12)], ids=["heads", "head_dim"])
+@pytest.mark.parametrize("op", ["rope_qkv", "qk_norm_rope"])
+def test_sizes_may_be_symbolic(op, changed):
+    """Dynamo makes integers symbolic that change between calls, as those of models under FSDP do."""
+    cos, sin = tables(1, 5, 8)
+
+    def function(qkv, heads, kv_heads, head_dim, weight):
+        if op == "rope_qkv":
+            return rope_qkv(qkv, cos, sin, heads, kv_heads, head_dim)
+        return qk_norm_rope(qkv, cos, sin, heads, kv_heads, head_dim, weight, weight)
+
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    for heads, kv_heads, head_dim in ((4, 2, 8), changed):
+        args = (draw(2, 5, (heads + 2 * kv_heads) * head_dim), heads, kv_heads, head_dim, draw(head_dim))
+        torch.testing.assert_close(compiled(*args), function(*args))
 
 
 def test_bad_arguments():

@@ -193,7 +193,8 @@ def route(logits: Tensor, top_k: int, normalize: bool, round_weights: bool = Fal
     check_floating("route", logits=logits)
     check(logits.dim() == 2, f"route: logits must be [N, X], got {list(logits.shape)}.")
     X = logits.shape[1]
-    check(1 <= top_k <= X, f"route: top_k must be in 1 to {X} (the number of experts), got {top_k}.")
+    if not 1 <= top_k <= X:  # formatted only here: in a graph top_k may be symbolic, which Dynamo cannot format
+        raise ValueError(f"route: top_k must be in 1 to {X} (the number of experts), got {top_k}.")
     if not use_triton(logits):
         return route_reference(logits, top_k, normalize, round_weights)
     weights, experts = torch.ops.liger_models.route(logits, top_k, normalize, round_weights)

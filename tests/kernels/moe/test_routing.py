@@ -78,6 +78,14 @@ def test_the_reference_in_fp64():
         torch.autograd.gradcheck(lambda t, n=normalize: route_reference(t, 2, n)[0], [logits])
 
 
+@pytest.mark.compile
+def test_the_number_of_experts_may_be_symbolic():
+    compiled = torch.compile(route, fullgraph=True, backend="eager")
+    for top_k in (2, 3):
+        logits = torch.randn(4, 8)
+        torch.testing.assert_close(compiled(logits, top_k, normalize=True), route(logits, top_k, normalize=True))
+
+
 def test_bad_arguments():
     for top_k in (0, 5):
         with pytest.raises(ValueError, match=rf"top_k must be in 1 to 4 \(the number of experts\), got {top_k}"):
