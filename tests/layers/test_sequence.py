@@ -73,7 +73,10 @@ def test_cache():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention_mask": torch.ones(1, 3).long(), "cu_seqlens": torch.tensor([0, 3])}, "exclude each other, got both"),
+        (
+            {"attention_mask": torch.ones(1, 3).long(), "cu_seqlens": torch.tensor([0, 3])},
+            "exclude each other, got both",
+        ),
         ({"cu_seqlens": torch.tensor([0, 3]), "cache": DecodeCache(4)}, "can't be used with a decode cache"),
         ({"cu_seqlens": torch.tensor([0.0, 3.0])}, r"n \+ 1 >= 2 integers, got \[2\] torch.float32"),
         ({"cu_seqlens": torch.tensor([3])}, r"n \+ 1 >= 2 integers, got \[1\]"),
@@ -81,7 +84,10 @@ def test_cache():
         ({"cu_seqlens": torch.tensor([1, 3])}, "cu_seqlens must start with 0 and not fall"),
         ({"cu_seqlens": torch.tensor([0, 2, 1, 3])}, "cu_seqlens must start with 0 and not fall"),
         ({"attention_mask": torch.ones(1, 2).long()}, r"attention_mask must be \[1, 3\].*got \[1, 2\]"),
-        ({"attention_mask": torch.tensor([[0.0, 0.0, -torch.inf]])}, "attention_mask must be integers or bool.*float32"),
+        (
+            {"attention_mask": torch.tensor([[0.0, 0.0, -torch.inf]])},
+            "attention_mask must be integers or bool.*float32",
+        ),
         ({"position_ids": torch.tensor([0, 1, 0])}, "position_ids must rise along each row, got a restart.*cu_seqlens"),
         ({"position_ids": torch.tensor([[0, 0, 1]])}, "position_ids must rise along each row"),
         ({"position_ids": torch.arange(4)}, r"position_ids must be \[3\], \[1, 3\] or \[1, 3\], got \[4\]"),
