@@ -261,6 +261,37 @@ def test_progress_bars_can_be_switched_off(
     assert "Loading weights" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["RemoteProtocolError", "ReadTimeout"])
+def test_errors_of_the_clients_http_library_name_the_model(
+    hub: HubServer, make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """They are no OSError, which the command line prints in one line."""
+    http = sys.modules[huggingface_hub.errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
+    upload(hub, make_checkpoint())
+    download = hub_module.snapshot_download
+
+    def broken(*args: Any, **options: Any) -> str:
+        if options["allow_patterns"] == broken_for:
+            raise getattr(http, name)("peer closed")
+        return download(*args, **options)
+
+    monkeypatch.setattr(hub_module, "snapshot_download", broken)
+    for broken_for in (["config.json"], ["model.safetensors"]):
+        with pytest.raises(ConnectionError, match=f"{REPO}: the hub must answer, got {name}: peer closed. Call again"):
+            load()
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_folder_is_no_name(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: bool) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in (str(tmp_path), "runs/first"):
+        with pytest.raises(
+            FileNotFoundError, match=f"{name}: must be a name on the hub, got a folder. Load it with fr"
+        ):
+            LigerLlama.from_hub(name, local_files_only=offline)
+
+
 SCRIPT = """
 import sys
 from liger_models.arch.auto import AutoLigerModel

@@ -86,9 +86,9 @@ def test_cache():
         ({"attention_mask": torch.ones(1, 2).long()}, r"attention_mask must be \[1, 3\].*got \[1, 2\]"),
         (
             {"attention_mask": torch.tensor([[0.0, 0.0, -torch.inf]])},
-            "attention_mask must be integers or bool.*float32",
+            "must be integers or bool.*float32",
         ),
-        ({"position_ids": torch.tensor([0, 1, 0])}, "position_ids must rise along each row, got a restart.*cu_seqlens"),
+        ({"position_ids": torch.tensor([0, 1, 0])}, "position_ids must rise along each row, got a restart"),
         ({"position_ids": torch.tensor([[0, 0, 1]])}, "position_ids must rise along each row"),
         ({"position_ids": torch.arange(4)}, r"position_ids must be \[3\], \[1, 3\] or \[1, 3\], got \[4\]"),
     ],
