@@ -28,7 +28,6 @@ from liger_models.convert.save import save_pretrained
 from liger_models.layers.decoder import Decoder
 from liger_models.parallel.groups import run_on_rank_zero
 
-
 _TRANSPORT_ERRORS = tuple(
     base for base in HfHubHTTPError.__mro__ if base.__module__.partition(".")[0] in ("httpx", "httpx2", "requests")
 )

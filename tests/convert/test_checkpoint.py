@@ -467,7 +467,7 @@ def test_an_index_names_no_file_elsewhere(make_checkpoint: Make, tmp_path: Path,
         "backslash": "..\\secret.safetensors", "drive": "C:secret.safetensors", "pickle": "weights.bin",
     }[kind]  # fmt: skip
     change_index(source, lambda files: files.update({key: name for key, file in files.items() if file == place}))
-    with pytest.raises(ValueError, match="must name safetensors files in its folder, got .*unless you know who wrote"):
+    with pytest.raises(ValueError, match=r"must name safetensors files in its folder, got .*unless you know who wrote"):
         load(source)
 
 
