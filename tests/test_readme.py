@@ -12,7 +12,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from liger_models import LigerLlama, LlamaConfig
-from liger_models.arch import auto
 from liger_models.base import causal_lm
 
 from .processing.conftest import make_model
@@ -39,8 +38,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 def serve(monkeypatch, folder: Path) -> None:
     """Make every name on the hub this folder."""
-    for module in (auto, causal_lm):
-        monkeypatch.setattr(module, "download", lambda repo_id, *_, **options: folder)
+    monkeypatch.setattr(causal_lm, "download", lambda repo_id, *_, **options: folder)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
@@ -28,8 +28,10 @@ from liger_models.convert.save import save_pretrained
 from liger_models.layers.decoder import Decoder
 from liger_models.parallel.groups import run_on_rank_zero
 
-_TRANSPORT_ERRORS = tuple(
-    base for base in HfHubHTTPError.__mro__ if base.__module__.partition(".")[0] in ("httpx", "httpx2", "requests")
+_TRANSPORT_ERRORS: tuple[type[Exception], ...] = tuple(
+    cast(type[Exception], base)
+    for base in HfHubHTTPError.__mro__
+    if base.__module__.partition(".")[0] in ("httpx", "httpx2", "requests")
 )
 """Base classes of the errors of the client's HTTP library, which differs between versions of huggingface_hub."""
 

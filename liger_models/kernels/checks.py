@@ -25,7 +25,7 @@ def check_values(condition: Tensor, message: str) -> None:
     if condition.device.type == "cpu":
         check(bool(condition), message)
     elif condition.is_cuda and not torch.cuda.is_current_stream_capturing():
-        torch._assert_async(condition, message)  # type: ignore[call-overload]
+        torch._assert_async(condition, message)
 
 
 def check_floating(op: str, **tensors: Tensor | None) -> None:

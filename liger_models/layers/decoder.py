@@ -83,10 +83,10 @@ def check_num_items(num_items: Tensor | float | None, target: Tensor) -> None:
         if _in_graph(num_items) or _in_graph(target):
             return
         if num_items.device.type != "cpu":
-            value, none = num_items.detach().reshape(()), (target == -100).all().to(num_items.device)
-            check_values(value.isfinite() & ((value > 0) | ((value == 0) & none)), f"{must}, got another. {todo}")
+            count, none = num_items.detach().reshape(()), (target == -100).all().to(num_items.device)
+            check_values(count.isfinite() & ((count > 0) | ((count == 0) & none)), f"{must}, got another. {todo}")
             return
-    value = num_items.item() if isinstance(num_items, Tensor) else num_items
+    value: Any = num_items.item() if isinstance(num_items, Tensor) else num_items
     check(
         isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf"),
         f"{must}, got {value!r}. {todo}",

@@ -63,7 +63,8 @@ def _naming_errors(must: str) -> Iterator[None]:
         raise ValueError(f"Tokenizer: the chat template must stay within the limits, got {error}.") from error
     except Exception as error:
         got = str(error) if isinstance(error, TemplateError | TypeError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"Tokenizer: the chat template must {must}, got: {got}.") from error
+        first = got.partition("\n")[0].rstrip(".")
+        raise ValueError(f"Tokenizer: the chat template must {must}, got: {first}.") from error
 
 
 class _Generation(Extension):
