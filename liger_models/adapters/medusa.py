@@ -202,7 +202,8 @@ class LigerMedusa(nn.Module):
             others = [head(out.loss) for head in self.heads]
             others = [(self.model.lm_head(other) if self.share_lm_head else other)[1] for other in others]
             return MedusaOutput(aux_loss=out.aux_loss, logits=torch.stack([out.logits, *others]))
-        ahead = self.targets(labels, inputs.get("attention_mask"), inputs.get("cu_seqlens"))
+        bounds = inputs.get("cu_seqlens", inputs.get("cu_seq_lens_q"))
+        ahead = self.targets(labels, inputs.get("attention_mask"), bounds)
 
         def loss_of_heads(hidden: Tensor, weight: Tensor, target: Tensor) -> MedusaOutput:
             if return_log_probs:

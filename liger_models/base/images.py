@@ -1,6 +1,7 @@
 """Reading, resizing and normalising images, with results bit-identical to transformers' Pillow backend."""
 
 import io
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -23,15 +24,17 @@ if TYPE_CHECKING:
 def read_image(source: "Source") -> "Image":
     """Read an image as RGB, with transparent pixels made white.
 
-    Files are rotated by their EXIF orientation. PIL images are not, as in transformers.
+    Files are rotated by their EXIF orientation. PIL images are not, as in transformers. Images of 16 bits per pixel are
+    scaled to 8 bits.
 
     Raises:
         ImportError: Pillow is not installed.
         TypeError: ``source`` is not an image.
-        ValueError: Pillow cannot read the file, ``source`` is a URL instead of a path, or the image has no pixels.
+        ValueError: Pillow cannot read the file, ``source`` is a URL instead of a path, the image has no pixels, more
+            than ``PIL.Image.MAX_IMAGE_PIXELS``, or pixels of an unknown range (floats and 32-bit integers).
     """
     try:
-        from PIL import Image, ImageOps, UnidentifiedImageError
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise ImportError(
             "read_image: needs Pillow, which is not installed. Run pip install 'liger_models[vision]'."
@@ -43,24 +46,54 @@ def read_image(source: "Source") -> "Image":
     )
     if isinstance(source, (str, os.PathLike, bytes)):
         content = source if isinstance(source, bytes) else Path(source).read_bytes()
+        name = f"{len(source)} bytes" if isinstance(source, bytes) else str(source)
         try:
             image: Image.Image = Image.open(io.BytesIO(content))
+            _check_size(image, name)
             image.load()
             image = ImageOps.exif_transpose(image)
-        except (UnidentifiedImageError, OSError) as error:
-            name = f"{len(source)} bytes" if isinstance(source, bytes) else str(source)
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise ValueError(f"read_image: {name} must have fewer pixels, got: {error} {_LARGER}") from error
+        except ImageSizeError:
+            raise
+        except Exception as error:  # Pillow's decoders raise SyntaxError, struct.error, IndexError and others
             raise ValueError(f"read_image: {name} must be a whole image file, got: {error}.") from error
     elif isinstance(source, Image.Image):
         image = source
+        _check_size(image, "an image")
     else:
         raise TypeError(
             f"read_image: an image must be a PIL image, a path or a file's bytes, got {type(source).__name__}."
         )
     check(min(image.size) > 0, f"read_image: an image must have pixels, got {image.width} x {image.height}.")
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # "I" before Pillow 11
+        return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L").convert("RGB")
+    check(
+        image.mode not in ("I", "F"),
+        f"read_image: an image must have 8 or 16 bits per channel, got mode {image.mode}, whose range is unknown. "
+        "Scale it to 0 ... 255 and convert it: image.convert('L').",
+    )
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
     return image.convert("RGB")
+
+
+_LARGER = "Resize it, or raise PIL.Image.MAX_IMAGE_PIXELS if you trust it."
+
+
+class ImageSizeError(ValueError):
+    """An image has more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``."""
+
+
+def _check_size(image: "Image", name: str) -> None:
+    """Check the number of pixels, which a few bytes can set, before they are decoded."""
+    from PIL import Image
+
+    most = Image.MAX_IMAGE_PIXELS
+    if most is not None and image.width * image.height > most:
+        size = f"{image.width} x {image.height}"
+        raise ImageSizeError(f"read_image: {name} must have at most {most} pixels, got {size}. {_LARGER}")
 
 
 def to_tensor(image: "Image", size: tuple[int, int], resample: int) -> Tensor:
@@ -78,20 +111,38 @@ class Normalize:
     Args:
         settings: the content of a preprocessor_config.json.
         mean, std: one value per channel, used if the settings have none.
+
+    Raises:
+        ValueError: a value is not finite, or a factor or a standard deviation is not positive.
     """
 
     def __init__(self, settings: Mapping[str, Any], mean: Sequence[float], std: Sequence[float]) -> None:
-        self.factor = float(_given(settings, "rescale_factor", 1 / 255))
+        self.factor = _numbers("rescale_factor", _given(settings, "rescale_factor", 1 / 255), positive=True)[0]
         if _given(settings, "do_rescale", True) is False:
             self.factor = 1.0
         normalizes = _given(settings, "do_normalize", True)
         means = _given(settings, "image_mean", mean) if normalizes else [0.0] * 3
         stds = _given(settings, "image_std", std) if normalizes else [1.0] * 3
-        self.mean, self.std = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (means, stds))
+        numbers = _numbers("image_mean", means), _numbers("image_std", stds, positive=True)
+        self.mean, self.std = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in numbers)
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """pixels [..., 3, height, width] uint8 -> the same shape in fp32."""
         return ((pixels.double() * self.factor).float() - self.mean) / self.std
+
+
+def _numbers(key: str, value: Any, *, positive: bool = False) -> list[float]:
+    """A number, or one for each of three channels, as a list."""
+    numbers = list(value) if isinstance(value, list | tuple) else [value]
+    valid = len(numbers) in (1, 3) and all(
+        isinstance(each, int | float) and math.isfinite(each) and (each > 0 or not positive) for each in numbers
+    )
+    check(
+        valid,
+        f"preprocessor_config.json: {key} must be {'positive' if positive else 'finite'}, a number or one for each of "
+        f"3 channels, got {value!r:.80}. Take the file of the checkpoint.",
+    )
+    return [float(each) for each in numbers]
 
 
 def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:

@@ -104,7 +104,10 @@ class Processor(ABC):
         conversations: Sequence[Any],
         *,
         add_generation_prompt: bool = False,
-        padding_side: str = "left",
+        padding_side: str | None = None,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        return_tensors: str = "pt",
         **variables: Any,
     ) -> dict[str, Any]:
         """Render conversations with images (and videos if the model takes them) by the chat template, as model inputs.
@@ -114,15 +117,24 @@ class Processor(ABC):
                 list of parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}`` (or ``"path"``),
                 ``{"type": "video", "video": [frames], "fps": ...}``.
             add_generation_prompt: end with the beginning of an answer.
-            padding_side: "left" (generation) or "right" (training).
+            padding_side: "left" (generation) or "right" (training). Default: ``processor.tokenizer.padding_side``.
+            tokenize, return_dict, return_tensors: as in transformers, where the result is what it is here only for
+                these values.
             **variables: further variables of the template.
 
         Returns:
             What calling the processor returns.
 
         Raises:
-            ValueError: as when calling the processor; a part has an unknown type; or there is no chat template.
+            TypeError: the template reads no variable of this name. Nothing is truncated here.
+            ValueError: as when calling the processor; a part has an unknown type; there is no chat template; or
+                tensors are not wanted.
         """
+        check(
+            tokenize is True and return_dict is True and return_tensors == "pt",
+            "apply_chat_template: tokenize and return_dict must be True and return_tensors 'pt', got "
+            f"{tokenize!r}, {return_dict!r} and {return_tensors!r}. For texts use the tokenizer's apply_chat_template.",
+        )
         variables["add_generation_prompt"] = add_generation_prompt
         texts = [
             str(self.tokenizer.apply_chat_template(messages, tokenize=False, **variables))

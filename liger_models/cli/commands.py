@@ -503,7 +503,7 @@ def _empty_model(model: str, revision: str | None) -> "CausalLM":
     import torch
 
     from liger_models.arch.auto import get_arch
-    from liger_models.convert.config_map import read_config
+    from liger_models.convert.config_map import blaming, read_config
     from liger_models.convert.files import CONFIG, read_json_config, read_model_type
     from liger_models.convert.hub import naming
 
@@ -513,5 +513,6 @@ def _empty_model(model: str, revision: str | None) -> "CausalLM":
             folder = Path(huggingface_hub.hf_hub_download(model, CONFIG, revision=revision)).parent
     hf_config = read_json_config(folder)
     model_class = get_arch(read_model_type(hf_config))
-    with torch.device("meta"):
-        return model_class(read_config(model_class.config_class, hf_config))
+    config = read_config(model_class.config_class, hf_config)
+    with blaming(folder / CONFIG), torch.device("meta"):
+        return model_class(config)

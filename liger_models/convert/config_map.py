@@ -5,18 +5,19 @@ Reads the formats of transformers 4 (``rope_theta`` and ``rope_scaling``, ``torc
 in a warning.
 """
 
+import contextlib
 import dataclasses
 import types
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from liger_models.convert.format import format_of
 from liger_models.kernels.checks import check
-from liger_models.layers.config import LAYER_TYPES
+from liger_models.layers.config import LAYER_TYPES, check_numbers
 from liger_models.layers.rope import ROPE_TYPES, LongRopeScaling, RopeScaling
 
 if TYPE_CHECKING:
@@ -46,21 +47,89 @@ IGNORED_KEYS = frozenset(f"{_ORIGIN} {_IN_EVERY_CONFIG} {_GENERATION}".split())
 that transformers does not read either), keys that transformers writes into every config, and generation settings in old
 files."""
 
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "depth", "num_global_layers"), 1000),
+    **dict.fromkeys(("num_experts", "num_local_experts"), 4096),
+}
+"""Largest numbers of layers and of experts in a config.json, unless the checkpoint has more tensors. Without a limit a
+file of a few bytes would decide how many modules are built."""
+
+MOST_EXPERTS = 100_000
+"""Largest number of layers times experts, unless the checkpoint has more tensors."""
+
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 
 
-def read_config(config_class: "type[Config]", hf: Mapping[str, Any], *, strict: bool = False) -> "Config":
+def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
+    """Refuse a config.json with implausible numbers of layers or experts.
+
+    Args:
+        hf: the content of config.json.
+        tensors: number of tensors in the checkpoint, if it is known. There may be as many layers or experts.
+
+    Raises:
+        ValueError: a number is above `MOST` or `MOST_EXPERTS`, and above the number of tensors.
+    """
+    found: dict[str, int] = {}
+    nested = [hf]
+    while nested:
+        for key, value in nested.pop().items():
+            if isinstance(value, Mapping):
+                nested.append(value)
+            elif key in MOST and isinstance(value, int):
+                most = max(MOST[key], tensors)
+                check(
+                    value <= most,
+                    f"config.json: {key} must be at most {most}, got {value}. A checkpoint with more tensors may have "
+                    "more: load it from a folder.",
+                )
+                found[key] = max(value, found.get(key, 0))
+    experts = max(found.get("num_experts", 0), found.get("num_local_experts", 0)) * found.get("num_hidden_layers", 0)
+    check(
+        experts <= max(MOST_EXPERTS, tensors),
+        f"config.json: num_hidden_layers times the number of experts must be at most {max(MOST_EXPERTS, tensors)}, got "
+        f"{experts}. A checkpoint with more tensors may have more: load it from a folder.",
+    )
+
+
+@contextlib.contextmanager
+def blaming(where: object) -> Iterator[None]:
+    """Context that turns errors which odd values cause (a division by zero, a missing key) into a ValueError.
+
+    Args:
+        where: the file, for the error.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        first = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{where}: must describe a model that can be built, got {type(error).__name__}: {first}. Check its values, "
+            "or download it again."
+        ) from error
+
+
+def read_config(
+    config_class: "type[Config]", hf: Mapping[str, Any], *, strict: bool = False, tensors: int = 0
+) -> "Config":
     """Build the config that a config.json describes.
 
     Args:
         config_class: dataclass whose fields are named as in config.json.
         hf: the content of config.json.
         strict: raise an error, not a warning, for unknown keys.
+        tensors: number of tensors in the checkpoint, if it is known; see `check_counts`.
 
     Raises:
-        ValueError: the checkpoint is quantised, a rope type or a value is not supported, a required key is missing, or
-            with ``strict`` a key is unknown.
+        ValueError: the checkpoint is quantised, a rope type or a value is not supported, a required key is missing,
+            a number is out of range, or with ``strict`` a key is unknown.
     """
+    check_counts(hf, tensors)
+    with blaming("config.json"):
+        return _read_config(config_class, hf, strict)
+
+
+def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bool) -> "Config":
     quantization = hf.get("quantization_config") or hf.get("compression_config")
     if quantization:
         method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
@@ -84,7 +153,7 @@ def read_config(config_class: "type[Config]", hf: Mapping[str, Any], *, strict: 
         )
         if strict:
             raise ValueError(f"{message}remove them, or load with strict=False.")
-        warnings.warn(f"{message}ignore this warning; strict=True makes it an error.", stacklevel=2)
+        warnings.warn(f"{message}ignore this warning; strict=True makes it an error.", stacklevel=4)
 
     return _made(config_class, values)
 
@@ -117,6 +186,7 @@ def _made(config_class: "type[Config]", values: Mapping[str, Any]) -> "Config":
     missing = [name for name in required if name not in values]
     if missing:
         raise ValueError(f"config.json: must have {', '.join(missing)}, which {config_class.__name__} requires.")
+    check_numbers(config_class.__name__, values)
     return config_class(**values)
 
 

@@ -3,13 +3,14 @@
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from liger_models.convert.folder import check_complete
+from liger_models.kernels.checks import check
 from liger_models.text.json_files import parse_json
 
 CONFIG = "config.json"
@@ -83,7 +84,8 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 
     Raises:
         FileNotFoundError: there are no safetensors files, or not all that the index names.
-        ValueError: a file is truncated or not a safetensors file.
+        ValueError: a file is truncated or not a safetensors file, the index lacks a tensor or names a file outside the
+            folder, or a tensor differs between shards.
     """
     if (folder / WEIGHTS).is_file():
         place: dict[str, str] = {}
@@ -113,24 +115,60 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     for name in files:
         path = folder / name
         with open_safetensors(path) as file:
-            names = file.keys()
-            for key in names:
-                # If several shards hold the tensor, the index decides.
+            for key in file.keys():  # noqa: SIM118  it is no dict
+                check(
+                    not place or key in place,
+                    f"{folder / INDEX}: must name all tensors of its files, got none of the name {key}, which {name} "
+                    "holds. Download the index and the files of one commit.",
+                )
+                header = file.get_slice(key)
+                found = Stored(path, tuple(header.get_shape()), header.get_dtype())
+                if key in stored:
+                    check(
+                        _same(stored[key], found, key),
+                        f"{folder}: {key} must be one tensor, got different ones in {stored[key].file.name} and "
+                        f"{name}. Download the index and the files of one commit.",
+                    )
                 if place.get(key, name) == name:
-                    header = file.get_slice(key)
-                    stored[key] = Stored(path, tuple(header.get_shape()), header.get_dtype())
+                    stored[key] = found
+                else:
+                    stored.setdefault(key, found)
+    for key, name in place.items():
+        check(
+            key in stored and stored[key].file == folder / name,
+            f"{folder / INDEX}: must name the file of each tensor, got {name} for {key}, which it does not hold. "
+            "Download the index and the files of one commit.",
+        )
     return stored
+
+
+def _same(one: Stored, other: Stored, key: str) -> bool:
+    """Whether the tensors of one name in two files are equal, bit for bit."""
+    if one[1:] != other[1:]:
+        return False
+    with open_safetensors(one.file) as first, open_safetensors(other.file) as second:
+        tensors = first.get_tensor(key), second.get_tensor(key)
+    return torch.equal(*(each.contiguous().flatten().view(torch.uint8) for each in tensors))
 
 
 def read_index(path: Path) -> dict[str, str]:
     """The content of a model.safetensors.index.json: tensor name -> file name.
 
     Raises:
-        ValueError: the file has no valid ``weight_map``.
+        ValueError: the file has no valid ``weight_map``, or names a file outside of its folder.
     """
     place = read_json(path).get("weight_map")
     if not isinstance(place, dict) or not place or not all(isinstance(file, str) for file in place.values()):
         raise ValueError(f"{path}: must have a weight_map, tensor name to file name, got {place!r}. Download it again.")
+    for name in set(place.values()):
+        # Both kinds of paths, because the checkpoint may come from another system.
+        parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
+        outside = ".." in parts or PurePosixPath(name).is_absolute() or bool(PureWindowsPath(name).anchor)
+        check(
+            not outside and "\0" not in name and name.endswith(".safetensors"),
+            f"{path}: must name safetensors files in its folder, got {name!r}. Do not load this checkpoint unless you "
+            "know who wrote it.",
+        )
     return place
 
 

@@ -9,11 +9,16 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from liger_models.convert.config_map import read_config
@@ -23,18 +28,44 @@ from liger_models.convert.save import save_pretrained
 from liger_models.layers.decoder import Decoder
 from liger_models.parallel.groups import run_on_rank_zero
 
+_TRANSPORT_ERRORS: tuple[type[Exception], ...] = tuple(
+    cast(type[Exception], base)
+    for base in HfHubHTTPError.__mro__
+    if base.__module__.partition(".")[0] in ("httpx", "httpx2", "requests")
+)
+"""Base classes of the errors of the client's HTTP library, which differs between versions of huggingface_hub."""
+
 
 @contextlib.contextmanager
 def naming(repo_id: str) -> Iterator[None]:
-    """Context that adds the name of the model to errors of the client, and mentions that it may be a folder."""
+    """Context that adds the name of the model to errors of the client, and mentions that it may be a folder.
+
+    Raises:
+        FileNotFoundError: ``repo_id`` is not a valid name, or a folder of this machine that is not on the hub.
+        ConnectionError: the connection broke, or the server did not answer in time.
+    """
     todo = "Check the name and the connection to the hub."
+    here = f"{repo_id}: must be a name on the hub, got a folder. Load it with from_pretrained."
     try:
         yield
     except HFValidationError as error:
+        if os.path.isdir(repo_id):
+            raise FileNotFoundError(here) from error
         raise FileNotFoundError(f"{repo_id}: must be a folder, or owner/name on the hub, got nothing there.") from error
     except LocalEntryNotFoundError as error:
         message = f"{repo_id}: must be a folder, on the hub or in the client's cache, got: {error} {todo}"
-        raise LocalEntryNotFoundError(message) from error
+        raise LocalEntryNotFoundError(here if os.path.isdir(repo_id) else message) from error
+    except RepositoryNotFoundError as error:
+        if os.path.isdir(repo_id):
+            raise FileNotFoundError(here) from error
+        raise
+    except HfHubHTTPError:
+        raise
+    except _TRANSPORT_ERRORS as error:
+        raise ConnectionError(
+            f"{repo_id}: the hub must answer, got {type(error).__name__}: {error}. Call again: files that were "
+            "downloaded are kept."
+        ) from error
 
 
 def download(
@@ -70,7 +101,8 @@ def download(
     Raises:
         FileNotFoundError: ``repo_id`` is not a valid name, the repository has no config.json, or (from the client) a
             file can neither be downloaded nor found in the cache.
-        ValueError: the model is not supported.
+        ValueError: the model is not supported, or a file of it is invalid.
+        ConnectionError: the connection broke, or the server did not answer in time.
         huggingface_hub.errors.HfHubHTTPError: (from the client) the repository or revision does not exist, or access is
             denied.
     """
@@ -105,7 +137,7 @@ def download(
         commit = folder.name
         folder = fetch([INDEX, *ASSETS], commit)
         shards = set(read_index(folder / INDEX).values()) if (folder / INDEX).is_file() else {WEIGHTS}
-    with _progress_bars(progress):
+    with naming(repo_id), _progress_bars(progress):
         return fetch(sorted(shards), commit)
 
 
@@ -154,7 +186,11 @@ def push(
             )
         return commit.commit_url
 
-    return run_on_rank_zero(f"push_to_hub {repo_id}", upload)
+    def upload_named() -> str:
+        with naming(repo_id):
+            return upload()
+
+    return run_on_rank_zero(f"push_to_hub {repo_id}", upload_named)
 
 
 @contextlib.contextmanager

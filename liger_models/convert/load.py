@@ -12,7 +12,7 @@ import torch
 from huggingface_hub.utils.tqdm import tqdm
 from torch import Tensor, nn
 
-from liger_models.convert.config_map import read_config
+from liger_models.convert.config_map import blaming, read_config
 from liger_models.convert.files import (
     ASSETS,
     CONFIG,
@@ -83,11 +83,11 @@ def load_pretrained(
         hf_config = read_json_config(folder)
         written = (folder / CONFIG).stat().st_mtime_ns
         check_model_type(model_class, hf_config)
-        config = read_config(model_class.config_class, hf_config, strict=strict)
-        with torch.device("meta"):
+        stored = read_headers(folder)
+        config = read_config(model_class.config_class, hf_config, strict=strict, tensors=len(stored))
+        with blaming(folder / CONFIG), torch.device("meta"):
             model = model_class(config, kernels=kernels)
         model.check_buffers()
-        stored = read_headers(folder)
         parameters = dict(model.named_parameters())
         weights = pick_map(format_of(model_class).weight_maps(config), stored, parameters)
         check_tensors(str(folder), weights, parameters, stored)

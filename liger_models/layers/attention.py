@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group, sum_over, to_heads, to_tokens
@@ -26,7 +25,7 @@ from liger_models.layers.layer import AttentionSpec, Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible
 from liger_models.layers.masks import VARLEN_OPTIONS, Segments, takes_flash, takes_segments
 from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear
-from liger_models.memory.recompute import draws, recomputes
+from liger_models.memory.recompute import draws, recomputes, run_twice
 
 CAUSAL_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,  # about a quarter faster than flash on an H200, head dimension 128, S 8192
@@ -383,9 +382,9 @@ class LigerAttention(Layer):
         if norm is None:
             x, (residual, _) = None, add_norm(norm, x, residual)  # only the sum is saved
         if recomputes(self) and layout.cache is None:  # recomputation would append to the cache again
-            y, residual = checkpoint(
+            y, residual = run_twice(
                 self._add_norm, norm, x, residual, layout,
-                use_reentrant=False, preserve_rng_state=draws(self, self.dropout),
+                preserve_rng_state=draws(self, self.dropout),
             )  # fmt: skip
             return y, residual
         return self._add_norm(norm, x, residual, layout)

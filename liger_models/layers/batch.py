@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from liger_models.kernels.checks import check
+from liger_models.kernels.checks import check, check_values
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.masks import (
     MOST_DOCUMENTS,
@@ -98,10 +98,14 @@ class BatchLayout:
             windows: window of the attention layers (None: no window) -> whether one of these layers needs a mask even
                 for plainly causal attention. Default: no window, no such layer. {} builds no masks.
             position_ids: [T], [1, T] or [B, T], or [3, 1 or B, T]. Default: counted from 0, from the cached length, or
-                from the start of each document. Padding is counted like any token, as in transformers' forward.
-            attention_mask: [B, S], nonzero for tokens, 0 for padding. Tokens and padding do not attend to each other.
-            cu_seqlens: [n + 1] integers starting with 0, boundaries of packed documents over the B · T flattened
-                tokens. Tokens after the last boundary are another document; documents never span rows of the batch.
+                from the start of each document. Padding is counted like any token, as in transformers' forward. Without
+                ``attention_mask``, ``cu_seqlens`` and ``cache`` the positions of a text must rise along each row,
+                because restarts alone do not separate documents.
+            attention_mask: [B, S] integers or bool, nonzero for tokens, 0 for padding. Tokens and padding do not attend
+                to each other.
+            cu_seqlens: [n + 1] integers that start with 0 and do not fall, boundaries of packed documents over the
+                B · T flattened tokens. Tokens after the last boundary are another document; documents never span rows
+                of the batch.
             cache: the decode cache that holds the preceding tokens.
             visible_until: [B, T] int64, ascending along T, the index of the last of these T tokens that each token
                 attends to, itself or a later one (the tokens of an image attend to each other). Default: itself.
@@ -110,7 +114,8 @@ class BatchLayout:
             extra: the fields that a derived class adds.
 
         Raises:
-            ValueError: shapes do not match, or arguments exclude each other.
+            ValueError: shapes or values are wrong, or arguments exclude each other. On CUDA and ROCm a wrong value is
+                a device-side assertion, because the host does not wait for it.
         """
         B, T = shape
         past = cache.length if cache is not None else 0
@@ -129,6 +134,12 @@ class BatchLayout:
                 f"forward: attention_mask must be [{B}, {past + T}] (cached and new tokens), "
                 f"got {list(attention_mask.shape)}.",
             )
+            kind = attention_mask.dtype
+            check(
+                not (kind.is_floating_point or kind.is_complex),
+                f"forward: attention_mask must be integers or bool, 1 for tokens and 0 for padding, got {kind}. Pass "
+                "mask.bool(); of a mask that is added to scores (0 and -inf), pass mask == 0.",
+            )
             # Reading the mask synchronises once, which costs far less than attention with a needless mask. Single
             # tokens and compiled graphs skip the check.
             if T == 1 or torch.compiler.is_compiling() or not bool(attention_mask.all()):
@@ -143,6 +154,13 @@ class BatchLayout:
                 f"forward: position_ids must be [{T}], [1, {T}] or [{B}, {T}], got {list(position_ids.shape)}. "
                 "Positions in time, height and width have an additional first axis of size 3.",
             )
+            if attention_mask is None and cu_seqlens is None and cache is None and positions.dim() == 2:
+                check_values(
+                    (positions.diff(dim=1) > 0).all(),
+                    "forward: position_ids must rise along each row, got a restart, which does not separate packed "
+                    "documents. Pass their bounds as cu_seqlens, or collate with "
+                    "DataCollatorWithFlattening(return_flash_attn_kwargs=True).",
+                )
         segments, few = None, cu_seqlens is None or len(cu_seqlens) - 1 <= MOST_DOCUMENTS * B
         if attention_mask is None and cache is None and visible_until is None and few and takes_segments(device, dtype):
             segments = Segments.of_rows(B, T, cu_seqlens, device)
@@ -187,9 +205,16 @@ def mark_padding(attention_mask: Tensor, device: torch.device) -> Tensor:
 
 def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The document number of each token and its position in the document, both [B, T] int64."""
+    kind = cu_seqlens.dtype
+    integers = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
     check(
-        cu_seqlens.dim() == 1 and len(cu_seqlens) >= 2 and not cu_seqlens.dtype.is_floating_point,
-        f"forward: cu_seqlens must hold n + 1 >= 2 integers, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}.",
+        cu_seqlens.dim() == 1 and len(cu_seqlens) >= 2 and integers,
+        f"forward: cu_seqlens must hold n + 1 >= 2 integers, got {list(cu_seqlens.shape)} {kind}.",
+    )
+    check_values(
+        (cu_seqlens[0] == 0) & (cu_seqlens.diff() >= 0).all(),
+        "forward: cu_seqlens must start with 0 and not fall, got other bounds. Pass the start of each packed document "
+        "and the end of the last.",
     )
     bounds = cu_seqlens.to(device, torch.int64)
     flat = torch.arange(B * T, device=device)

@@ -1,13 +1,66 @@
-"""The config fields that all decoders share, and checks between them."""
+"""The config fields that all decoders share, and checks of fields."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, ClassVar
 
 from liger_models.kernels.checks import check
 from liger_models.layers.rope import RopeScaling
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+
+_SIZES = """
+    hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    moe_intermediate_size num_experts_per_tok decoder_sparse_step no_rope_layer_interval depth embed_dim num_heads
+    mlp_ratio in_channels num_channels patch_size spatial_merge_size temporal_patch_size image_size window_size
+    mm_tokens_per_image out_hidden_size num_position_embeddings attention_heads max_num_tiles
+"""
+_LENGTHS = """
+    vocab_size max_position_embeddings original_max_position_embeddings sliding_window query_pre_attn_scalar
+"""
+_POSITIVE = """
+    rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor
+    short_factor long_factor partial_rotary_factor attn_logit_softcapping final_logit_softcapping logits_scaling
+"""
+_NOT_NEGATIVE = """
+    rms_norm_eps layer_norm_eps norm_eps initializer_range attention_dropout mscale mscale_all_dim num_global_layers
+    num_experts num_local_experts
+"""
+LIMITS: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys(_SIZES.split(), (1, 2**24)),
+    **dict.fromkeys(_LENGTHS.split(), (1, 2**31 - 1)),
+    **dict.fromkeys(_POSITIVE.split(), (math.ulp(0.0), math.inf)),
+    **dict.fromkeys(_NOT_NEGATIVE.split(), (0, math.inf)),
+}
+"""Name of a config field -> the smallest and the largest value of it, or of the elements of its list."""
+
+
+def check_numbers(where: str, values: Mapping[str, Any]) -> None:
+    """Check the numbers of a config: floats are finite, and fields of known names are within `LIMITS`.
+
+    Args:
+        where: name of the config, for the error.
+        values: name -> value of its fields; of dataclasses the fields are checked, of lists the elements.
+
+    Raises:
+        ValueError: a number is NaN, infinite or out of range.
+    """
+    for name, value in values.items():
+        if is_dataclass(value) and not isinstance(value, type):
+            check_numbers(where, vars(value))
+        low, high = LIMITS.get(name, (-math.inf, math.inf))
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, bool) or not isinstance(each, int | float):
+                continue
+            # An int may be too large for a float, so it is compared as it is.
+            least = "positive" if low == math.ulp(0.0) else f"at least {low}"
+            check(isinstance(each, int) or math.isfinite(each), f"{where}: {name} must be finite, got {each}. {_TODO}")
+            check(each >= low, f"{where}: {name} must be {least}, got {each}. {_TODO}")
+            check(each <= high, f"{where}: {name} must be at most {high}, got {each}. {_TODO}")
+
+
+_TODO = "Check config.json."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +71,8 @@ class DecoderConfig:
     config class, which apply to keys that a config.json omits.
 
     Raises:
-        ValueError: sizes do not fit together, or the architecture does not have the activation.
+        ValueError: a number is out of range, sizes do not fit together, or the architecture does not have the
+            activation.
     """
 
     activations: ClassVar[tuple[str, ...]] = ("silu",)
@@ -51,9 +105,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         _let_use_cache_be_set(type(self))
         name, H, G = type(self).__name__, self.num_attention_heads, self.kv_heads
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        for field, size in {**{each: getattr(self, each) for each in sizes}, "num_key_value_heads": G}.items():
-            check(size >= 1, f"{name}: {field} must be at least 1, got {size}. Check config.json.")
+        check_numbers(name, vars(self))
         check(
             H % G == 0,
             f"{name}: num_attention_heads ({H}) must be a multiple of num_key_value_heads ({G}). Check config.json.",

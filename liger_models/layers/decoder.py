@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.checks import check
+from liger_models.kernels.checks import check, check_values
 from liger_models.kernels.moe.load_balancing import load_balancing_loss
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
@@ -58,6 +58,41 @@ def _in_graph(x: Tensor) -> bool:
     """Whether a graph is being compiled or captured, or x has no values, so that no decision may depend on values."""
     without_values = x.is_meta or hasattr(x, "fake_mode")
     return torch.compiler.is_compiling() or without_values or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def check_num_items(num_items: Tensor | float | None, target: Tensor) -> None:
+    """Check the divisor of a summed loss, without waiting for the device.
+
+    Args:
+        num_items: a number, or a tensor of one element; None is valid.
+        target: [B, T] int64, −100 for no target. If there is none, ``num_items`` may be 0.
+
+    Raises:
+        ValueError: it is a bool, or neither positive nor 0 without targets. See `check_values` for tensors on a GPU.
+    """
+    if num_items is None:
+        return
+    must = "forward: num_items_in_batch must be a positive number, or 0 without targets"
+    todo = "Pass the number of targets in all accumulation steps and on all ranks, or leave it out."
+    if isinstance(num_items, Tensor):
+        kind = num_items.dtype
+        check(
+            num_items.numel() == 1 and kind != torch.bool and not kind.is_complex,
+            f"{must}, got a tensor {list(num_items.shape)} {kind}. {todo}",
+        )
+        if _in_graph(num_items) or _in_graph(target):
+            return
+        if num_items.device.type != "cpu":
+            count, none = num_items.detach().reshape(()), (target == -100).all().to(num_items.device)
+            check_values(count.isfinite() & ((count > 0) | ((count == 0) & none)), f"{must}, got another. {todo}")
+            return
+    value: Any = num_items.item() if isinstance(num_items, Tensor) else num_items
+    check(
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf"),
+        f"{must}, got {value!r}. {todo}",
+    )
+    if value == 0:
+        check_values((target == -100).all(), f"{must}, got 0. {todo}")
 
 
 def check_policy(name: str, policy: str) -> None:
@@ -289,6 +324,10 @@ class Decoder(nn.Module):
         loss_function: LossFunction | None = None,
         logits_to_keep: int = 0,
         cache: DecodeCache | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
     ) -> CausalLMOutput:
         """Compute logits, or the loss if ``labels`` are given, without materialising the logits.
 
@@ -299,7 +338,8 @@ class Decoder(nn.Module):
             position_ids, attention_mask, cu_seqlens: see `BatchLayout.build`.
             inputs_embeds: [B, T, C] instead of ``input_ids``.
             num_items_in_batch: divisor of the summed loss: the number of targets in all accumulation steps and on all
-                ranks. Default: the number of targets in this batch.
+                ranks, a number or a tensor of one element, 0 only if this batch has no targets. Default: the number of
+                targets in this batch.
             return_logits: True to return logits in addition to the loss. Default: logits only without ``labels``.
             return_log_probs: with ``labels``, return the log-probabilities of the targets instead of the loss, for
                 losses of your own. The targets are ``labels`` shifted by `BatchLayout.shift`.
@@ -309,13 +349,23 @@ class Decoder(nn.Module):
                 softcap or a scale of the logits itself, and ``aux_loss`` is not added to its result.
             logits_to_keep: return the logits of only the last so many tokens; 0 for all. Not with ``labels``.
             cache: decode cache, to which the tokens are appended.
+            cu_seq_lens_q, cu_seq_lens_k: ``cu_seqlens`` under the names of transformers'
+                ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``, which are the same tensor.
+            max_length_q, max_length_k: ignored; accepted because that collator passes them.
 
         Returns:
             `CausalLMOutput`.
 
         Raises:
-            ValueError: arguments exclude each other, or shapes do not match.
+            ValueError: arguments exclude each other, or shapes or values are wrong; see `BatchLayout.build`.
         """
+        if cu_seq_lens_q is not None:
+            check(cu_seqlens is None, "forward: cu_seqlens and cu_seq_lens_q are the same, got both. Pass one.")
+            cu_seqlens = cu_seq_lens_q
+        check(
+            cu_seq_lens_k is None or cu_seq_lens_q is not None,
+            "forward: cu_seq_lens_k needs cu_seq_lens_q, got it alone. Pass both, or cu_seqlens.",
+        )
         embeds, shape = self.embed(input_ids, inputs_embeds)
         layout = self.layout(
             shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache
@@ -384,12 +434,18 @@ class Decoder(nn.Module):
             f"forward: labels must be [{embeds.shape[0]}, {T}] like input_ids, got "
             f"{None if labels is None else list(labels.shape)}.",
         )
+        check(
+            isinstance(logits_to_keep, int) and not isinstance(logits_to_keep, bool) and logits_to_keep >= 0,
+            f"forward: logits_to_keep must be an integer of at least 0, got {logits_to_keep!r}. 0 keeps all.",
+        )
         groups.check_tokens(T, whole=cache is not None or logits_to_keep != 0 or loss_function is not None)
         if embeds.shape[1] == T:
             embeds = groups.token_share(embeds)
         target, targets = None, None
         if labels is not None:
-            target, num_items_in_batch = groups.share_targets(layout.shift(labels), num_items_in_batch)
+            target = layout.shift(labels)
+            check_num_items(num_items_in_batch, target)
+            target, num_items_in_batch = groups.share_targets(target, num_items_in_batch)
             if not (return_logits or return_log_probs or loss_function is not None or _in_graph(embeds)):
                 targets = Targets(target)
 

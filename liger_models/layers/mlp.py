@@ -5,7 +5,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels.act_linear import ACTIVATIONS as PLAIN_ACTIVATIONS
 from liger_models.kernels.act_linear import act_linear, act_reference
@@ -25,7 +24,7 @@ from liger_models.layers.linear import (
     row_parallel,
 )
 from liger_models.layers.norm import add_norm, add_norm_linear, autocast_weights, fused_norm, is_plain
-from liger_models.memory.recompute import is_hooked, recomputes, repeats
+from liger_models.memory.recompute import is_hooked, recomputes, repeats, run_twice
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -114,7 +113,7 @@ class GatedMLP(Layer):
         if fused is None:
             if recomputes(self):
                 residual, _ = add_norm(None, x, residual)  # only the sum is saved
-                return checkpoint(self._of_sum, norm, residual, use_reentrant=False), residual
+                return run_twice(self._of_sum, norm, residual), residual
             normed, residual = add_norm(norm, x, residual)
             return self(normed), residual
         partial = row_parallel(self.down_proj)
@@ -225,7 +224,7 @@ class LigerMLP(Layer):
         """
         if recomputes(self):
             residual, _ = add_norm(None, x, residual)  # only the sum is saved
-            return checkpoint(self._of_sum, norm, residual, use_reentrant=False), residual
+            return run_twice(self._of_sum, norm, residual), residual
         return self._add_norm(norm, x, residual)
 
     def _add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:

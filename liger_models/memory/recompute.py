@@ -1,5 +1,6 @@
-"""Recomputation of blocks: they save only their input, and the backward recomputes the rest."""
+"""Recomputation of blocks and layers: they save only their input, and the backward recomputes the rest."""
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -42,6 +43,43 @@ def is_compiled(block: nn.Module) -> bool:
     return block._compiled_call_impl is not None or hasattr(block.forward, "_torchdynamo_orig_callable")
 
 
+def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...] = (), **options: Any) -> Any:
+    """``function(*args)``, of which only the tensors in ``args`` are saved; the backward calls it again.
+
+    Args:
+        function: the second call must compute the same.
+        args: what it is called with.
+        modules: the modules whose parameters it reads, besides those in ``args`` and the owner of a method.
+        options: as for `torch.utils.checkpoint.checkpoint`.
+
+    Raises:
+        RuntimeError: (in the backward) a parameter was changed in place after the first call. The gradient would belong
+            to other values than the loss.
+    """
+    if torch.compiler.is_compiling():
+        return checkpoint(function, *args, use_reentrant=False, **options)
+    # PyTorch compares the versions of tensors in `args`, which it saves, but not of the parameters read besides.
+    owners = [each for each in (getattr(function, "__self__", None), *modules, *args) if isinstance(each, nn.Module)]
+    read = [
+        (name, each, each._version)
+        for owner in owners
+        for name, each in owner.named_parameters()
+        if not each.is_inference()
+    ]
+
+    def call(*args: Any) -> Any:
+        for name, each, version in read:
+            if each._version != version:
+                raise RuntimeError(
+                    f"backward: {name} {list(each.shape)} must not be changed in place between forward and backward, "
+                    f"because the backward reads it again (set_checkpointing), got version {each._version} instead of "
+                    f"{version}. Call backward before optimizer.step() and other changes of the weights."
+                )
+        return function(*args)
+
+    return checkpoint(call, *args, use_reentrant=False, **options)
+
+
 def run_again(block: nn.Module, x: Tensor | None, residual: Tensor, layout: Any) -> Any:
     """Run ``block(x, residual, layout)``, saving only ``residual + x`` [B, T, C] and recomputing the rest."""
     repeated = False
@@ -56,4 +94,4 @@ def run_again(block: nn.Module, x: Tensor | None, residual: Tensor, layout: Any)
             repeated = True
 
     total = residual if x is None else (residual + x).to(residual.dtype)
-    return checkpoint(run, total, layout, use_reentrant=False)
+    return run_twice(run, total, layout, modules=(block,))

@@ -16,7 +16,7 @@ def parse_json(text: bytes, name: object) -> dict[str, Any]:
     """
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: must be JSON, got {error}. Download it again.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{name}: must be a JSON object, got {type(content).__name__}. Download it again.")

@@ -1,15 +1,17 @@
 """The jinja2 environment that Hugging Face's chat templates are written for. PyTorch itself requires jinja2."""
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from liger_models.text import limits
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Marks around an answer. Unicode assigns no character to these two code points."""
@@ -33,14 +35,36 @@ def render(
         mark_answers: put `BEGIN` and `END` around the output of each ``{% generation %}`` block.
 
     Raises:
-        ValueError: the template has an error or refuses the messages.
+        ValueError: the template has an error, refuses the messages or exceeds the limits of `liger_models.text.limits`.
     """
-    try:
+    with _naming_errors("accept the messages"):
         return _compile(template, mark_answers).render(
             messages=messages, add_generation_prompt=add_generation_prompt, **{"documents": None, **variables}
         )
-    except (TemplateError, TypeError) as error:  # TypeError: for example, the template adds a null to a text
-        raise ValueError(f"Tokenizer: the chat template must accept the messages, got: {error}.") from error
+
+
+def variables_of(template: str) -> set[str]:
+    """Names that a template reads and does not set itself.
+
+    Raises:
+        ValueError: the template has an error.
+    """
+    with _naming_errors("be valid"):
+        return set(_variables(template))
+
+
+@contextlib.contextmanager
+def _naming_errors(must: str) -> Iterator[None]:
+    """Whatever a template raises, such as a division by zero, becomes a ValueError."""
+    limits.begin()
+    try:
+        yield
+    except limits.LimitError as error:
+        raise ValueError(f"Tokenizer: the chat template must stay within the limits, got {error}.") from error
+    except Exception as error:
+        got = str(error) if isinstance(error, TemplateError | TypeError) else f"{type(error).__name__}: {error}"
+        first = got.partition("\n")[0].rstrip(".")
+        raise ValueError(f"Tokenizer: the chat template must {must}, got: {first}.") from error
 
 
 class _Generation(Extension):
@@ -59,15 +83,24 @@ class _MarkedGeneration(_Generation):
         return [begin, *super().parse(parser), end]
 
 
+@functools.cache
+def _environment(mark_answers: bool) -> limits.LimitedEnvironment:
+    generation = _MarkedGeneration if mark_answers else _Generation
+    environment = limits.LimitedEnvironment(
+        {"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True, extensions=[generation, loopcontrols]
+    )
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment
+
+
 @functools.lru_cache(maxsize=16)
 def _compile(template: str, mark_answers: bool) -> Template:
-    generation = _MarkedGeneration if mark_answers else _Generation
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return environment.from_string(template)
+    return _environment(mark_answers).from_string(template)
+
+
+@functools.lru_cache(maxsize=16)
+def _variables(template: str) -> frozenset[str]:
+    return frozenset(_environment(False).variables(template))
 
 
 def _raise_exception(message: str) -> None:
@@ -79,4 +112,10 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja2's own filter escapes HTML
+    if options.get("indent") is None:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja2's own filter escapes HTML
+    pieces = []
+    for piece in json.JSONEncoder(ensure_ascii=ensure_ascii, **options).iterencode(value):
+        limits.charge(len(piece))
+        pieces.append(piece)
+    return "".join(pieces)

@@ -1,8 +1,9 @@
 """Text to token ids and back: the tokenizer files of a Hugging Face checkpoint over the ``tokenizers`` library."""
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -11,9 +12,10 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
+from liger_models.kernels.checks import check
 from liger_models.text.chat import Span, render_answers, select_template
 from liger_models.text.json_files import parse_json
-from liger_models.text.templates import render
+from liger_models.text.templates import render, variables_of
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 TOKENIZER_JSON = "tokenizer.json"
@@ -40,7 +42,11 @@ class Tokenizer:
         backend: the pipeline.
         special_tokens: role, such as "eos_token" -> token. Assign to it to change a role.
         chat_template: a jinja2 template, or several by name. Assign to it to change the template.
+        padding_side: "left" (for generation) or "right" (for training), where a call does not say.
     """
+
+    # Attributes of other libraries' tokenizers would be ignored, so that assigning one is an error.
+    __slots__ = ("__weakref__", "_as_read", "_clean_up", "backend", "chat_template", "padding_side", "special_tokens")
 
     def __init__(self, backend: Backend, config: Mapping[str, Any] | None = None) -> None:
         config = config or {}
@@ -48,13 +54,20 @@ class Tokenizer:
         # A file that enables these would truncate or pad every text; that is the caller's choice.
         backend.no_truncation()
         backend.no_padding()
-        self.special_tokens = {name: _text(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
+        self.special_tokens = {name: _text(name, config[name]) for name in SPECIAL_TOKENS if config.get(name)}
+        self.padding_side = "left"
         _add_tokens(backend, config, self.special_tokens)
         # The clean-up is meant for WordPiece. transformers, too, ignores it for BPE.
         self._clean_up = bool(config.get("clean_up_tokenization_spaces")) and type(backend.model).__name__ != "BPE"
         template = config.get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}
+        texts = template.values() if isinstance(template, dict) else [template]
+        check(
+            template is None or all(isinstance(text, str) for text in texts),
+            f"tokenizer_config.json: chat_template must be a text, or texts by name, got {template!r:.80}. Remove it, "
+            "or download the file again.",
+        )
         self.chat_template: str | dict[str, str] | None = template
         self._as_read = len(self), dict(self.special_tokens), template
 
@@ -95,12 +108,12 @@ class Tokenizer:
         # Older vision-language checkpoints hold the processor's template here and have no .jinja file.
         config |= _json(files, "chat_template.json")
         if "chat_template.jinja" in files:
-            config["chat_template"] = files["chat_template.jinja"].decode()
-        try:
+            with _naming("chat_template.jinja: must be UTF-8"):
+                config["chat_template"] = files["chat_template.jinja"].decode()
+        with _naming(f"{TOKENIZER_JSON}: cannot be read"):
             backend = Backend.from_str(files[TOKENIZER_JSON].decode())
-        except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"{TOKENIZER_JSON}: cannot be read, got {error}. Download it again.") from error
-        return cls(backend, config)
+        with _naming("tokenizer_config.json: must belong to the tokenizer"):
+            return cls(backend, config)
 
     def __len__(self) -> int:
         """Number of token ids, including added tokens."""
@@ -208,9 +221,10 @@ class Tokenizer:
             text: one text or a list.
             add_special_tokens: add the special tokens that the tokenizer puts around a text, such as ``bos_token``.
         """
-        if isinstance(text, str):
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return [item.ids for item in self.backend.encode_batch(text, add_special_tokens=add_special_tokens)]
+        with _naming(f"{TOKENIZER_JSON}: must encode any text", ()):
+            if isinstance(text, str):
+                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return [item.ids for item in self.backend.encode_batch(text, add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Sequence[int] | Tensor, skip_special_tokens: bool = True) -> str:
         """The text of token ids.
@@ -220,23 +234,25 @@ class Tokenizer:
             skip_special_tokens: omit special tokens.
         """
         ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        text = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        with _naming(f"{TOKENIZER_JSON}: must decode any ids", ()):
+            text = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return _clean_up(text) if self._clean_up else text
 
     def __call__(
-        self, texts: Sequence[str], *, padding_side: str = "left", add_special_tokens: bool = True
+        self, texts: Sequence[str], *, padding_side: str | None = None, add_special_tokens: bool = True
     ) -> dict[str, Tensor]:
         """Encode a batch of texts and pad it to its longest text.
 
         Args:
             texts: the batch.
-            padding_side: "left" (for generation) or "right" (for training).
+            padding_side: "left" (for generation) or "right" (for training). Default: ``tokenizer.padding_side``.
             add_special_tokens: as for `encode`.
 
         Returns:
             ``input_ids`` and ``attention_mask``, int64 [B, T]; the mask is 0 on padding. Padding is ``pad_token``,
             or ``eos_token`` if the tokenizer has no ``pad_token``.
         """
+        padding_side = self.padding_side if padding_side is None else padding_side
         if padding_side not in ("left", "right"):
             raise ValueError(f"Tokenizer: padding_side must be 'left' or 'right', got {padding_side!r}.")
         rows = self.encode([texts] if isinstance(texts, str) else list(texts), add_special_tokens)
@@ -257,6 +273,7 @@ class Tokenizer:
         add_generation_prompt: bool = ...,
         tools: Sequence[Mapping[str, Any]] | None = ...,
         tokenize: Literal[True] = ...,
+        return_tensors: None = ...,
         **variables: Any,
     ) -> list[int]: ...
     @overload
@@ -266,7 +283,19 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = ...,
         tools: Sequence[Mapping[str, Any]] | None = ...,
+        tokenize: Literal[True] = ...,
+        return_tensors: Literal["pt"],
+        **variables: Any,
+    ) -> Tensor: ...
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = ...,
+        tools: Sequence[Mapping[str, Any]] | None = ...,
         tokenize: bool,
+        return_tensors: None = ...,
         **variables: Any,
     ) -> list[int] | str: ...
     def apply_chat_template(
@@ -276,8 +305,9 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tokenize: bool = True,
+        return_tensors: Literal["pt"] | None = None,
         **variables: Any,
-    ) -> list[int] | str:
+    ) -> list[int] | str | Tensor:
         """A conversation in the model's chat format.
 
         Args:
@@ -285,14 +315,24 @@ class Tokenizer:
             add_generation_prompt: end with the beginning of an answer.
             tools: JSON schemas of functions that the model may call.
             tokenize: return token ids; False returns text.
+            return_tensors: "pt" returns the token ids as [1, T] int64, for ``model.generate``.
             **variables: what else the template reads.
 
         Raises:
-            ValueError: there is no chat template, or it refuses the messages.
+            TypeError: the template reads no variable of this name.
+            ValueError: there is no chat template, it refuses the messages, or it exceeds the limits of
+                `liger_models.text.limits`.
         """
+        check(
+            return_tensors is None or (return_tensors == "pt" and tokenize),
+            f"apply_chat_template: return_tensors must be None, or 'pt' with tokenize, got {return_tensors!r}.",
+        )
         template, variables = self._chat_template(tools, variables)
         text = render(template, messages, variables, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        if not tokenize:
+            return text
+        ids = self.encode(text, add_special_tokens=False)
+        return ids if return_tensors is None else torch.tensor([ids])
 
     def render_answers(
         self,
@@ -314,6 +354,7 @@ class Tokenizer:
             The text, and the first and last + 1 character of each answer. `answer_mask` finds their tokens.
 
         Raises:
+            TypeError: the template reads no variable of this name.
             ValueError: the template refuses the messages, or the position of an answer cannot be determined.
         """
         special = [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
@@ -322,6 +363,15 @@ class Tokenizer:
 
     def _chat_template(self, tools: object, variables: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The template, and all its variables but the messages."""
+        template = self.chat_template
+        known = set().union(*map(variables_of, template.values() if isinstance(template, dict) else [template or ""]))
+        unknown = sorted(variables.keys() - known)
+        if unknown and template:
+            own = ", ".join(sorted(known - {"messages", *SPECIAL_TOKENS}))
+            raise TypeError(
+                f"apply_chat_template: variables must be names that the chat template reads ({own}), got "
+                f"{', '.join(unknown)}. Truncate and pad the ids yourself, or call the tokenizer."
+            )
         return select_template(self.chat_template, tools), {"tools": tools, **self.special_tokens, **variables}
 
 
@@ -339,13 +389,35 @@ def _add_tokens(backend: Backend, config: Mapping[str, Any], special_tokens: Map
         if content not in flags or not flags[content].special:
             backend.add_special_tokens([flags.get(content, AddedToken(content, normalized=False))])
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    for content in map(_text, extra.values() if isinstance(extra, Mapping) else extra):
+    for token in extra.values() if isinstance(extra, Mapping) else extra:
+        content = _text("extra_special_tokens", token)
         if content not in flags:
             backend.add_special_tokens([AddedToken(content, normalized=False)])
 
 
-def _text(token: str | Mapping[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])
+def _text(name: str, token: Any) -> str:
+    content = token.get("content") if isinstance(token, Mapping) else token
+    check(
+        isinstance(content, str),
+        f"tokenizer_config.json: {name} must be a text, or an object with the text content, got {token!r:.80}. Correct "
+        "it, or download the file again.",
+    )
+    return str(content)
+
+
+@contextlib.contextmanager
+def _naming(must: str, kinds: type[Exception] | tuple[()] = Exception) -> Iterator[None]:
+    """Errors of these kinds, and panics of the tokenizers library, become a ValueError that names the file."""
+    try:
+        yield
+    except BaseException as error:
+        # The class of a panic cannot be imported.
+        if not isinstance(error, kinds) and type(error).__name__ != "PanicException":
+            raise
+        if isinstance(error, ValueError) and str(error).startswith("tokenizer_config.json"):
+            raise
+        got = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(f"{must}, got {got}. Download it again.") from error
 
 
 def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

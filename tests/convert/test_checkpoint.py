@@ -421,14 +421,77 @@ def test_a_file_or_a_repository_is_no_folder(make_checkpoint: Make) -> None:
         load(Path("meta-llama/Llama-3.2-1B"))
 
 
-def test_a_tensor_in_two_shards_is_read_from_the_one_in_the_index(make_checkpoint: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("norm", [1.0, 0.0])
+def test_a_tensor_in_two_shards_must_be_the_same(make_checkpoint: Make, norm: float) -> None:
     source = make_checkpoint(max_shard_size="15KB")
-    expected = read_tensors(source)
+    expected = read_tensors(source)["model.norm.weight"]
     place = json.loads((source / INDEX).read_text())["weight_map"]["model.norm.weight"]
     for other in source.glob("*.safetensors"):
         if other.name != place:
-            save_file(load_file(other) | {"model.norm.weight": torch.zeros(32)}, other)
-    assert torch.equal(load(source).norm.weight, expected["model.norm.weight"])
+            save_file(load_file(other) | {"model.norm.weight": expected * norm}, other)
+    if norm == 1:
+        assert torch.equal(load(source).norm.weight, expected)
+        return
+    with pytest.raises(ValueError, match=r"model.norm.weight must be one tensor, got different ones in model-00001-of"):
+        load(source)
+
+
+def change_index(folder: Path, change: Callable[[dict[str, str]], Any]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def test_an_index_that_lacks_a_tensor_or_names_a_wrong_file(make_checkpoint: Make) -> None:
+    source = make_checkpoint(max_shard_size="15KB")
+    shards = sorted(path.name for path in source.glob("*.safetensors"))
+    before = (source / INDEX).read_bytes()
+    change_index(source, lambda place: place.pop("model.norm.weight"))
+    with pytest.raises(ValueError, match=r"must name all tensors of its files, got none of the name model.norm.weight"):
+        load(source)
+    (source / INDEX).write_bytes(before)
+    change_index(source, lambda place: place.update({"model.norm.weight": shards[0]}))
+    with pytest.raises(ValueError, match=r"must name the file of each tensor, got model-00001-of-.* for model.norm.w"):
+        load(source)
+
+
+@pytest.mark.parametrize("kind", ["absolute", "..", "a/../..", "backslash", "drive", "pickle"])
+def test_an_index_names_no_file_elsewhere(make_checkpoint: Make, tmp_path: Path, kind: str) -> None:
+    """A repository of the hub would otherwise decide which file of this machine is loaded."""
+    source, secret = make_checkpoint(max_shard_size="15KB"), tmp_path / "secret.safetensors"
+    place = json.loads((source / INDEX).read_text())["weight_map"]["model.norm.weight"]
+    (source / place).rename(secret)
+    (source / "a").mkdir()
+    (source / "weights.bin").write_bytes(secret.read_bytes())
+    name = {
+        "absolute": str(secret), "..": "../secret.safetensors", "a/../..": "a/../../secret.safetensors",
+        "backslash": "..\\secret.safetensors", "drive": "C:secret.safetensors", "pickle": "weights.bin",
+    }[kind]  # fmt: skip
+    change_index(source, lambda files: files.update({key: name for key, file in files.items() if file == place}))
+    with pytest.raises(ValueError, match=r"must name safetensors files in its folder, got .*unless you know who wrote"):
+        load(source)
+
+
+def test_a_folder_of_links_and_shards_in_a_folder_below(make_checkpoint: Make, tmp_path: Path) -> None:
+    """The client's cache holds links to ../../blobs."""
+    source, cache = make_checkpoint(max_shard_size="15KB"), tmp_path / "snapshots" / "commit"
+    (cache / "below").mkdir(parents=True)
+    (tmp_path / "blobs").mkdir()
+    for path in source.iterdir():
+        path.rename(tmp_path / "blobs" / path.name)
+        place = cache / ("below" if path.suffix == ".safetensors" else "") / path.name
+        place.symlink_to(Path(*[".."] * (len(place.relative_to(tmp_path).parts) - 1), "blobs", path.name))
+    change_index(cache, lambda place: place.update({key: f"below/{file}" for key, file in place.items()}))
+    assert load(cache).norm.weight.shape == (32,)
+
+
+@pytest.mark.parametrize("layers", [10**6, 10**30])
+def test_a_number_of_layers_that_no_checkpoint_has_is_refused_at_once(make_checkpoint: Make, layers: int) -> None:
+    source = make_checkpoint()
+    edit_json(source / "config.json", num_hidden_layers=layers)
+    for call in (load, lambda folder: AutoLigerModel.from_config(json.loads((folder / "config.json").read_text()))):
+        with pytest.raises(ValueError, match=rf"num_hidden_layers must be at most 1000, got {layers}"):
+            call(source)
 
 
 MEMORY = """

@@ -261,6 +261,36 @@ def test_progress_bars_can_be_switched_off(
     assert "Loading weights" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["RemoteProtocolError", "ReadTimeout"])
+def test_errors_of_the_clients_http_library_name_the_model(
+    hub: HubServer, make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """They are no OSError, which the command line prints in one line."""
+    http = sys.modules[huggingface_hub.errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
+    upload(hub, make_checkpoint())
+    download = hub_module.snapshot_download
+
+    for file in ("config.json", "model.safetensors"):
+
+        def broken(*args: Any, file: str = file, **options: Any) -> str:
+            if options["allow_patterns"] == [file]:
+                raise getattr(http, name)("peer closed")
+            return download(*args, **options)
+
+        monkeypatch.setattr(hub_module, "snapshot_download", broken)
+        with pytest.raises(ConnectionError, match=f"{REPO}: the hub must answer, got {name}: peer closed. Call again"):
+            load()
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_folder_is_no_name(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: bool) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in (str(tmp_path), "runs/first"):
+        with pytest.raises(FileNotFoundError, match=f"{name}: must be a name on the hub, got a folder. Load it"):
+            LigerLlama.from_hub(name, local_files_only=offline)
+
+
 SCRIPT = """
 import sys
 from liger_models.arch.auto import AutoLigerModel

@@ -1,5 +1,7 @@
 import copy
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.lm_head import LigerLMHead, Targets
 
+from ..late import transformers
 from ..test_readme import ROOT, blocks
 
 CONFIG = LlamaConfig(
@@ -119,6 +122,9 @@ def test_output_is_a_tuple_whose_first_is_the_loss():
         ({"input_ids": IDS[0]}, r"input_ids must be \[B, T\], got \[4\]"),
         ({"input_ids": IDS, "labels": IDS[:, :2]}, r"labels must be \[1, 4\] like input_ids, got \[1, 2\]"),
         ({"input_ids": IDS, "labels": IDS, "logits_to_keep": 1}, "labels can't be combined with"),
+        ({"input_ids": IDS, "logits_to_keep": -1}, "logits_to_keep must be an integer of at least 0, got -1"),
+        ({"input_ids": IDS, "logits_to_keep": True}, "logits_to_keep must be an integer of at least 0, got True"),
+        ({"input_ids": IDS, "cu_seq_lens_k": torch.tensor([0, 4])}, "cu_seq_lens_k needs cu_seq_lens_q"),
         ({"input_ids": torch.tensor([[3, 20]])}, r"input_ids must lie in \[0, 20\), got 20. Check the tokenizer"),
         ({"input_ids": torch.tensor([[3, -1]])}, r"input_ids must lie in \[0, 20\), got -1"),
         ({"input_ids": IDS, "labels": torch.full((1, 4), 20)}, r"target must be .* lie in \[0, 20\), got 20"),
@@ -127,6 +133,80 @@ def test_output_is_a_tuple_whose_first_is_the_loss():
 def test_bad_calls(options, message):
     with pytest.raises(ValueError, match=message):
         LigerLlama.from_config(CONFIG)(**options)
+
+
+@pytest.mark.parametrize(
+    "items", [float("nan"), float("inf"), -3, True, 0, "4", torch.tensor(torch.nan), torch.tensor(-3),
+              torch.tensor(True), torch.tensor(0), torch.ones(2)],
+)  # fmt: skip
+def test_a_divisor_that_is_no_number_of_targets_is_refused(items):
+    model = LigerLlama.from_config(CONFIG)
+    with pytest.raises(ValueError, match=r"num_items_in_batch must be a positive number, or 0 without targets, got "):
+        model(IDS, labels=IDS, num_items_in_batch=items)
+
+
+@pytest.mark.parametrize("items", [0, torch.tensor(0), 3, torch.tensor([3]), 2.5, torch.tensor(2.5)])
+def test_a_batch_without_targets_may_have_any_divisor(items):
+    loss = LigerLlama.from_config(CONFIG)(IDS, labels=torch.full_like(IDS, -100), num_items_in_batch=items).loss
+    assert loss.item() == 0
+
+
+def test_documents_under_the_names_of_transformers():
+    model, bounds = LigerLlama.from_config(CONFIG), torch.tensor([0, 1, 4], dtype=torch.int32)
+    want = model(IDS, labels=IDS, cu_seqlens=bounds).loss
+    batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(
+        [{"input_ids": [3]}, {"input_ids": [4, 5, 6]}]
+    )
+    assert torch.equal(model(**batch).loss, want)
+    alone = transformers.DataCollatorWithFlattening()([{"input_ids": [3]}, {"input_ids": [4, 5, 6]}])
+    with pytest.raises(ValueError, match="position_ids must rise along each row, got a restart"):
+        model(**alone)
+    with pytest.raises(ValueError, match="cu_seqlens and cu_seq_lens_q are the same, got both"):
+        model(IDS, cu_seqlens=bounds, cu_seq_lens_q=bounds)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "error"])
+def test_checks_of_values_cost_no_wait(mode):
+    model = LigerLlama(CONFIG).cuda()
+    ids, positions = torch.randint(20, (2, 64), device="cuda"), torch.arange(64, device="cuda")
+    bounds, items = torch.tensor([0, 30, 64, 128], device="cuda"), torch.tensor(126, device="cuda")
+    model(ids, labels=ids, num_items_in_batch=items, cu_seqlens=bounds)  # compiles
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        model(ids, labels=ids, num_items_in_batch=items, cu_seqlens=bounds).loss.backward()
+        model(ids, labels=ids, num_items_in_batch=3, position_ids=positions).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+WRONG_ON_A_GPU = """
+import torch
+from tests.layers.test_causal_lm import CONFIG, LigerLlama
+
+model, ids = LigerLlama(CONFIG).cuda(), torch.tensor([[3, 4, 5, 6]]).cuda()
+model(ids, labels=ids, {argument}).loss.backward()
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "num_items_in_batch=torch.tensor(float('nan')).cuda()",
+        "num_items_in_batch=torch.tensor(0).cuda()",
+        "cu_seqlens=torch.tensor([0, 3, 2, 4]).cuda()",
+        "position_ids=torch.tensor([0, 1, 0, 1]).cuda()",
+    ],
+)
+def test_a_wrong_value_on_a_gpu_ends_the_computation(argument):
+    """In a process of its own, because a device-side assertion ends all work on the device."""
+    code = WRONG_ON_A_GPU.format(argument=argument)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert f"forward: {argument.partition('=')[0]} must" in done.stdout + done.stderr
 
 
 def test_unknown_arguments_and_ids_that_are_not_integers():

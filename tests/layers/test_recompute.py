@@ -119,3 +119,26 @@ def test_a_second_backward(backend):
 
     got = gradients(model, "full", backend, after_a_first)
     torch.testing.assert_close([gradient / 2 for gradient in got], want)
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize("part", ["mlp.gate_up_proj", "self_attn.qkv_proj"])
+def test_a_weight_that_changes_before_the_backward_is_an_error(backend, policy, part):
+    model = build(LigerLlama, backend, layers=1)
+    ids = torch.randint(0, 64, (2, 9), device=backend)
+    model.set_checkpointing(policy)
+    loss = model(ids, labels=ids).loss
+    with torch.no_grad():
+        model.layers[0].get_submodule(part).weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"must not be changed in place|modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_weights_may_change_behind_the_backward_of_their_block(policy):
+    """As an optimizer does that steps in hooks of the gradients."""
+    model = build(LigerLlama, "cpu")
+    want = gradients(model, policy, "cpu")
+    for parameter in model.layers.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: torch.no_grad()(each.mul_)(2))
+    torch.testing.assert_close(gradients(model, policy, "cpu"), want)

@@ -52,7 +52,7 @@ def test_padding():
     layout = build(2, 5, attention_mask=torch.tensor([[0, 0, 0, 1, 1], [1, 1, 0, 0, 0]]))
     want = [[-100, -100, -100, 8, -100], [5, -100, -100, -100, -100]]
     assert layout.shift(torch.tensor([[4, 5, 6, 7, 8]] * 2)).tolist() == want
-    assert build(1, 2, attention_mask=torch.ones(1, 2)).masks[None].dense is None
+    assert build(1, 2, attention_mask=torch.ones(1, 2, dtype=torch.bool)).masks[None].dense is None
 
 
 def test_cache():
@@ -73,17 +73,36 @@ def test_cache():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention_mask": torch.ones(1, 3), "cu_seqlens": torch.tensor([0, 3])}, "exclude each other, got both"),
+        (
+            {"attention_mask": torch.ones(1, 3).long(), "cu_seqlens": torch.tensor([0, 3])},
+            "exclude each other, got both",
+        ),
         ({"cu_seqlens": torch.tensor([0, 3]), "cache": DecodeCache(4)}, "can't be used with a decode cache"),
         ({"cu_seqlens": torch.tensor([0.0, 3.0])}, r"n \+ 1 >= 2 integers, got \[2\] torch.float32"),
         ({"cu_seqlens": torch.tensor([3])}, r"n \+ 1 >= 2 integers, got \[1\]"),
-        ({"attention_mask": torch.ones(1, 2)}, r"attention_mask must be \[1, 3\].*got \[1, 2\]"),
+        ({"cu_seqlens": torch.tensor([False, True])}, r"n \+ 1 >= 2 integers, got \[2\] torch.bool"),
+        ({"cu_seqlens": torch.tensor([1, 3])}, "cu_seqlens must start with 0 and not fall"),
+        ({"cu_seqlens": torch.tensor([0, 2, 1, 3])}, "cu_seqlens must start with 0 and not fall"),
+        ({"attention_mask": torch.ones(1, 2).long()}, r"attention_mask must be \[1, 3\].*got \[1, 2\]"),
+        (
+            {"attention_mask": torch.tensor([[0.0, 0.0, -torch.inf]])},
+            "must be integers or bool.*float32",
+        ),
+        ({"position_ids": torch.tensor([0, 1, 0])}, "position_ids must rise along each row, got a restart"),
+        ({"position_ids": torch.tensor([[0, 0, 1]])}, "position_ids must rise along each row"),
         ({"position_ids": torch.arange(4)}, r"position_ids must be \[3\], \[1, 3\] or \[1, 3\], got \[4\]"),
     ],
 )
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         build(1, 3, **options)
+
+
+def test_positions_that_restart_are_allowed_where_something_else_separates():
+    restarts = torch.tensor([[0, 1, 0]])
+    build(1, 3, position_ids=restarts, cu_seqlens=torch.tensor([0, 2, 3]))
+    build(1, 3, position_ids=torch.tensor([[0, 0, 1]]), attention_mask=torch.tensor([[0, 1, 1]]))
+    build(1, 3, position_ids=restarts.expand(3, 1, 3))  # time, height and width of image tokens
 
 
 @pytest.mark.parametrize("past", [0, 5, 128])

@@ -53,6 +53,41 @@ def test_a_file_is_turned_upright_as_in_transformers(tmp_path, orientation):
     assert read_image(opened).tobytes() == opened.tobytes()
 
 
+@pytest.mark.parametrize("mode", ["I;16", "I;16B"])
+def test_sixteen_bits_become_eight(tmp_path, mode):
+    values = [0, 1, 255, 256, 257, 32768, 65407, 65535]
+    data = b"".join(value.to_bytes(2, "big" if mode == "I;16B" else "little") for value in values)
+    image = Image.frombytes(mode, (4, 2), data)
+    want = [round(value / 257) for value in values]
+    image.save(tmp_path / "a.png")
+    image.save(tmp_path / "a.tiff")
+    for source in (image, tmp_path / "a.png", tmp_path / "a.tiff"):
+        got = read_image(source)
+        assert (got.mode, to_tensor(got, (2, 4), 3)[1].flatten().tolist()) == ("RGB", want)
+
+
+@pytest.mark.parametrize("mode", ["F", "I"])
+def test_pixels_of_unknown_range_are_refused(mode):
+    with pytest.raises(ValueError, match=f"must have 8 or 16 bits per channel, got mode {mode}, .*convert\\('L'\\)"):
+        read_image(Image.new(mode, (3, 3), 1))
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("most", [20, 30])
+def test_too_many_pixels_are_refused_before_they_are_decoded(monkeypatch, most):
+    """Beyond twice the limit Pillow raises itself, below it only warns."""
+    image = picture(9, 5)
+    content = encoded(image)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", most)
+    monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decoded"))
+    for source in (content, image):
+        with pytest.raises(ValueError, match=r"must have (fewer|at most \d\d) pixels, got.*raise PIL.Image.MAX_IMAGE"):
+            read_image(source)
+    monkeypatch.undo()
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    assert read_image(content).size == (9, 5)
+
+
 def test_what_is_no_image():
     with pytest.raises(TypeError, match="a PIL image, a path or a file's bytes, got int"):
         read_image(3)  # type: ignore[arg-type]
@@ -150,3 +185,21 @@ def test_parts_of_messages():
         of("words")
     with pytest.raises(ValueError, match=r"must have the key image or path or url, got \['type'\]"):
         of({"type": "image"})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"image_std": 0},
+        {"image_std": [0.5, 0.5, -1]},
+        {"image_mean": [float("nan")] * 3},
+        {"image_mean": [0.5, 0.5]},
+        {"image_mean": "0.5"},
+        {"rescale_factor": float("inf")},
+        {"rescale_factor": 0},
+    ],
+)
+def test_numbers_that_make_no_pixels_are_refused(settings):
+    (key,) = settings
+    with pytest.raises(ValueError, match=rf"preprocessor_config.json: {key} must be .*channels, got "):
+        Normalize(settings, [0.5] * 3, [0.5] * 3)

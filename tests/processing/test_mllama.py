@@ -120,7 +120,27 @@ def test_what_does_not_fit_is_named():
     object.__setattr__(model.config, "image_token_index", 9999)
     with pytest.raises(ValueError, match=r"must have the ids 9999 \(image\) and 256 \(bos_token_id\), got 260 tokens"):
         _ = model.processor
+    with pytest.raises(ValueError, match="1 image placeholders in input_ids must have pixel_values, got none"):
+        model(torch.tensor([[3, 9999]]))  # not that the embedding lacks the id
     model = make()
     del model.assets["preprocessor_config.json"]
     with pytest.raises(ValueError, match=r"preprocessor_config.json: must be among the checkpoint's files, got none"):
         _ = model.processor
+
+
+def test_keywords_of_transformers():
+    model = make()
+    messages = [{"role": "user", "content": "Hi."}]
+    want = model.processor.apply_chat_template(messages)
+    got = model.processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
+    assert torch.equal(got["input_ids"], want["input_ids"])
+    for options in ({"return_tensors": "np"}, {"return_dict": False}, {"tokenize": False}):
+        with pytest.raises(ValueError, match="tokenize and return_dict must be True and return_tensors 'pt', got"):
+            model.processor.apply_chat_template(messages, **options)
+    for options in ({"truncation": True}, {"max_length": 3}, {"return_assistant_tokens_mask": True}):
+        with pytest.raises(TypeError, match=f"must be names that the chat template reads .*got {next(iter(options))}"):
+            model.processor.apply_chat_template(messages, **options)
+    model.tokenizer.padding_side = "right"
+    both = [messages, [{"role": "user", "content": "Hello there."}]]
+    assert model.processor.apply_chat_template(both)["attention_mask"][0].tolist()[-1] == 0
+    assert model.processor(["a", "bc"])["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]

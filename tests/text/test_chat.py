@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from liger_models.text import limits
 from liger_models.text.chat import answer_mask
 from liger_models.text.tokenizer import Tokenizer
 
@@ -34,12 +36,14 @@ FEATURES = """\
 
 
 @pytest.mark.parametrize("template", [LLAMA3_STYLE, FEATURES], ids=["llama3", "features"])
-@pytest.mark.parametrize("options", [{}, {"add_generation_prompt": True, "tools": [TOOL], "date_string": "1 Mai"}])
+@pytest.mark.parametrize("options", [{}, {"add_generation_prompt": True, "tools": [TOOL], "own": "1 Mai"}])
 def test_chat_templates_render_as_in_transformers(
     make_folder: Callable[..., Path], template: str, options: dict[str, Any]
 ) -> None:
     ours, theirs = pair(make_folder(chat_template=template))
-    options = options | {"mood": "calm"}
+    # Each template reads a variable of its own.
+    options = {("mood" if template is FEATURES else "date_string") if k == "own" else k: v for k, v in options.items()}
+    options |= {"mood": "calm"} if template is FEATURES else {}
     text = theirs.apply_chat_template(MESSAGES, tokenize=False, **options)
     assert ours.apply_chat_template(MESSAGES, tokenize=False, **options) == text
     assert len(text) > 80
@@ -158,3 +162,84 @@ def test_templates_that_do_not_tell_where_answers_stand(make_folder: Callable[..
         Tokenizer.from_pretrained(make_folder(chat_template=LLAMA3_STYLE)).render_answers(
             [{"role": "x", "content": ""}]
         )
+
+
+def test_keywords_that_nothing_reads_are_refused(make_folder: Callable[..., Path]) -> None:
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=LLAMA3_STYLE))
+    for options in ({"add_generation_promt": True}, {"truncation": True, "max_length": 4}, {"enable_thinking": False}):
+        with pytest.raises(
+            TypeError, match=rf"\(add_generation_prompt, date_string, .*got {', '.join(sorted(options))}\."
+        ):
+            tokenizer.apply_chat_template(MESSAGES, **options)
+        with pytest.raises(TypeError, match="variables must be names that the chat template reads"):
+            tokenizer.render_answers(MESSAGES, **options)
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ mood }}"}]
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=named))
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False, mood="calm") == "plain"  # some rows have tools
+
+
+def test_chats_as_tensors(make_folder: Callable[..., Path]) -> None:
+    tokenizer, theirs = pair(make_folder(chat_template=LLAMA3_STYLE))
+    got = tokenizer.apply_chat_template(MESSAGES, return_tensors="pt")
+    assert torch.equal(got, theirs.apply_chat_template(MESSAGES, return_tensors="pt", return_dict=False))
+    for options in ({"return_tensors": "np"}, {"return_tensors": "pt", "tokenize": False}):
+        with pytest.raises(ValueError, match="return_tensors must be None, or 'pt' with tokenize"):
+            tokenizer.apply_chat_template(MESSAGES, **options)
+
+
+DOUBLING = "{% set ns = namespace(x='ab', l=[1]) %}{% for i in range(60) %}BODY{% endfor %}{{ ns.x ~ ns.l }}"
+
+ENDLESS = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a loop that replaces what counts": "{% set charge = dict %}{% for i in range(99999) %}"
+    "{% for j in range(99999) %}{{ [-10**12] | map(' charge') | list }}{% endfor %}{% endfor %}",
+    "a product": "{{ 'x' * 10**9 }}",
+    "joined texts": DOUBLING.replace("BODY", "{% set ns.x = ns.x ~ ns.x %}"),
+    "sums": DOUBLING.replace("BODY", "{% set ns.x = ns.x + ns.x %}"),
+    "blocks": DOUBLING.replace("BODY", "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}"),
+    "slices": "{% set t = 'x' * 9999999 %}{% set ns = namespace(l=[]) %}{% for i in range(99999) %}"
+    "{% set ns.l = ns.l + [t[1:]] %}{% endfor %}",
+    "widths": "{{ '%1000000000d' % 1 }}",
+    "widths of format": "{{ '{:1000000000}'.format(1) }}",
+    "widths of methods": "{{ 'x'.ljust(10**9) }}",
+    "widths of filters": "{{ 'x' | center(10**9) }}",
+    "indents": "{{ ('a\n' * 1000000) | indent(1000000) }}",
+    "rows": "{{ [1] | batch(10**9, 0) | list }}",
+    "separators": "{{ ','.join(['x' * 1000000] * 100000) }}",
+    "elements": "{{ (['x' * 1000000] * 100000) | join }}",
+    "replacements": "{{ ('x' * 1000000).replace('x', 'y' * 1000000) }}",
+    "JSON": "{{ (['x' * 1000000] * 10000) | tojson }}",
+    "integers": "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "source": "x" * 100_001,
+}
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_templates_compute_within_limits(
+    make_folder: Callable[..., Path], template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "WORK", 30_000_000)
+    monkeypatch.setattr(limits, "SECONDS", 1000)
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=template))
+    with pytest.raises(ValueError, match=r"must stay within the limits, got .*raise the limit in liger_models"):
+        tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+
+
+def test_a_template_takes_a_limited_time(make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=ENDLESS["nested loops"]))
+    monkeypatch.setattr(limits, "SECONDS", 0.05)
+    with pytest.raises(ValueError, match=r"more than 0 seconds \(SECONDS\)"):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
+def test_long_conversations_are_within_the_limits(make_folder: Callable[..., Path]) -> None:
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=LLAMA3_STYLE))
+    long = [{"role": ("user", "assistant")[i % 2], "content": "word " * 1000} for i in range(1000)]
+    assert len(tokenizer.apply_chat_template(long, tokenize=False)) > 5_000_000
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ range(10**9) }}", "{{ '(' }}{{" + "(" * 9999, "{{ 9 | abc }}"])
+def test_whatever_a_template_raises_names_the_template(make_folder: Callable[..., Path], template: str) -> None:
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=template))
+    with pytest.raises(ValueError, match=r"Tokenizer: the chat template must (accept the messages|be valid), got: "):
+        tokenizer.apply_chat_template(MESSAGES)

@@ -3,6 +3,8 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import tokenizers
@@ -176,3 +178,49 @@ def test_folders_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[1")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: must be JSON"):
         Tokenizer.from_pretrained(tmp_path)
+
+
+def test_the_side_of_padding_is_an_attribute(make_folder: Callable[..., Path]) -> None:
+    ours, theirs = pair(make_folder(pad_token="<|eot_id|>"))
+    ours.padding_side = theirs.padding_side = "right"
+    expected = theirs(TEXTS, padding=True, return_tensors="pt")
+    assert all(torch.equal(value, expected[name]) for name, value in ours(TEXTS).items())
+    ours.padding_side = "middle"
+    with pytest.raises(ValueError, match="padding_side must be 'left' or 'right', got 'middle'"):
+        ours(TEXTS)
+    for name in ("truncation_side", "model_max_length", "pad_token"):
+        with pytest.raises(AttributeError):  # it would be ignored
+            setattr(ours, name, "left")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"bos_token": {"id": 3}}, r"bos_token must be a text, or an object with the text content, got {'id': 3}"),
+        ({"eos_token": 7}, "eos_token must be a text"),
+        ({"chat_template": 7}, "chat_template must be a text, or texts by name, got 7"),
+        ({"chat_template": [{"template": "x"}]}, "must belong to the tokenizer, got KeyError: 'name'"),
+        ({"added_tokens_decoder": {"x": 1}}, "must belong to the tokenizer, got ValueError: invalid literal"),
+        ({"added_tokens_decoder": {"900": {"contents": "x"}}}, "must belong to the tokenizer, got KeyError: 'content'"),
+    ],
+)
+def test_an_invalid_configuration_names_the_file(
+    make_folder: Callable[..., Path], config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"tokenizer_config.json: {message}"):
+        Tokenizer.from_pretrained(make_folder(**config))
+
+
+class PanicException(BaseException):
+    pass
+
+
+def test_a_panic_of_the_library_names_the_file(make_folder: Callable[..., Path]) -> None:
+    """It derives from BaseException, and its class cannot be imported."""
+    tokenizer = Tokenizer.from_pretrained(make_folder())
+    tokenizer.backend = mock.Mock(**{
+        f"{name}.side_effect": PanicException("index out of bounds") for name in ("encode", "encode_batch", "decode")
+    })  # fmt: skip
+    for call in (lambda: tokenizer.encode("x"), lambda: tokenizer(["x"]), lambda: tokenizer.decode([1])):
+        with pytest.raises(ValueError, match=r"tokenizer.json: must .*, got PanicException: index out of bounds"):
+            call()

@@ -244,7 +244,7 @@ class QwenVLProcessor(Processor):
         images: "Sequence[Source]" = (),
         videos: "Sequence[Sequence[Source]] | None" = (),
         fps: float | Sequence[float | None] | None = None,
-        padding_side: str = "left",
+        padding_side: str | None = None,
     ) -> dict[str, Any]:
         """Turn a batch of texts, and the images and videos of their placeholders in order, into model inputs.
 
@@ -253,7 +253,7 @@ class QwenVLProcessor(Processor):
             images: PIL images, paths or bytes; in one list, or in a list for each text.
             videos: the sampled frames of each video, all of one size.
             fps: sampled frames per second of each video; required by Qwen2.5-VL and Qwen3-VL.
-            padding_side: "left" (generation) or "right" (training).
+            padding_side: "left" (generation) or "right" (training). Default: that of the tokenizer.
 
         Returns:
             ``input_ids`` and ``attention_mask`` [B, T]; with images ``pixel_values`` [N, P] and ``image_grid_thw``

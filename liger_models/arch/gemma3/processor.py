@@ -126,14 +126,19 @@ class Gemma3Processor(Processor):
         return cls(model.tokenizer, images, begin=begin, image=image, end=end, tokens=config.mm_tokens_per_image)
 
     def __call__(
-        self, texts: Sequence[str], *, images: "Sequence[Source]" = (), padding_side: str = "left", bos: bool = True
+        self,
+        texts: Sequence[str],
+        *,
+        images: "Sequence[Source]" = (),
+        padding_side: str | None = None,
+        bos: bool = True,
     ) -> dict[str, Any]:
         """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
 
         Args:
             texts: one or several, with one placeholder per image, as the chat template writes them.
             images: PIL images, paths or bytes; in one list, or in a list for each text.
-            padding_side: "left" (generation) or "right" (training).
+            padding_side: "left" (generation) or "right" (training). Default: that of the tokenizer.
             bos: add the tokenizer's special tokens. False if a chat template has already written them.
 
         Returns:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group, copy_to_region, to_heads, to_tokens
@@ -17,7 +16,7 @@ from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from liger_models.layers.masks import parts_mask, takes_segments
 from liger_models.layers.norm import LigerRMSNorm, add_norm_linear
-from liger_models.memory.recompute import draws, recomputes
+from liger_models.memory.recompute import draws, recomputes, run_twice
 
 IMAGES_SEEN = "images_seen"
 """Key in the decode cache: [B, 2, tiles] bool, the tiles that the last token attends to, and those of its document."""
@@ -187,9 +186,9 @@ class LigerCrossAttention(Layer):
     ) -> tuple[Tensor, Tensor]:
         """``residual = residual + x; attention(norm(residual), images)``: ``(y, residual)``, each [B, T, C]."""
         if recomputes(self):
-            y, residual = checkpoint(
+            y, residual = run_twice(
                 self._add_norm, norm, x, residual, images,
-                use_reentrant=False, preserve_rng_state=draws(self, self.dropout),
+                preserve_rng_state=draws(self, self.dropout),
             )  # fmt: skip
             return y, residual
         return self._add_norm(norm, x, residual, images)

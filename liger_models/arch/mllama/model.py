@@ -427,10 +427,9 @@ class LigerMllama(VisionLanguageModel):
             "forward: pixel_values and aspect_ratio_ids must be given together, and cross_attention_mask with them.",
         )
         past = 0 if cache is None else cache.length
-        embeds, shape = self.embed(input_ids, inputs_embeds)
         if input_ids is None:
             check(not given, "forward: pixels need input_ids, which say where the images are.")
-            images = self._cached(embeds, cache) if past else None
+            images = self._cached(inputs_embeds, cache) if past else None
         else:
             check(
                 not (given and past),
@@ -453,6 +452,8 @@ class LigerMllama(VisionLanguageModel):
                 if cache is not None:
                     cache.extra.pop(IMAGES_SEEN, None)
                 images = self._nothing(here) if self.tower_is_sharded else None
+        # After the check of the images: an id that the embedding lacks may be a placeholder without pixels.
+        embeds, shape = self.embed(input_ids, inputs_embeds)
         layout = self.layout(
             shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
             images=images,

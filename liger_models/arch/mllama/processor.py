@@ -136,7 +136,7 @@ class MllamaProcessor(Processor):
         return cls(model.tokenizer, images, image=image, bos=bos)
 
     def __call__(
-        self, texts: Sequence[str], *, images: "Sequence[Source]" = (), padding_side: str = "left"
+        self, texts: Sequence[str], *, images: "Sequence[Source]" = (), padding_side: str | None = None
     ) -> dict[str, Any]:
         """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
 
@@ -145,7 +145,7 @@ class MllamaProcessor(Processor):
         Args:
             texts: one or several, with one placeholder per image, as the chat template writes them.
             images: PIL images, paths or bytes; in one list, or in a list for each text.
-            padding_side: "left" (generation) or "right" (training).
+            padding_side: "left" (generation) or "right" (training). Default: that of the tokenizer.
 
         Returns:
             ``input_ids`` and ``attention_mask`` [B, T]; with images ``pixel_values`` [B, M, tiles, 3, image_size,

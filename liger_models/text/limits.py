@@ -1,0 +1,267 @@
+"""Limits on what a chat template computes: a template comes with a checkpoint, and anybody may have written it.
+
+The sandbox of jinja2 keeps a template away from Python's objects, but not from endless loops and from texts of
+gigabytes. `LimitedEnvironment` counts every step and every character that a template makes. Counting works in every
+thread and needs no process of its own.
+"""
+
+import functools
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jinja2 import TemplateError, meta, nodes, pass_context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+SECONDS = 10.0
+"""Longest time that a thread may compute for one conversation."""
+WORK = 100_000_000
+"""Most work that a template may do for one conversation. A character of any text that it makes counts as 1, an element
+of a list as 8, and a loop iteration, a call, a filter, an operator or an output as `STEP`."""
+STEP = 50
+SOURCE = 100_000
+"""Largest number of characters in the source of a template."""
+
+_BITS = 4096
+"""Largest number of bits of an integer that a product or a power may have."""
+_NUMERIC = frozenset({"abs", "d", "default", "float", "int", "round"})
+"""Filters whose numbers are no widths or counts."""
+_SHALLOW = _NUMERIC | frozenset(
+    {"attr", "batch", "count", "first", "items", "last", "length", "list", "map", "reject", "rejectattr", "reverse"}
+    | {"select", "selectattr", "slice"}
+)
+"""Filters that neither write out nor compare the elements of a list."""
+
+
+class _Work(threading.local):
+    """What the template that is rendered in this thread may still do."""
+
+    left = 0
+    look = 0
+    """The time is looked at when no more than this is left."""
+    end = 0.0
+
+
+_work = _Work()
+
+
+class LimitError(TemplateError):
+    """A template exceeds a limit."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{message}. If you trust the template, raise the limit in {__name__}")
+
+
+def begin() -> None:
+    """Start counting for another conversation, in this thread."""
+    _work.left = _work.look = WORK
+    _work.end = time.thread_time() + SECONDS
+
+
+def charge(characters: int = 0) -> None:
+    """Count a step that makes this many characters; raises `LimitError` if the template exceeds a limit."""
+    work = _work
+    work.left -= STEP + characters if characters > 0 else STEP
+    if work.left <= work.look:
+        work.look = work.left - 100 * STEP
+        if work.left < 0:
+            raise LimitError(f"more work than {WORK} characters (WORK)")
+        if time.thread_time() > work.end:
+            raise LimitError(f"more than {SECONDS:.0f} seconds (SECONDS)")
+
+
+def size(value: Any, *, deep: bool = True) -> int:
+    """Number of characters of a text, and about as many as another value has when it is written out.
+
+    Args:
+        value: anything.
+        deep: visit the elements of a list or dict, too, until they exceed the limit; False counts 8 for each.
+    """
+    if isinstance(value, str | bytes):
+        return len(value)
+    if not isinstance(value, list | tuple | dict | set | frozenset):
+        return 8
+    total = 8 * len(value)
+    if deep:
+        for each in _elements(value):
+            total += STEP + size(each)
+            if total > WORK:
+                break
+    return total
+
+
+def _elements(value: Any) -> Iterator[Any]:
+    return (part for item in value.items() for part in item) if isinstance(value, dict) else iter(value)
+
+
+def _made(name: str, subject: Any, args: list[Any], kwargs: Mapping[str, Any]) -> int:
+    """Upper bound of the characters that a filter, or a method of a text, makes."""
+    given = [*args, *kwargs.values()]
+    if name in ("format", "format_map"):
+        return _formatted(str(subject), sum(map(size, given)))
+    own = size(subject, deep=name not in _SHALLOW)
+    added = 0 if name in _NUMERIC else sum(abs(each) if isinstance(each, int) else size(each) for each in given)
+    text = subject if isinstance(subject, str) else ""
+    times = 1  # how often the arguments can appear in the result
+    if name == "replace" and given:
+        times = text.count(str(given[0])) + 1
+    elif name == "join":
+        elements = args[0] if text or subject == "" else subject
+        times = len(elements) if hasattr(elements, "__len__") else 1
+        added = size(subject) if elements is not subject else added
+        own = size(elements)
+    elif name == "indent":
+        times = text.count("\n") + 1
+    elif name == "expandtabs":
+        times = text.count("\t")
+    elif name in ("translate", "wordwrap", "sum") or (name in ("strip", "lstrip", "rstrip", "trim") and added > 100):
+        times = own
+    return own + times * added
+
+
+def _formatted(pattern: str, values: int) -> int:
+    """Upper bound of the length of ``pattern % values`` or ``pattern.format(values)``."""
+    if "*" in pattern or re.search(r"{[^{}]+{", pattern):
+        raise LimitError("a format that takes its width from its arguments, which cannot be bounded")
+    width = max(map(int, re.findall(r"\d{1,9}", pattern)), default=0)
+    return len(pattern) + (pattern.count("%") + pattern.count("{")) * (values + width)
+
+
+@pass_context  # for jinja2 would call another filter of a constant once, when it compiles the template
+def _counted_step(context: object, characters: int) -> None:
+    charge(characters)
+
+
+def _measured(value: Any) -> Any:
+    """``value``, after its elements are counted, because something compares them."""
+    if isinstance(value, list | tuple | dict):
+        charge(size(value))
+    return value
+
+
+def _copied(value: Any) -> Any:
+    charge(size(value, deep=False))
+    return value
+
+
+def _joined(parts: list[Any]) -> str:
+    charge(sum(map(size, parts)))
+    return "".join(map(str, parts))
+
+
+def _written(value: Any) -> Any:
+    charge(size(value))
+    return value
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox of jinja2, whose templates count against the limits of this module.
+
+    Args:
+        filters: filters to add to those of jinja2.
+        options: as for `jinja2.Environment`.
+    """
+
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+
+    def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
+        super().__init__(finalize=_written, **options)
+        del self.globals["lipsum"]
+        self.filters = {name: _counted(name, function) for name, function in {**self.filters, **filters}.items()}
+        # What _Counting calls. A template could replace globals, but not filters.
+        self.filters |= {" charge": _counted_step, " measured": _measured, " copied": _copied, " joined": _joined}
+
+    def variables(self, source: str) -> set[str]:
+        """Names that a template reads and does not set itself."""
+        return meta.find_undeclared_variables(super()._parse(source, None, None)) - self.globals.keys()
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        if len(source) > SOURCE:
+            raise LimitError(f"more than {SOURCE} characters of source (SOURCE)")
+        tree: nodes.Template = _Counting().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call an object, after counting what the call can make."""
+        method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps str.format
+        subject = getattr(method, "__self__", None)
+        if isinstance(subject, str):
+            args = tuple(list(each) if hasattr(each, "__next__") else each for each in args)
+            charge(_made(method.__name__, subject, list(args), kwargs))
+        else:
+            charge(size(subject, deep=False))
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute an operator, after counting what it can make."""
+        if isinstance(left, int) and isinstance(right, int):
+            bits = {"*": left.bit_length() + right.bit_length(), "**": left.bit_length() * right}.get(operator, 0)
+            if bits > _BITS:
+                raise LimitError(f"an integer of more than {_BITS} bits")
+            charge()
+        elif operator == "*" and isinstance(left, int) != isinstance(right, int):
+            count, value = (left, right) if isinstance(left, int) else (right, left)
+            charge(size(value, deep=False) * max(count, 1))
+        elif operator == "%" and isinstance(left, str):
+            charge(_formatted(left, size(right)))
+        else:
+            charge(size(left, deep=False) + size(right, deep=False))
+        return super().call_binop(context, operator, left, right)
+
+
+class _Counting(NodeTransformer):
+    """Inserts calls that count into loops, macros, joined texts, slices and comparisons."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        return self._begun(node)
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+        return self._begun(node)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
+        return self._begun(node)
+
+    def _begun(self, node: Any) -> nodes.Node:
+        literal = sum(len(part.data) for part in node.find_all(nodes.TemplateData))
+        self.generic_visit(node)
+        count = nodes.ExprStmt(_filter(" charge", nodes.Const(literal)))
+        node.body.insert(0, count.set_lineno(node.lineno))
+        made: nodes.Node = node
+        return made
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(" joined", nodes.List(node.nodes)).set_lineno(node.lineno)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(" copied", node).set_lineno(node.lineno) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        node.expr = _filter(" measured", node.expr)
+        node.set_lineno(node.lineno)
+        return node
+
+
+def _filter(name: str, value: nodes.Expr) -> nodes.Expr:
+    return nodes.Filter(value, name, [], [], None, None)
+
+
+def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    # jinja2 passes the environment or the context as the first argument to functions that are marked so.
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        subject, rest = args[first], list(args[first + 1 :])
+        if name in ("join", "sum") and hasattr(subject, "__next__"):
+            subject = list(subject)
+        charge(_made(name, subject, rest, kwargs))
+        return function(*args[:first], subject, *rest, **kwargs)
+
+    return counted
