@@ -53,12 +53,14 @@ def draw_bars(name: str, rows: Rows) -> Any:
         for label, length, text in BARS[name](group)
     ]
     labels, lengths, texts = ([bar[i] for bar in found] for i in range(3))
-    height = 0.6 + 0.13 * sum(2 + label.count("\n") for label in labels)
-    figure, axes = pyplot.subplots(figsize=(8, height), layout="constrained")
+    spaces = [2 + label.count("\n") for label in labels]  # in lines: a bar takes as much as its label
+    places = [sum(spaces[:i]) + space / 2 for i, space in enumerate(spaces)]
+    figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.14 * sum(spaces)), layout="constrained")
     colours = ["tab:green" if name != "train" or "liger_models" in label else "tab:gray" for label in labels]
-    drawn = axes.barh(labels, lengths, color=colours)
+    drawn = axes.barh(places, lengths, height=1.6, color=colours)
     axes.bar_label(drawn, texts, padding=3)
-    axes.invert_yaxis()
+    axes.set_yticks(places, labels)
+    axes.set_ylim(sum(spaces), 0)
     axes.margins(x=0.55)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("tokens/s" if name == "train" else "speed against the fastest peer")

@@ -21,11 +21,14 @@ REPOSITORY = "https://github.com/liger-models/liger_models/blob/main/"
 LIGER_KERNEL = json.loads((ROOT / "tests" / "data" / "liger-kernel-0.8.5.json").read_text())
 """Public names of Liger-Kernel."""
 
+BEHIND_THE_PAGES = "---\nsearch:\n  boost: 0.2\n---\n\n"
+"""Head of the reference's pages: a search finds what explains a subject before the names that contain it."""
+
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages of the reference."""
     for uri, text in reference().items():
-        files.append(File.generated(config, uri, content=text))
+        files.append(File.generated(config, uri, content=f"{BEHIND_THE_PAGES}{text}"))
     return files
 
 

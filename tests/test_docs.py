@@ -92,6 +92,9 @@ def test_the_site(tmp_path):
             assert full in entries
             assert f"#{full}" in reference
 
+    found = json.loads((tmp_path / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    assert all((entry.get("boost") == 0.2) == entry["location"].startswith("reference/") for entry in found)
+
     models = (tmp_path / "models.html").read_text(encoding="utf-8")
     for arch in built_in():
         assert f'id="{arch}"' in models

@@ -106,7 +106,7 @@ class LigerCohere2(CausalLM):
 
     def __init__(self, config: Cohere2Config, kernels: KernelOptions | None = None) -> None:
         super().__init__(config, kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.layers = nn.ModuleList(Cohere2Block(config, i, self.kernels) for i in range(config.num_hidden_layers))
         self.norm = LigerLayerNorm(
             config.hidden_size, config.layer_norm_eps, use_bias=False, kernel=self.kernels.layer_norm

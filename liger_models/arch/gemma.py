@@ -99,7 +99,9 @@ class LigerGemma(CausalLM):
             LigerRMSNorm, eps=config.rms_norm_eps, offset=1.0, casting_mode="gemma", init_fn="zeros",
             kernel=self.kernels.rms_norm,
         )  # fmt: skip
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, scale=config.hidden_size**0.5)
+        self.embed_tokens = LigerEmbedding(
+            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
+        )
         self.layers = nn.ModuleList(GemmaBlock(config, i, norm, self.kernels) for i in range(config.num_hidden_layers))
         self.norm = norm(config.hidden_size)
         self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)

@@ -81,7 +81,7 @@ class LigerGranite(CausalLM):
 
     def __init__(self, config: GraniteConfig, kernels: KernelOptions | None = None) -> None:
         super().__init__(config, kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.layers = nn.ModuleList(GraniteBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
         self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
         self.lm_head = LigerLMHead(

@@ -84,7 +84,7 @@ class LigerMinistral(CausalLM):
 
     def __init__(self, config: MinistralConfig, kernels: KernelOptions | None = None) -> None:
         super().__init__(config, kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.layers = nn.ModuleList(MinistralBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
         self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
         self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)

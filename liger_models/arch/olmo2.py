@@ -82,7 +82,7 @@ class LigerOlmo2(CausalLM):
     def __init__(self, config: Olmo2Config, kernels: KernelOptions | None = None) -> None:
         super().__init__(config, kernels)
         norm = partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=self.kernels.rms_norm)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.layers = nn.ModuleList(Olmo2Block(config, i, norm, self.kernels) for i in range(config.num_hidden_layers))
         self.norm = norm(config.hidden_size)
         self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)

@@ -205,7 +205,7 @@ class LigerQwen2_5VL(MRopeModel):
     def __init__(self, config: Qwen2_5VLConfig, kernels: KernelOptions | None = None) -> None:
         super().__init__(config, kernels)
         self.visual = Qwen2_5VLTower(config.vision_config, self.kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.layers = nn.ModuleList(Qwen2_5VLBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
         self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
         self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)

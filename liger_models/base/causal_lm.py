@@ -92,6 +92,8 @@ class CausalLM(Decoder):
         if tied:
             self.lm_head.weight = self.embed_tokens.weight
         self.embed_tokens.num_embeddings = self.lm_head.out_features = V
+        if self.embed_tokens.padding_idx is not None and self.embed_tokens.padding_idx >= V:
+            self.embed_tokens.padding_idx = None
         self.config = replace(self.config, vocab_size=V)
         return self.embed_tokens
 

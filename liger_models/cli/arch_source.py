@@ -231,7 +231,7 @@ class Liger{prefix}(CausalLM):
 
     def __init__(self, config: {prefix}Config, kernels: KernelOptions | None = None) -> None:
         super().__init__(config, kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
 {blocks}
 {last_norm}
         self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)

@@ -12,7 +12,7 @@ from liger_models.kernels.checks import check, check_values
 from liger_models.kernels.moe.load_balancing import load_balancing_loss
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.embedding import LigerEmbedding, zero_padding_row
 from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, draw, is_replayable, named_layers, set_policy
@@ -193,9 +193,9 @@ class Decoder(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise all weights.
 
-        Linear layers and embeddings are drawn from a normal distribution with ``initializer_range``, and their biases
-        are 0. Layers initialise their parameters by `Layer.draw`, all other modules by ``reset_parameters``, submodules
-        first.
+        Linear layers and embeddings are drawn from a normal distribution with ``initializer_range``; their biases and
+        the embedding's row of the padding token are 0. Layers initialise their parameters by `Layer.draw`, all other
+        modules by ``reset_parameters``, submodules first.
 
         Raises:
             ValueError: a module has parameters of its own but no method ``reset_parameters``.
@@ -210,6 +210,7 @@ class Decoder(nn.Module):
                 drawn.add(module)
             elif draw(module, std):
                 drawn.add(module)
+        zero_padding_row(self.embed_tokens)  # after the head, which may share the weight
         for name, module in reversed([*self.named_modules()]):
             if module in drawn:
                 continue

@@ -1,5 +1,7 @@
 """The token embedding."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -7,7 +9,7 @@ from torch.nn import functional as F
 from liger_models.kernels.collectives import Group, reduce_from_region
 from liger_models.kernels.linear_cross_entropy import VocabShard
 from liger_models.layers.layer import Layer
-from liger_models.layers.linear import local
+from liger_models.layers.linear import is_sharded, local
 
 
 class LigerEmbedding(nn.Embedding, Layer):
@@ -15,6 +17,8 @@ class LigerEmbedding(nn.Embedding, Layer):
 
     Args:
         num_embeddings, embedding_dim: V and C.
+        padding_idx: id whose row gets no gradient from the lookup, and is 0 in a new model; −1 is the last row. None or
+            an id outside the table: no such row. A tied head still trains the row.
         scale: factor of the embeddings, rounded to the dtype of the weight (Gemma); None for 1.
 
     Raises:
@@ -22,8 +26,11 @@ class LigerEmbedding(nn.Embedding, Layer):
         TypeError: the ids are not integers.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *, scale: float | None = None) -> None:
-        super().__init__(num_embeddings, embedding_dim)
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, *, padding_idx: int | None = None, scale: float | None = None
+    ) -> None:
+        outside = padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings
+        super().__init__(num_embeddings, embedding_dim, None if outside else padding_idx)
         self.scale = scale
         self.vocab_shard: VocabShard | None = None
         """This rank's shard of the vocabulary; None if it is not sharded."""
@@ -50,5 +57,22 @@ class LigerEmbedding(nn.Embedding, Layer):
     def _of_all_words(self, input_ids: Tensor, vocab_shard: VocabShard) -> Tensor:
         rows = input_ids - vocab_shard.start
         here = (rows >= 0) & (rows < vocab_shard.count)
-        x = F.embedding(rows.where(here, 0), local(self.weight))
+        padding = -1 if self.padding_idx is None else self.padding_idx - vocab_shard.start
+        x = F.embedding(rows.where(here, 0), local(self.weight), padding if 0 <= padding < vocab_shard.count else None)
         return reduce_from_region(x * here.unsqueeze(-1), vocab_shard.ranks)
+
+
+@torch.no_grad()
+def zero_padding_row(embedding: nn.Embedding) -> None:
+    """Set the row of ``padding_idx`` to 0, if there is one. The weight may be sharded."""
+    if embedding.padding_idx is None:
+        return
+    weight: Any = embedding.weight
+    kept = torch.ones(len(weight), 1, dtype=weight.dtype, device=weight.device)
+    kept[embedding.padding_idx] = 0
+    if is_sharded(weight):  # an index of a DTensor returns a copy
+        from torch.distributed.tensor import DTensor, Replicate  # slow to import
+
+        mesh = weight.device_mesh
+        kept = DTensor.from_local(kept, mesh, [Replicate()] * mesh.ndim)
+    weight.mul_(kept)

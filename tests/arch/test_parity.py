@@ -7,13 +7,17 @@ import torch
 from safetensors.torch import load_file
 
 from liger_models.arch import get_arch
+from liger_models.convert.config_map import read_config, write_config
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
+from ..late import transformers
 from .families import (
+    ARCHS,
     LIMIT,
     assert_same_gradients,
+    auto_class,
     error,
     every_case,
     gradients_of,
@@ -21,6 +25,7 @@ from .families import (
     load,
     one_case_each,
     tokens,
+    variants,
 )
 
 T = 40  # past the original length of every scaled variant
@@ -42,6 +47,7 @@ def steady_length(variant: str) -> int:
 def test_logits_loss_and_gradients(pair):
     arch, variant, theirs, ours = pair
     ids = tokens(arch, variant, 2, T)
+    ids[:, 4::9] = ours.config.pad_token_id  # whose embedding is not trained
     labels = ids.clone()
     labels[0, :7] = -100
     want = theirs(ids, labels=labels)
@@ -310,6 +316,27 @@ def test_fresh_weights(pair):
         if parameter.dim() > 1:
             assert 0.8 < parameter.std() / ours.config.initializer_range < 1.2, name
     assert (drawn.lm_head.weight is drawn.embed_tokens.weight) == ours.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("pad", [None, 5, -1])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_row_of_the_padding_token(arch, pad):
+    """It is the row that transformers does not train, and zero in a new model; null and -1 are in published files."""
+    sizes = next(iter(variants(arch).values()))
+    part = "text_config" if "text_config" in sizes else None
+    sizes = (
+        {**sizes, part: {**sizes[part], "pad_token_id": pad}, "pad_token_id": 7}
+        if part
+        else sizes | {"pad_token_id": pad}
+    )
+    config = transformers.AutoConfig.for_model(arch, **sizes)
+    theirs = auto_class(arch).from_config(config).get_input_embeddings()
+    hf = config.to_dict() | ({"pad_token_id": 7} if part else {})  # beside the text's it means nothing
+    ours = get_arch(arch).from_config(read_config(get_arch(arch).config_class, hf))
+    assert ours.embed_tokens.padding_idx == theirs.padding_idx
+    assert torch.equal(*(embedding.weight.eq(0).all(1) for embedding in (ours.embed_tokens, theirs)))
+    written = write_config(ours.config, hf, torch.float32)
+    assert read_config(type(ours.config), written).pad_token_id == ours.config.pad_token_id == pad
 
 
 @one_case_each

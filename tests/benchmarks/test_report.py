@@ -1,5 +1,6 @@
 """The report: which rows count, the tables and plots of them, the pages."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -207,6 +208,16 @@ def test_every_plot_can_be_drawn(tmp_path):
     ):
         plots.plot(name, rows, tmp_path)
         assert (tmp_path / f"{name}.svg").stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("name", plots.BARS)
+def test_no_label_of_a_bar_lies_over_another(name):
+    pytest.importorskip("matplotlib").use("svg")
+    figure = plots.draw_bars(name, [row for row in read(RESULTS) if row["benchmark"] == name])
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    assert len(boxes) > 5
+    assert all(below.y1 <= above.y0 for above, below in itertools.pairwise(boxes))
 
 
 def test_results_are_json_lines():

@@ -256,6 +256,40 @@ def test_embedding_of_nothing():
     assert LigerEmbedding(4, 3)(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0, 3)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_a_tied_head_trains_the_padding_row(tied):
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=tied, pad_token_id=6)
+    model = LigerLlama.from_config(config)
+    assert model.embed_tokens.weight.detach().eq(0).all(1).nonzero().flatten().tolist() == [6]
+    ids = IDS.clone()
+    ids[:, 2] = 6
+    hidden = model.embed_tokens(ids).detach()
+    model(ids, labels=ids).loss.backward()
+    whole = model.embed_tokens.weight.grad.clone()
+    model.zero_grad()
+    model(inputs_embeds=hidden, labels=ids).loss.backward()
+    of_head = model.embed_tokens.weight.grad if tied else torch.zeros_like(whole)
+    assert (whole[6].norm() > 0) == tied
+    torch.testing.assert_close(whole[6], of_head[6])
+    assert not torch.allclose(whole[ids[0, 0]], of_head[ids[0, 0]])
+    model.zero_grad()
+    model.embed_tokens.padding_idx = None
+    model(ids, labels=ids).loss.backward()
+    assert not torch.allclose(model.embed_tokens.weight.grad[6], of_head[6])
+
+
+def test_a_padding_token_outside_the_table_has_no_row():
+    """transformers cannot build such a model; published configurations have it for a token that was never added."""
+    model = LigerLlama.from_config(dataclasses.replace(CONFIG, pad_token_id=CONFIG.vocab_size))
+    assert model.embed_tokens.padding_idx is None
+    model = LigerLlama.from_config(dataclasses.replace(CONFIG, pad_token_id=CONFIG.vocab_size - 1))
+    model.resize_token_embeddings(CONFIG.vocab_size + 1)
+    assert model.embed_tokens.padding_idx == CONFIG.vocab_size - 1
+    model.resize_token_embeddings(CONFIG.vocab_size - 1)
+    assert model.embed_tokens.padding_idx is None
+    assert model(IDS).logits.isfinite().all()
+
+
 def test_training_lowers_the_loss():
     torch.manual_seed(0)
     model = LigerLlama.from_config(CONFIG)

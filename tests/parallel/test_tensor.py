@@ -21,6 +21,7 @@ from liger_models.kernels.collectives import copy_to_region, group_of
 from liger_models.kernels.linear_cross_entropy import VocabShard, linear_cross_entropy
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers import moe
+from liger_models.layers.embedding import zero_padding_row
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import replicated as replicated_weight
 from liger_models.layers.mlp import LigerMLP
@@ -85,6 +86,8 @@ def once(model: Any, **options: Any) -> dict[str, Any]:
     """Loss, logits and gradients of a padded batch."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 90, (2, 12), generator=generator)  # those from there on may stand for images
+    if model.config.pad_token_id is not None:
+        ids[:, 5] = model.config.pad_token_id
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0
     labels = ids.masked_fill(mask == 0, -100)
@@ -565,6 +568,32 @@ def test_compiled_blocks_with_images(two):
 
 
 PLAIN = KernelOptions(rms_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
+
+
+def with_padding(model: Any) -> dict[str, Any]:
+    ids = torch.arange(3, 19).view(2, 8)
+    ids[:, 4] = model.config.pad_token_id
+    model(ids, labels=ids).loss.backward()
+    return gradients(model)
+
+
+def padding_row(pad: int, tied: bool) -> tuple[dict[str, Any], list[int]]:
+    """The gradients, and the rows that are zero after the padding row of the sharded weight was set to 0."""
+    model = shard_2d(tiny(pad_token_id=pad, tie_word_embeddings=tied), (2, 2))
+    got = with_padding(model)
+    zero_padding_row(model.embed_tokens)  # DTensor draws no numbers on the CPU
+    zero = whole([("weight", model.embed_tokens.weight)])["weight"].eq(0).all(1)
+    return got, zero.nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize(("pad", "tied"), [(11, False), (96, True)])
+def test_the_padding_row(four, pad, tied):
+    """In the first rank's part of the vocabulary and in the last one's, under FSDP."""
+    right = with_padding(tiny(pad_token_id=pad, tie_word_embeddings=tied))
+    assert (right["embed_tokens.weight"][pad].norm() > 0) == tied
+    for got, zero in four(padding_row, pad, tied):
+        assert_same(got, right)
+        assert zero == [pad]
 
 
 def plain_kernels() -> dict[str, Any]:

@@ -31,7 +31,9 @@ def read_multimodal(hf: Mapping[str, Any]) -> dict[str, Any]:
     """
     text, vision = (dict(hf.get(part) or {}) for part in ("text_config", "vision_config"))
     tied = bool(hf.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
-    flat: dict[str, Any] = dict(hf) | text | {"tie_word_embeddings": tied, "model_type": hf.get("model_type")}
+    # Beside a text_config, transformers does not read the top's pad_token_id.
+    top = {key: value for key, value in hf.items() if not (text and key == "pad_token_id")}
+    flat: dict[str, Any] = top | text | {"tie_word_embeddings": tied, "model_type": hf.get("model_type")}
     flat.pop("text_config", None)
     where = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
     rope, axial = dict(flat.get(where) or {}), dict(vision.pop("rope_parameters", None) or {})

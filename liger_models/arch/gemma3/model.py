@@ -247,7 +247,9 @@ class LigerGemma3(VisionLanguageModel):
             kernel=self.kernels.rms_norm,
         )  # fmt: skip
         self.visual = Gemma3Tower(config, norm, self.kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, scale=config.hidden_size**0.5)
+        self.embed_tokens = LigerEmbedding(
+            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id, scale=config.hidden_size**0.5
+        )
         self.layers = nn.ModuleList(Gemma3Block(config, i, norm, self.kernels) for i in range(config.num_hidden_layers))
         self.norm = norm(config.hidden_size)
         self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
@@ -362,7 +364,9 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Moves the keys of ``text_config`` to the top, and renames ``hidden_activation`` to ``hidden_act``."""
     text = flat_rope(hf.get("text_config") or {})
     text["hidden_act"] = text.pop("hidden_activation", None)
-    top = {key: value for key, value in hf.items() if key != "text_config"}
+    top = {
+        key: value for key, value in hf.items() if key not in ("text_config", "pad_token_id")
+    }  # only the text's counts
     return text | top
 
 

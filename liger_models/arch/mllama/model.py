@@ -373,7 +373,9 @@ class LigerMllama(VisionLanguageModel):
     def __init__(self, config: MllamaConfig, kernels: KernelOptions | None = None) -> None:
         super().__init__(config, kernels)
         self.visual = MllamaTower(config, self.kernels)
-        self.embed_tokens = LigerEmbedding(config.vocab_size + PLACEHOLDERS, config.hidden_size)
+        self.embed_tokens = LigerEmbedding(
+            config.vocab_size + PLACEHOLDERS, config.hidden_size, padding_idx=config.pad_token_id
+        )
         self.layers = nn.ModuleList(
             (MllamaCrossBlock if i in config.cross_attention_layers else MllamaBlock)(config, i, self.kernels)
             for i in range(config.num_hidden_layers)
@@ -552,7 +554,9 @@ TOP = ("image_token_index", "vision_config")
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Moves the keys of ``text_config`` to the top, and renames ``dropout`` to ``attention_dropout``."""
     text = {"attention_dropout" if key == "dropout" else key: value for key, value in hf["text_config"].items()}
-    top = {key: value for key, value in hf.items() if key != "text_config"}
+    top = {
+        key: value for key, value in hf.items() if key not in ("text_config", "pad_token_id")
+    }  # only the text's counts
     return text | top | {"tie_word_embeddings": False}  # transformers never ties the head, whatever the file says
 
 
