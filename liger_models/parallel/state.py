@@ -93,16 +93,21 @@ def save_state(
     group = _cpu_group()
     reshard(model)
     with raise_on_all_ranks(group):
-        if rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            replaced = [old for old in folder.glob("step-*.old") if old.with_suffix("").exists()]
-            for stale in [*folder.glob(".step-*.tmp"), *replaced]:  # left by a run that died
-                shutil.rmtree(stale)
-            temporary.mkdir()
-            state = None if scheduler is None else scheduler.state_dict()
-            torch.save({"step": step, "ranks": world_size(), "scheduler": state}, temporary / SHARED)
-    with raise_on_all_ranks(group):
+        shared = {
+            "step": step,
+            "ranks": world_size(),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+        }
         of_rank = {"random": _random_state(), "data": None if data is None else data.state_dict()}
+        with _write_errors(folder):
+            if rank() == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                replaced = [old for old in folder.glob("step-*.old") if old.with_suffix("").exists()]
+                for stale in [*folder.glob(".step-*.tmp"), *replaced]:  # left by a run that died
+                    shutil.rmtree(stale)
+                temporary.mkdir()
+                torch.save(shared, temporary / SHARED)
+    with raise_on_all_ranks(group), _write_errors(folder):
         torch.save(of_rank, temporary / f"rank-{rank()}.pt")
     tensors = _tensors(model)
     if optimizer is not None:
@@ -150,7 +155,7 @@ def save_state(
             saving.add_done_callback(written)
             return done
         save(tensors, checkpoint_id=temporary, process_group=group)
-    with raise_on_all_ranks(group):
+    with raise_on_all_ranks(group), _write_errors(folder):
         publish()
     done.set_result(None)
     return done
@@ -202,10 +207,19 @@ def load_state(
                 f"load_state: {name} must have a state in {place}, got none: save_state was called without it. Leave "
                 "it out.",
             )
-        with_state = set() if optimizer is None else _with_state(place)
-    reshard(model)
-    tensors = _tensors(model)
+        saved = _saved(place)
+        reshard(model)
+        tensors = _tensors(model)
+        # What an adapted model does not train is not read, even if it was trained before.
+        known = model.state_dict().keys() if adapter_config(model) is not None else tensors["model"].keys()
+        extra = sorted({path[1] for path in saved if path[0] == "model"} - known)
+        if extra:
+            raise OSError(
+                f"load_state: {place} must be a checkpoint of this model, got one that also has {', '.join(extra[:5])} "
+                f"({len(extra)} tensors that the model lacks). Create the model that was saved, or use another folder."
+            )
     if optimizer is not None:
+        with_state = {path[2] for path in saved if path[:2] == ("optimizer", "state")}
         tensors["optimizer"] = _optimizer_state(model, optimizer, with_state)
     parameters = [group["params"] for group in tensors.get("optimizer", {}).get("param_groups", [])]
     with _checkpoint_errors(place):
@@ -242,13 +256,12 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) ->
     return {**found, "state": {name: value for name, value in found["state"].items() if name in names}}
 
 
-def _with_state(place: Path) -> set[str]:
-    """Names of the parameters that have a saved optimizer state."""
+def _saved(place: Path) -> list[tuple[Any, ...]]:
+    """Where all saved values were in the nested dictionary of model and optimizer."""
     try:
-        paths = FileSystemReader(place).read_metadata().planner_data or {}
+        return list((FileSystemReader(place).read_metadata().planner_data or {}).values())
     except Exception as error:
         raise _incomplete(place, rank(), error) from error
-    return {path[2] for path in paths.values() if path[:2] == ("optimizer", "state")}
 
 
 def _place(folder: Path, step: int) -> Path:
@@ -322,6 +335,18 @@ def _cpu_group() -> Any:
         _groups.clear()
         _groups[world] = dist.new_group(backend="gloo")
     return _groups[world]
+
+
+@contextmanager
+def _write_errors(folder: Path) -> Iterator[None]:
+    """Raise errors of the file system as an OSError that names the folder and what to do."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeErrors
+        raise OSError(
+            f"save_state: {folder} must be a folder that every rank can write to, got {type(error).__name__}: {error} "
+            f"on rank {rank()}. Check its permissions and the free space, or choose another folder."
+        ) from error
 
 
 @contextmanager
