@@ -62,7 +62,7 @@ def test_the_loop(two, tmp_path):
 
 
 def shard_as_documented(script: str, checkpoint: str) -> list[tuple]:
-    with mock.patch.object(causal_lm, "download", return_value=checkpoint):
+    with mock.patch.object(causal_lm, "download", return_value=Path(checkpoint)):
         namespace: dict = {}
         exec(script, namespace)
     return [parameter.placements for parameter in namespace["model"].parameters()]
