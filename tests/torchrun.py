@@ -1,6 +1,7 @@
-"""Scripts as torchrun starts them: a function to call, and what each of the processes runs."""
+"""Scripts as torchrun starts them: those of a page, a function to call, and what each of the processes runs."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -8,6 +9,12 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+
+
+def scripts(page: str) -> list[str]:
+    """The scripts of a page of docs/ that are run on several ranks."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def torchrun(

@@ -19,6 +19,7 @@ from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import CausalLMConfig, Decoder
 from liger_models.layers.embedding import LigerEmbedding
+from liger_models.parallel.groups import wait_for_ranks
 from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -235,7 +236,15 @@ class CausalLM(Decoder):
     def save_pretrained(
         self, folder: str | PathLike[str], *, dtype: torch.dtype | None = None, max_shard_size: int | str = "5GB"
     ) -> None:
-        """Write a Hugging Face checkpoint; see `liger_models.convert.save.save_pretrained`."""
+        """Write a Hugging Face checkpoint; see `liger_models.convert.save.save_pretrained`.
+
+        A sharded model is written once all ranks have called. A warning names ranks that do not call for 30 seconds.
+
+        Raises:
+            TimeoutError: the model is sharded and a rank did not call within the process group's timeout.
+        """
+        if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
+            wait_for_ranks("save_pretrained")
         save_pretrained(self, folder, dtype=dtype, max_shard_size=max_shard_size)
 
     def push_to_hub(

@@ -34,8 +34,11 @@ class VisionLanguageModel(CausalLM):
 
     @property
     def tower_is_sharded(self) -> bool:
-        """Whether the tower is sharded by FSDP, so that all ranks must gather its weights together."""
-        return hasattr(self.visual.blocks[0], "reshard")
+        """Whether FSDP holds parameters of the tower, so that all ranks must use them together.
+
+        They may be in groups of blocks, of the tower, or of the whole model.
+        """
+        return any(hasattr(module, "reshard") for module in (self, *self.visual.modules()))
 
     @property
     def processor(self) -> Any:

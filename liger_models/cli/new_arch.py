@@ -69,10 +69,9 @@ def new_arch(name: str, config_file: Path) -> NewArch:
 
     folder = DATA / name
     shapes, ropes = _oracle(oracle)
-    read_by = (
-        [] if oracle is None else [inspect.getsource(inspect.getmodule(each)) for each in (config_class, type(oracle))]
-    )
-    source, guesses = module_source(name, prefix, keys, config_class, "".join(read_by), "model.norm.bias" in shapes)
+    classes = [] if oracle is None else [config_class, type(oracle)]
+    code = "".join(inspect.getsource(importlib.import_module(each.__module__)) for each in classes)
+    source, guesses = module_source(name, prefix, keys, config_class, code, "model.norm.bias" in shapes)
     notes += guesses
     files = {ARCH / f"{name}.py": source, folder / "tiny.json": _json(_tiny(keys, config_class))}
     if weights:

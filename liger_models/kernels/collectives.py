@@ -49,6 +49,16 @@ class Group:
     rank: int
     sequence_parallel: bool = False
 
+    @property
+    def process_group(self) -> Any:
+        """The ``torch.distributed.ProcessGroup``."""
+        return _groups[self.name]
+
+    @property
+    def members(self) -> list[int]:
+        """Ranks of the processes in the default process group."""
+        return dist.get_process_group_ranks(self.process_group)
+
     def local_slice(self, tokens: int) -> slice:
         """The calling rank's shard of ``tokens`` tokens."""
         each = tokens // self.size

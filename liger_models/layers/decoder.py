@@ -340,7 +340,8 @@ class Decoder(nn.Module):
             inputs_embeds: [B, T, C] instead of ``input_ids``.
             num_items_in_batch: divisor of the summed loss: the number of targets in all accumulation steps and on all
                 ranks, a number or a tensor of one element, 0 only if this batch has no targets. Default: the number of
-                targets in this batch.
+                targets in this batch. The auxiliary loss is multiplied by the batch's targets divided by this number,
+                so that the weights of all batches of a step add up to 1.
             return_logits: True to return logits in addition to the loss. Default: logits only without ``labels``.
             return_log_probs: with ``labels``, return the log-probabilities of the targets instead of the loss, for
                 losses of your own. The targets are ``labels`` shifted by `BatchLayout.shift`.
@@ -442,11 +443,11 @@ class Decoder(nn.Module):
         groups.check_tokens(T, whole=cache is not None or logits_to_keep != 0 or loss_function is not None)
         if embeds.shape[1] == T:
             embeds = groups.token_share(embeds)
+        shifted, divisor = None if labels is None else layout.shift(labels), num_items_in_batch
         target, targets = None, None
-        if labels is not None:
-            target = layout.shift(labels)
-            check_num_items(num_items_in_batch, target)
-            target, num_items_in_batch = groups.share_targets(target, num_items_in_batch)
+        if shifted is not None:
+            check_num_items(num_items_in_batch, shifted)
+            target, num_items_in_batch = groups.share_targets(shifted, num_items_in_batch)
             if not (return_logits or return_log_probs or loss_function is not None or _in_graph(embeds)):
                 targets = Targets(target)
 
@@ -467,6 +468,8 @@ class Decoder(nn.Module):
         logits = groups.gather_logits(logits)
         mask = None if layout.attention_mask is None else groups.context_share(layout.attention_mask)
         aux_loss = self.auxiliary_loss(router_logits, mask) if cache is None else None
+        if aux_loss is not None and shifted is not None and divisor is not None:
+            aux_loss = groups.share_of_step(shifted, divisor) * aux_loss
         if return_log_probs:
             return CausalLMOutput(None, logits, aux_loss, groups.gather_log_probs(loss))
         if loss is not None and loss_function is None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import (
     Group,
+    all_reduce,
     copy_to_region,
     divide_gradient,
     gather_tokens,
@@ -24,12 +25,15 @@ class ParallelGroups:
         context: the group that shares the tokens of every sequence (`liger_models.parallel.apply_cp`).
         expert: the group over which experts are sharded (`liger_models.parallel.apply_ep`).
         balance: the group over whose tokens the load-balancing loss is computed.
+        data: the groups over which parameters are sharded or replicated (`liger_models.parallel.apply_fsdp`), one for
+            each dimension of their mesh.
     """
 
     tensor: Group | None = None
     context: Group | None = None
     expert: Group | None = None
     balance: Group | None = None
+    data: tuple[Group, ...] = ()
 
     @property
     def sharded(self) -> Group | None:
@@ -68,6 +72,18 @@ class ParallelGroups:
         if self.context is not None and num_items is None:
             num_items = (target != -100).sum()
         return self.context_share(target), num_items
+
+    def share_of_step(self, target: Tensor, num_items: Tensor | float) -> Tensor:
+        """This batch's part of the targets of a step, averaged over the ranks whose experts are balanced together.
+
+        Args:
+            target: [B, T] of all tokens.
+            num_items: the number of targets in the step, divided by the number of ranks.
+        """
+        count = (target != -100).sum()
+        if self.balance is not None:
+            count = all_reduce(count, self.balance) / self.balance.size
+        return count / (num_items.to(count.device) if isinstance(num_items, Tensor) else num_items)
 
     def enter_head(self, hidden: Tensor) -> Tensor:
         """The hidden states of all tokens, for a head whose vocabulary may be sharded."""

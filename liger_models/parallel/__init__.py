@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from liger_models.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from liger_models.parallel.agreement import check_ranks as check_ranks
     from liger_models.parallel.context import apply_cp as apply_cp
     from liger_models.parallel.fsdp import apply_fsdp as apply_fsdp
     from liger_models.parallel.fsdp import compile_blocks as compile_blocks
@@ -20,6 +21,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            "agreement": ["check_ranks"],
             "context": ["apply_cp"],
             "fsdp": ["apply_fsdp", "compile_blocks", "reshard"],
             "state": ["load_state", "save_state"],

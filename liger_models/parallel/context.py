@@ -8,24 +8,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from liger_models.kernels.collectives import group_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of
+from liger_models.parallel.agreement import check_first_forward
+from liger_models.parallel.mesh import own_dimension
 from liger_models.parallel.tensor import check_unsharded
 
 Model = TypeVar("Model", bound=Decoder)
 
 
-def apply_cp(model: Model, mesh: DeviceMesh) -> Model:
+def apply_cp(model: Model, mesh: DeviceMesh, *, averaged: bool = False) -> Model:
     """Distribute the tokens of every sequence over the ranks of a mesh, in place: each rank has T / R, in order.
 
     All ranks must be given the same full batch; they return the same loss. Tokens of different ranks interact only in
     attention. There each rank has all tokens for 1 / R of the heads, so packed documents, padding, windows and softcaps
-    work as on one rank. Weights are replicated. Call `apply_fsdp` afterwards, over a mesh that includes these ranks: it
-    shards the weights and averages their gradients (DistributedDataParallel also averages them). Vision towers run in
-    full on every rank.
+    work as on one rank. Weights are replicated. Call `apply_fsdp` afterwards with the same mesh: it shards the weights
+    over all ranks and averages their gradients (DistributedDataParallel over all ranks also averages them). Without
+    either, the first forward in training is refused. Vision towers run in full on every rank.
 
     Args:
         model: on the meta device, or with the same weights on every rank.
-        mesh: of one dimension with R ranks, preferably on one host. T must be a multiple of R, so the model cannot
-            generate.
+        mesh: the mesh of all ranks, with a dimension called "cp" of R ranks, or that dimension alone; preferably on one
+            host. T must be a multiple of R, so the model cannot generate.
+        averaged: code of your own, or an engine such as DeepSpeed, averages the gradients over all ranks.
 
     Returns:
         ``model``.
@@ -36,11 +39,12 @@ def apply_cp(model: Model, mesh: DeviceMesh) -> Model:
 
     Source: https://arxiv.org/abs/2309.14509.
     """
-    check_unsharded("apply_cp", model, mesh)
-    ranks = group_of(mesh.get_group())
+    check_unsharded("apply_cp", model)
+    ranks = group_of(own_dimension("apply_cp", mesh, "cp").get_group())
     if ranks.size == 1:
         return model
     for layer in layers_of(model.layers):
         layer.shard_tokens(ranks)
     model.groups = replace(model.groups, context=ranks, balance=ranks)
+    check_first_forward(model, averaged=averaged)
     return model

@@ -22,6 +22,8 @@ from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import group_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of
+from liger_models.parallel.agreement import check_first_forward
+from liger_models.parallel.mesh import data_mesh, group_over
 from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
 
 Model = TypeVar("Model", bound=Decoder)
@@ -51,9 +53,10 @@ def apply_fsdp(
     Args:
         model: on the meta device (`from_pretrained` with ``shard`` then reads only each rank's shards), or with the
             same weights on every rank. The model of a `LigerMedusa` may be sharded already; each head is a group.
-        mesh: of one dimension, or of two named ones (HSDP): replicas, and the ranks over which each is sharded. After
-            `apply_tp` on a mesh's last dimension, its other dimensions. After `apply_ep`, the whole mesh of two
-            dimensions whose second `apply_ep` got. Default: all ranks.
+        mesh: the mesh of all ranks that `apply_tp`, `apply_cp` and `apply_ep` got. The dimension of `apply_tp` is left
+            out; those of `apply_cp` and `apply_ep` are merged with the one before. What remains has one dimension, or
+            two named ones (HSDP): replicas, and the ranks over which each is sharded. Without the dimension of
+            `apply_tp` the mesh may also be given as ``mesh["dp"]``. Default: all ranks, in one dimension.
         param_dtype: dtype of gathered parameters, and so of the computation. None: the parameters' own.
         reduce_dtype: dtype in which gradients are averaged over the ranks. None: ``param_dtype``. Within one host fp32
             gradients are sent in the narrower ``param_dtype`` that backward produced them in, unless several backward
@@ -88,34 +91,19 @@ def apply_fsdp(
         return model
     check(
         model.groups.tensor is None or mesh is not None,
-        "apply_fsdp: mesh must be that of the data-parallel ranks for a model that apply_tp has sharded, got none. "
-        'Pass mesh["dp"] of the mesh whose mesh["tp"] apply_tp got.',
+        "apply_fsdp: mesh must be given for a model that apply_tp has sharded, got none. Pass the "
+        'mesh of all ranks whose "tp" dimension apply_tp got.',
     )
-    tensor = model.groups.tensor
     check(prefetch >= 0, f"apply_fsdp: prefetch must not be negative, got {prefetch}.")
     mesh = _all_ranks() if mesh is None else mesh
-    check(
-        mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None),
-        f"apply_fsdp: mesh must have one dimension, or two with names, got {mesh}. Take the mesh of the data-parallel "
-        "ranks; name its dimensions by mesh_dim_names.",
+    experts = next((layer.groups.expert for layer in layers_of(model) if layer.groups.expert is not None), None)
+    mesh, experts_mesh = data_mesh(mesh, model.groups, experts)
+    routed = any(layer.router is not None for layer in layers_of(model))
+    model.groups = replace(
+        model.groups,
+        data=tuple(group_of(group) for group in mesh.get_all_groups()),
+        balance=group_over(mesh) if routed and mesh.size() > 1 else model.groups.balance,
     )
-    check(
-        tensor is None or all(group.group_name != tensor.name for group in mesh.get_all_groups()),
-        "apply_fsdp: mesh must not have the dimension over which apply_tp has sharded the model, got "
-        f'{mesh}. Pass the others: mesh["dp"].',
-    )
-    experts_mesh = None
-    expert_ranks = next((layer.groups.expert.size for layer in layers_of(model) if layer.groups.expert), None)
-    if expert_ranks is not None:
-        check(
-            mesh.ndim == 2 and mesh.size(1) == expert_ranks,
-            f"apply_fsdp: mesh must have two dimensions after apply_ep, the second of {expert_ranks} ranks, "
-            f'got {mesh}. Pass the mesh whose mesh["ep"] apply_ep got; its first dimension may be of size 1.',
-        )
-        assert mesh.mesh_dim_names is not None
-        experts_mesh = mesh[mesh.mesh_dim_names[0]]
-        mesh = DeviceMesh(mesh.device_type, mesh.mesh.flatten(), mesh_dim_names=("data",))
-        model.groups = replace(model.groups, balance=group_of(mesh.get_group()))
     passes, options = BackwardPasses(), _options(mesh, param_dtype, reduce_dtype, cpu_offload)
     tied = model.lm_head.weight is model.embed_tokens.weight
     if tied:
@@ -142,6 +130,7 @@ def apply_fsdp(
     fully_shard(model, reshard_after_forward=False, **options)
     if param_dtype is not None:
         model.register_forward_pre_hook(_EmbedsCast(param_dtype), with_kwargs=True)
+    check_first_forward(model)
 
     order: list[Any] = [model.embed_tokens, *model.blocks, *([] if tied else [model.lm_head])]
     for index, module in enumerate(order if prefetch else []):

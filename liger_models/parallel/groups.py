@@ -2,8 +2,10 @@
 
 import contextlib
 import pickle
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -11,7 +13,9 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 
 _calls: Counter[str] = Counter()
-"""How often `run_on_rank_zero` was called under each name."""
+"""How often `run_on_rank_zero` and `wait_for_ranks` were called under each name."""
+PATIENCE = timedelta(seconds=30)
+"""Time after which `wait_for_ranks` says which ranks it waits for."""
 
 
 def is_distributed() -> bool:
@@ -89,6 +93,35 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
         raise error
     done: Result = result
     return done
+
+
+def wait_for_ranks(name: str) -> None:
+    """Wait until all ranks have made the same call, before collectives in which a missing rank would be no clear error.
+
+    After `PATIENCE` a warning names the ranks that have not called.
+
+    Args:
+        name: identifies the call; the same on all ranks.
+
+    Raises:
+        TimeoutError: a rank did not call within the process group's timeout.
+    """
+    if world_size() == 1:
+        return
+    store: Any = dist.distributed_c10d._get_default_store()
+    _calls[name] += 1
+    keys = [f"liger_models {name} {_calls[name]} rank {each}" for each in range(world_size())]
+    store.set(keys[rank()], b"")
+    try:
+        store.wait(keys, PATIENCE)
+    except dist.DistStoreError:
+        absent = [each for each, key in enumerate(keys) if not store.check([key])]
+        message = f"{name}: every rank must make this call, got none from rank {', '.join(map(str, absent))}"
+        warnings.warn(f"{message} in {PATIENCE.total_seconds():g} s. Still waiting.", stacklevel=3)
+        try:
+            store.wait(keys)
+        except dist.DistStoreError as timeout:
+            raise TimeoutError(f"{message}. Call it on all ranks, not under `if rank == 0`.") from timeout
 
 
 def _picklable(error: Exception | None) -> Exception | None:

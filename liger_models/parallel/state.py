@@ -99,17 +99,22 @@ def save_state(
     reshard(model)
     described = _describe(model)
     with raise_on_all_ranks(group):
-        if rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            replaced = [old for old in folder.glob("step-*.old") if old.with_suffix("").exists()]
-            for stale in [*folder.glob(".step-*.tmp"), *replaced]:  # left by a run that died
-                shutil.rmtree(stale)
-            temporary.mkdir()
-            state = None if scheduler is None else scheduler.state_dict()
-            shared = {"step": step, "ranks": world_size(), "scheduler": state, "model": described}
-            torch.save(shared, temporary / SHARED)
-    with raise_on_all_ranks(group):
+        shared = {
+            "step": step,
+            "ranks": world_size(),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "model": described,
+        }
         of_rank = {"random": _random_state(), "data": None if data is None else data.state_dict()}
+        with _write_errors(folder):
+            if rank() == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                replaced = [old for old in folder.glob("step-*.old") if old.with_suffix("").exists()]
+                for stale in [*folder.glob(".step-*.tmp"), *replaced]:  # left by a run that died
+                    shutil.rmtree(stale)
+                temporary.mkdir()
+                torch.save(shared, temporary / SHARED)
+    with raise_on_all_ranks(group), _write_errors(folder):
         torch.save(of_rank, temporary / f"rank-{rank()}.pt")
     tensors = _tensors(model)
     if optimizer is not None:
@@ -157,7 +162,7 @@ def save_state(
             saving.add_done_callback(written)
             return done
         save(tensors, checkpoint_id=temporary, process_group=group)
-    with raise_on_all_ranks(group):
+    with raise_on_all_ranks(group), _write_errors(folder):
         publish()
     done.set_result(None)
     return done
@@ -422,6 +427,18 @@ def _cpu_group() -> Any:
         _groups.clear()
         _groups[world] = dist.new_group(backend="gloo")
     return _groups[world]
+
+
+@contextmanager
+def _write_errors(folder: Path) -> Iterator[None]:
+    """Raise errors of the file system as an OSError that names the folder and what to do."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeErrors
+        raise OSError(
+            f"save_state: {folder} must be a folder that every rank can write to, got {type(error).__name__}: {error} "
+            f"on rank {rank()}. Check its permissions and the free space, or choose another folder."
+        ) from error
 
 
 @contextmanager

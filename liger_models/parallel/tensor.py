@@ -15,6 +15,8 @@ from liger_models.kernels.collectives import group_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of, named_layers
 from liger_models.layers.linear import ReplicatedLinear
+from liger_models.parallel.agreement import check_first_forward
+from liger_models.parallel.mesh import own_dimension
 
 Model = TypeVar("Model", bound=Decoder)
 
@@ -34,7 +36,8 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     Args:
         model: on the meta device (`from_pretrained` with ``shard`` then reads only each rank's shards), or with the
             same weights on every rank.
-        mesh: of one dimension with R ranks, preferably on one host.
+        mesh: the mesh of all ranks, with a dimension called "tp" of R ranks, or that dimension alone; preferably on one
+            host.
         sequence_parallel: between the layers, each rank has 1 / R of the tokens. That saves memory and computes norms
             once instead of R times, for one more all-gather in each layer's backward. T must then be a multiple of R,
             so the model cannot generate.
@@ -48,7 +51,8 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
 
     Source: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2205.05198.
     """
-    check_unsharded("apply_tp", model, mesh)
+    check_unsharded("apply_tp", model)
+    mesh = own_dimension("apply_tp", mesh, "tp")
     ranks = group_of(mesh.get_group(), sequence_parallel=sequence_parallel)
     if ranks.size == 1:
         return model
@@ -76,18 +80,21 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     model.groups = dataclasses.replace(model.groups, tensor=ranks)
     _distribute(model, mesh, dims, rest=True)
     model.tie_weights()
+    check_first_forward(model)
     return model
 
 
 def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
     """Distribute a model's experts over the ranks of a mesh in place: tokens are sent to their experts' ranks and back.
 
-    The ranks have different batches, as in data parallelism. Everything but the experts is replicated; `apply_fsdp`
-    shards it afterwards. The load-balancing loss covers the tokens of all ranks. It cannot be combined with `apply_tp`.
+    The ranks have different batches, as in data parallelism. Everything but the experts is replicated. Call
+    `apply_fsdp` afterwards with the same mesh: it shards the weights over all ranks and averages their gradients.
+    Without it, the first forward in training is refused. The load-balancing loss covers the tokens of all ranks. It
+    cannot be combined with `apply_tp`.
 
     Args:
         model: with `LigerMoE` layers; on the meta device, or with the same weights on every rank.
-        mesh: of one dimension with R ranks.
+        mesh: the mesh of all ranks, with a dimension called "ep" of R ranks, or that dimension alone.
 
     Returns:
         ``model``.
@@ -98,7 +105,8 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
 
     Source: https://arxiv.org/abs/2006.16668.
     """
-    check_unsharded("apply_ep", model, mesh)
+    check_unsharded("apply_ep", model)
+    mesh = own_dimension("apply_ep", mesh, "ep")
     ranks = group_of(mesh.get_group())
     layers = {name: layer for name, layer in named_layers(model) if layer.router is not None}
     check(len(layers) > 0, f"apply_ep: the model must have mixtures of experts, got {type(model).__name__}.")
@@ -111,11 +119,12 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
     }
     model.groups = dataclasses.replace(model.groups, balance=ranks)
     _distribute(model, mesh, dims, rest=False)
+    check_first_forward(model)
     return model
 
 
-def check_unsharded(where: str, model: Decoder, mesh: DeviceMesh) -> None:
-    """Raise ValueError if the model is sharded in any way, or the mesh has several dimensions."""
+def check_unsharded(where: str, model: Decoder) -> None:
+    """Raise ValueError if the model is sharded in any way."""
     check(
         model.groups.context is None,
         f"{where}: {type(model).__name__} must have all tokens on each rank, got one after apply_cp. Call "
@@ -125,7 +134,6 @@ def check_unsharded(where: str, model: Decoder, mesh: DeviceMesh) -> None:
         not isinstance(model, FSDPModule) and not any(isinstance(p, DTensor) for p in model.parameters()),
         f"{where}: {type(model).__name__} must not be sharded yet, got one that is. Call it once, before apply_fsdp.",
     )
-    check(mesh.ndim == 1, f'{where}: mesh must have one dimension, got {mesh}. Take one of its dimensions: mesh["tp"].')
 
 
 def _check_gradients(model: Decoder, summed: Collection[nn.Module], dims: dict[str, int]) -> None:

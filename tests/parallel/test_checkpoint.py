@@ -21,7 +21,7 @@ from liger_models import AutoLigerModel
 from liger_models.arch import get_arch
 from liger_models.arch.llama import LigerLlama
 from liger_models.convert import files, hub, save
-from liger_models.parallel import apply_fsdp
+from liger_models.parallel import apply_fsdp, groups
 
 from ..convert.conftest import assert_same_bits, read_tensors
 from ..late import transformers
@@ -194,6 +194,39 @@ def test_saved_as_by_one_process(two, tmp_path, tied):
     ids = batch(0)["input_ids"]
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def save_late(folder: Path) -> None:
+    """The second rank saves a second later, then not at all."""
+    model = apply_fsdp(tiny())
+    late = dist.get_rank() == 1
+    said = (
+        nullcontext() if late else pytest.warns(UserWarning, match="must make this call, got none from rank 1 in 0.2 s")
+    )
+    with mock.patch.object(groups, "PATIENCE", timedelta(seconds=0.2)), said:
+        time.sleep(late)
+        model.save_pretrained(folder)
+    assert (folder / "config.json").is_file()
+    store = dist.distributed_c10d._get_default_store()
+    before = store.timeout
+    dist.barrier()
+    if not late:
+        store.set_timeout(timedelta(seconds=0.5))
+        message = r"save_pretrained: every rank must make this call, got none from rank 1\. Call it on all ranks"
+        with (
+            mock.patch.object(groups, "PATIENCE", timedelta(seconds=0.2)),
+            pytest.warns(UserWarning, match="Still waiting"),
+            pytest.raises(TimeoutError, match=message),
+        ):
+            model.save_pretrained(folder)
+        store.set_timeout(before)
+    else:
+        groups._calls["save_pretrained"] += 1  # as often as the first rank, for the tests that follow
+    dist.barrier()
+
+
+def test_saving_a_sharded_model_on_one_rank_alone(two, tmp_path):
+    two(save_late, tmp_path / "model")
 
 
 def save_whole(folder: Path) -> list[str]:

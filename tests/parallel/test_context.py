@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.adapters.medusa import LigerMedusa
@@ -33,7 +34,8 @@ from .test_tensor import (
 
 
 def spread(model: Any) -> Any:
-    return apply_cp(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    """With gradients that the caller averages."""
+    return apply_cp(model, init_device_mesh("cpu", (dist.get_world_size(),)), averaged=True)
 
 
 def averaged(results: dict[str, Any]) -> dict[str, Any]:
@@ -59,6 +61,7 @@ def train_spread(case: tuple[str, Any], policy: str, packed: bool, dp: int) -> d
     model.set_checkpointing(policy)
     apply_cp(model, mesh["cp"])
     apply_fsdp(model, mesh if dp > 1 else None, param_dtype=None)
+    assert all(parameter.placements == (Shard(0),) for parameter in model.parameters())  # over all ranks
     return train(model, packed=packed, dp=(mesh["dp"].get_local_rank(), dp))
 
 
@@ -172,7 +175,7 @@ def refused() -> None:
         apply_cp(apply_tp(tiny(), mesh), mesh)
     with pytest.raises(ValueError, match="apply_cp: FSDPLigerLlama must not be sharded yet"):
         apply_cp(apply_fsdp(tiny()), mesh)
-    model = apply_cp(tiny(), mesh)
+    model = spread(tiny())
     for again in (apply_cp, apply_tp, apply_ep):
         with pytest.raises(ValueError, match="must have all tokens on each rank, got one after apply_cp"):
             again(model, mesh)

@@ -18,17 +18,12 @@ from torch.distributed.tensor import Replicate, Shard
 from liger_models.base import causal_lm
 
 from ..late import transformers
-from ..torchrun import torchrun
+from ..torchrun import scripts, torchrun
 from .models import TINY, mixture, tiny
 from .test_custom import make
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
-
-
-def scripts(page: str) -> list[str]:
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    return re.findall(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def follow(folder: Path) -> list[str]:
@@ -67,7 +62,7 @@ def test_the_loop(two, tmp_path):
 
 
 def shard_as_documented(script: str, checkpoint: str) -> list[tuple]:
-    with mock.patch.object(causal_lm, "download", return_value=checkpoint):
+    with mock.patch.object(causal_lm, "download", return_value=Path(checkpoint)):
         namespace: dict = {}
         exec(script, namespace)
     return [parameter.placements for parameter in namespace["model"].parameters()]

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import socket
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from liger_models import LigerAdamW, LigerFusedLinearDPOLoss, step_in_backward
+from liger_models import AutoLigerModel, LigerAdamW, LigerFusedLinearDPOLoss, step_in_backward
 from liger_models.memory import offload
 from liger_models.parallel import apply_fsdp, compile_blocks, load_state, reshard, save_state
 from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
 from liger_models.train import optimizer as optimizer_module
 
+from ..torchrun import scripts
 from .images import image_batch, image_config
 from .models import TINY, batch, gradients, make_optimizer, mean, mixture, share, tiny, whole
 from .test_tensor import build
@@ -467,6 +469,45 @@ def test_images_on_one_rank_alone(two, arch, frozen):
 
 def share_with_images(arch: str, frozen: str) -> dict[str, Any]:
     return with_images(arch, frozen, dist.get_rank(), dist.get_world_size())
+
+
+def units_of_text(model: nn.Module) -> None:
+    for block in model.layers:
+        fully_shard(block)
+    fully_shard(model)
+
+
+def tower_as_a_unit(model: nn.Module) -> None:
+    fully_shard(model.visual)
+    units_of_text(model)
+
+
+def a_part_of_the_tower(model: nn.Module) -> None:
+    fully_shard(model.visual.blocks[-1])
+    units_of_text(model)
+
+
+def hand_written_with_images(page: str, expected: dict[str, dict[str, Any]]) -> None:
+    """The second rank has no image, whichever groups hold the tower."""
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
+    namespace: dict[str, Any] = {}
+    with mock.patch.object(AutoLigerModel, "from_pretrained"):
+        exec(page.replace("torch.bfloat16", "torch.float32"), namespace)
+    for arch, right in expected.items():
+        for shard in (units_of_text, tower_as_a_unit, a_part_of_the_tower, namespace["shard"]):
+            model = build(*image_config(arch))
+            shard(model)
+            inputs = image_batch(model.config, 1, (dist.get_rank(), dist.get_world_size()))
+            assert ("pixel_values" in inputs) == (dist.get_rank() == 0)
+            loss = model(**inputs, num_items_in_batch=16 / dist.get_world_size()).loss
+            loss.backward()
+            assert_close({"loss": mean(loss), "gradients": gradients(model)}, right)
+
+
+def test_hand_written_groups_with_images_on_one_rank_alone(two):
+    page = next(script for script in scripts("training.md") if "fully_shard" in script)
+    expected = {arch: with_images(arch, "nothing", 0, 1) for arch in ("qwen3_vl", "gemma3", "mllama")}
+    two(hand_written_with_images, page, expected)
 
 
 def moments_away(device: str, folder: str, in_backward: bool) -> None:

@@ -23,6 +23,7 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers import moe
 from liger_models.layers.embedding import zero_padding_row
 from liger_models.layers.layer import Layer
+from liger_models.layers.linear import local
 from liger_models.layers.linear import replicated as replicated_weight
 from liger_models.layers.mlp import LigerMLP
 from liger_models.layers.norm import LigerLayerNorm
@@ -291,12 +292,12 @@ class SilentNorm(OwnNorm):
         return False
 
 
-def own_norms(cut: bool, norm: Any = OwnNorm) -> dict[str, Any]:
+def own_norms(cut: bool, norm: Any = OwnNorm, *, sequence_parallel: bool = True) -> dict[str, Any]:
     model = tiny()
     for block in model.layers:
         block.input_layernorm, block.post_attention_layernorm = norm(TINY["hidden_size"]), norm(TINY["hidden_size"])
     if cut:
-        apply_tp(model, mesh_of(2), sequence_parallel=True)
+        apply_tp(model, mesh_of(2), sequence_parallel=sequence_parallel)
     model(**batch(0)).loss.backward()
     return gradients(model)
 
@@ -307,11 +308,27 @@ def test_norms_of_ones_own_with_tokens_on_ranks(two):
         assert_same(got, expected)
 
 
+class PlainNorm(nn.Module):
+    """As one writes it who knows of DTensors only."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return local(self.weight) * x / (1 + x.square().mean(-1, keepdim=True)).sqrt()
+
+
 def silent_norms() -> None:
-    with pytest.raises(
-        ValueError, match=r"layers.0.input_layernorm \(SilentNorm\) must be a Layer whose sum_gradients"
-    ):
-        own_norms(True, SilentNorm)
+    for norm in (SilentNorm, PlainNorm):
+        message = rf"layers.0.input_layernorm \({norm.__name__}\) must be a Layer whose sum_gradients"
+        with pytest.raises(ValueError, match=message):
+            own_norms(True, norm)
+    model = tiny()
+    model.norm = PlainNorm(TINY["hidden_size"])
+    with pytest.raises(ValueError, match=r"norm \(PlainNorm\) must be a Layer whose sum_gradients"):
+        apply_tp(model, mesh_of(2), sequence_parallel=True)
+    assert_same(own_norms(True, PlainNorm, sequence_parallel=False), own_norms(False, PlainNorm))
 
 
 def test_norms_whose_gradients_nobody_adds_up_are_refused(two):
@@ -320,21 +337,21 @@ def test_norms_whose_gradients_nobody_adds_up_are_refused(two):
 
 def train_copies() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("copies", "parts", "tp"))
-    model = apply_tp(build(*run_config("llama")), mesh["tp"])
-    apply_fsdp(model, mesh["copies", "parts"], param_dtype=None)
+    model = apply_tp(build(*run_config("mixtral")), mesh)
+    apply_fsdp(model, mesh, param_dtype=None)
     return train(model, dp=(mesh["copies"].get_local_rank(), 2))
 
 
 def test_copies_of_shards_around_it(four):
-    expected = train(build(*run_config("llama")))
+    expected = train(build(*run_config("mixtral")))
     for got in four(train_copies):
         assert_same_run(got, expected)
 
 
 def train_2d(case: tuple[str, Any], optimizer: str, sequence_parallel: bool) -> dict[str, Any]:
     mesh = mesh_of(2, 2)
-    model = apply_tp(build(*case), mesh["tp"], sequence_parallel=sequence_parallel)
-    apply_fsdp(model, mesh["dp"], param_dtype=None)
+    model = apply_tp(build(*case), mesh, sequence_parallel=sequence_parallel)
+    apply_fsdp(model, mesh, param_dtype=None)
     assert (model.lm_head.weight is model.embed_tokens.weight) == model.config.tie_word_embeddings
     assert {parameter.device_mesh for parameter in model.parameters()} == {mesh}
     assert share_of_weights(model) < 0.3
@@ -351,11 +368,9 @@ def train_2d(case: tuple[str, Any], optimizer: str, sequence_parallel: bool) -> 
     ],
 )
 def test_fsdp_around_it(four, name, optimizer, sequence_parallel):
-    arch, config = run_config(name)
-    if arch == "mixtral":  # its balance is that of a rank's own tokens
-        config = dataclasses.replace(config, output_router_logits=False)
-    expected = train(build(arch, config), optimizer)
-    assert_same_runs(four(train_2d, (arch, config), optimizer, sequence_parallel), expected)
+    case = run_config(name)
+    expected = train(build(*case), optimizer)
+    assert_same_runs(four(train_2d, case, optimizer, sequence_parallel), expected)
 
 
 def gather_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -489,19 +504,16 @@ def refuse() -> None:
         apply_tp(tiny(intermediate_size=41), mesh)
     with pytest.raises(ValueError, match=r"vocab_size \(1\) must be enough for 2 ranks"):
         apply_tp(tiny(vocab_size=1), mesh)
-    with pytest.raises(ValueError, match=r"apply_tp: mesh must have one dimension, got .* Take one of its"):
-        apply_tp(tiny(), mesh_of(1, 2))
+    with pytest.raises(ValueError, match=r'apply_tp: mesh must have one dimension, or one called "tp", got .*\["tp"\]'):
+        apply_tp(tiny(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "shared")))
     model = apply_tp(tiny(), mesh)
     for apply in (apply_tp, apply_ep):
         with pytest.raises(ValueError, match="must not be sharded yet"):
             apply(model, mesh)
-    with pytest.raises(ValueError, match="apply_fsdp: mesh must be that of the data-parallel ranks"):
+    with pytest.raises(ValueError, match="apply_fsdp: mesh must be given for a model that apply_tp has sharded"):
         apply_fsdp(model)
-    both = mesh_of(1, 2)
-    with pytest.raises(
-        ValueError, match="apply_fsdp: mesh must not have the dimension over which apply_tp has sharded"
-    ):
-        apply_fsdp(apply_tp(tiny(), both["tp"]), both)
+    with pytest.raises(ValueError, match="apply_fsdp: mesh must not have the ranks over which apply_tp has sharded"):
+        apply_fsdp(model, mesh)
     with pytest.raises(ValueError, match="must not be sharded yet"):
         apply_tp(apply_fsdp(tiny()), mesh)
     wrapped = tiny()
@@ -530,7 +542,7 @@ def refuse() -> None:
     arch, config = run_config("mixtral")
     with pytest.raises(ValueError, match=r"num_experts \(3\) must be a multiple of 2 ranks"):
         apply_ep(build(arch, dataclasses.replace(config, num_local_experts=3)), mesh)
-    with pytest.raises(ValueError, match="mesh must have two dimensions after apply_ep, the second of 2 ranks"):
+    with pytest.raises(ValueError, match="mesh must have two dimensions after apply_ep, one of them the 2 ranks"):
         apply_fsdp(apply_ep(build(arch, config), mesh))
     with pytest.raises(ValueError, match="router_jitter must be 0 with apply_tp"):
         apply_tp(build(arch, dataclasses.replace(config, router_jitter_noise=0.1)), mesh)

@@ -1,0 +1,173 @@
+"""What must be the same on all ranks, compared before the first forward and on demand by exchanging a few bytes."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from liger_models.kernels.checks import check
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.layer import layers_of
+from liger_models.parallel.groups import is_distributed, rank
+
+
+def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError on all ranks if their models differ, or their batches where ranks must have the same batch.
+
+    A model that `apply_fsdp`, `apply_tp`, `apply_cp` or `apply_ep` has distributed calls this function before its first
+    forward. A loop of your own may call it again, on all ranks. It waits for the device. It does nothing without a
+    process group.
+
+    Args:
+        model: its class, its configuration, and the shapes, dtypes and ``requires_grad`` of its parameters must be the
+            same on all ranks.
+        batch: keyword arguments of the model's forward, which must be the same on the ranks of a group of `apply_tp` or
+            `apply_cp`. Integers are compared by value, floating-point tensors by shape and dtype.
+
+    Raises:
+        ValueError: something differs; the message names it, and two ranks.
+    """
+    if not is_distributed():
+        return
+    groups = model.groups
+    experts = [layer.groups.expert for layer in layers_of(model) if layer.groups.expert is not None]
+    over = [each.process_group for each in (groups.sharded, *experts[:1], *groups.data) if each is not None]
+    over = over or [dist.group.WORLD]
+    sharing = groups.sharded.members[0] if groups.sharded is not None else rank()
+    facts = {"model": _facts_of_model(model), "batch": _facts_of_batch(batch or {})}
+    digests = _gather((rank(), sharing, *(_digest(each) for each in facts.values())), over)
+    if len({digest for _, _, digest, _ in digests}) > 1:
+        _refuse(
+            [_gather((rank(), facts["model"]), over)],
+            "on all ranks",
+            "Create the same model on every rank, from the same checkpoint.",
+        )
+    of_groups = {group: digest for _, group, _, digest in digests}
+    if any(digest != of_groups[group] for _, group, _, digest in digests):
+        batches = _gather((rank(), sharing, facts["batch"]), over)
+        _refuse(
+            [[(each, found) for each, group, found in batches if group == one] for one in of_groups],
+            "on ranks that share a batch (apply_tp, apply_cp)",
+            'Give them the same rows: PackedDataset takes rank=mesh["dp"].get_local_rank(), ranks=mesh["dp"].size().',
+        )
+
+
+def _refuse(groups: list[list[tuple[int, dict[str, str]]]], where: str, remedy: str) -> None:
+    """Raise ValueError for the first fact in which a rank differs from the first rank of its group."""
+    for (first, expected), *others in groups:
+        for other, got in others:
+            for name in [*expected, *got]:
+                here, there = (facts.get(name, "none") for facts in (expected, got))
+                check(
+                    here == there,
+                    f"check_ranks: {name} must be the same {where}, got {here} on rank {first} and {there} on rank "
+                    f"{other}. {remedy}",
+                )
+
+
+class FirstForward:
+    """Forward pre-hook of a distributed model: checks before the first forward, and before the first that trains.
+
+    Args:
+        averaged: the caller says that gradients are averaged over the ranks.
+    """
+
+    def __init__(self, averaged: bool) -> None:
+        self.averaged, self.agreed = averaged, False
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ValueError if the ranks differ, or nothing averages the gradients."""
+        if torch.compiler.is_compiling():
+            return
+        if not self.agreed:
+            check_ranks(model, {**dict(zip(("input_ids",), args, strict=False)), **kwargs})
+            self.agreed = True
+        if not self.averaged and torch.is_grad_enabled() and any(each.requires_grad for each in model.parameters()):
+            _check_averaged(model)
+            self.averaged = True
+
+
+def check_first_forward(model: Decoder, *, averaged: bool = False) -> None:
+    """Register `FirstForward`, before the hooks of FSDP, which exchange parameters; once for each model."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, FirstForward):
+            averaged |= hook.averaged
+            del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
+    model.register_forward_pre_hook(FirstForward(averaged), prepend=True, with_kwargs=True)
+
+
+def _check_averaged(model: Decoder) -> None:
+    """Refuse training where ranks have the same weights, different tokens, and nothing that averages gradients."""
+    if model.groups.data:
+        return
+    check(
+        not any(layer.groups.expert for layer in layers_of(model)),
+        "forward: a model after apply_ep must be sharded by apply_fsdp to be trained, got one that is not. Call "
+        "apply_fsdp(model, mesh) after apply_ep; DistributedDataParallel and fully_shard cannot replace it.",
+    )
+    if model.groups.context is None:
+        return
+    needed = set(model.groups.context.members)
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    over = [] if ddp is None else [dist.get_process_group_ranks(ddp.process_group)]
+    over += [each.device_mesh.mesh.flatten().tolist() for each in model.parameters() if isinstance(each, DTensor)]
+    check(
+        (ddp is not None or _all_in_fsdp(model)) and all(needed.issubset(ranks) for ranks in over),
+        f"forward: the gradients of a model after apply_cp must be averaged over all ranks, {sorted(needed)} among "
+        "them, got a model where they are not. Call apply_fsdp(model, mesh) or DistributedDataParallel(model) over all "
+        "ranks; if other code averages them, pass averaged=True to apply_cp.",
+    )
+
+
+def _all_in_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP2 holds all trainable parameters of a module."""
+    own = any(each.requires_grad for each in module.parameters(recurse=False))
+    return isinstance(module, FSDPModule) or (not own and all(_all_in_fsdp(each) for each in module.children()))
+
+
+def _facts_of_model(model: Decoder) -> dict[str, str]:
+    config = model.config
+    fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    facts = {"the class": type(model).__name__, **{name: repr(value) for name, value in fields.items()}}
+    for name, each in model.named_parameters():
+        facts[name] = f"{list(each.shape)} {each.dtype}, {'trained' if each.requires_grad else 'frozen'}"
+    return facts
+
+
+def _facts_of_batch(batch: Mapping[str, Any]) -> dict[str, str]:
+    facts = {}
+    for name, value in batch.items():
+        if isinstance(value, Tensor):
+            facts[name] = f"{list(value.shape)} {value.dtype}"
+            if value.is_meta:
+                continue
+            if value.numel() == 1:
+                facts[name] += f" {value.item()}"
+            elif not value.dtype.is_floating_point:
+                flat = value.detach().flatten().long()
+                places = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B1
+                facts[name] += f" of checksum {int((flat * places).sum())}"
+        elif isinstance(value, int | float | str):
+            facts[name] = repr(value)
+    return facts
+
+
+def _digest(facts: dict[str, str]) -> bytes:
+    return hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=8).digest()
+
+
+def _gather(mine: Any, groups: Iterable[dist.ProcessGroup]) -> list[Any]:
+    """What all ranks have, in their order. Each group of ranks passes on what the groups before it have gathered."""
+    found = [mine]
+    for group in groups:
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, found, group)
+        found = [each for part in parts for each in part]
+    return sorted(found, key=lambda each: each[0])

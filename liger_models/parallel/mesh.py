@@ -1,0 +1,101 @@
+"""Which dimension of a device mesh belongs to which kind of parallelism."""
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.collectives import Group, group_of
+from liger_models.layers.groups import ParallelGroups
+from liger_models.parallel.groups import world_size
+
+
+def own_dimension(where: str, mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A mesh of one dimension as it is; of a mesh of several, the dimension called ``name``.
+
+    Raises:
+        ValueError: there are several dimensions, none with that name.
+    """
+    if mesh.ndim == 1:
+        return mesh
+    check(
+        name in (mesh.mesh_dim_names or ()),
+        f'{where}: mesh must have one dimension, or one called "{name}", got {mesh}. Create it with '
+        f'mesh_dim_names=("dp", "{name}"), or take one of its dimensions: mesh["{name}"].',
+    )
+    return mesh[name]
+
+
+def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The mesh over which `apply_fsdp` shards, and the one over which it shards experts after `apply_ep`.
+
+    The dimension of `apply_tp` is left out. Those of `apply_cp` and `apply_ep` are merged with the other ranks, because
+    all of them hold the same weights besides the experts.
+
+    Args:
+        mesh: of all ranks, or without the dimension of `apply_tp`.
+        groups: the process groups of the model.
+        experts: the group over which its experts are sharded.
+
+    Raises:
+        ValueError: the mesh does not have the dimensions that it must have.
+    """
+    check(
+        mesh.ndim == 1 or mesh.mesh_dim_names is not None,
+        f"apply_fsdp: mesh must have one dimension, or two with names, got {mesh}. Name its dimensions by "
+        "mesh_dim_names.",
+    )
+    mesh = _without(mesh, _dimension(mesh, "tp", groups.tensor))
+    ranks = set(mesh.mesh.flatten().tolist())
+    check(
+        groups.tensor is None or len(ranks.intersection(groups.tensor.members)) == 1,
+        "apply_fsdp: mesh must not have the ranks over which apply_tp has sharded the model, except as a dimension of "
+        f'their own, got {mesh}. Pass the mesh of all ranks, or mesh["dp"] of it.',
+    )
+    check(
+        groups.context is None or ranks.issuperset(groups.context.members),
+        "apply_fsdp: mesh must have all ranks over which apply_cp has distributed the tokens, because their gradients "
+        f"are averaged, too, got {mesh}. Pass the mesh of all ranks, or leave it out.",
+    )
+    cp, ep = _dimension(mesh, "cp", groups.context), _dimension(mesh, "ep", experts)
+    check(
+        experts is None or (mesh.ndim == 2 and ep is not None),
+        f"apply_fsdp: mesh must have two dimensions after apply_ep, one of them the {experts and experts.size} ranks "
+        f'that share the experts, got {mesh}. Pass the mesh whose mesh["ep"] apply_ep got; its other dimension may be '
+        "of size 1.",
+    )
+    experts_mesh = None if experts is None else _without(mesh, ep)
+    if cp or ep:
+        dimensions = mesh.mesh_dim_names or ()
+        check(
+            mesh.size() == world_size() and (cp or ep) in dimensions[-2:],
+            "apply_fsdp: mesh must have all ranks, the ones of apply_cp or apply_ep in its last or last but one "
+            f'dimension, got {mesh}. Create it with mesh_dim_names=("dp", "{cp or ep}").',
+        )
+        mesh = DeviceMesh(mesh.device_type, mesh.mesh.flatten(-2), mesh_dim_names=(*dimensions[:-2], "data"))
+    check(
+        mesh.ndim <= 2,
+        "apply_fsdp: mesh must have one dimension, or two with names, besides those of apply_tp, apply_cp and "
+        f"apply_ep, got {mesh}. Take the dimensions of the data-parallel ranks.",
+    )
+    return mesh, experts_mesh
+
+
+def group_over(mesh: DeviceMesh) -> Group:
+    """A group of all ranks of a mesh."""
+    if mesh.ndim == 1:
+        return group_of(mesh.get_group())
+    return group_of(dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True))
+
+
+def _dimension(mesh: DeviceMesh, name: str, group: Group | None) -> str | None:
+    """The dimension, of several, with the ranks of ``group``; without a group, the one called ``name`` if of size 1."""
+    for index, each in enumerate(mesh.mesh_dim_names or () if mesh.ndim > 1 else ()):
+        ranks = dist.get_process_group_ranks(mesh.get_group(index))
+        if ranks == group.members if group is not None else (each == name and len(ranks) == 1):
+            return each
+    return None
+
+
+def _without(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
+    rest = tuple(each for each in mesh.mesh_dim_names or () if each != name)
+    return mesh if name is None else mesh[rest]
