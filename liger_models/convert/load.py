@@ -98,10 +98,25 @@ def load_pretrained(
     else:
         _load_whole(model, weights, stored, target, device, progress)
     model.hf_config = hf_config
-    model.assets = {name: (folder / name).read_bytes() for name in ASSETS if (folder / name).is_file()}
+    model.assets = {name: _read_asset(folder / name) for name in ASSETS if (folder / name).is_file()}
     if not (folder / CONFIG).is_file() or (folder / CONFIG).stat().st_mtime_ns != written:
         raise OSError(f"{folder}: must not be written to while it is loaded, got a new {CONFIG}. Load it again.")
     return model
+
+
+def _read_asset(path: Path) -> bytes:
+    """The content of a file that is saved with the model; raises ValueError if it is a link to a file of another kind.
+
+    What a stranger's link points to would be in the next checkpoint, perhaps on the hub. The hub client's cache
+    consists of links to ``blobs/<hash>``.
+    """
+    target = path.resolve()
+    check(
+        target.name == path.name or target.parent.name == "blobs" or target.is_relative_to(path.parent.resolve()),
+        f"{path}: must not be a link to a file of another name outside of the checkpoint, got one to {target}. Copy "
+        "the file if it belongs to the model, or remove the link.",
+    )
+    return path.read_bytes()
 
 
 def _load_whole(

@@ -720,3 +720,18 @@ def test_a_save_while_the_folder_is_loaded_is_noticed(tmp_path: Path, monkeypatc
     monkeypatch.setattr(load_module, "read_headers", saved_over)
     with pytest.raises(OSError, match=r"out: must not be written to while it is loaded"):
         load(tmp_path / "out")
+
+
+def test_links_out_of_the_folder_are_not_carried_on(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("mine")
+    tiny_model().save_pretrained(tmp_path / "out")
+    link = tmp_path / "out" / "merges.txt"
+    link.symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=r"merges.txt: must not be a link to a file of another name .*/secret\. Copy"):
+        load(tmp_path / "out")
+    (tmp_path / "blobs").mkdir()
+    for target in (tmp_path / "blobs" / "0a1b", tmp_path / "out" / "other", tmp_path / "merges.txt"):
+        target.write_text("a b")
+        link.unlink()
+        link.symlink_to(target)
+        assert load(tmp_path / "out").assets["merges.txt"] == b"a b"
