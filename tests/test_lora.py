@@ -236,7 +236,7 @@ def test_merge_unmerge_and_export(kind, tied, tmp_path):
 
 
 def test_an_adapted_model_is_not_saved_as_a_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match="Merge or remove"):
+    with pytest.raises(ValueError, match="Save LoRA adapters with save_adapter, or merge them"):
         llama(LoRAConfig()).save_pretrained(tmp_path / "model")
 
 

@@ -11,7 +11,9 @@ from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerLayerNorm
 
 from .families import (
+    FIRST_CASES,
     LIMIT,
+    VISION_CASES,
     assert_same_gradients,
     error,
     every_case,
@@ -26,6 +28,8 @@ from .families import (
 )
 
 T = 40
+DIFFERENT = ("llama", "gemma2", "cohere2", "mixtral")
+"""Families that differ in their layers: plain, norms before and after, LayerNorms, experts."""
 
 
 @one_text_case_each  # test_vision.py has the others
@@ -35,8 +39,9 @@ def test_kernels_match_transformers(pair, kernel_device):
     ids = tokens(arch, variant, 2, 9)
     want = theirs(ids, labels=ids)
     want.loss.backward()
-    # In the interpreter, which is slow, "full" stands for "selective": the same ops, and more of them again.
-    for policy in CHECKPOINTING_POLICIES if kernel_device == "cuda" else ("none", "full"):
+    # In the interpreter, which is slow, "full" stands for the others: the same ops, and more of them again.
+    slowly = ("none", "full") if arch in DIFFERENT else ("full",)
+    for policy in CHECKPOINTING_POLICIES if kernel_device == "cuda" else slowly:
         ours.zero_grad()
         ours.set_checkpointing(policy)
         got = ours(ids.to(kernel_device), labels=ids.to(kernel_device))
@@ -45,9 +50,17 @@ def test_kernels_match_transformers(pair, kernel_device):
         assert_same_gradients(ours, theirs)
 
 
-@one_text_case_each  # test_vision.py has the others
+@pytest.mark.parametrize(
+    ("pair", "kernel_device"),
+    [
+        *((case, "interpreter") for case in FIRST_CASES if case[0] in DIFFERENT),
+        *(pytest.param(case, "gpu", marks=pytest.mark.gpu) for case in FIRST_CASES if case not in VISION_CASES),
+    ],
+    indirect=True,
+    ids=str,
+)
 def test_every_kernel_can_be_switched_off(pair, kernel_device, root):
-    """The same numbers whichever kernels run."""
+    """The same numbers whichever kernels run; test_vision.py has models with images."""
     arch, variant, theirs, ours = pair
     ids = tokens(arch, variant, 1, 9)
     want = theirs(ids, labels=ids)

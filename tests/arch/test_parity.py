@@ -81,9 +81,12 @@ def test_every_layer_follows_the_kernel_options(pair):
 def test_num_items_in_batch(pair):
     arch, variant, theirs, ours = pair
     ids = tokens(arch, variant, 2, 12)
-    want = theirs(ids, labels=ids, num_items_in_batch=torch.tensor(37))
+    want = theirs(ids, labels=ids, num_items_in_batch=torch.tensor(37)).loss
+    balance = ours(ids, labels=ids).aux_loss
+    if balance is not None:  # transformers adds all of it in each batch, we the batch's share: it has 2 · 11 targets
+        want = want - (1 - 22 / 37) * balance
     for items in (37, torch.tensor(37)):
-        assert error(ours(ids, labels=ids, num_items_in_batch=items).loss, want.loss) <= LIMIT
+        assert error(ours(ids, labels=ids, num_items_in_batch=items).loss, want) <= LIMIT
 
 
 @every_case
@@ -221,21 +224,6 @@ def test_one_token_and_an_empty_batch(pair):
 
 
 @pytest.mark.compile
-@one_case_each
-def test_fullgraph_compile(pair, fresh_dynamo):
-    """Forward and backward are captured as one graph. `test_inductor` compiles such graphs."""
-    arch, variant, theirs, ours = pair
-    ids = tokens(arch, variant, 2, 16)
-    want = theirs(ids, labels=ids)
-    want.loss.backward()
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    got = compiled(ids, labels=ids)
-    assert error(got.loss, want.loss) <= LIMIT
-    got.loss.backward()
-    assert_same_gradients(ours, theirs)
-
-
-@pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.parametrize(("pair", "packed"), INDUCTOR, indirect=["pair"], ids=str)
 def test_inductor(pair, packed, fresh_dynamo):
@@ -256,19 +244,19 @@ def test_inductor(pair, packed, fresh_dynamo):
 
 @pytest.mark.compile
 @one_case_each
-def test_every_policy_compiles_in_one_graph(pair, fresh_dynamo):
-    """With packed documents. AOTAutograd traces the backward of the families that `test_inductor` compiles."""
+def test_forward_and_backward_are_one_graph(pair, fresh_dynamo):
+    """With a policy for each layer, and packed documents where `test_inductor` has none."""
     arch, variant, _, ours = pair
-    ids = tokens(arch, variant, 1, 16)
-    options = {"labels": ids, "cu_seqlens": torch.tensor([0, 7, 16])}
+    packed = ((arch, variant), True) not in INDUCTOR
+    ids = tokens(arch, variant, 1 if packed else 2, 16)
+    options = {"labels": ids} | ({"cu_seqlens": torch.tensor([0, 7, 16])} if packed else {})
     want = ours(ids, **options).loss
     want.backward()
     gradients = [parameter.grad for parameter in ours.parameters()]
     ours.zero_grad()
     assert len(ours.layers) > 1
     ours.set_checkpointing([("selective", "full", "none")[layer % 3] for layer in range(len(ours.layers))])
-    backend = "aot_eager" if arch in {arch for (arch, _), _ in INDUCTOR} else "eager"
-    got = torch.compile(ours, fullgraph=True, backend=backend)(ids, **options).loss
+    got = torch.compile(ours, fullgraph=True, backend="aot_eager")(ids, **options).loss
     got.backward()
     torch.testing.assert_close(got, want)
     torch.testing.assert_close([parameter.grad for parameter in ours.parameters()], gradients)

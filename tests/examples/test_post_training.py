@@ -19,12 +19,23 @@ def run(example: str, steps: int, ranks: int, gpu: bool = False) -> dict[str, tu
     return {name.removeprefix("pairs not trained on, "): (float(old), float(new)) for name, old, new in lines}
 
 
+TWO_RANKS = ("dpo", "grpo", "distillation")
+"""The examples that differ in what the ranks exchange: pairs, generation, a sharded teacher."""
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "gpu"), [(0, False), (2, False), pytest.param(0, True, marks=pytest.mark.gpu)], ids=["1", "2", "gpu"]
+    ("example", "ranks", "gpu"),
+    [
+        *((example, 0, False) for example in ("dpo", "kto", "orpo", "grpo", "distillation")),
+        *((example, 2, False) for example in TWO_RANKS),
+        *(
+            pytest.param(example, 0, True, marks=pytest.mark.gpu)
+            for example in ("dpo", "kto", "orpo", "grpo", "distillation")
+        ),
+    ],
 )
-@pytest.mark.parametrize("example", ["dpo", "kto", "orpo", "grpo", "distillation"])
 def test_it_learns(example, ranks, gpu):
     if example == "dpo":
         found = run(example, 12, ranks, gpu)

@@ -136,7 +136,7 @@ def test_opcheck(kernel_device):
 
 def test_bad_arguments():
     x, weight = torch.ones(2, 4), torch.ones(3, 4)
-    with pytest.raises(ValueError, match="act must be one of gelu, gelu_tanh, quick_gelu, got 'relu'"):
+    with pytest.raises(ValueError, match="act must be one of gelu, gelu_tanh, quick_gelu, relu2, got 'relu'"):
         act_linear(x, weight, None, "relu")
     with pytest.raises(ValueError, match=r"weight must be \[out, 4\], got \[3, 5\]"):
         act_linear(x, torch.ones(3, 5), None, "gelu")

@@ -276,7 +276,7 @@ def test_compiles_without_graph_breaks(kernel_device):
 def test_bad_arguments():
     qkv, table = torch.ones(2, 3, 64), torch.ones(1, 3, 4)
     with pytest.raises(
-        ValueError, match=r"must be \[\[8\], \[8\]\] \(each head .* \[\[32\], \[16\]\] .* got \[\[32\], \[8\]\]"
+        ValueError, match=r"must both be \[8\] \(each head .* or \[32\] and \[16\] .* got \[32\] and \[8\]"
     ):
         qk_norm_rope(qkv, table, table, 4, 2, 8, torch.ones(32), torch.ones(8))
     with pytest.raises(TypeError, match=r"norm weights must have one dtype, got torch.float32 and torch.float16"):

@@ -420,6 +420,7 @@ from tests.parallel.test_state import Run, seed
 from liger_models.parallel import save_state
 
 folder, point, background = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
+torch.set_num_threads(1)  # as in the tests: sums depend on it
 
 def hang(*arguments, **options):
     print("now", flush=True)
