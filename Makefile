@@ -29,10 +29,10 @@ help: ## print this list
 demo: $(DEV) ## train a small Llama on the CPU or the GPU, save, reload, generate; under 3 minutes (ARGS="--steps 50")
 	$(PY) examples/demo.py $(ARGS)
 
-test: $(DEV) ## run the tests that need no GPU, in 13 minutes (WORKERS=2, ARGS="-k rope")
+test: $(DEV) ## run the tests that need no GPU, in 15 to 30 minutes (WORKERS=2, ARGS="-k rope")
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
-test-fast: $(DEV) ## run every family against transformers and every op against fp64, in 3 minutes
+test-fast: $(DEV) ## run every family against transformers and every op against fp64, in 2 to 5 minutes
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not (compile or distributed or gpu or interpreter or slow)" $(ARGS)
 
 test-gpu: $(DEV) ## run the tests that need a GPU

@@ -117,6 +117,7 @@ def assert_equal_to_peft(ours, theirs, ids, our_inputs=None, their_inputs=None) 
     assert all((p.grad is None) == (not p.requires_grad) for p in ours.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "use_dora"),
     [(arch, False) for arch in list_archs()] + [(arch, True) for arch in sorted(dict(VISION_CASES))],

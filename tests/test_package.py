@@ -113,6 +113,7 @@ assert not [name for name in sys.modules if name.partition(".")[0] in {absent!r}
 EXTRAS = ("typer", "rich", "pyarrow", "torchao", "tensorboard", "PIL", "transformers", "liger_kernel", "peft", "pandas")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", [("triton",), ("numpy",), ("triton", "numpy", *EXTRAS)], ids=lambda names: names[-1])
 def test_a_model_trains_and_generates_on_the_cpu_without(absent, tmp_path):
     run(TRAIN_WITHOUT.format(absent=absent, folder=str(tmp_path / "model")))
@@ -243,6 +244,7 @@ for old, new in MOVED.items():
 """
 
 
+@pytest.mark.slow
 def test_a_module_that_has_moved_is_found_under_its_old_name():
     assert not MOVED.keys() & MODULES.keys()
     assert set(MOVED.values()) <= MODULES.keys()

@@ -49,6 +49,7 @@ class Training:
         self.losses.append(loss.item())
 
 
+@pytest.mark.slow
 @one_case_each
 def test_training_as_transformers(pair, tmp_path):
     """transformers trains on padded rows, we on padded rows and packed documents by turns."""

@@ -51,6 +51,7 @@ def never() -> Tensor:
     raise AssertionError("the whole parameter was read")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", list_archs())
 def test_parts_of_every_parameter(arch: str) -> None:
     """Each rank's rows are those of the whole parameter, and little more is read than they have elements."""

@@ -172,6 +172,7 @@ def llama_3_8b() -> LigerLlama:
         return AutoLigerModel.from_config(hf, device="meta")
 
 
+@pytest.mark.slow
 def test_memory_is_what_the_documents_count_and_what_was_measured():
     """docs/design.md has KiB of a token in a layer; benchmarks/results the peaks (README, LigerAdamW)."""
     model = llama_3_8b()
