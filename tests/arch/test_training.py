@@ -1,5 +1,6 @@
 """Short training runs of every architecture beside transformers, in fp32: the same losses and the same weights."""
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
