@@ -23,6 +23,8 @@ from liger_models import AutoLigerModel, LigerLlama, LlamaConfig
 from liger_models.arch.auto import get_arch
 from liger_models.base.images import read_image
 from liger_models.convert.config_map import blaming, read_config
+from liger_models.data.encoding import FIELDS, Encoder
+from liger_models.data.sources import read_examples
 from liger_models.text import limits
 from liger_models.text.tokenizer import Tokenizer
 
@@ -47,14 +49,16 @@ def places(content: Any) -> Iterator[tuple[Any, Any]]:
 def damaged_json(content: Any, chance: random.Random) -> Any:
     content = copy.deepcopy(content)
     for _ in range(chance.randint(1, 3)):
-        owner, key = chance.choice(list(places(content)) or [({}, "a")])
+        if not content:
+            break
+        owner, key = chance.choice(list(places(content)))
         kind = chance.random()
         if kind < 0.15:
             del owner[key]
         elif kind < 0.25 and isinstance(owner, dict):
             owner[chance.choice(["rope_scaling", "head_dim", "x", "num_experts"])] = owner[key]
         else:
-            owner[key] = chance.choice(ODD)
+            owner[key] = copy.deepcopy(chance.choice(ODD))
     return content
 
 
@@ -208,3 +212,34 @@ def test_images():
         for _ in range(60 * TIMES):
             odd = damaged_bytes(content.getvalue(), chance)
             survives(lambda odd=odd: read_image(odd), (kind, odd))
+
+
+LINES: list[dict[str, Any]] = [
+    {"text": "Hello there. 🙂"},
+    {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]},
+    {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
+        ],
+        "tools": '[{"type": "function", "function": {"name": "f"}}]',
+    },
+]
+
+
+def test_lines_of_training_data(tmp_path):
+    chance, fine = random.Random(6), 0
+    tokenizer = Tokenizer(byte_level_once(), {**SPECIAL, "chat_template": LLAMA3_STYLE})
+    odd_lines = [b'{"text": "\\ud800"}', b'{"text": ' + b"[" * 100_000, b'{"input_ids": [1' + b"0" * 5000 + b"]}"]
+    for turn in range(300 * TIMES):
+        line = json.dumps(damaged_json(chance.choice(LINES), chance)).encode()
+        line = damaged_bytes(line, chance) if turn % 4 == 0 else line
+        content = line.replace(b"\n", b" ") if turn >= len(odd_lines) else odd_lines[turn]
+        (tmp_path / "train.jsonl").write_bytes(content + b"\n")
+
+        def use() -> None:
+            list(Encoder(tokenizer, None).encode(read_examples((tmp_path / "train.jsonl",), FIELDS)))
+
+        fine += survives(use, content)
+    assert fine > 20

@@ -106,7 +106,7 @@ def _read_lines(path: Path) -> Iterator[Located]:
                 example = text if path.suffix == ".txt" else json.loads(text)
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where}: must be UTF-8 text, got: {error}. Convert the file.") from error
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{where}: must be a JSON object, got: {error}. Write each example as one line."
                 ) from error
