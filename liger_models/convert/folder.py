@@ -2,15 +2,21 @@
 
 import contextlib
 import ctypes
-import fcntl
+import importlib
 import os
 import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
+
+try:
+    fcntl: Any = importlib.import_module("fcntl")
+except ImportError:  # Windows: files are replaced one by one, and writers do not wait
+    fcntl = None
 
 NEW = ".new"
 """Folder in which the new files are whole while those of a folder that cannot be exchanged are replaced one by one."""
@@ -92,7 +98,8 @@ def _must_stay(folder: Path) -> bool:
         return False
     status, parent = folder.stat(), folder.parent
     return (
-        Path(os.path.realpath(".")).is_relative_to(folder)
+        fcntl is None
+        or Path(os.path.realpath(".")).is_relative_to(folder)
         or os.path.ismount(folder)
         or not (os.access(parent, os.W_OK) and os.access(folder, os.W_OK))
         or (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid())
@@ -123,13 +130,15 @@ def _reserved(staging: Path, folder: Path) -> Iterator[Path]:
         yield new
     finally:
         shutil.rmtree(new, ignore_errors=True)
-        (staging / "lock").unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # another process is waiting
+            (staging / "lock").unlink()
             staging.rmdir()
         os.close(lock)
 
 
 def _wait_for(lock: int, folder: Path) -> None:
+    if fcntl is None:
+        return
     with contextlib.suppress(OSError):  # a file system without locks
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

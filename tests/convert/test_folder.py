@@ -97,6 +97,15 @@ def test_a_reader_is_told_of_a_save_that_was_killed_in_between(tmp_path: Path, m
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", "runs"}
 
 
+def test_without_locks_and_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows."""
+    monkeypatch.setattr(module, "fcntl", None)
+    for tag, shards in (("a", 8), ("b", 1)):
+        save(tmp_path / "out", tag, shards)
+        assert content(tmp_path / "out") == (tag, shards)
+    assert not list(tmp_path.rglob(".*"))
+
+
 def test_a_second_writer_waits(tmp_path: Path) -> None:
     entered, go = threading.Event(), threading.Event()
 
