@@ -90,6 +90,12 @@ def test_targets_stay_in_their_document(inputs):
     assert (expected != -100).flatten(1).any(1).all()
 
 
+@pytest.mark.parametrize("num_items", [float("nan"), -3, True, 0])
+def test_a_number_of_items_that_cannot_be(num_items):
+    with pytest.raises(ValueError, match="num_items_in_batch must be a positive number, or 0 without targets"):
+        make()(**make_batch(), num_items_in_batch=num_items)
+
+
 @pytest.mark.parametrize("num_items", [None, 7.0])
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("freeze", [True, False])

@@ -30,6 +30,7 @@ from liger_models.convert.folder import write_folder
 from liger_models.kernels.checks import check
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_models.layers.batch import BatchLayout
+from liger_models.layers.decoder import check_num_items
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.parallel.groups import raise_on_all_ranks, rank
@@ -204,6 +205,7 @@ class LigerMedusa(nn.Module):
             return MedusaOutput(aux_loss=out.aux_loss, logits=torch.stack([out.logits, *others]))
         bounds = inputs.get("cu_seqlens", inputs.get("cu_seq_lens_q"))
         ahead = self.targets(labels, inputs.get("attention_mask"), bounds)
+        check_num_items(num_items_in_batch, ahead)
 
         def loss_of_heads(hidden: Tensor, weight: Tensor, target: Tensor) -> MedusaOutput:
             if return_log_probs:

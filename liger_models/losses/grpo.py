@@ -15,6 +15,7 @@ from torch import Tensor
 from liger_models.kernels.checks import check
 from liger_models.kernels.cross_entropy import cross_entropy
 from liger_models.kernels.linear_logprobs import fused_linear_logprobs, loss_of_log_probs
+from liger_models.layers.decoder import check_num_items
 from liger_models.losses.base import FusedLinearLoss
 from liger_models.parallel.groups import is_distributed, world_size
 
@@ -383,6 +384,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             return loss.sum() / (sequences * self.max_completion_length)
         if self.loss_type == "luspo":
             return loss.sum() / sequences
+        check_num_items(num_items, torch.where(mask != 0, 0, IGNORED))
         found = _tokens_of_all_ranks(mask) if num_items is None else num_items
         tokens = torch.as_tensor(found, dtype=mask.dtype, device=mask.device)
         return loss.sum() / (tokens / world_size()).clamp_min(1)

@@ -196,6 +196,13 @@ def test_number_of_items(items):
     assert_matches_in_fp64(ours, plain_grpo(old=OLD, items=40), inputs(B))
 
 
+@pytest.mark.parametrize("items", [float("nan"), -3, True, 0])
+def test_a_number_of_items_that_cannot_be(items):
+    ours = bound(LigerFusedLinearGRPOLoss(0.0), old_per_token_logps=OLD, num_items_in_batch=items)
+    with pytest.raises(ValueError, match="num_items_in_batch must be a positive number, or 0 without targets"):
+        ours(*inputs(B))
+
+
 @pytest.mark.parametrize("items", [None, 40])
 def test_several_ranks_divide_by_the_tokens_of_all(items, monkeypatch):
     """Two ranks, the other with three times our tokens. Gradients are averaged over ranks afterwards."""
