@@ -4,6 +4,7 @@ The cases are the same in every run. LIGER_FUZZ=20 runs twenty times as many.
 """
 
 import copy
+import functools
 import io
 import json
 import os
@@ -196,10 +197,7 @@ def test_chat_templates(monkeypatch):
     assert fine > 5
 
 
-def byte_level_once(made: list[Any] = []) -> Any:  # noqa: B006
-    if not made:
-        made.append(byte_level())
-    return made[0]
+byte_level_once = functools.cache(byte_level)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -171,6 +171,7 @@ def push(
     """
     api = HfApi(token=token)
 
+    @naming(repo_id)
     def upload() -> str:
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
@@ -186,11 +187,7 @@ def push(
             )
         return commit.commit_url
 
-    def upload_named() -> str:
-        with naming(repo_id):
-            return upload()
-
-    return run_on_rank_zero(f"push_to_hub {repo_id}", upload_named)
+    return run_on_rank_zero(f"push_to_hub {repo_id}", upload)
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ ACTIVATIONS = {
 
 
 class MLPConfig(Protocol):
-    """What a gated MLP reads of a configuration; ``mlp_bias`` and ``hidden_act`` are optional."""
+    """The fields of a configuration that a gated MLP reads; ``mlp_bias`` and ``hidden_act`` are optional."""
 
     @property
     def hidden_size(self) -> int: ...

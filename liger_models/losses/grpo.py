@@ -384,9 +384,11 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             return loss.sum() / (sequences * self.max_completion_length)
         if self.loss_type == "luspo":
             return loss.sum() / sequences
-        check_num_items(num_items, torch.where(mask != 0, 0, IGNORED))
-        found = _tokens_of_all_ranks(mask) if num_items is None else num_items
-        tokens = torch.as_tensor(found, dtype=mask.dtype, device=mask.device)
+        if num_items is None:
+            num_items = _tokens_of_all_ranks(mask)
+        else:
+            check_num_items(num_items, torch.where(mask != 0, 0, IGNORED))
+        tokens = torch.as_tensor(num_items, dtype=mask.dtype, device=mask.device)
         return loss.sum() / (tokens / world_size()).clamp_min(1)
 
     def _target(self, ids: Tensor, attention_mask: Tensor, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks, compared before the first forward and on demand by exchanging a few bytes."""
+"""Comparison of models and batches between ranks, before the first forward and on demand; it exchanges a few bytes."""
 
 import dataclasses
 import hashlib
@@ -164,7 +164,7 @@ def _digest(facts: dict[str, str]) -> bytes:
 
 
 def _gather(mine: Any, groups: Iterable[dist.ProcessGroup]) -> list[Any]:
-    """What all ranks have, in their order. Each group of ranks passes on what the groups before it have gathered."""
+    """The values of all ranks, in their order. Each group gathers what the groups before it have gathered."""
     found = [mine]
     for group in groups:
         parts: list[Any] = [None] * group.size()

@@ -28,8 +28,8 @@ def own_dimension(where: str, mesh: DeviceMesh, name: str) -> DeviceMesh:
 def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -> tuple[DeviceMesh, DeviceMesh | None]:
     """The mesh over which `apply_fsdp` shards, and the one over which it shards experts after `apply_ep`.
 
-    The dimension of `apply_tp` is left out. Those of `apply_cp` and `apply_ep` are merged with the other ranks, because
-    all of them hold the same weights besides the experts.
+    The dimension of `apply_tp` is left out. The dimensions of `apply_cp` and `apply_ep` are merged with the
+    other ranks, because all of them hold the same weights besides the experts.
 
     Args:
         mesh: of all ranks, or without the dimension of `apply_tp`.

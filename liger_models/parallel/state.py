@@ -263,7 +263,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) ->
 
 
 def _describe(model: nn.Module) -> dict[str, str]:
-    """What a model is besides the tensors that are saved. Every rank must call it.
+    """A description of the model besides its saved tensors. Every rank must call this function.
 
     These are the settings of the model and of its adapters, its tied tensors, and what tells the frozen weights under
     adapters from others: the sum of the bits of its vectors, such as those of the norms.
@@ -329,7 +329,7 @@ _ANOTHER = "Resume with the model and the options that the run began with, or st
 
 
 def _read_metadata(place: Path) -> Metadata:
-    """What the checkpoint holds in which file; OSError if a file is not as long as it was."""
+    """The metadata of a checkpoint: its tensors and their files; raises OSError if a file has been truncated."""
     try:
         metadata = FileSystemReader(place).read_metadata()
     except Exception as error:

@@ -37,7 +37,7 @@ _SHALLOW = _NUMERIC | frozenset(
 
 
 class _Work(threading.local):
-    """What the template that is rendered in this thread may still do."""
+    """The remaining budget of the template that this thread renders."""
 
     left = 0
     look = 0
