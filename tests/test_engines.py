@@ -14,9 +14,9 @@ from liger_models import LigerLlama, LlamaConfig, PackedDataset, PackedLoader
 from liger_models.data import collate
 from liger_models.parallel import targets_per_rank
 
+from . import processes
 from .late import transformers
 from .packing.conftest import tokenizer  # noqa: F401
-from .torchrun import torchrun
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.filterwarnings("ignore")  # the engines'
@@ -225,7 +225,9 @@ def test_two_ranks_are_as_one(folder):
     expected += plain_losses(3)
     assert expected[2] < expected[0] - 0.1
     assert expected[5] < expected[3] - 0.1
-    (line,) = [line for line in torchrun(2, "run.py", cwd=folder).stdout.splitlines() if line.startswith("losses")]
+    (line,) = [
+        line for line in processes.run("run.py", cwd=folder, ranks=2).stdout.splitlines() if line.startswith("losses")
+    ]
     assert json.loads(line.partition(" ")[2]) == pytest.approx(expected, rel=1e-4)
 
 
@@ -300,7 +302,7 @@ def test_deepspeed(folder, stage, device):
     variables = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
     variables["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS / device)
     ranks = 2 if device == "cpu" else torch.cuda.device_count()
-    printed = [torchrun(ranks, "train.py", stage, cwd=folder, **variables).stdout for _ in range(2)]
+    printed = [processes.torchrun(ranks, "train.py", stage, cwd=folder, **variables).stdout for _ in range(2)]
     lines = [line for line in "".join(printed).splitlines() if line.startswith("step ")]
     losses = [float(line.split()[-1]) for line in lines]
     assert [line.split(":")[0] for line in lines] == [f"step {step}" for step in range(1, 9)]

@@ -32,7 +32,7 @@ from liger_models.train.options import read_options
 from .arch.families import load, make_folder, tiny
 from .late import transformers
 from .parallel.conftest import two  # noqa: F401
-from .torchrun import torchrun
+from .processes import run, torchrun
 
 ROOT = Path(__file__).parents[1]
 KILLED = """
@@ -125,12 +125,12 @@ def test_two_ranks_train_die_and_go_on(folder, monkeypatch):
     ours = LigerLlama.from_pretrained(folder / "whole" / "model", progress=False)
     torch.testing.assert_close(ours(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
 
-    killed = torchrun(2, "killed.py", "config.yaml", "--output", "killed", *evaluated, **place, check=False)
+    killed = run("killed.py", "config.yaml", "--output", "killed", *evaluated, **place, ranks=2, check=False)
     assert killed.returncode != 0
     assert not (folder / "killed" / "model").exists()
     assert int((folder / "killed" / "latest").read_text()[5:]) >= 4
     shutil.copytree(folder / "killed", folder / "fewer")
-    torchrun(2, example, "config.yaml", "--output", "killed", *evaluated, **place)
+    run(example, "config.yaml", "--output", "killed", *evaluated, **place, ranks=2)
     assert log(folder / "killed") == lines
     assert files(folder / "killed") == files(folder / "whole")
 

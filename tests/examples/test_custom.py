@@ -8,14 +8,14 @@ import pytest
 
 from liger_models.convert.files import read_json_config
 
-from ..torchrun import torchrun
+from ..processes import run
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 def test_it_learns_and_is_found_by_name(tmp_path):
-    done = torchrun(0, ROOT / "examples" / "custom.py", "--steps", "60", "--output", "model", cwd=tmp_path)
+    done = run(ROOT / "examples" / "custom.py", "--steps", "60", "--output", "model", cwd=tmp_path)
     assert "model: saved and loaded as SideBySide, the same weights" in done.stdout
     assert "before training: 0%" in done.stdout
     assert int(re.search(r"^sorted right: (\d+)%", done.stdout, re.MULTILINE)[1]) >= 30

@@ -1,23 +1,15 @@
 """`examples/demo.py` as a user starts it, with few steps."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from ..late import transformers
+from ..processes import run
 
 ROOT = Path(__file__).parents[2]
-
-
-def run_demo(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "examples/demo.py", *options]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
 @pytest.mark.slow
@@ -27,12 +19,11 @@ def test_a_second_run_trains_saves_and_generates(device, tmp_path):
     for name in ("config.json", "model.safetensors"):  # as an earlier run leaves them
         (tmp_path / "trained" / name).write_text("old")
 
-    run = run_demo("--output", str(tmp_path), "--steps", "10", "--device", device)
-    assert run.returncode == 0, run.stderr
-    assert run.stderr == ""
+    done = run("examples/demo.py", "--output", str(tmp_path), "--steps", "10", "--device", device, cwd=ROOT)
+    assert done.stderr == ""
     for text in ("step   10 of 10", "same loss", "--- def __init__(self"):
-        assert text in run.stdout
-    before, after = (line.split() for line in run.stdout.splitlines() if line.startswith("loss on files"))
+        assert text in done.stdout
+    before, after = (line.split() for line in done.stdout.splitlines() if line.startswith("loss on files"))
     assert float(after[9].rstrip(",")) < float(before[-1]) - 0.3
 
     for folder in (tmp_path / "initial", tmp_path / "trained"):
@@ -55,7 +46,7 @@ def test_a_second_run_trains_saves_and_generates(device, tmp_path):
     ],
 )
 def test_a_failure_says_what_and_why(options, message):
-    run = run_demo(*options)
-    assert run.returncode != 0
-    assert message in run.stderr.splitlines()[-1]
-    assert "Traceback" not in run.stderr
+    done = run("examples/demo.py", *options, cwd=ROOT, check=False)
+    assert done.returncode != 0
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

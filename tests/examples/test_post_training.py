@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ..torchrun import torchrun
+from .. import processes
 
 ROOT = Path(__file__).parents[2]
 NUMBER = r"(-?\d+\.\d+)"
@@ -14,7 +14,7 @@ NUMBER = r"(-?\d+\.\d+)"
 def run(example: str, steps: int, ranks: int, gpu: bool = False) -> dict[str, tuple[float, float]]:
     """What the example measures, before and after."""
     variables = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    done = torchrun(ranks, f"examples/{example}.py", "--steps", str(steps), cwd=ROOT, **variables)
+    done = processes.run(f"examples/{example}.py", "--steps", str(steps), cwd=ROOT, ranks=ranks, **variables)
     lines = re.findall(rf"^(.*): {NUMBER} -> {NUMBER}$", done.stdout, re.MULTILINE)
     return {name.removeprefix("pairs not trained on, "): (float(old), float(new)) for name, old, new in lines}
 

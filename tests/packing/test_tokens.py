@@ -15,7 +15,7 @@ import pytest
 
 from liger_models.data.tokens import TokenFile
 
-from ..torchrun import torchrun
+from ..processes import run
 from .examples import signature, texts, write
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ dist.destroy_process_group()
     (tmp_path / "tokenizer.json").write_text(tokenizer.backend.to_str())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     (tmp_path / "run.py").write_text(script)
-    torchrun(2, "run.py", str(tmp_path), cwd=tmp_path)
+    run("run.py", str(tmp_path), cwd=tmp_path, ranks=2)
     batches, error = (tmp_path / "said-0").read_text().splitlines()
     assert (tmp_path / "said-1").read_text().splitlines() == [batches, error]
     assert batches.startswith("batches")

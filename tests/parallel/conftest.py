@@ -7,7 +7,6 @@ these tests to one worker of pytest-xdist, so that each group is started once.
 import gc
 import io
 import os
-import socket
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ..conftest import do_not_patch_twice
+from ..processes import FORKSERVER, free_port, start_forkserver
+
 SECONDS = 120
 """For one function on all ranks."""
 
@@ -29,6 +31,8 @@ SECONDS = 120
 def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool) -> None:
     """Run the functions that come through the pipe, until it is closed."""
     torch.set_num_threads(1)
+    if "TRITON_INTERPRET" in os.environ:
+        do_not_patch_twice()
     if gpus:
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -89,27 +93,17 @@ class Group:
         return results
 
     def start(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        context = get_context("spawn")
-        interpreted = os.environ.pop(
-            "TRITON_INTERPRET", None
-        )  # the processes run the reference backend, or the kernels
-        if self.interpret:
-            os.environ["TRITON_INTERPRET"] = "1"
-        self.pipes = []
+        port = free_port()
+        if not self.interpret:
+            start_forkserver()
+        context: Any = get_context("spawn") if self.interpret else FORKSERVER
         for rank in range(self.ranks):
             pipe, other = context.Pipe()
-            self.processes.append(
-                context.Process(target=work, args=(rank, self.ranks, port, other, self.gpus), daemon=True)
-            )
+            options = (rank, self.ranks, port, other, self.gpus)
+            self.processes.append(context.Process(target=work, args=options, daemon=True))
             self.processes[-1].start()
             other.close()
             self.pipes.append(pipe)
-        os.environ.pop("TRITON_INTERPRET", None)
-        if interpreted is not None:
-            os.environ["TRITON_INTERPRET"] = interpreted
 
     def stop(self) -> None:
         for process, pipe in zip(self.processes, self.pipes, strict=True):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from liger_models.base import causal_lm
 
 from ..late import transformers
-from ..torchrun import scripts, torchrun
+from ..processes import run, scripts
 from .models import TINY, mixture, tiny
 from .test_custom import make
 
@@ -50,7 +50,7 @@ def test_the_loop(two, tmp_path):
     torch.save(torch.randint(TINY["vocab_size"], (6 * 2 * 2 * 2 * 32,)), tmp_path / "tokens.pt")
     (tmp_path / "train.py").write_text(script)
 
-    whole = torchrun(2, "train.py", cwd=tmp_path).stdout.splitlines()
+    whole = run("train.py", cwd=tmp_path, ranks=2).stdout.splitlines()
     assert [line.split(":")[0] for line in whole] == [f"step {step}" for step in range(1, 7)]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-00000004", "step-00000006"]
     trained = {path.name: path.read_bytes() for path in (tmp_path / "trained").iterdir()}
@@ -123,7 +123,7 @@ def test_an_architecture_of_ones_own(tmp_path):
     make().save_pretrained(tmp_path / "my-model")
     shutil.copy(ROOT / "examples" / "custom.py", tmp_path / "side_by_side.py")
     (tmp_path / "train.py").write_text(scripts("custom.md")[0])
-    torchrun(2, "train.py", cwd=tmp_path)
+    run("train.py", cwd=tmp_path, ranks=2)
     files, again = (
         {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("my-model", "again")
     )

@@ -23,7 +23,7 @@ from liger_models.parallel import apply_fsdp, compile_blocks, load_state, reshar
 from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
 from liger_models.train import optimizer as optimizer_module
 
-from ..torchrun import scripts
+from ..processes import scripts
 from .images import image_batch, image_config
 from .models import TINY, batch, gradients, make_optimizer, mean, mixture, share, tiny, whole
 from .test_tensor import build

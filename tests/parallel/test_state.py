@@ -1,12 +1,10 @@
 """A run that stops and goes on is as one that does not; whenever it dies, the checkpoint before remains."""
 
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import threading
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +19,7 @@ from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch.mistral import MistralConfig
 from liger_models.parallel import apply_fsdp, load_state, save_state
 
+from ..processes import FORKSERVER, start_forkserver
 from .models import batch, make_optimizer, share, tiny, whole
 
 STEPS, STOP = 4, 2
@@ -410,32 +409,26 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it(tmp_path, file, how
         load_state(tmp_path, *run.parts, step=1)
 
 
-DIE = """
-import sys, time
-from pathlib import Path
-from unittest import mock
-import torch
-import torch.distributed.checkpoint as dcp
-from tests.parallel.test_state import Run, seed
-from liger_models.parallel import save_state
+def stop_while_saving(folder: Path, point: str, background: bool, pipe: Connection) -> None:
+    torch.set_num_threads(1)  # as in the tests: sums depend on it
 
-folder, point, background = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
-torch.set_num_threads(1)  # as in the tests: sums depend on it
+    def hang(*arguments, **options):
+        pipe.send("now")
+        time.sleep(1000)
 
-def hang(*arguments, **options):
-    print("now", flush=True)
-    time.sleep(1000)
-
-seed(0)
-run = Run({})
-run.train(1)
-save_state(folder, 1, *run.parts)
-run.train(1)
-target = {"data": (dcp.FileSystemWriter, "write_data"), "metadata": (dcp.FileSystemWriter, "finish"),
-          "rename": (Path, "rename"), "latest": (Path, "replace")}[point]
-with mock.patch.object(*target, hang):
-    save_state(folder, 2, *run.parts, background=background).result()
-"""
+    seed(0)
+    run = Run({})
+    run.train(1)
+    save_state(folder, 1, *run.parts)
+    run.train(1)
+    owner, name = {
+        "data": (dcp.FileSystemWriter, "write_data"),
+        "metadata": (dcp.FileSystemWriter, "finish"),
+        "rename": (Path, "rename"),
+        "latest": (Path, "replace"),
+    }[point]
+    with mock.patch.object(owner, name, hang):
+        save_state(folder, 2, *run.parts, background=background).result()
 
 
 @pytest.mark.slow
@@ -444,15 +437,14 @@ with mock.patch.object(*target, hang):
     ("point", "background"), [("data", False), ("metadata", True), ("rename", False), ("latest", False)]
 )
 def test_killed_while_it_saves(tmp_path, point, background):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", DIE, str(tmp_path), point, str(background)],
-        stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], env=environment,
-    )  # fmt: skip
-    assert process.stdout.readline() == "now\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    start_forkserver()
+    pipe, other = FORKSERVER.Pipe()
+    process = FORKSERVER.Process(target=stop_while_saving, args=(tmp_path, point, background, other))
+    process.start()
+    other.close()
+    assert pipe.recv() == "now"
+    process.kill()
+    process.join()
 
     seed(0)
     expected = Run({})

@@ -1,0 +1,128 @@
+"""Scripts in processes of their own, and what the pages show of them.
+
+Importing PyTorch takes most of the time of a short script. `FORKSERVER` imports it once and starts processes by forks.
+"""
+
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+FORKSERVER = get_context("forkserver")
+FORKSERVER.set_forkserver_preload(
+    [
+        f"torch.{each}"
+        for each in ("_dynamo", "distributed.fsdp", "distributed.tensor.parallel", "distributed.checkpoint")
+    ]
+)
+
+
+def scripts(page: str) -> list[str]:
+    """The scripts of a page of docs/ that are run on several ranks."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Of a process that runs the reference backend, with this folder's package."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    plain = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return plain | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start_forkserver() -> None:
+    """Triton reads the environment when it is imported."""
+    with mock.patch.dict(os.environ, environment(), clear=True):
+        ensure_running()
+
+
+def run(
+    script: str | Path, *arguments: str, cwd: Path, ranks: int = 0, check: bool = True, **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run a script as Python does, or as torchrun does on so many ranks; ``check`` that all ranks succeed.
+
+    ``variables`` are put into their environment.
+    """
+    start_forkserver()
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = (Path(folder, name) for name in ("out", "err"))
+        processes = []
+        for rank in range(max(ranks, 1)):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            place = {name: str(value) for name, value in place.items()} | rendezvous if ranks else {}
+            options = (str(script), arguments, cwd, environment(**place, **variables), out, err)
+            processes.append(FORKSERVER.Process(target=_run, args=options))
+            processes[-1].start()
+        end = time.monotonic() + 300
+        codes: list[int | None] = [None]
+        while None in codes and not any(codes) and time.monotonic() < end:  # as torchrun does: if one fails, all end
+            wait([process.sentinel for process in processes if process.exitcode is None], end - time.monotonic())
+            codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+        code = next((each for each in codes if each), -signal.SIGKILL if None in codes else 0)
+        done = subprocess.CompletedProcess([script, *arguments], code, out.read_text(), err.read_text())
+    assert not check or done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def _run(script: str, arguments: tuple[str, ...], cwd: Path, variables: dict[str, str], out: Path, err: Path) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    os.chdir(cwd)
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.argv = [script, *arguments]
+    sys.path[:0] = [str(Path(script).absolute().parent), *variables["PYTHONPATH"].split(os.pathsep)]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        if isinstance(ended.code, str):  # multiprocessing would print it and end with 0
+            print(ended.code, file=sys.stderr)
+            sys.exit(1)
+        raise
+    finally:
+        sys.stdout.flush()
+
+
+def torchrun(
+    ranks: int, script: str | Path, *arguments: str, cwd: Path, **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    """As `run`, by torchrun itself, or by Python itself for 0 ranks."""
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__] if ranks else []
+    done = subprocess.run(
+        [sys.executable, *start, str(script), *arguments],
+        capture_output=True, text=True, cwd=cwd, env=environment(**variables), timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).absolute().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    # A thread of gloo that still lets go of a tensor when Python (before 3.14) ends would abort the process.
+    time.sleep(0.2)
