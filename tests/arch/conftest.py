@@ -1,3 +1,6 @@
+import copy
+from functools import cache
+
 import pytest
 import torch
 
@@ -10,11 +13,15 @@ def root(tmp_path_factory):
 @pytest.fixture
 def pair(request, root):
     """(architecture, variant, the model in transformers, the same in this package)."""
+    return *request.param, *copy.deepcopy(_models(*request.param, root))
+
+
+@cache  # loading takes several times as long as copying
+def _models(arch, variant, root):
     from .families import hf_model, load, make_folder  # not before pytest_configure: it defines kernels
 
-    arch, variant = request.param
     folder = make_folder(arch, variant, root)
-    return arch, variant, hf_model(folder), load(arch, folder)
+    return hf_model(folder), load(arch, folder)
 
 
 @pytest.fixture
