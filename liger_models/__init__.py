@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from liger_models.losses.kto import LigerFusedLinearKTOLoss as LigerFusedLinearKTOLoss
     from liger_models.losses.orpo import LigerFusedLinearORPOLoss as LigerFusedLinearORPOLoss
     from liger_models.losses.simpo import LigerFusedLinearSimPOLoss as LigerFusedLinearSimPOLoss
+    from liger_models.losses.tvd import LigerFusedCETVDLoss as LigerFusedCETVDLoss
     from liger_models.losses.tvd import LigerFusedLinearTVDLoss as LigerFusedLinearTVDLoss
     from liger_models.losses.tvd import LigerTVDLoss as LigerTVDLoss
     from liger_models.parallel.fsdp import apply_fsdp as apply_fsdp
@@ -141,7 +142,7 @@ else:
             "losses.kto": ["LigerFusedLinearKTOLoss"],
             "losses.orpo": ["LigerFusedLinearORPOLoss"],
             "losses.simpo": ["LigerFusedLinearSimPOLoss"],
-            "losses.tvd": ["LigerFusedLinearTVDLoss", "LigerTVDLoss"],
+            "losses.tvd": ["LigerFusedCETVDLoss", "LigerFusedLinearTVDLoss", "LigerTVDLoss"],
             "parallel.fsdp": ["apply_fsdp"],
             "text.tokenizer": ["Tokenizer"],
             "train.optimizer": ["LigerAdamW", "step_in_backward"],
