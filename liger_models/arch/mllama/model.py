@@ -48,7 +48,7 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
-from liger_models.layers.decoder import CausalLMOutput
+from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.kv_cache import DecodeCache
@@ -423,6 +423,7 @@ class LigerMllama(VisionLanguageModel):
             ValueError: the number of placeholders does not match the number of images, or shapes do not match;
                 otherwise as `Decoder.forward`.
         """
+        cu_seqlens = take_cu_seqlens(cu_seqlens, options)
         given = pixel_values is not None
         check(
             given == (aspect_ratio_ids is not None) and (given or cross_attention_mask is None),
