@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import group_of
@@ -119,6 +120,8 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
     }
     model.groups = dataclasses.replace(model.groups, balance=ranks)
     _distribute(model, mesh, dims, rest=False)
+    # It would send experts from rank 0 to all others, and fail there. The first forward says what to call instead.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, dims)
     check_first_forward(model)
     return model
 
