@@ -211,7 +211,7 @@ class LoRALMHead(LoRALinear, LigerLMHead):
 
     forward = LigerLMHead.forward  # type: ignore[assignment]
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """Refused: adapters cannot be sharded by `apply_tp`."""
         raise ValueError("LoRALMHead: a head with an adapter must not be sharded, got apply_tp. Use FSDP.")
 

@@ -66,11 +66,11 @@ class Layer(nn.Module):
         """Whether the layer can be split into ``size`` equal shards."""
         return True
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """Turn the layer into this rank's shard of it (tensor parallelism).
 
         Args:
-            ranks: the process group to shard over.
+            group: the process group to shard over.
 
         Returns:
             Name of each sharded parameter, relative to the layer -> the dimension along which it is sharded. All other
@@ -81,25 +81,25 @@ class Layer(nn.Module):
         """
         return {}
 
-    def shard_experts(self, ranks: Group) -> dict[str, int]:
+    def shard_experts(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the experts of a layer that has a router (expert parallelism); otherwise as `shard`."""
         return {}
 
-    def shard_tokens(self, ranks: Group) -> None:
+    def shard_tokens(self, group: Group) -> None:
         """Expect 1 / R of the tokens of every sequence from now on (context parallelism).
 
         Args:
-            ranks: the process group that shares the tokens.
+            group: the process group that shares the tokens.
 
         Raises:
             ValueError: the heads cannot be divided equally among the ranks.
         """
 
-    def sum_gradients(self, ranks: Group) -> bool:
+    def sum_gradients(self, group: Group) -> bool:
         """Sum the gradients of replicated parameters over ranks with different tokens (sequence parallelism).
 
         Args:
-            ranks: the process group that shares the tokens.
+            group: the process group that shares the tokens.
 
         Returns:
             Whether these gradients are summed, by this method or by `shard`.

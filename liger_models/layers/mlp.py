@@ -86,15 +86,15 @@ class GatedMLP(Layer):
         """Whether ``size`` divides the intermediate size."""
         return self.parts % size == 0
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the gates and ups: see `Layer.shard`.
 
         Raises:
             ValueError: there is no equal part of them.
         """
-        check_divisible("GatedMLP", "intermediate_size", self.parts, ranks)
-        self.gate_up_proj = ColumnParallelLinear.of(self.gate_up_proj, ranks)
-        self.down_proj = RowParallelLinear.of(self.down_proj, ranks)
+        check_divisible("GatedMLP", "intermediate_size", self.parts, group)
+        self.gate_up_proj = ColumnParallelLinear.of(self.gate_up_proj, group)
+        self.down_proj = RowParallelLinear.of(self.down_proj, group)
         return {"gate_up_proj.weight": 0, "gate_up_proj.bias": 0, "down_proj.weight": 1}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class GatedMLP(Layer):
         mlp = functools.partial(
             gated_mlp, x, residual, fused.weight, gate_up, down, gate_up_bias, down_bias,
             act=self.act, eps=fused.eps, weight_offset=fused.weight_offset, scale_in_fp32=fused.scale_in_fp32,
-            norm=fused.kind, norm_bias=fused.bias, recompute=self.recompute, ranks=partial.ranks if partial else None,
+            norm=fused.kind, norm_bias=fused.bias, recompute=self.recompute, ranks=partial.group if partial else None,
         )  # fmt: skip
         if repeats():
             # Recomputation stops in this call if nothing is saved after it; otherwise what follows needs the numbers.
@@ -197,15 +197,15 @@ class LigerMLP(Layer):
         """Whether ``size`` divides the intermediate size."""
         return self.parts % size == 0
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the width between the two layers: see `Layer.shard`.
 
         Raises:
             ValueError: there is no equal part of it.
         """
-        check_divisible("LigerMLP", "intermediate_size", self.parts, ranks)
-        self.fc1 = ColumnParallelLinear.of(self.fc1, ranks)
-        self.fc2 = RowParallelLinear.of(self.fc2, ranks)
+        check_divisible("LigerMLP", "intermediate_size", self.parts, group)
+        self.fc1 = ColumnParallelLinear.of(self.fc1, group)
+        self.fc2 = RowParallelLinear.of(self.fc2, group)
         return {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}
 
     def forward(self, x: Tensor) -> Tensor:

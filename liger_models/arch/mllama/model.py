@@ -327,12 +327,12 @@ class MllamaCrossBlock(Layer):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         self.mlp_gate = nn.Parameter(torch.empty(1))
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """Replicate the gates; their gradients cover all tokens."""
-        self.groups = replace(self.groups, tensor=ranks)
+        self.groups = replace(self.groups, tensor=group)
         return {}
 
-    def sum_gradients(self, ranks: Group) -> bool:
+    def sum_gradients(self, group: Group) -> bool:
         """True: `shard` has taken care of the gradients."""
         return True
 
