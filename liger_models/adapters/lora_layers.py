@@ -86,6 +86,7 @@ class LoRALinear(nn.Linear, Layer):
     """Name of each of the checkpoint's matrices in the weight -> its number of rows."""
     lora: nn.ModuleDict
     dropout: nn.Dropout
+    has_adapters = True
     active: bool = True
     """False computes with the frozen weight alone; see `without_adapters`."""
     plain: nn.Linear
@@ -195,6 +196,11 @@ class LoRALinear(nn.Linear, Layer):
             y = y * scale.to(y.dtype)
             y = y if self.bias is None else y + self.bias.to(y.dtype)
         return y
+
+    @torch.no_grad()
+    def adapted_weight(self, *, merge: bool) -> Tensor:
+        """The weight [O, C] of a plain linear layer with the adapters merged in, or without them."""
+        return self.merged() if merge else self.dense_weight().detach()
 
     @torch.no_grad()
     def merged(self) -> Tensor:

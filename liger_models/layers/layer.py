@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from liger_models.kernels.collectives import Group
 from liger_models.layers.groups import ParallelGroups
@@ -44,6 +44,8 @@ class Layer(nn.Module):
     """True if text without images skips the layer."""
     active_share: float = 1.0
     """Fraction of the layer's own parameters that are active for a token (routed experts: top_k / experts)."""
+    has_adapters: bool = False
+    """True if submodules of the layer adapt its weight; see `adapted_weight`."""
     linears: tuple[str, ...] = ()
     """Names of the linear layers whose products may be computed in another dtype (float8)."""
     router: nn.Linear | None = None
@@ -113,6 +115,10 @@ class Layer(nn.Module):
             Whether the layer has done so. If not, its ``reset_parameters`` is called after those of its submodules.
         """
         return False
+
+    def adapted_weight(self, *, merge: bool) -> Tensor:
+        """The weight of a layer that has adapters, with or without them, as a plain layer would hold it."""
+        raise AttributeError(f"{type(self).__name__} has no adapters")
 
     def reset_adapters(self) -> None:
         """Initialise adapters that were added to the layer, which the model's own checkpoint does not hold."""
