@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from liger_models.arch.registry import register as register
     from liger_models.arch.smollm3 import LigerSmolLM3 as LigerSmolLM3
     from liger_models.convert.tensors import get_hf_state_dict as get_hf_state_dict
+    from liger_models.convert.tensors import hf_gradients as hf_gradients
     from liger_models.convert.tensors import hf_tensors as hf_tensors
     from liger_models.convert.tensors import load_hf_tensors as load_hf_tensors
     from liger_models.data.dataset import PackedDataset as PackedDataset
@@ -116,7 +117,7 @@ else:
             "arch.qwen3_vl_moe": ["LigerQwen3VLMoE"],
             "arch.registry": ["register"],
             "arch.smollm3": ["LigerSmolLM3"],
-            "convert.tensors": ["get_hf_state_dict", "hf_tensors", "load_hf_tensors"],
+            "convert.tensors": ["get_hf_state_dict", "hf_gradients", "hf_tensors", "load_hf_tensors"],
             "data.dataset": ["PackedDataset"],
             "data.loader": ["PackedLoader"],
             "data.preference": ["preference_batch"],

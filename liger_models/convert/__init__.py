@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from liger_models.convert.load import load_pretrained as load_pretrained
     from liger_models.convert.save import save_pretrained as save_pretrained
     from liger_models.convert.tensors import get_hf_state_dict as get_hf_state_dict
+    from liger_models.convert.tensors import hf_gradients as hf_gradients
     from liger_models.convert.tensors import hf_tensors as hf_tensors
     from liger_models.convert.tensors import load_hf_tensors as load_hf_tensors
     from liger_models.convert.weight_map import WeightMap as WeightMap
@@ -22,7 +23,7 @@ else:
             "format": ["CheckpointFormat", "format_of", "get_map"],
             "load": ["load_pretrained"],
             "save": ["save_pretrained"],
-            "tensors": ["get_hf_state_dict", "hf_tensors", "load_hf_tensors"],
+            "tensors": ["get_hf_state_dict", "hf_gradients", "hf_tensors", "load_hf_tensors"],
             "weight_map": ["WeightMap", "decoder_map"],
         },
     )

@@ -78,6 +78,34 @@ def get_hf_state_dict(
     return state
 
 
+def hf_gradients(model: Decoder, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The gradients under the names and in the layout of `hf_tensors`, one tensor at a time.
+
+    Call it after the backward and before the gradients are set to None. Parameters without a gradient, such as frozen
+    ones, are left out, and so are adapters, which have no name there. If the model is sharded, all ranks must call this
+    function and read to the end; every rank gets whole gradients, averaged as the optimizer will see them.
+
+    Args:
+        model: plain, or sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
+        dtype: dtype of the tensors; None for that of each gradient.
+
+    Returns:
+        An iterator over names and contiguous tensors. One that has the layout and the dtype of a gradient shares its
+        memory: do not write to it.
+
+    Raises:
+        ValueError: no parameter of a checkpoint has a gradient; otherwise as `hf_tensors`.
+    """
+    check_dtype("hf_gradients", dtype)
+    stored = as_stored("hf_gradients", model, merge=False)
+    gradients = {name: each.grad.detach() for name, each in stored.parameters.items() if each.grad is not None}
+    check(
+        len(gradients) > 0,
+        "hf_gradients: parameters of the model must have gradients, got none. Call it between backward and zero_grad.",
+    )
+    return stored.unpack(((name, _full(gradient)) for name, gradient in gradients.items()), dtype)
+
+
 def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
     """Replace the weights of a model by tensors with the names and the layout of a Hugging Face checkpoint, in place.
 
