@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+ECOSYSTEM_VENV ?= .venv-ecosystem
 PIP_ARGS ?=
 WORKERS ?= 2
 ARGS ?=
@@ -15,13 +16,15 @@ ifdef PY
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(VENV)/bin/python
+ECOSYSTEM_PY := $(ECOSYSTEM_VENV)/bin/python
+ECOSYSTEM := $(ECOSYSTEM_VENV)/.installed-ecosystem
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
 BENCH := $(VENV)/.installed-bench
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-gpu check format bench docs clean
+.PHONY: help demo test test-fast test-gpu test-ecosystem check format bench docs clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +40,9 @@ test-fast: $(DEV) ## run every family against transformers and every op against 
 
 test-gpu: $(DEV) ## run the tests that need a GPU
 	$(PY) -m pytest -m gpu $(ARGS)
+
+test-ecosystem: $(ECOSYSTEM) ## run the tests that need packages outside the extra `dev`, such as Ray (ARGS="-k ray")
+	$(or $(ECOSYSTEM_PY),$(PY)) -m pytest -W default tests/ecosystem $(ARGS)
 
 check: $(DEV) ## lint, formatting, types
 	$(PY) -m ruff check
@@ -56,17 +62,25 @@ docs: $(DOCS) ## build the documentation into build/docs
 	@echo "build/docs/index.html"
 
 clean: ## remove .venv, caches and everything built
-	rm -rf .venv build dist *.egg-info custom_output demo_output vision_output .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-ecosystem build dist *.egg-info custom_output demo_output vision_output .pytest_cache .mypy_cache .ruff_cache
 
-# One stamp per set of extras: pip runs again only when the project's dependencies change.
-$(VENV)/.installed-%: pyproject.toml constraints.txt
+# $(call install,ARGUMENTS OF PIP): makes the virtual environment in the target's folder, if there is none, and installs into it.
+define install
 	@$(PYTHON) -c "" || { \
 	    echo "make: no Python at PYTHON=$(PYTHON). Install Python 3.10 or newer, or give another: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" || { \
 	    echo "make: Python must be 3.10 or newer, $(PYTHON) is `$(PYTHON) --version 2>&1`. Give another: make PYTHON=python3.12" >&2; exit 1; }
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) || { \
-	    echo "make: $(PYTHON) -m venv $(VENV) failed, see above. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@echo "installing the packages into $(VENV) (minutes, the first time)"
-	@$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,$*]' || { \
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D) || { \
+	    echo "make: $(PYTHON) -m venv $(@D) failed, see above. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "installing the packages into $(@D) (minutes, the first time)"
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) $(1) || { \
 	    echo "make: pip could not install the packages, see above. Behind a proxy or without a network set PIP_ARGS; to begin anew: make clean" >&2; exit 1; }
 	@touch $@
+endef
+
+# One stamp per set of extras: pip runs again only when the project's dependencies change.
+$(VENV)/.installed-%: pyproject.toml constraints.txt
+	$(call install,-c constraints.txt -e '.[dev,$*]')
+
+$(ECOSYSTEM_VENV)/.installed-ecosystem: pyproject.toml constraints.txt $(wildcard tests/ecosystem/*.txt)
+	$(call install,-c constraints.txt -c tests/ecosystem/constraints.txt -e '.[dev]' -r tests/ecosystem/requirements.txt)

@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from liger_models.arch.qwen3_vl_moe import LigerQwen3VLMoE as LigerQwen3VLMoE
     from liger_models.arch.registry import register as register
     from liger_models.arch.smollm3 import LigerSmolLM3 as LigerSmolLM3
+    from liger_models.convert.tensors import get_hf_state_dict as get_hf_state_dict
+    from liger_models.convert.tensors import hf_gradients as hf_gradients
+    from liger_models.convert.tensors import hf_tensors as hf_tensors
+    from liger_models.convert.tensors import load_hf_tensors as load_hf_tensors
     from liger_models.data.dataset import PackedDataset as PackedDataset
     from liger_models.data.loader import PackedLoader as PackedLoader
     from liger_models.data.preference import preference_batch as preference_batch
@@ -71,6 +75,7 @@ if TYPE_CHECKING:
     from liger_models.losses.kto import LigerFusedLinearKTOLoss as LigerFusedLinearKTOLoss
     from liger_models.losses.orpo import LigerFusedLinearORPOLoss as LigerFusedLinearORPOLoss
     from liger_models.losses.simpo import LigerFusedLinearSimPOLoss as LigerFusedLinearSimPOLoss
+    from liger_models.losses.tvd import LigerFusedCETVDLoss as LigerFusedCETVDLoss
     from liger_models.losses.tvd import LigerFusedLinearTVDLoss as LigerFusedLinearTVDLoss
     from liger_models.losses.tvd import LigerTVDLoss as LigerTVDLoss
     from liger_models.parallel.fsdp import apply_fsdp as apply_fsdp
@@ -112,6 +117,7 @@ else:
             "arch.qwen3_vl_moe": ["LigerQwen3VLMoE"],
             "arch.registry": ["register"],
             "arch.smollm3": ["LigerSmolLM3"],
+            "convert.tensors": ["get_hf_state_dict", "hf_gradients", "hf_tensors", "load_hf_tensors"],
             "data.dataset": ["PackedDataset"],
             "data.loader": ["PackedLoader"],
             "data.preference": ["preference_batch"],
@@ -141,7 +147,7 @@ else:
             "losses.kto": ["LigerFusedLinearKTOLoss"],
             "losses.orpo": ["LigerFusedLinearORPOLoss"],
             "losses.simpo": ["LigerFusedLinearSimPOLoss"],
-            "losses.tvd": ["LigerFusedLinearTVDLoss", "LigerTVDLoss"],
+            "losses.tvd": ["LigerFusedCETVDLoss", "LigerFusedLinearTVDLoss", "LigerTVDLoss"],
             "parallel.fsdp": ["apply_fsdp"],
             "text.tokenizer": ["Tokenizer"],
             "train.optimizer": ["LigerAdamW", "step_in_backward"],

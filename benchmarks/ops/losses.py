@@ -104,6 +104,15 @@ def tvd_of_probs(student: Tensor, teacher: Tensor) -> Tensor:
     return 0.5 * (student - teacher).abs().sum()
 
 
+def cross_entropy_and_tvd(student: Tensor, teacher: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each token, in fp32 or wider."""
+    student, teacher = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (student, teacher))
+    return (
+        F.cross_entropy(student, target, reduction="none"),
+        0.5 * (student.softmax(-1) - teacher.softmax(-1)).abs().sum(-1),
+    )
+
+
 def of_distributions(divergence: Function) -> Function:
     """The mean over rows of a divergence, in fp32 or wider."""
 
@@ -146,6 +155,10 @@ def by_class(home: str, name: str, places: tuple[int | None, ...], **options: An
         return loss
 
     return run
+
+
+def both_of(home: str) -> Function:
+    return lambda *inputs: load(f"{home}:LigerFusedCETVDLoss")()(*inputs)
 
 
 def peers(truth: Function, name: str, *places: int | None, **options: Any) -> dict[str, Peer]:
@@ -272,6 +285,16 @@ OPS = (
     of_stored("jsd_of_log_probs", jsd_of_log_probs, "LigerJSD", (True, True)),
     of_stored("kl_of_probs", kl_of_probs, "LigerKLDIVLoss", (True, False), reduction="batchmean"),
     of_stored("tvd_of_probs", tvd_of_probs, "LigerTVDLoss", (False, False), reduction="batchmean"),
+    Op(
+        name="tvd_of_logits", shapes=({"N": 4096, "V": 128256},), check={"N": 256}, fixed=("teacher",), limit="bytes",
+        make=lambda N, V: {"student": randn(N, V), "teacher": randn(N, V), "target": torch.randint(V, (N,))},
+        truth=cross_entropy_and_tvd, work=lambda N, V: (4 * N * V, 6 * N * V),
+        peers={
+            "torch": Peer(cross_entropy_and_tvd),
+            "liger": liger_peer(both_of("liger_kernel.transformers")),
+            "ours": Peer(both_of("liger_models")),
+        },
+    ),
     Op(
         name="medusa", shapes=({"N": 4096, "C": 4096, "V": 128256, "K": 5},), check={"N": 1024, "V": 16032},
         truth=medusa(in_torch), limit="flops", make=make_medusa, work=lambda N, C, V, K: (6 * K * N * C * V,),

@@ -86,6 +86,7 @@ class LoRALinear(nn.Linear, Layer):
     """Name of each of the checkpoint's matrices in the weight -> its number of rows."""
     lora: nn.ModuleDict
     dropout: nn.Dropout
+    has_adapters = True
     active: bool = True
     """False computes with the frozen weight alone; see `without_adapters`."""
     plain: nn.Linear
@@ -197,6 +198,11 @@ class LoRALinear(nn.Linear, Layer):
         return y
 
     @torch.no_grad()
+    def adapted_weight(self, *, merge: bool) -> Tensor:
+        """The weight [O, C] of a plain linear layer with the adapters merged in, or without them."""
+        return self.merged() if merge else self.dense_weight().detach()
+
+    @torch.no_grad()
     def merged(self) -> Tensor:
         """The weight [O, C] of a plain linear layer that computes the same, in the frozen weight's dtype."""
         weight = self.dense_weight()
@@ -211,7 +217,7 @@ class LoRALMHead(LoRALinear, LigerLMHead):
 
     forward = LigerLMHead.forward  # type: ignore[assignment]
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """Refused: adapters cannot be sharded by `apply_tp`."""
         raise ValueError("LoRALMHead: a head with an adapter must not be sharded, got apply_tp. Use FSDP.")
 

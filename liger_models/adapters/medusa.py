@@ -30,7 +30,7 @@ from liger_models.convert.folder import write_folder
 from liger_models.kernels.checks import check
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.decoder import check_num_items
+from liger_models.layers.decoder import check_num_items, take_cu_seqlens
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.parallel.groups import raise_on_all_ranks, rank
@@ -203,7 +203,7 @@ class LigerMedusa(nn.Module):
             others = [head(out.loss) for head in self.heads]
             others = [(self.model.lm_head(other) if self.share_lm_head else other)[1] for other in others]
             return MedusaOutput(aux_loss=out.aux_loss, logits=torch.stack([out.logits, *others]))
-        bounds = inputs.get("cu_seqlens", inputs.get("cu_seq_lens_q"))
+        bounds = take_cu_seqlens(inputs.get("cu_seqlens"), {**inputs})
         ahead = self.targets(labels, inputs.get("attention_mask"), bounds)
         check_num_items(num_items_in_batch, ahead)
 

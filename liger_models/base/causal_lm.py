@@ -208,7 +208,7 @@ class CausalLM(Decoder):
             device: device of the weights, to which they are loaded tensor by tensor.
             kernels: which parts run on fused kernels.
             strict: raise an error, not a warning, for unknown keys of config.json.
-            progress: show progress bars.
+            progress: show progress bars, on rank 0.
             cache_dir, token, local_files_only, force_download: as in huggingface_hub.
             shard: function that distributes the parameters of the model before they are loaded, such as
                 `parallel.apply_fsdp`.

@@ -26,7 +26,7 @@ from liger_models.convert.files import ASSETS, CONFIG, INDEX, SHARDS, WEIGHTS, r
 from liger_models.convert.load import check_model_type
 from liger_models.convert.save import save_pretrained
 from liger_models.layers.decoder import Decoder
-from liger_models.parallel.groups import run_on_rank_zero
+from liger_models.parallel.groups import rank, run_on_rank_zero
 
 _TRANSPORT_ERRORS: tuple[type[Exception], ...] = tuple(
     cast(type[Exception], base)
@@ -93,7 +93,7 @@ def download(
         local_files_only: do not use the network; all files must be in the cache.
         force_download: download files even if they are in the cache.
         strict: raise an error for unknown keys of config.json.
-        progress: show progress bars.
+        progress: show progress bars, on rank 0.
 
     Returns:
         The folder to load from.
@@ -192,7 +192,7 @@ def push(
 
 @contextlib.contextmanager
 def _progress_bars(shown: bool) -> Iterator[None]:
-    if shown or are_progress_bars_disabled():
+    if (shown and rank() == 0) or are_progress_bars_disabled():
         yield
         return
     disable_progress_bars()

@@ -59,7 +59,7 @@ def load_pretrained(
         device: device of the parameters. For sharded parameters it is that of the mesh, or the CPU if FSDP offloads
             them.
         strict: raise an error, not a warning, for unknown keys of config.json.
-        progress: show a progress bar.
+        progress: show a progress bar, on rank 0.
         kernels: which parts run on fused kernels.
         shard: called with the model on the meta device, to distribute its parameters in place:
             ``parallel.apply_fsdp``, or a function that calls it.
@@ -132,7 +132,7 @@ def _load_whole(
         aliases.setdefault(id(parameter), []).append(name)
     parameters = dict(model.named_parameters())
     bar: Any = tqdm  # not typed
-    for name, parameter in bar(parameters.items(), desc="Loading weights", disable=not progress):
+    for name, parameter in bar(parameters.items(), desc="Loading weights", disable=not (progress and rank() == 0)):
         packed = _read(weights.entries[name], stored, dtype, device)
         loaded = nn.Parameter(packed, requires_grad=parameter.requires_grad)
         for alias in aliases[id(parameter)]:

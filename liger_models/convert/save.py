@@ -1,12 +1,8 @@
 """Saving a model as a Hugging Face checkpoint, atomically."""
 
-import dataclasses
 import os
 import shutil
-import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -14,12 +10,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from liger_models.convert.config_map import write_config
-from liger_models.convert.files import CONFIG, FLOATS, INDEX, SHARDS, WEIGHTS, some, write_json
+from liger_models.convert.files import CONFIG, INDEX, SHARDS, WEIGHTS, some, write_json
 from liger_models.convert.folder import write_folder
-from liger_models.convert.format import format_of
-from liger_models.convert.weight_map import WeightMap
+from liger_models.convert.tensors import as_stored, check_dtype
 from liger_models.kernels.checks import check
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.layer import named_layers
 from liger_models.parallel.groups import raise_on_all_ranks, rank, run_on_rank_zero
 
 
@@ -36,7 +32,8 @@ def save_pretrained(
     Other files in the folder are kept. A second process that saves to the same folder waits.
 
     In a process group only rank 0 writes, and the other calling ranks wait for it. If the model is sharded, all ranks
-    must call this function: parameters are gathered one by one, and rank 0 holds the tensors of one file at a time.
+    must call this function: parameters are gathered one by one, as by `hf_tensors`, and rank 0 holds the tensors of one
+    file at a time.
 
     Args:
         model: the model; its ``hf_config`` and ``assets`` are saved, too.
@@ -45,44 +42,27 @@ def save_pretrained(
         max_shard_size: maximum size of a file, in bytes or as "5GB".
 
     Raises:
-        ValueError: parameters are on the meta device or not in the weight map, or the dtype could not be loaded again.
+        ValueError: parameters are on the meta device or not in the weight map, there are adapters, or the dtype could
+            not be loaded again.
         OSError: the folder cannot be written.
     """
-    check(
-        dtype is None or dtype in FLOATS.values(),
-        f"save_pretrained: dtype must be one of {', '.join(map(str, FLOATS.values()))}, got {dtype}.",
-    )
+    check_dtype("save_pretrained", dtype)
     check(
         isinstance(max_shard_size, str) or (type(max_shard_size) is int and max_shard_size > 0),
         f"save_pretrained: max_shard_size must be a positive number of bytes or text such as '5GB', got "
         f"{max_shard_size!r}.",
     )
-    folder = Path(folder).absolute()
-    for module in model.modules():
-        reshard: Any = getattr(module, "reshard", None)
-        if reshard is not None:  # FSDP leaves weights gathered after an evaluation
-            reshard()
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    absent = [name for name, parameter in parameters.items() if parameter.is_meta]
-    if absent:
-        raise ValueError(
-            f"save_pretrained: parameters must hold weights, got {some(absent)} on the meta device. Load or "
-            "initialise the model first."
-        )
-    config = _tied_as_stored(model)
-    if config.tie_word_embeddings:
-        del parameters["lm_head.weight"]
-    weights = format_of(type(model)).weight_map(config)
-    once = dict(model.named_parameters())  # leave out further names of shared parameters
-    parameters = {name: each for name, each in parameters.items() if name in once or name in weights.entries}
-    extra = sorted(parameters.keys() - weights.entries.keys())
+    adapters = [name for name, layer in named_layers(model) if layer.has_adapters]
     check(
-        not extra,
-        f"save_pretrained: every parameter must have a name in a checkpoint of {type(model).__name__}, got "
-        f"{some(extra)}. Save LoRA adapters with save_adapter, or merge them with merge_lora; remove other additions.",
+        not adapters,
+        f"save_pretrained: {type(model).__name__} must not have adapters, got some on {some(adapters)}. Save LoRA "
+        "adapters with save_adapter, or merge them with merge_lora.",
     )
+    folder = Path(folder).absolute()
+    stored = as_stored("save_pretrained", model, merge=False)
+    parameters = stored.parameters
     shapes = {name: torch.empty(p.shape, dtype=dtype or p.dtype, device="meta") for name, p in parameters.items()}
-    tensors = weights.shapes(shapes)
+    tensors = stored.weights.shapes(shapes)
     plan = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.nbytes,
@@ -90,9 +70,8 @@ def save_pretrained(
         max_shard_size=max_shard_size,
     )
     assets = model.current_assets()
-    hf_config = write_config(config, model.hf_config, dtype or parameters["embed_tokens.weight"].dtype)
-    sharded = any(hasattr(parameter, "full_tensor") for parameter in parameters.values())
-    files = iter(plan.filename_to_tensors.items())
+    hf_config = write_config(stored.config, model.hf_config, dtype or parameters["embed_tokens.weight"].dtype)
+    gathered = stored.gather()
 
     def write(place: Path) -> None:
         write_json(place / CONFIG, hf_config)
@@ -100,15 +79,19 @@ def save_pretrained(
             (place / name).write_bytes(content)
         if plan.is_sharded:
             write_json(place / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
-        for file, names in files:
-            save_file(_gather(names, weights, parameters, dtype), place / file, metadata={"format": "pt"})
-            # safetensors creates files that only their owner can read.
-            shutil.copymode(place / CONFIG, place / file)
+        begun: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in stored.unpack(gathered, dtype):
+            file = plan.tensor_to_filename[name]
+            begun.setdefault(file, {})[name] = tensor.cpu()
+            if len(begun[file]) == len(plan.filename_to_tensors[file]):
+                save_file(begun.pop(file), place / file, metadata={"format": "pt"})
+                # safetensors creates files that only their owner can read.
+                shutil.copymode(place / CONFIG, place / file)
 
     def save() -> None:
         write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX))
 
-    if not sharded:
+    if not stored.is_sharded:
         run_on_rank_zero(f"save_pretrained {folder}", save)
         return
     with raise_on_all_ranks():
@@ -117,41 +100,5 @@ def save_pretrained(
                 save()
         finally:
             # All ranks must take part in gathering: those that don't write and, if writing failed, the one that does.
-            for _, names in files:
-                _gather(names, weights, parameters, dtype, keep=False)
-
-
-def _tied_as_stored(model: Decoder) -> Any:
-    """The config of the model, with ``tie_word_embeddings`` set by whether its weights are one tensor."""
-    head, embedding = model.lm_head.weight, model.embed_tokens.weight
-    tied = head is embedding or head.data_ptr() == embedding.data_ptr() != 0
-    if tied != model.config.tie_word_embeddings:
-        warnings.warn(
-            f"save_pretrained: tie_word_embeddings is {model.config.tie_word_embeddings} in the config, but lm_head "
-            f"and embed_tokens are {'one tensor' if tied else 'two tensors'}. Saved as they are, with "
-            f"tie_word_embeddings {tied}.",
-            stacklevel=3,
-        )
-    return dataclasses.replace(model.config, tie_word_embeddings=tied)
-
-
-def _gather(
-    names: list[str],
-    weights: WeightMap,
-    parameters: Mapping[str, Any],
-    dtype: torch.dtype | None,
-    *,
-    keep: bool = True,
-) -> dict[str, Tensor]:
-    """The tensors of one file, contiguous, on the CPU and in ``dtype``; without ``keep`` they are only gathered."""
-    wanted = set(names)
-    shard: dict[str, Tensor] = {}
-    for name, expression in weights.entries.items():
-        if wanted.isdisjoint(expression.names()):
-            continue
-        parameter = parameters[name].detach()
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        for hf_name, tensor in expression.unpack(whole).items() if keep else ():
-            if hf_name in wanted:
-                shard[hf_name] = tensor.to("cpu", dtype).contiguous()
-    return shard
+            for _ in gathered:
+                pass

@@ -61,7 +61,7 @@ class PackedDataset(IterableDataset[Batch]):
         rank, ranks: this process's rank, and the number of ranks that share the data; default: those of the process
             group.
         cache_dir: folder for the tokens; default: ``liger_models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
-        progress: show a progress bar while tokenising.
+        progress: show a progress bar while tokenising, on rank 0.
 
     Attributes:
         epoch: the current epoch.

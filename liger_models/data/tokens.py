@@ -107,7 +107,7 @@ def tokenise(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
         source: as `find_files` returns it; not a stream.
         encoder: of the examples.
         cache_dir: folder of the cache; default: ``liger_models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
-        progress: show a progress bar.
+        progress: show a progress bar, on rank 0.
 
     Raises:
         ValueError: an example is malformed, or the tokens in the cache are damaged.
@@ -125,7 +125,7 @@ def tokenise(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
             with _temporary_folder(folder) as temporary:
                 bar: Any = tqdm  # not typed
                 examples = read_examples(source, encoder.fields)
-                examples = bar(examples, desc="Tokenising", unit=" examples", disable=not progress)
+                examples = bar(examples, desc="Tokenising", unit=" examples", disable=not (progress and rank() == 0))
                 TokenFile.write(temporary, encoder.encode(examples))
                 try:
                     temporary.rename(folder)

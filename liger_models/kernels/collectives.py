@@ -125,21 +125,21 @@ def _all_to_all_fake(x: Tensor, sent: list[int], received: list[int], group: str
     return x.new_empty(sum(received), *x.shape[1:])
 
 
-def all_reduce(x: Tensor, ranks: Group) -> Tensor:
+def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum over the ranks. Not differentiable."""
-    total: Tensor = torch.ops.liger_models.all_reduce(x, ranks.name)
+    total: Tensor = torch.ops.liger_models.all_reduce(x, group.name)
     return total
 
 
-def all_gather(x: Tensor, ranks: Group) -> Tensor:
+def all_gather(x: Tensor, group: Group) -> Tensor:
     """The tensors of all ranks, [R, ...]. Not differentiable."""
-    gathered: Tensor = torch.ops.liger_models.all_gather(x, ranks.name)
+    gathered: Tensor = torch.ops.liger_models.all_gather(x, group.name)
     return gathered
 
 
-def reduce_scatter(x: Tensor, ranks: Group) -> Tensor:
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """Sum x [R, ...] over the ranks; rank r gets part r, [...]. Not differentiable."""
-    total: Tensor = torch.ops.liger_models.reduce_scatter(x, ranks.name)
+    total: Tensor = torch.ops.liger_models.reduce_scatter(x, group.name)
     return total
 
 
@@ -155,39 +155,39 @@ def in_order(x: Tensor) -> Tensor:
     return tokens
 
 
-def gather_rows(rows: Tensor, ranks: Group | None) -> Tensor:
+def gather_rows(rows: Tensor, group: Group | None) -> Tensor:
     """With sequence parallelism all-gather the rows, [n, C] -> [R · n, C]; otherwise return them unchanged."""
-    return all_gather(rows, ranks).flatten(0, 1) if ranks is not None and ranks.sequence_parallel else rows
+    return all_gather(rows, group).flatten(0, 1) if group is not None and group.sequence_parallel else rows
 
 
-def sum_rows(rows: Tensor, ranks: Group | None) -> Tensor:
+def sum_rows(rows: Tensor, group: Group | None) -> Tensor:
     """Sum partial rows over the ranks; with sequence parallelism keep only the calling rank's rows.
 
     For use inside ops: ``rows`` may be overwritten.
     """
-    if ranks is not None and ranks.sequence_parallel:
-        return reduce_scatter(rows.unflatten(0, (ranks.size, -1)), ranks)
-    if ranks is not None:
-        dist.all_reduce(rows, group=_groups[ranks.name])
+    if group is not None and group.sequence_parallel:
+        return reduce_scatter(rows.unflatten(0, (group.size, -1)), group)
+    if group is not None:
+        dist.all_reduce(rows, group=_groups[group.name])
     return rows
 
 
-def rows_by_rank(tokens: Tensor, ranks: Group | None) -> Tensor:
+def rows_by_rank(tokens: Tensor, group: Group | None) -> Tensor:
     """[..., T, C] -> [N, C]; with sequence parallelism in rank order, the rows of rank 0 first."""
-    tokens = tokens if ranks is None or not ranks.sequence_parallel else by_rank(tokens, ranks.size)
+    tokens = tokens if group is None or not group.sequence_parallel else by_rank(tokens, group.size)
     return tokens.reshape(-1, tokens.shape[-1])
 
 
-def rows_in_order(rows: Tensor, shape: torch.Size, ranks: Group | None) -> Tensor:
+def rows_in_order(rows: Tensor, shape: torch.Size, group: Group | None) -> Tensor:
     """The inverse of `rows_by_rank`; ``shape`` [..., t] is that of the calling rank's tokens."""
-    if ranks is None or not ranks.sequence_parallel:
+    if group is None or not group.sequence_parallel:
         return rows.view(*shape, rows.shape[-1])
-    return in_order(rows.view(ranks.size, *shape, rows.shape[-1])).contiguous()
+    return in_order(rows.view(group.size, *shape, rows.shape[-1])).contiguous()
 
 
-def gathered_shape(shape: torch.Size, ranks: Group | None) -> tuple[int, ...]:
+def gathered_shape(shape: torch.Size, group: Group | None) -> tuple[int, ...]:
     """Shape [..., t] of the calling rank's tokens -> shape [..., T] of all tokens, with sequence parallelism."""
-    return (*shape[:-1], shape[-1] * ranks.size) if ranks is not None and ranks.sequence_parallel else tuple(shape)
+    return (*shape[:-1], shape[-1] * group.size) if group is not None and group.sequence_parallel else tuple(shape)
 
 
 def ranks_from_op(group: str = "", size: int = 1, sequence: bool = False) -> Group | None:
@@ -195,90 +195,90 @@ def ranks_from_op(group: str = "", size: int = 1, sequence: bool = False) -> Gro
     return Group(group, size, 0, sequence) if size > 1 else None
 
 
-def for_op(ranks: Group | None) -> tuple[str, int, bool]:
+def for_op(group: Group | None) -> tuple[str, int, bool]:
     """`Group` as arguments of an op: group name, size, sequence."""
-    return ("", 1, False) if ranks is None else (ranks.name, ranks.size, ranks.sequence_parallel)
+    return ("", 1, False) if group is None else (group.name, group.size, group.sequence_parallel)
 
 
 class _CopyToRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, ranks, sequence):
-        ctx.ranks, ctx.sequence = ranks, sequence
-        return in_order(all_gather(x, ranks)) if sequence else x.view_as(x)
+    def forward(ctx, x, group, sequence):
+        ctx.group, ctx.sequence = group, sequence
+        return in_order(all_gather(x, group)) if sequence else x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy):
-        ranks = ctx.ranks
-        return reduce_scatter(by_rank(dy, ranks.size), ranks) if ctx.sequence else all_reduce(dy, ranks), None, None
+        group = ctx.group
+        return reduce_scatter(by_rank(dy, group.size), group) if ctx.sequence else all_reduce(dy, group), None, None
 
 
 class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, ranks):
-        ctx.ranks = ranks
-        return reduce_scatter(by_rank(x, ranks.size), ranks) if ranks.sequence_parallel else all_reduce(x, ranks)
+    def forward(ctx, x, group):
+        ctx.group = group
+        return reduce_scatter(by_rank(x, group.size), group) if group.sequence_parallel else all_reduce(x, group)
 
     @staticmethod
     def backward(ctx, dy):
-        return in_order(all_gather(dy, ctx.ranks)) if ctx.ranks.sequence_parallel else dy, None
+        return in_order(all_gather(dy, ctx.group)) if ctx.group.sequence_parallel else dy, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, ranks):
-        ctx.ranks = ranks
-        return all_reduce(x, ranks)
+    def forward(ctx, x, group):
+        ctx.group = group
+        return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx, dy):
-        return all_reduce(dy, ctx.ranks), None
+        return all_reduce(dy, ctx.group), None
 
 
 class _LocalTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, ranks):
-        ctx.ranks = ranks
-        return by_rank(x, ranks.size)[ranks.rank].clone(memory_format=torch.contiguous_format)
+    def forward(ctx, x, group):
+        ctx.group = group
+        return by_rank(x, group.size)[group.rank].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx, dy):
-        return in_order(all_gather(dy, ctx.ranks)), None
+        return in_order(all_gather(dy, ctx.group)), None
 
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, ranks):
-        ctx.ranks = ranks
-        return in_order(all_gather(x, ranks))
+    def forward(ctx, x, group):
+        ctx.group = group
+        return in_order(all_gather(x, group))
 
     @staticmethod
     def backward(ctx, dy):
-        return by_rank(dy, ctx.ranks.size)[ctx.ranks.rank], None
+        return by_rank(dy, ctx.group.size)[ctx.group.rank], None
 
 
 class _GatherVocab(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, ranks, V):
-        ctx.ranks, ctx.vocab_shard = ranks, x.shape[-1]
-        each = -(-V // ranks.size)
-        gathered = all_gather(torch.nn.functional.pad(x, (0, each - x.shape[-1])), ranks)
+    def forward(ctx, x, group, V):
+        ctx.group, ctx.vocab_shard = group, x.shape[-1]
+        each = -(-V // group.size)
+        gathered = all_gather(torch.nn.functional.pad(x, (0, each - x.shape[-1])), group)
         return gathered.movedim(0, -2).flatten(-2)[..., :V]
 
     @staticmethod
     def backward(ctx, dy):
-        start = -(-dy.shape[-1] // ctx.ranks.size) * ctx.ranks.rank
+        start = -(-dy.shape[-1] // ctx.group.size) * ctx.group.rank
         return dy[..., start : start + ctx.vocab_shard], None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, sent, received, ranks):
-        ctx.sent, ctx.received, ctx.ranks = sent, received, ranks
-        return torch.ops.liger_models.all_to_all(x, sent, received, ranks.name)
+    def forward(ctx, x, sent, received, group):
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return torch.ops.liger_models.all_to_all(x, sent, received, group.name)
 
     @staticmethod
     def backward(ctx, dy):
-        dx = torch.ops.liger_models.all_to_all(dy, ctx.received, ctx.sent, ctx.ranks.name)
+        dx = torch.ops.liger_models.all_to_all(dy, ctx.received, ctx.sent, ctx.group.name)
         return dx, None, None, None
 
 
@@ -293,56 +293,56 @@ class _DivideGradient(torch.autograd.Function):
         return dy / ctx.divisor, None
 
 
-def copy_to_region(x: Tensor, ranks: Group | None) -> Tensor:
+def copy_to_region(x: Tensor, group: Group | None) -> Tensor:
     """Begin a layer that computes a partial sum on each rank (see the table above); identity without ranks."""
-    return x if ranks is None else _CopyToRegion.apply(x, ranks, ranks.sequence_parallel)
+    return x if group is None else _CopyToRegion.apply(x, group, group.sequence_parallel)
 
 
-def reduce_from_region(x: Tensor, ranks: Group | None) -> Tensor:
+def reduce_from_region(x: Tensor, group: Group | None) -> Tensor:
     """End such a layer: sum the partial results (see the table above); identity without ranks."""
-    return x if ranks is None else _ReduceFromRegion.apply(x, ranks)
+    return x if group is None else _ReduceFromRegion.apply(x, group)
 
 
-def sum_gradient(x: Tensor, ranks: Group) -> Tensor:
+def sum_gradient(x: Tensor, group: Group) -> Tensor:
     """Identity for a replicated tensor; its gradient is summed over the ranks."""
-    return _CopyToRegion.apply(x, ranks, False)  # type: ignore[no-any-return]
+    return _CopyToRegion.apply(x, group, False)  # type: ignore[no-any-return]
 
 
-def sum_over(x: Tensor, ranks: Group) -> Tensor:
+def sum_over(x: Tensor, group: Group) -> Tensor:
     """Sum over the ranks, differentiable: the gradient is summed, too, since each rank uses the sum differently."""
-    return _Sum.apply(x, ranks)  # type: ignore[no-any-return]
+    return _Sum.apply(x, group)  # type: ignore[no-any-return]
 
 
-def local_tokens(x: Tensor, ranks: Group) -> Tensor:
+def local_tokens(x: Tensor, group: Group) -> Tensor:
     """The calling rank's shard of replicated tokens: [..., T, C] -> [..., T / R, C]."""
-    return _LocalTokens.apply(x, ranks)  # type: ignore[no-any-return]
+    return _LocalTokens.apply(x, group)  # type: ignore[no-any-return]
 
 
-def gather_tokens(x: Tensor, ranks: Group) -> Tensor:
+def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """All-gather token shards, [..., T / R, C] -> [..., T, C], for replicated computation (no sum of gradients)."""
-    return _GatherTokens.apply(x, ranks)  # type: ignore[no-any-return]
+    return _GatherTokens.apply(x, group)  # type: ignore[no-any-return]
 
 
-def gather_vocab(x: Tensor, ranks: Group, V: int) -> Tensor:
+def gather_vocab(x: Tensor, group: Group, V: int) -> Tensor:
     """All-gather vocabulary shards (as by ``torch.chunk``) to [..., V], for replicated computation."""
-    return _GatherVocab.apply(x, ranks, V)  # type: ignore[no-any-return]
+    return _GatherVocab.apply(x, group, V)  # type: ignore[no-any-return]
 
 
-def all_to_all(x: Tensor, sent: list[int], received: list[int], ranks: Group) -> Tensor:
+def all_to_all(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
     """Exchange rows: [Σ sent, ...], in the order of the receivers -> [Σ received, ...], in the order of the senders."""
-    return _AllToAll.apply(x, sent, received, ranks)  # type: ignore[no-any-return]
+    return _AllToAll.apply(x, sent, received, group)  # type: ignore[no-any-return]
 
 
-def to_heads(x: Tensor, ranks: Group) -> Tensor:
+def to_heads(x: Tensor, group: Group) -> Tensor:
     """Trade the token shard [B, T / R, C] for the head shard [B, T, C / R]: all tokens, 1 / R of the columns."""
-    each = [1] * ranks.size
-    return in_order(all_to_all(x.unflatten(-1, (ranks.size, -1)).movedim(-2, 0), each, each, ranks))
+    each = [1] * group.size
+    return in_order(all_to_all(x.unflatten(-1, (group.size, -1)).movedim(-2, 0), each, each, group))
 
 
-def to_tokens(x: Tensor, ranks: Group) -> Tensor:
+def to_tokens(x: Tensor, group: Group) -> Tensor:
     """The inverse of `to_heads`: [B, T, C / R] -> [B, T / R, C]."""
-    each = [1] * ranks.size
-    return all_to_all(by_rank(x, ranks.size), each, each, ranks).movedim(0, -2).flatten(-2)
+    each = [1] * group.size
+    return all_to_all(by_rank(x, group.size), each, each, group).movedim(0, -2).flatten(-2)
 
 
 def divide_gradient(x: Tensor, divisor: float) -> Tensor:

@@ -19,6 +19,10 @@ The rows are processed in the chunks of `linear_cross_entropy`, with logits of b
 gradients are computed in the forward: four products in all. Logits are fp32 even for half-precision inputs, because
 divergences are small differences of them. Only the student gets gradients. Saved: as in `linear_cross_entropy`.
 
+`logits_divergence` takes the logits of both models, held in full, and returns D and the cross entropy of each token.
+The forward reads both logits twice. The backward reads them once and combines both gradients. Saved: the inputs, and
+six numbers a row.
+
 `distribution_divergence` takes the distributions themselves, log-probabilities s and t or probabilities q and p. Each
 term is a function of one pair of entries, and so is its derivative for the student's::
 
@@ -163,6 +167,12 @@ def _kind(divergence: str, beta: float) -> str:
     return jsd_or_its_limit(beta) if divergence == "jsd" else divergence
 
 
+def _check_divergence(op: str, divergence: str, beta: float, temperature: float) -> None:
+    check(divergence in KINDS, f"{op}: divergence must be one of {KINDS}, got {divergence!r}.")
+    check(divergence != "jsd" or 0.0 <= beta <= 1.0, f"{op}: beta must lie in [0, 1], got {beta}.")
+    check(temperature > 0, f"{op}: temperature must be positive, got {temperature}.")
+
+
 @triton.jit
 def _part(s, t, beta, KIND: tl.constexpr):
     """The summand of D, and a, for log-probabilities s of the student and t of the teacher."""
@@ -186,33 +196,16 @@ def _part(s, t, beta, KIND: tl.constexpr):
 
 
 @triton.jit
-def _divergence_kernel(
-    student_ptr, teacher_ptr, gradient_ptr, target_ptr, factor_ptr, soft_ptr, hard_ptr,
-    student_stride, teacher_stride, gradient_stride, V, ignore_index, beta, inverse_temperature,
-    soft_weight, hard_weight, softcap, logit_scale, teacher_softcap, teacher_logit_scale, NORM_FLOOR,
-    KIND: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_TEACHER_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
+def _row_statistics(
+    student_ptr, teacher_ptr, V, beta, inverse_temperature, softcap, logit_scale, teacher_softcap, teacher_logit_scale,
+    NORM_FLOOR, KIND: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr,
+    LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    student_ptr += row.to(tl.int64) * student_stride
-    teacher_ptr += row.to(tl.int64) * teacher_stride
-    gradient_ptr += row.to(tl.int64) * gradient_stride
-    y = tl.load(target_ptr + row)
+    """D of a row, and what its gradient needs: maximum and log-sum of student and teacher, Σ a, log-sum without τ.
+
+    For cosine the log-sums are the norms, and Σ a is the cosine.
+    """
     columns = tl.arange(0, BLOCK)
-
-    if y == ignore_index:
-        tl.store(soft_ptr + row, 0.0)
-        tl.store(hard_ptr + row, 0.0)
-        if GRADIENT:
-            for start in range(0, V, BLOCK):
-                zero = tl.zeros([BLOCK], gradient_ptr.dtype.element_ty)
-                tl.store(gradient_ptr + start + columns, zero, mask=start + columns < V)
-        return
-
-    # Read before the gradient may overwrite it.
-    valid = (y >= 0) & (y < V)
-    z_y = _transformed(tl.load(student_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
-    z_y = tl.where(valid, z_y, float("nan"))
     s_max, s_total, hard_total = LOWEST, 0.0, 0.0
     t_max, t_total = LOWEST, 0.0
     dot, s_square, t_square = 0.0, 0.0, 0.0
@@ -240,14 +233,15 @@ def _divergence_kernel(
         if HARD:
             hard_total = hard_total * exp(s_max - new_max) + tl.sum(exp(z - new_max), 0)
         s_max = new_max
-    s_log, t_log = tl.log(s_total), 0.0
-    hard_log = 0.0
+    s_log, t_log, hard_log = tl.log(s_total), 0.0, 0.0
+    if HARD:
+        hard_log = tl.log(hard_total)
     soft, total_a = 0.0, 0.0
     if KIND == 4:
-        s_norm = tl.maximum(tl.sqrt(s_square), NORM_FLOOR)
-        t_norm = tl.maximum(tl.sqrt(t_square), NORM_FLOOR)
-        cosine = dot / (s_norm * t_norm)
-        soft = beta * (1.0 - cosine)
+        s_log = tl.maximum(tl.sqrt(s_square), NORM_FLOOR)
+        t_log = tl.maximum(tl.sqrt(t_square), NORM_FLOOR)
+        total_a = dot / (s_log * t_log)
+        soft = beta * (1.0 - total_a)
     else:
         t_log = tl.log(t_total)
         for start in range(0, V, BLOCK):
@@ -261,15 +255,61 @@ def _divergence_kernel(
             d, a = _part(s, t, beta, KIND)
             soft += tl.sum(tl.where(inside, d, 0.0), 0)
             total_a += tl.sum(tl.where(inside, a, 0.0), 0)
-    tl.store(soft_ptr + row, soft)
-    if HARD:
-        hard_log = tl.log(hard_total)
-        tl.store(hard_ptr + row, hard_log - (z_y - s_max))
+    return soft, s_max, s_log, t_max, t_log, total_a, hard_log
+
+
+@triton.jit
+def _divergence_kernel(
+    student_ptr, teacher_ptr, gradient_ptr, target_ptr, factor_ptr, hard_factor_ptr, soft_ptr, hard_ptr, statistics_ptr,
+    student_stride, teacher_stride, gradient_stride, V, ignore_index, beta, inverse_temperature,
+    soft_weight, hard_weight, softcap, logit_scale, teacher_softcap, teacher_logit_scale, NORM_FLOOR,
+    KIND: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, SAVE: tl.constexpr, SAVED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    student_ptr += row.to(tl.int64) * student_stride
+    teacher_ptr += row.to(tl.int64) * teacher_stride
+    gradient_ptr += row.to(tl.int64) * gradient_stride
+    statistics_ptr += row * 6
+    y = tl.load(target_ptr + row)
+    columns = tl.arange(0, BLOCK)
+
+    if y == ignore_index:
+        if not SAVED:
+            tl.store(soft_ptr + row, 0.0)
+            tl.store(hard_ptr + row, 0.0)
+        if GRADIENT:
+            for start in range(0, V, BLOCK):
+                zero = tl.zeros([BLOCK], gradient_ptr.dtype.element_ty)
+                tl.store(gradient_ptr + start + columns, zero, mask=start + columns < V)
+        return
+
+    if SAVED:
+        s_max, s_log = tl.load(statistics_ptr), tl.load(statistics_ptr + 1)
+        t_max, t_log = tl.load(statistics_ptr + 2), tl.load(statistics_ptr + 3)
+        total_a, hard_log = tl.load(statistics_ptr + 4), tl.load(statistics_ptr + 5)
     else:
-        tl.store(hard_ptr + row, 0.0)
+        # Read before the gradient may overwrite it.
+        valid = (y >= 0) & (y < V)
+        z_y = _transformed(tl.load(student_ptr + y, mask=valid, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+        z_y = tl.where(valid, z_y, float("nan"))
+        soft, s_max, s_log, t_max, t_log, total_a, hard_log = _row_statistics(
+            student_ptr, teacher_ptr, V, beta, inverse_temperature, softcap, logit_scale, teacher_softcap,
+            teacher_logit_scale, NORM_FLOOR, KIND, HARD, HAS_SOFTCAP, HAS_TEACHER_SOFTCAP, LOWEST, BLOCK,
+        )  # fmt: skip
+        tl.store(soft_ptr + row, soft)
+        tl.store(hard_ptr + row, (hard_log - (z_y - s_max)) if HARD else 0.0)
+        if SAVE:
+            tl.store(statistics_ptr, s_max)
+            tl.store(statistics_ptr + 1, s_log)
+            tl.store(statistics_ptr + 2, t_max)
+            tl.store(statistics_ptr + 3, t_log)
+            tl.store(statistics_ptr + 4, total_a)
+            tl.store(statistics_ptr + 5, hard_log)
 
     if GRADIENT:
-        factor = tl.load(factor_ptr + row)
+        soft_factor = soft_weight * logit_scale * tl.load(factor_ptr + row)
+        hard_factor = hard_weight * logit_scale * tl.load(hard_factor_ptr + row)
         for start in range(0, V, BLOCK):
             inside = start + columns < V
             z = tl.load(student_ptr + start + columns, mask=inside, other=0.0)
@@ -277,17 +317,16 @@ def _divergence_kernel(
             u = tl.load(teacher_ptr + start + columns, mask=inside, other=0.0)
             u = _transformed(u, teacher_logit_scale, teacher_softcap, HAS_TEACHER_SOFTCAP)
             if KIND == 4:
-                dz = soft_weight * beta * (cosine * z / (s_norm * s_norm) - u / (s_norm * t_norm))
+                dz = soft_factor * beta * (total_a * z / (s_log * s_log) - u / (s_log * t_log))
             else:
                 s = tl.maximum((z - s_max) * inverse_temperature - s_log, LOWEST)
                 t = tl.maximum((u - t_max) * inverse_temperature - t_log, LOWEST)
                 _, a = _part(s, t, beta, KIND)
-                dz = soft_weight * inverse_temperature * (a - exp(s) * total_a)
+                dz = soft_factor * inverse_temperature * (a - exp(s) * total_a)
             if HARD:
-                dz += hard_weight * (exp((z - s_max) - hard_log) - tl.where(start + columns == y, 1.0, 0.0))
+                dz += hard_factor * (exp((z - s_max) - hard_log) - tl.where(start + columns == y, 1.0, 0.0))
             if HAS_SOFTCAP:
                 dz *= 1.0 - (z / softcap) * (z / softcap)
-            dz *= factor * logit_scale
             tl.store(gradient_ptr + start + columns, dz.to(gradient_ptr.dtype.element_ty), mask=inside)
 
 
@@ -328,22 +367,30 @@ def _rows_in_torch(student, teacher, gradient, target, factors, options) -> tupl
     return soft, hard
 
 
-def _rows(student, teacher, gradient, target, factors, options) -> tuple[Tensor, Tensor]:
-    """Divergence and cross entropy of each row; ``factors`` times the gradient is written to ``gradient`` if given."""
+def _rows(
+    student, teacher, gradient, target, factors, options, hard_factors=None, statistics=None
+) -> tuple[Tensor, Tensor]:
+    """Divergence and cross entropy of each row; ``factors`` times the gradient is written to ``gradient`` if given.
+
+    ``hard_factors`` are other factors of the cross entropy's gradient. ``statistics`` [N, 6] are written, or with a
+    gradient read in place of computing both losses.
+    """
     if not use_triton(student):
         return _rows_in_torch(student, teacher, gradient, target, factors, options)
     kind, beta, temperature, soft_weight, hard_weight, ignore_index, softcap, scale, t_softcap, t_scale = options
     N, V = student.shape
-    soft, hard = torch.empty(2, N, dtype=torch.float32, device=student.device)
+    soft, hard = (torch.empty(N, dtype=torch.float32, device=student.device) for _ in range(2))
     written = student if gradient is None else gradient
     block = min(triton.next_power_of_2(V), MAX_BLOCK)
     with on_device_of(student):
         _divergence_kernel[(N,)](
-            student, teacher, written, target, factors, soft, hard,
+            student, teacher, written, target, factors, factors if hard_factors is None else hard_factors, soft, hard,
+            soft if statistics is None else statistics,
             student.stride(0), teacher.stride(0), written.stride(0), V, ignore_index, beta, 1.0 / temperature,
             soft_weight, hard_weight, 0.0 if softcap is None else softcap, scale,
             0.0 if t_softcap is None else t_softcap, t_scale, NORM_FLOOR,
             KIND=KINDS.index(kind), HARD=hard_weight != 0.0, GRADIENT=gradient is not None,
+            SAVE=statistics is not None, SAVED=statistics is not None and gradient is not None,
             HAS_SOFTCAP=softcap is not None, HAS_TEACHER_SOFTCAP=t_softcap is not None, LOWEST=LOWEST, BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
         )  # fmt: skip
@@ -467,9 +514,7 @@ def linear_divergence(
             each is None or each.shape == (V,),
             f"{op}: {name} must have shape [{V}], got {each is not None and each.shape}.",
         )
-    check(divergence in KINDS, f"{op}: divergence must be one of {KINDS}, got {divergence!r}.")
-    check(divergence != "jsd" or 0.0 <= beta <= 1.0, f"{op}: beta must lie in [0, 1], got {beta}.")
-    check(temperature > 0, f"{op}: temperature must be positive, got {temperature}.")
+    _check_divergence(op, divergence, beta, temperature)
     check(
         teacher_softcap is None or teacher_softcap > 0,
         f"{op}: teacher_softcap must be positive or None, got {teacher_softcap}.",
@@ -498,6 +543,134 @@ def linear_divergence(
         training and bias is not None and bias.requires_grad,
     )  # fmt: skip
     return DivergenceOutput(loss, soft, hard)
+
+
+def logits_divergence_reference(
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor,
+    *,
+    divergence: str = "jsd",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor]:
+    """`logits_divergence` in plain torch (differentiable in the student; fp64 stays fp64)."""
+    valid = target != ignore_index
+    z, u = (_z(each, 1.0, None).where(valid[..., None], 0) for each in (student, teacher.detach()))
+    hard = F.cross_entropy(z.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="none")
+    soft = token_divergence(_kind(divergence, beta), z, u, beta, temperature)
+    return hard.view(target.shape), soft.where(valid, 0)
+
+
+LIBRARY.define(
+    "logits_divergence(Tensor student, Tensor teacher, Tensor target, str kind, float beta, float temperature,"
+    " int ignore_index) -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "logits_divergence_backward(Tensor d_hard, Tensor d_soft, Tensor student, Tensor teacher, Tensor target,"
+    " Tensor statistics, str kind, float beta, float temperature, int ignore_index) -> Tensor"
+)
+
+
+def _token_options(kind, beta, temperature, ignore_index) -> tuple[object, ...]:
+    """Options of `_rows` for losses of weight 1, and logits without factor and softcap."""
+    return kind, beta, temperature, 1.0, 1.0, ignore_index, None, 1.0, None, 1.0
+
+
+@torch.library.impl(LIBRARY, "logits_divergence", "CompositeExplicitAutograd")
+def _logits_forward(student, teacher, target, *options) -> tuple[Tensor, Tensor, Tensor]:
+    statistics = student.new_zeros(len(student), 6, dtype=torch.float32)
+    soft, hard = _rows(
+        student.contiguous(), teacher.contiguous(), None, target, statistics, _token_options(*options),
+        statistics=statistics,
+    )  # fmt: skip
+    return hard, soft, statistics
+
+
+@torch.library.register_fake("liger_models::logits_divergence", lib=LIBRARY)
+def _logits_fake(student, *_) -> tuple[Tensor, ...]:
+    N = student.shape[0]
+    return tuple(student.new_empty(shape, dtype=torch.float32) for shape in ((N,), (N,), (N, 6)))
+
+
+@torch.library.impl(LIBRARY, "logits_divergence_backward", "CompositeExplicitAutograd")
+def _logits_backward(d_hard, d_soft, student, teacher, target, statistics, *options) -> Tensor:
+    gradient = torch.empty_like(student, memory_format=torch.contiguous_format)
+    _rows(
+        student.contiguous(), teacher.contiguous(), gradient, target, d_soft.contiguous(), _token_options(*options),
+        d_hard.contiguous(), statistics,
+    )  # fmt: skip
+    return gradient
+
+
+@torch.library.register_fake("liger_models::logits_divergence_backward", lib=LIBRARY)
+def _logits_backward_fake(d_hard, d_soft, student, *_) -> Tensor:
+    return torch.empty_like(student, memory_format=torch.contiguous_format)
+
+
+def _logits_setup(ctx, inputs, output):
+    student, teacher, target, *ctx.options = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(student, teacher, target, output[2])
+
+
+def _logits_autograd(ctx, d_hard, d_soft, _):
+    made = torch.ops.liger_models.logits_divergence_backward(d_hard, d_soft, *ctx.saved_tensors, *ctx.options)
+    return made, *(None,) * 6
+
+
+torch.library.register_autograd(
+    "liger_models::logits_divergence", _logits_autograd, setup_context=_logits_setup, lib=LIBRARY
+)
+
+
+def logits_divergence(
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor,
+    *,
+    divergence: str = "jsd",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy and divergence of each token, of logits that are held in full.
+
+    Args:
+        student: [..., V], floating-point; never written to.
+        teacher: [..., V], floating-point; gets no gradient.
+        target: [...], int64 in [0, V) or ``ignore_index``.
+        divergence, beta, temperature: as in `linear_divergence`; the cross entropy has temperature 1.
+        ignore_index: target value of tokens that are ignored: both losses are 0.
+
+    Returns:
+        Cross entropy and divergence, [...] float32 each (float64 for float64 inputs on the CPU), both differentiable.
+
+    Raises:
+        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
+        TypeError: a dtype is wrong.
+    """
+    op = "logits_divergence"
+    check_floating(op, student=student, teacher=teacher)
+    check(
+        student.shape == teacher.shape and student.dim() > 0,
+        f"{op}: student and teacher must have the same shape [..., V], got {list(student.shape)} and"
+        f" {list(teacher.shape)}.",
+    )
+    V = student.shape[-1]
+    _check_divergence(op, divergence, beta, temperature)
+    check_arguments(op, tuple(student.shape[:-1]), V, target, None, None, ignore_index, 0.0, None, "none", None)
+    if not use_triton(student):
+        return logits_divergence_reference(
+            student, teacher, target, divergence=divergence, beta=beta, temperature=temperature,
+            ignore_index=ignore_index,
+        )  # fmt: skip
+    hard, soft, _ = torch.ops.liger_models.logits_divergence(
+        student.reshape(-1, V), teacher.detach().reshape(-1, V), target.reshape(-1), _kind(divergence, beta), beta,
+        temperature, ignore_index,
+    )  # fmt: skip
+    return hard.view(target.shape), soft.view(target.shape)
 
 
 def distribution_divergence_reference(

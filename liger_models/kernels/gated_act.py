@@ -3,19 +3,20 @@
 Element 2f of ``gate_up`` is gate f and element 2f + 1 is up f, so a shard over f is a plain slice of the rows of the
 projection's weight. Forward, with the activation in fp32::
 
-    a = cast(act(gate))                   cast to the input dtype before the product, as Hugging Face's models do
+    a = cast(act(s · gate))               cast to the input dtype before the product, as Hugging Face's models do
     y = cast(a · up)
 
 Backward, in fp32, with a recomputed through the same cast::
 
-    dgate = dy · up · act'(gate),   dup = dy · a
+    dgate = s · dy · up · act'(s · gate),   dup = dy · a
 
     silu         act(g) = g · σ(g)                       act'(g) = σ(g) · (1 + g · (1 − σ(g)))
     gelu_tanh    act(g) = g · σ(2z)                      act'(g) = σ(2z) + g · σ(2z) · (1 − σ(2z)) · 2z'(g)
                  z(g) = √(2/π) · (g + 0.044715 · g³)     since (1 + tanh(z)) / 2 = σ(2z)
     gelu         act(g) = g · Φ(g)                       act'(g) = Φ(g) + g · φ(g)
 
-Saved: only gate_up. On request the backward kernel also writes y, which the next projection's weight gradient needs.
+s is a factor of the gate, usually 1. Saved: only gate_up. On request the backward kernel also writes y, which the next
+projection's weight gradient needs.
 
 Source: https://arxiv.org/abs/2002.05202, https://arxiv.org/abs/1606.08415.
 """
@@ -35,9 +36,10 @@ NUM_WARPS = 8
 neither the split nor the interleaving goes through shared memory; with 8 pairs per thread both would."""
 
 
-def gated_act_reference(gate_up: Tensor, act: str) -> Tensor:
+def gated_act_reference(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
     """`gated_act` in plain torch (differentiable; fp64 stays fp64)."""
     gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
+    gate = gate if gate_scale == 1.0 else gate * gate_scale
     if act == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none") * up
@@ -74,11 +76,11 @@ def _load_pairs(pointer, left, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gated_act_kernel(gate_up_ptr, y_ptr, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_act_kernel(gate_up_ptr, y_ptr, count, gate_scale, ACT: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     left = count - start  # int64, so twice that does not overflow
     gate, up = _load_pairs(gate_up_ptr + 2 * start, left, BLOCK)
-    a, _ = _activation(gate, ACT)
+    a, _ = _activation(gate_scale * gate, ACT)
     dtype = y_ptr.dtype.element_ty
     results = tl.arange(0, BLOCK)
     tl.store(y_ptr + start + results, (a.to(dtype).to(tl.float32) * up).to(dtype), mask=results < left)
@@ -86,7 +88,7 @@ def _gated_act_kernel(gate_up_ptr, y_ptr, count, ACT: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _gated_act_backward_kernel(
-    dy_ptr, gate_up_ptr, d_gate_up_ptr, product_ptr, count,
+    dy_ptr, gate_up_ptr, d_gate_up_ptr, product_ptr, count, gate_scale,
     ACT: tl.constexpr, STORE_PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -94,24 +96,24 @@ def _gated_act_backward_kernel(
     results = tl.arange(0, BLOCK)
     gate, up = _load_pairs(gate_up_ptr + 2 * start, left, BLOCK)
     dy = tl.load(dy_ptr + start + results, mask=results < left, other=0.0).to(tl.float32)
-    a, slope = _activation(gate, ACT)
+    a, slope = _activation(gate_scale * gate, ACT)
     dtype = d_gate_up_ptr.dtype.element_ty
     a = a.to(dtype).to(tl.float32)
     elements = tl.arange(0, 2 * BLOCK)
-    gradient = tl.interleave((dy * up * slope).to(dtype), (dy * a).to(dtype))
+    gradient = tl.interleave((gate_scale * dy * up * slope).to(dtype), (dy * a).to(dtype))
     tl.store(d_gate_up_ptr + 2 * start + elements, gradient, mask=elements < 2 * left)
     if STORE_PRODUCT:
         tl.store(product_ptr + start + results, (a * up).to(dtype), mask=results < left)
 
 
-def gated_act_forward(gate_up: Tensor, act: str) -> Tensor:
+def gated_act_forward(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
     """Launch the forward kernel."""
     gate_up = gate_up.contiguous()
     y = torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
         with on_device_of(gate_up):
             _gated_act_kernel[(triton.cdiv(y.numel(), BLOCK),)](
-                gate_up, y, y.numel(), ACT=act, BLOCK=BLOCK, num_warps=NUM_WARPS
+                gate_up, y, y.numel(), gate_scale, ACT=act, BLOCK=BLOCK, num_warps=NUM_WARPS
             )
     return y
 
@@ -121,6 +123,7 @@ def gated_act_backward(
     gate_up: Tensor,
     act: str,
     need_product: bool,
+    gate_scale: float = 1.0,
     *,
     overwrite_dy: bool = False,
     overwrite_gate_up: bool = False,
@@ -137,44 +140,44 @@ def gated_act_backward(
         with on_device_of(gate_up):
             _gated_act_backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](
                 # A pointer argument that the constants disable must still be a tensor.
-                dy, gate_up, d_gate_up, dy if product is None else product, dy.numel(),
+                dy, gate_up, d_gate_up, dy if product is None else product, dy.numel(), gate_scale,
                 ACT=act, STORE_PRODUCT=need_product, BLOCK=BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
     return d_gate_up, product
 
 
-LIBRARY.define("gated_act(Tensor gate_up, str act) -> Tensor")
-LIBRARY.define("gated_act_backward(Tensor dy, Tensor gate_up, str act) -> Tensor")
+LIBRARY.define("gated_act(Tensor gate_up, str act, float gate_scale=1.0) -> Tensor")
+LIBRARY.define("gated_act_backward(Tensor dy, Tensor gate_up, str act, float gate_scale=1.0) -> Tensor")
 
 
 @torch.library.impl(LIBRARY, "gated_act", "CompositeExplicitAutograd")
-def _gated_act(gate_up: Tensor, act: str) -> Tensor:
-    return gated_act_forward(gate_up, act)
+def _gated_act(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
+    return gated_act_forward(gate_up, act, gate_scale)
 
 
 @torch.library.impl(LIBRARY, "gated_act_backward", "CompositeExplicitAutograd")
-def _gated_act_backward(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
-    return gated_act_backward(dy, gate_up, act, need_product=False)[0]
+def _gated_act_backward(dy: Tensor, gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
+    return gated_act_backward(dy, gate_up, act, False, gate_scale)[0]
 
 
 @torch.library.register_fake("liger_models::gated_act", lib=LIBRARY)
-def _gated_act_fake(gate_up: Tensor, act: str) -> Tensor:
+def _gated_act_fake(gate_up: Tensor, *_: object) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
 @torch.library.register_fake("liger_models::gated_act_backward", lib=LIBRARY)
-def _gated_act_backward_fake(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
+def _gated_act_backward_fake(dy: Tensor, gate_up: Tensor, *_: object) -> Tensor:
     return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
 
 
 def _setup(ctx, inputs, output):
-    gate_up, ctx.act = inputs
+    gate_up, *ctx.constants = inputs
     ctx.save_for_backward(gate_up)
 
 
 def _backward(ctx, dy):
     (gate_up,) = ctx.saved_tensors
-    return torch.ops.liger_models.gated_act_backward(dy, gate_up, ctx.act), None
+    return torch.ops.liger_models.gated_act_backward(dy, gate_up, *ctx.constants), None, None
 
 
 torch.library.register_autograd("liger_models::gated_act", _backward, setup_context=_setup, lib=LIBRARY)
@@ -185,12 +188,13 @@ def check_act(op: str, act: str) -> None:
     check(act in ACTIVATIONS, f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}.")
 
 
-def gated_act(gate_up: Tensor, act: str) -> Tensor:
-    """``act(gate) · up`` for gate = gate_up[..., 0::2] and up = gate_up[..., 1::2].
+def gated_act(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
+    """``act(gate_scale · gate) · up`` for gate = gate_up[..., 0::2] and up = gate_up[..., 1::2].
 
     Args:
         gate_up: [..., 2 F]; element 2f is gate f and element 2f + 1 is up f. float32, float16 or bfloat16.
         act: "silu", "gelu_tanh" or "gelu".
+        gate_scale: factor of the gate.
 
     Returns:
         [..., F] in the dtype of gate_up.
@@ -206,8 +210,8 @@ def gated_act(gate_up: Tensor, act: str) -> Tensor:
         f"gated_act: the last dimension of gate_up must be even (gate and up pairs), got {list(gate_up.shape)}.",
     )
     if not use_triton(gate_up):
-        return gated_act_reference(gate_up, act)
-    y: Tensor = torch.ops.liger_models.gated_act(gate_up, act)
+        return gated_act_reference(gate_up, act, gate_scale)
+    y: Tensor = torch.ops.liger_models.gated_act(gate_up, act, gate_scale)
     return y
 
 

@@ -124,14 +124,14 @@ def _gated_mlp(
     down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, kind: str, eps: float,
     weight_offset: float, scale_in_fp32: bool, act: str, recompute: bool, result: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    ranks = ranks_from_op(*rest)
+    group = ranks_from_op(*rest)
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
-    constants = norm, gate_up_weight, down_weight, gate_up_bias, down_bias, act, recompute, result, ranks
+    constants = norm, gate_up_weight, down_weight, gate_up_bias, down_bias, act, recompute, result, group
     C, shape = residual.shape[-1], residual.shape[:-1]
     N = shape.numel()
     x = None if x is None else x.reshape(-1, C)
     residual = residual.reshape(-1, C)
-    rows, copies = _split_rows(N, gate_up_weight, ranks, recompute)
+    rows, copies = _split_rows(N, gate_up_weight, group, recompute)
     if rows >= N:
         y, h, statistics, gate_up = _forward_rows(x, residual, *constants)
     else:
@@ -149,13 +149,13 @@ def _gated_mlp(
     h = h if x is None else h.view(*shape, C)
     statistics = statistics.view(norm.statistics_shape(shape))
     if not recompute:  # gate and up hold all ranks' tokens, the first rank's first
-        gate_up = gate_up.view(*gathered_shape(shape, ranks), gate_up.shape[-1])
-    return rows_in_order(y, shape, ranks), h, statistics, gate_up
+        gate_up = gate_up.view(*gathered_shape(shape, group), gate_up.shape[-1])
+    return rows_in_order(y, shape, group), h, statistics, gate_up
 
 
-def _split_rows(N: int, gate_up_weight: Tensor, ranks: Group | None, recompute: bool) -> tuple[int, int]:
+def _split_rows(N: int, gate_up_weight: Tensor, group: Group | None, recompute: bool) -> tuple[int, int]:
     """Own rows per chunk, and the number of ranks whose rows u holds."""
-    copies = ranks.size if ranks is not None and ranks.sequence_parallel else 1
+    copies = group.size if group is not None and group.sequence_parallel else 1
     row_bytes = gate_up_weight.shape[0] * gate_up_weight.itemsize
     return -(-_chunk_rows(N * copies, row_bytes) // copies) if recompute else N, copies
 
@@ -163,16 +163,16 @@ def _split_rows(N: int, gate_up_weight: Tensor, ranks: Group | None, recompute: 
 def _forward_rows(
     x: Tensor | None, residual: Tensor, norm: FusedNorm, gate_up_weight: Tensor, down_weight: Tensor,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
-    recompute: bool, result: bool, ranks: Group | None,
+    recompute: bool, result: bool, group: Group | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The op's outputs for rows [N, C]: all of them, or a chunk."""
     normed, h, statistics = norm.forward(x, residual)
     # An op's output may not be its input: without x the second output is empty.
     h = residual.new_empty(0) if x is None else h
     if recompute and not result:
-        y = down_weight.new_empty(*gathered_shape(normed.shape[:-1], ranks), down_weight.shape[0])
+        y = down_weight.new_empty(*gathered_shape(normed.shape[:-1], group), down_weight.shape[0])
         return y, h, statistics, gate_up_weight.new_empty(0)
-    gate_up = linear(gather_rows(normed, ranks), gate_up_weight, gate_up_bias)
+    gate_up = linear(gather_rows(normed, group), gate_up_weight, gate_up_bias)
     del normed
     product = gated_act_forward(gate_up, act)
     if recompute:
@@ -186,15 +186,15 @@ def _gated_mlp_backward(
     norm_bias: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, kind: str,
     eps: float, weight_offset: float, scale_in_fp32: bool, act: str, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    ranks = ranks_from_op(*rest)
+    group = ranks_from_op(*rest)
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
-    constants = norm, gate_up_weight, down_weight, gate_up_bias, act, needs, ranks
+    constants = norm, gate_up_weight, down_weight, gate_up_bias, act, needs, group
     likes = _likes(h, norm_weight, gate_up_weight, down_weight)
     shape, C = h.shape, h.shape[-1]
     N = shape[:-1].numel()
-    dy, h, statistics = rows_by_rank(dy, ranks), h.reshape(-1, C), statistics.reshape(norm.statistics_shape((N,)))
+    dy, h, statistics = rows_by_rank(dy, group), h.reshape(-1, C), statistics.reshape(norm.statistics_shape((N,)))
     dh = None if dh is None else dh.reshape(-1, C)
-    rows, copies = _split_rows(N, gate_up_weight, ranks, gate_up is None)
+    rows, copies = _split_rows(N, gate_up_weight, group, gate_up is None)
     if rows >= N:
         gate_up = None if gate_up is None else gate_up.reshape(-1, gate_up.shape[-1])
         dx, *grads = _backward_rows(dy, dh, h, statistics, gate_up, *constants)
@@ -216,7 +216,7 @@ def _gated_mlp_backward(
 def _backward_rows(
     dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, norm: FusedNorm,
     gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, act: str, needs: list[bool],
-    ranks: Group | None, totals: list[Tensor | None] | None = None,
+    group: Group | None, totals: list[Tensor | None] | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """dx and the weights' gradients. Those of a chunk are in fp32 and added to the ``totals`` of the chunks before it.
 
@@ -231,7 +231,7 @@ def _backward_rows(
     dx = d_norm_weight = d_norm_bias = d_gate_up_weight = d_down_weight = d_gate_up = product = rows = None
     own = gate_up is None
     if gate_up is None and (need_du or need_down):
-        gate_up = linear(gather_rows(norm.again(h, statistics, dtype), ranks), gate_up_weight, gate_up_bias)
+        gate_up = linear(gather_rows(norm.again(h, statistics, dtype), group), gate_up_weight, gate_up_bias)
     if gate_up is not None and need_du:
         d_gate_up, product = gated_act_backward(
             dy @ down_weight, gate_up, act, need_down, overwrite_dy=True, overwrite_gate_up=own
@@ -243,14 +243,14 @@ def _backward_rows(
         d_down_weight = _weight_gradient(before[3], dy, product, chunked)
     del product
     if d_gate_up is not None and need_dn:
-        dn = sum_rows(d_gate_up @ gate_up_weight, ranks)
+        dn = sum_rows(d_gate_up @ gate_up_weight, group)
         dx, d_norm_weight, d_norm_bias, rows = norm.backward(
             dn, dh, h, statistics, need_weight=need_norm_weight, need_bias=need_norm_bias,
             rows_dtype=dtype if need_gate_up else None, sum_dtype=wide,
         )  # fmt: skip
         del dn
     if d_gate_up is not None and need_gate_up:
-        rows = gather_rows(norm.again(h, statistics, dtype) if rows is None else rows, ranks)
+        rows = gather_rows(norm.again(h, statistics, dtype) if rows is None else rows, group)
         d_gate_up_weight = _weight_gradient(before[2], d_gate_up, rows, chunked)
     d_gate_up_bias = d_gate_up.sum(0, dtype=wide) if d_gate_up is not None and need_gate_up_bias else None
     d_down_bias = dy.sum(0, dtype=wide) if need_down_bias else None

@@ -115,14 +115,14 @@ def _norm_linear(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor,
     bias: Tensor | None, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    ranks = ranks_from_op(*rest)
+    group = ranks_from_op(*rest)
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
     normed, h, statistics = norm.forward(x, residual)
-    if ranks is None or not ranks.sequence_parallel:
+    if group is None or not group.sequence_parallel:
         y = linear(normed, weight, bias)
     else:
-        rows = gather_rows(normed.reshape(-1, normed.shape[-1]), ranks)
-        y = rows_in_order(linear(rows, weight, bias), residual.shape[:-1], ranks)
+        rows = gather_rows(normed.reshape(-1, normed.shape[-1]), group)
+        y = rows_in_order(linear(rows, weight, bias), residual.shape[:-1], group)
     # An op's output may not be its input: without x the second output is empty.
     return y, residual.new_empty(0) if x is None else h, statistics
 
@@ -132,19 +132,19 @@ def _norm_linear_backward(
     dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, norm_weight: Tensor, norm_bias: Tensor | None,
     weight: Tensor, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    ranks = ranks_from_op(*rest)
+    group = ranks_from_op(*rest)
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
     need_stream, need_norm_weight, need_norm_bias, need_weight, need_bias = needs
-    dy = rows_by_rank(dy, ranks)
+    dy = rows_by_rank(dy, group)
     dx = d_norm_weight = d_norm_bias = normed = None
     if need_stream or need_norm_weight or need_norm_bias:
         dx, d_norm_weight, d_norm_bias, normed = norm.backward(
-            sum_rows(dy @ weight, ranks).view(h.shape), dh, h, statistics,
+            sum_rows(dy @ weight, group).view(h.shape), dh, h, statistics,
             need_weight=need_norm_weight, need_bias=need_norm_bias, rows_dtype=weight.dtype if need_weight else None,
         )  # fmt: skip
     elif need_weight:
         normed = norm.again(h, statistics, weight.dtype)
-    d_weight = None if normed is None else dy.t() @ gather_rows(normed.view(-1, h.shape[-1]), ranks)
+    d_weight = None if normed is None else dy.t() @ gather_rows(normed.view(-1, h.shape[-1]), group)
     grads = dx if need_stream else None, d_norm_weight, d_norm_bias, d_weight, dy.sum(0) if need_bias else None
     return given_or_empty(grads, (h, norm_weight, norm_weight, weight, weight))
 

@@ -264,10 +264,10 @@ def _backends(order: list[SDPBackend], x: Tensor) -> AbstractContextManager[Any]
     return sdpa_kernel(order, set_priority=True) if x.device.type in ACCELERATORS else nullcontext()
 
 
-def check_heads(where: str, kv_heads: int, ranks: Group) -> None:
+def check_heads(where: str, kv_heads: int, group: Group) -> None:
     """Raise ValueError unless the KV heads can be divided equally among the ranks."""
     advice = ": heads are not replicated. Use fewer ranks, and FSDP over the others."
-    check_divisible(where, "num_key_value_heads", kv_heads, ranks, advice)
+    check_divisible(where, "num_key_value_heads", kv_heads, group, advice)
 
 
 class LigerAttention(Layer):
@@ -342,30 +342,30 @@ class LigerAttention(Layer):
         """Whether ``size`` divides the number of KV heads."""
         return self.num_kv_heads % size == 0
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the KV heads and the query heads that share them; see `liger_models.parallel.apply_tp`.
 
         Raises:
             ValueError: the number of KV heads is not a multiple of the number of ranks.
         """
-        self._share_heads(ranks)
-        self.qkv_proj = ColumnParallelLinear.of(self.qkv_proj, ranks)
-        self.o_proj = RowParallelLinear.of(self.o_proj, ranks)
+        self._share_heads(group)
+        self.qkv_proj = ColumnParallelLinear.of(self.qkv_proj, group)
+        self.o_proj = RowParallelLinear.of(self.o_proj, group)
         return {"qkv_proj.weight": 0, "qkv_proj.bias": 0, "o_proj.weight": 1}
 
-    def _share_heads(self, ranks: Group) -> None:
-        check_heads("LigerAttention", self.num_kv_heads, ranks)
-        self.num_heads //= ranks.size
-        self.num_kv_heads //= ranks.size
+    def _share_heads(self, group: Group) -> None:
+        check_heads("LigerAttention", self.num_kv_heads, group)
+        self.num_heads //= group.size
+        self.num_kv_heads //= group.size
 
-    def shard_tokens(self, ranks: Group) -> None:
+    def shard_tokens(self, group: Group) -> None:
         """Take T / R tokens per rank; inside attention each rank has all T tokens and 1 / R of the heads.
 
         Raises:
             ValueError: the number of KV heads is not a multiple of the number of ranks.
         """
-        self._share_heads(ranks)
-        self.groups = replace(self.groups, context=ranks)
+        self._share_heads(group)
+        self.groups = replace(self.groups, context=group)
 
     def forward(self, x: Tensor, layout: BatchLayout) -> Tensor:
         """x [B, T, C] -> [B, T, C]."""
@@ -446,34 +446,34 @@ class LigerQKNormAttention(LigerAttention):
         self.mean_group: Group | None = None
         """The process group over whose heads the norms take their means."""
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """As `LigerAttention.shard`; norms over all heads together take the mean over the ranks."""
-        dims = super().shard(ranks)
+        dims = super().shard(group)
         if not self.whole_projection:
-            self.q_norm.ranks = self.k_norm.ranks = ranks
+            self.q_norm.group = self.k_norm.group = group
             return dims
-        self.mean_group = ranks
-        self.q_norm.ranks = self.k_norm.ranks = None  # their weights are sharded, too
+        self.mean_group = group
+        self.q_norm.group = self.k_norm.group = None  # their weights are sharded, too
         return {**dims, "q_norm.weight": 0, "k_norm.weight": 0}
 
-    def shard_tokens(self, ranks: Group) -> None:
+    def shard_tokens(self, group: Group) -> None:
         """As `LigerAttention.shard_tokens`; norms over all heads together take the mean over the ranks."""
-        super().shard_tokens(ranks)
-        self.mean_group = ranks if self.whole_projection else None
+        super().shard_tokens(group)
+        self.mean_group = group if self.whole_projection else None
 
-    def _split_over(self, qkv: Tensor, layout: BatchLayout, ranks: Group) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_over(self, qkv: Tensor, layout: BatchLayout, group: Group) -> tuple[Tensor, Tensor, Tensor]:
         """`_split` with norms over the heads of all ranks; not fused, because the ranks must exchange their means."""
         *heads, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
         wide = [x.flatten(2).to(torch.promote_types(x.dtype, torch.float32)) for x in heads]
         means = torch.stack([x.square().mean(-1) for x in wide], -1)
-        means = sum_over(means, ranks) / ranks.size  # [B, T, 2]
+        means = sum_over(means, group) / group.size  # [B, T, 2]
         cos, sin = self._tables(layout)
         rotate = rope if self.rope_kernel else rope_reference
         results = []
         for norm, x, mean, like in zip((self.q_norm, self.k_norm), wide, means.split(1, -1), heads, strict=True):
             weight = norm.local_weight(qkv)
             if self.groups.context is not None:  # replicated
-                weight = weight.chunk(ranks.size)[ranks.rank]
+                weight = weight.chunk(group.size)[group.rank]
             normed = scale_normed(
                 x * torch.rsqrt(mean + norm.eps), weight, like.dtype, norm.offset, norm.scale_in_fp32
             ).view_as(like)

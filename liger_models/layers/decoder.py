@@ -95,6 +95,21 @@ def check_num_items(num_items: Tensor | float | None, target: Tensor) -> None:
         check_values((target == -100).all(), f"{must}, got 0. {todo}")
 
 
+def take_cu_seqlens(cu_seqlens: Tensor | None, options: dict[str, Any]) -> Tensor | None:
+    """``cu_seqlens``, by that name or those of transformers' collator, which are removed from ``options``.
+
+    Raises:
+        ValueError: both are given, or the names of transformers in part.
+    """
+    q, k, *_ = (options.pop(f"{name}_{each}", None) for name in ("cu_seq_lens", "max_length") for each in "qk")
+    check(q is None or cu_seqlens is None, "forward: cu_seqlens and cu_seq_lens_q are the same, got both. Pass one.")
+    check(
+        k is None or q is not None,
+        "forward: cu_seq_lens_k needs cu_seq_lens_q, got it alone. Pass both, or cu_seqlens.",
+    )
+    return cu_seqlens if q is None else q
+
+
 def check_policy(name: str, policy: str) -> None:
     """Raise ValueError unless ``policy`` is one of `CHECKPOINTING_POLICIES`."""
     known = policy in CHECKPOINTING_POLICIES
@@ -361,13 +376,7 @@ class Decoder(nn.Module):
         Raises:
             ValueError: arguments exclude each other, or shapes or values are wrong; see `BatchLayout.build`.
         """
-        if cu_seq_lens_q is not None:
-            check(cu_seqlens is None, "forward: cu_seqlens and cu_seq_lens_q are the same, got both. Pass one.")
-            cu_seqlens = cu_seq_lens_q
-        check(
-            cu_seq_lens_k is None or cu_seq_lens_q is not None,
-            "forward: cu_seq_lens_k needs cu_seq_lens_q, got it alone. Pass both, or cu_seqlens.",
-        )
+        cu_seqlens = take_cu_seqlens(cu_seqlens, {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k})
         embeds, shape = self.embed(input_ids, inputs_embeds)
         layout = self.layout(
             shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache

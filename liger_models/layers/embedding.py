@@ -35,9 +35,9 @@ class LigerEmbedding(nn.Embedding, Layer):
         self.vocab_shard: VocabShard | None = None
         """This rank's shard of the vocabulary; None if it is not sharded."""
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the vocabulary; see `liger_models.parallel.apply_tp`."""
-        self.vocab_shard = VocabShard(ranks, self.num_embeddings).check()
+        self.vocab_shard = VocabShard(group, self.num_embeddings).check()
         return {"weight": 0}
 
     def forward(self, input_ids: Tensor) -> Tensor:

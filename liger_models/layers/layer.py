@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from liger_models.kernels.collectives import Group
 from liger_models.layers.groups import ParallelGroups
@@ -44,6 +44,8 @@ class Layer(nn.Module):
     """True if text without images skips the layer."""
     active_share: float = 1.0
     """Fraction of the layer's own parameters that are active for a token (routed experts: top_k / experts)."""
+    has_adapters: bool = False
+    """True if submodules of the layer adapt its weight; see `adapted_weight`."""
     linears: tuple[str, ...] = ()
     """Names of the linear layers whose products may be computed in another dtype (float8)."""
     router: nn.Linear | None = None
@@ -66,11 +68,11 @@ class Layer(nn.Module):
         """Whether the layer can be split into ``size`` equal shards."""
         return True
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """Turn the layer into this rank's shard of it (tensor parallelism).
 
         Args:
-            ranks: the process group to shard over.
+            group: the process group to shard over.
 
         Returns:
             Name of each sharded parameter, relative to the layer -> the dimension along which it is sharded. All other
@@ -81,25 +83,25 @@ class Layer(nn.Module):
         """
         return {}
 
-    def shard_experts(self, ranks: Group) -> dict[str, int]:
+    def shard_experts(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the experts of a layer that has a router (expert parallelism); otherwise as `shard`."""
         return {}
 
-    def shard_tokens(self, ranks: Group) -> None:
+    def shard_tokens(self, group: Group) -> None:
         """Expect 1 / R of the tokens of every sequence from now on (context parallelism).
 
         Args:
-            ranks: the process group that shares the tokens.
+            group: the process group that shares the tokens.
 
         Raises:
             ValueError: the heads cannot be divided equally among the ranks.
         """
 
-    def sum_gradients(self, ranks: Group) -> bool:
+    def sum_gradients(self, group: Group) -> bool:
         """Sum the gradients of replicated parameters over ranks with different tokens (sequence parallelism).
 
         Args:
-            ranks: the process group that shares the tokens.
+            group: the process group that shares the tokens.
 
         Returns:
             Whether these gradients are summed, by this method or by `shard`.
@@ -113,6 +115,10 @@ class Layer(nn.Module):
             Whether the layer has done so. If not, its ``reset_parameters`` is called after those of its submodules.
         """
         return False
+
+    def adapted_weight(self, *, merge: bool) -> Tensor:
+        """The weight of a layer that has adapters, with or without them, as a plain layer would hold it."""
+        raise AttributeError(f"{type(self).__name__} has no adapters")
 
     def reset_adapters(self) -> None:
         """Initialise adapters that were added to the layer, which the model's own checkpoint does not hold."""

@@ -41,29 +41,29 @@ def local_or_none(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else local(weight)
 
 
-def replicated(weight: Tensor, ranks: Group | None) -> Tensor:
+def replicated(weight: Tensor, group: Group | None) -> Tensor:
     """A replicated weight, whose gradient is summed over the ranks if each of them has different tokens."""
-    return sum_gradient(local(weight), ranks) if ranks is not None and ranks.sequence_parallel else local(weight)
+    return sum_gradient(local(weight), group) if group is not None and group.sequence_parallel else local(weight)
 
 
-def check_divisible(where: str, name: str, count: int, ranks: Group, more: str = ".") -> None:
+def check_divisible(where: str, name: str, count: int, group: Group, more: str = ".") -> None:
     """Raise ValueError unless ``count`` is a multiple of the number of ranks; ``more`` ends the message."""
-    check(count % ranks.size == 0, f"{where}: {name} ({count}) must be a multiple of {ranks.size} ranks{more}")
+    check(count % group.size == 0, f"{where}: {name} ({count}) must be a multiple of {group.size} ranks{more}")
 
 
 class PartialLinear(nn.Linear, Layer):
     """Base class of the linear layers below, whose forward contains collectives."""
 
-    ranks: Group | None
+    group: Group | None
     """The process group of the collectives; None for no communication."""
 
     @classmethod
-    def of(cls, linear: nn.Linear, ranks: Group | None) -> "Self":
+    def of(cls, linear: nn.Linear, group: Group | None) -> "Self":
         """Convert a linear layer, reusing its parameters.
 
         Args:
             linear: an `nn.Linear`.
-            ranks: the process group of the collectives; None for no communication.
+            group: the process group of the collectives; None for no communication.
 
         Raises:
             ValueError: ``linear`` is a wrapper or replacement of a linear layer, or has hooks.
@@ -75,10 +75,10 @@ class PartialLinear(nn.Linear, Layer):
         )
         layer = cls.__new__(cls)
         layer.__dict__ = dict(linear.__dict__)
-        layer.ranks = ranks
+        layer.group = group
         return layer
 
-    def sum_gradients(self, ranks: Group) -> bool:
+    def sum_gradients(self, group: Group) -> bool:
         """Return True: the forward sums the gradients of replicated parameters."""
         return True
 
@@ -88,7 +88,7 @@ class ColumnParallelLinear(PartialLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] of all tokens, or of this rank's tokens under sequence parallelism."""
-        return F.linear(copy_to_region(x, self.ranks), local(self.weight), local_or_none(self.bias))
+        return F.linear(copy_to_region(x, self.group), local(self.weight), local_or_none(self.bias))
 
 
 class RowParallelLinear(PartialLinear):
@@ -100,8 +100,8 @@ class RowParallelLinear(PartialLinear):
 
     def sum(self, parts: Tensor) -> Tensor:
         """The output of the layer, from this rank's partial sum over the inputs."""
-        y = reduce_from_region(parts, self.ranks)
-        return y if self.bias is None else y + replicated(self.bias, self.ranks).to(y.dtype)
+        y = reduce_from_region(parts, self.group)
+        return y if self.bias is None else y + replicated(self.bias, self.group).to(y.dtype)
 
 
 class ReplicatedLinear(PartialLinear):
@@ -109,13 +109,13 @@ class ReplicatedLinear(PartialLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] of all tokens, or of this rank's tokens under sequence parallelism."""
-        bias = None if self.bias is None else replicated(self.bias, self.ranks)
-        return F.linear(x, replicated(self.weight, self.ranks), bias)
+        bias = None if self.bias is None else replicated(self.bias, self.group)
+        return F.linear(x, replicated(self.weight, self.group), bias)
 
 
 def ranks_of(linear: nn.Linear) -> Group | None:
     """The process group of a linear layer's collectives; None for a layer without any."""
-    return linear.ranks if isinstance(linear, PartialLinear) else None
+    return linear.group if isinstance(linear, PartialLinear) else None
 
 
 def row_parallel(linear: nn.Linear) -> RowParallelLinear | None:

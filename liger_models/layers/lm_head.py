@@ -104,9 +104,9 @@ class LigerLMHead(nn.Linear, Layer):
         self.vocab_shard: VocabShard | None = None
         """This rank's shard of the vocabulary; None if it is not sharded."""
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the vocabulary; see `liger_models.parallel.apply_tp`."""
-        self.vocab_shard = VocabShard(ranks, self.out_features).check()
+        self.vocab_shard = VocabShard(group, self.out_features).check()
         return {"weight": 0}
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:

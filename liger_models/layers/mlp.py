@@ -71,6 +71,8 @@ class GatedMLP(Layer):
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.act, self.kernel = act, kernel
+        self.multipliers = (1.0, 1.0)
+        """Factors of the gate before its activation, and of the result."""
         self.parts = intermediate_size
         """What R ranks must divide to have equal parts."""
         self.recompute = False
@@ -84,22 +86,27 @@ class GatedMLP(Layer):
         """Whether ``size`` divides the intermediate size."""
         return self.parts % size == 0
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the gates and ups: see `Layer.shard`.
 
         Raises:
             ValueError: there is no equal part of them.
         """
-        check_divisible("GatedMLP", "intermediate_size", self.parts, ranks)
-        self.gate_up_proj = ColumnParallelLinear.of(self.gate_up_proj, ranks)
-        self.down_proj = RowParallelLinear.of(self.down_proj, ranks)
+        check_divisible("GatedMLP", "intermediate_size", self.parts, group)
+        self.gate_up_proj = ColumnParallelLinear.of(self.gate_up_proj, group)
+        self.down_proj = RowParallelLinear.of(self.down_proj, group)
         return {"gate_up_proj.weight": 0, "gate_up_proj.bias": 0, "down_proj.weight": 1}
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., C]."""
-        act = gated_act if self.kernel else gated_act_reference
-        y: Tensor = self.down_proj(act(self.gate_up_proj(x), self.act))
-        return y
+        act, (gate_scale, scale) = gated_act if self.kernel else gated_act_reference, self.multipliers
+        y: Tensor = self.down_proj(act(self.gate_up_proj(x), self.act, gate_scale))
+        return y if scale == 1.0 else y * scale
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Whether `gated_mlp` computes the whole MLP."""
+        plain = self.multipliers == (1.0, 1.0) and is_plain(self.gate_up_proj, self.down_proj)
+        return self.kernel and plain and use_triton(x)
 
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual = residual + x; mlp(norm(residual))``: ``(y, residual)``, each [..., C].
@@ -108,7 +115,7 @@ class GatedMLP(Layer):
         backward; with ``recompute`` the gate and up projection too.
         """
         fused = None
-        if self.kernel and is_plain(self.gate_up_proj, self.down_proj) and use_triton(residual):
+        if self._fuses(residual):
             fused = FusedNorm(None) if norm is None else fused_norm(norm)
         if fused is None:
             if recomputes(self):
@@ -129,7 +136,7 @@ class GatedMLP(Layer):
         mlp = functools.partial(
             gated_mlp, x, residual, fused.weight, gate_up, down, gate_up_bias, down_bias,
             act=self.act, eps=fused.eps, weight_offset=fused.weight_offset, scale_in_fp32=fused.scale_in_fp32,
-            norm=fused.kind, norm_bias=fused.bias, recompute=self.recompute, ranks=partial.ranks if partial else None,
+            norm=fused.kind, norm_bias=fused.bias, recompute=self.recompute, ranks=partial.group if partial else None,
         )  # fmt: skip
         if repeats():
             # Recomputation stops in this call if nothing is saved after it; otherwise what follows needs the numbers.
@@ -190,15 +197,15 @@ class LigerMLP(Layer):
         """Whether ``size`` divides the intermediate size."""
         return self.parts % size == 0
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the width between the two layers: see `Layer.shard`.
 
         Raises:
             ValueError: there is no equal part of it.
         """
-        check_divisible("LigerMLP", "intermediate_size", self.parts, ranks)
-        self.fc1 = ColumnParallelLinear.of(self.fc1, ranks)
-        self.fc2 = RowParallelLinear.of(self.fc2, ranks)
+        check_divisible("LigerMLP", "intermediate_size", self.parts, group)
+        self.fc1 = ColumnParallelLinear.of(self.fc1, group)
+        self.fc2 = RowParallelLinear.of(self.fc2, group)
         return {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -242,7 +249,8 @@ class LigerSwiGLUMLP(GatedMLP):
     """``down(silu(gate(x)) · up(x))`` with the sizes of a configuration.
 
     Args:
-        config: has ``hidden_size`` and ``intermediate_size``, and optionally ``mlp_bias`` and ``hidden_act``.
+        config: has ``hidden_size`` and ``intermediate_size``, and optionally ``mlp_bias``, ``hidden_act``, and
+            ``mlp_multipliers`` of Falcon-H1: factors of the gate before its activation, and of the result.
         intermediate_size: replaces the configuration's.
         kernel: False for plain torch.
 
@@ -253,6 +261,8 @@ class LigerSwiGLUMLP(GatedMLP):
     def __init__(self, config: MLPConfig, intermediate_size: int | None = None, *, kernel: bool = True) -> None:
         act = _configured_act("LigerSwiGLUMLP", config, "silu", ("silu", "swish"))
         super().__init__(*_sizes(config, intermediate_size), act=act, bias=_has_bias(config), kernel=kernel)
+        gate, result = getattr(config, "mlp_multipliers", (1.0, 1.0))
+        self.multipliers = float(gate), float(result)
 
 
 class LigerGEGLUMLP(GatedMLP):
@@ -279,7 +289,7 @@ class TiledMLP(GatedMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., C]."""
-        if self.kernel and is_plain(self.gate_up_proj, self.down_proj) and use_triton(x):
+        if self._fuses(x):
             return self.add_norm(None, None, x)[0]
         if not recomputes(self):
             return super().forward(x)

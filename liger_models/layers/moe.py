@@ -92,30 +92,30 @@ class LigerMoE(Layer):
         """Whether ``size`` divides the intermediate size of an expert."""
         return self.down_weight.shape[2] % size == 0
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the intermediate size of each expert; see `liger_models.parallel.apply_tp`.
 
         Raises:
             ValueError: the intermediate size is not a multiple of the number of ranks, or ``router_jitter`` is set,
                 whose noise would differ between ranks.
         """
-        check_divisible("LigerMoE", "intermediate_size", self.down_weight.shape[2], ranks)
+        check_divisible("LigerMoE", "intermediate_size", self.down_weight.shape[2], group)
         check(
             self.router_jitter == 0,
             f"LigerMoE: router_jitter must be 0 with apply_tp, got {self.router_jitter}. Set router_jitter_noise=0.",
         )
-        self.gate = ReplicatedLinear.of(self.gate, ranks)
-        self.groups = replace(self.groups, tensor=ranks)
+        self.gate = ReplicatedLinear.of(self.gate, group)
+        self.groups = replace(self.groups, tensor=group)
         return {"gate_up_weight": 1, "down_weight": 2}
 
-    def shard_experts(self, ranks: Group) -> dict[str, int]:
+    def shard_experts(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the experts; see `liger_models.parallel.apply_ep`.
 
         Raises:
             ValueError: the number of experts is not a multiple of the number of ranks.
         """
-        check_divisible("LigerMoE", "num_experts", self.down_weight.shape[0], ranks)
-        self.groups = replace(self.groups, expert=ranks)
+        check_divisible("LigerMoE", "num_experts", self.down_weight.shape[0], group)
+        self.groups = replace(self.groups, expert=group)
         return {"gate_up_weight": 0, "down_weight": 0}
 
     def draw(self, std: float) -> bool:
@@ -152,11 +152,11 @@ class LigerMoE(Layer):
         gate_up_weight, down_weight = autocast_weights(x, local(self.gate_up_weight), local(self.down_weight))
         assert gate_up_weight is not None
         assert down_weight is not None
-        ranks, expert = self.groups.tensor, self.groups.expert
-        if ranks is not None:
-            x = copy_to_region(x, ranks)
+        group, expert = self.groups.tensor, self.groups.expert
+        if group is not None:
+            x = copy_to_region(x, group)
             rows = x.reshape(-1, x.shape[-1])
-            weights, experts, logits = self._of_all_tokens(weights, experts, logits, x.shape[:-1], ranks)
+            weights, experts, logits = self._of_all_tokens(weights, experts, logits, x.shape[:-1], group)
         inputs = rows, weights, experts, gate_up_weight, down_weight
         if expert is not None:
             # FSDP averages gradients over the ranks, but the experts' gradients are already summed over them.
@@ -172,18 +172,18 @@ class LigerMoE(Layer):
             y = checkpoint(moe_mlp_reference, *inputs, act=self.act, use_reentrant=False)
         else:
             y = moe_mlp_reference(*inputs, act=self.act)
-        return reduce_from_region(y.view(x.shape), ranks), logits
+        return reduce_from_region(y.view(x.shape), group), logits
 
     def _of_all_tokens(
-        self, weights: Tensor, experts: Tensor, logits: Tensor, shape: torch.Size, ranks: Group
+        self, weights: Tensor, experts: Tensor, logits: Tensor, shape: torch.Size, group: Group
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The router's results for all tokens, gathered if each rank has its own; ``shape`` is [B, T]."""
-        if not ranks.sequence_parallel:
-            return sum_gradient(weights, ranks), experts, logits
+        if not group.sequence_parallel:
+            return sum_gradient(weights, group), experts, logits
         weights, experts, logits = (each.unflatten(0, (*shape[:-1], -1)) for each in (weights, experts, logits))
         weights, experts, logits = (
-            copy_to_region(weights, ranks),
-            gather_tokens(experts, ranks),
-            gather_tokens(logits, ranks),
+            copy_to_region(weights, group),
+            gather_tokens(experts, group),
+            gather_tokens(logits, group),
         )
         return weights.flatten(0, -2), experts.flatten(0, -2), logits.flatten(0, -2)

@@ -76,7 +76,7 @@ class LigerRMSNorm(Layer):
         self.weight = nn.Parameter(torch.empty(hidden_size)) if elementwise_affine else None
         self.eps, self.offset, self.scale_in_fp32, self.init_fn = eps, offset, casting_mode != "llama", init_fn
         self.hidden_size, self.kernel = hidden_size, kernel
-        self.ranks: Group | None = None
+        self.group: Group | None = None
         """The process group over which the gradient of the weight is all-reduced: its ranks norm different rows."""
         self.reset_parameters()
 
@@ -91,9 +91,9 @@ class LigerRMSNorm(Layer):
         self.reset_parameters()
         return True
 
-    def sum_gradients(self, ranks: Group) -> bool:
-        """All-reduce the gradients of the parameters over ``ranks``, which have tokens of their own."""
-        self.ranks = ranks
+    def sum_gradients(self, group: Group) -> bool:
+        """All-reduce the gradients of the parameters over ``group``, whose ranks have tokens of their own."""
+        self.group = group
         return True
 
     def local_weight(self, x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class LigerRMSNorm(Layer):
         if self.weight is None:
             return x.new_ones(self.hidden_size)
         weight = local(self.weight)
-        return weight if self.ranks is None else sum_gradient(weight, self.ranks)
+        return weight if self.group is None else sum_gradient(weight, self.group)
 
     def extra_repr(self) -> str:
         """Sizes and constants, for ``print(model)``."""
@@ -162,7 +162,7 @@ class LigerLayerNorm(Layer):
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.bias = nn.Parameter(torch.empty(hidden_size)) if use_bias else None
         self.eps, self.random_bias, self.init_fn, self.kernel = eps, bias, init_fn, kernel
-        self.ranks: Group | None = None
+        self.group: Group | None = None
         """The process group over which the gradients are all-reduced; its ranks norm tokens of their own."""
         self.reset_parameters()
 
@@ -177,9 +177,9 @@ class LigerLayerNorm(Layer):
         self.reset_parameters()
         return True
 
-    def sum_gradients(self, ranks: Group) -> bool:
-        """All-reduce the gradients of the parameters over ``ranks``, which have tokens of their own."""
-        self.ranks = ranks
+    def sum_gradients(self, group: Group) -> bool:
+        """All-reduce the gradients of the parameters over ``group``, whose ranks have tokens of their own."""
+        self.group = group
         return True
 
     def extra_repr(self) -> str:
@@ -204,7 +204,7 @@ class LigerLayerNorm(Layer):
         return FusedNorm(*self._own(), "layer_norm", self.eps) if self.kernel and is_plain(self) else None
 
     def _own(self) -> tuple[Tensor, Tensor | None]:
-        return replicated(self.weight, self.ranks), None if self.bias is None else replicated(self.bias, self.ranks)
+        return replicated(self.weight, self.group), None if self.bias is None else replicated(self.bias, self.group)
 
 
 Norm = LigerRMSNorm | LigerLayerNorm
@@ -248,7 +248,7 @@ def is_plain(*modules: nn.Module) -> bool:
         weight = module.weight
         if type(weight) not in PLAIN_WEIGHTS and (kind is nn.Linear or not is_sharded(weight)):
             return False
-        if kind is ReplicatedLinear and module.ranks is not None:
+        if kind is ReplicatedLinear and module.group is not None:
             return False
     return True
 

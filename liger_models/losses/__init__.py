@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from liger_models.losses.orpo import LigerFusedLinearORPOLoss as LigerFusedLinearORPOLoss
     from liger_models.losses.orpo import ORPOMetrics as ORPOMetrics
     from liger_models.losses.simpo import LigerFusedLinearSimPOLoss as LigerFusedLinearSimPOLoss
+    from liger_models.losses.tvd import LigerFusedCETVDLoss as LigerFusedCETVDLoss
     from liger_models.losses.tvd import LigerFusedLinearTVDLoss as LigerFusedLinearTVDLoss
     from liger_models.losses.tvd import LigerTVDLoss as LigerTVDLoss
 else:
@@ -47,6 +48,6 @@ else:
             "kto": ["KTOMetrics", "LigerFusedLinearKTOLoss"],
             "orpo": ["LigerFusedLinearORPOLoss", "ORPOMetrics"],
             "simpo": ["LigerFusedLinearSimPOLoss"],
-            "tvd": ["LigerFusedLinearTVDLoss", "LigerTVDLoss"],
+            "tvd": ["LigerFusedCETVDLoss", "LigerFusedLinearTVDLoss", "LigerTVDLoss"],
         },
     )

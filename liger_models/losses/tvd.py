@@ -1,8 +1,8 @@
-"""Total variation distance: over both heads, and of given probabilities."""
+"""Total variation distance: over both heads, of logits beside the cross entropy, and of given probabilities."""
 
 from torch import Tensor, nn
 
-from liger_models.kernels.divergence import distribution_divergence
+from liger_models.kernels.divergence import distribution_divergence, logits_divergence
 from liger_models.losses.base_distillation import FusedDistillationLoss, check_distributions, check_reduction
 
 
@@ -13,6 +13,30 @@ class LigerFusedLinearTVDLoss(FusedDistillationLoss):
     """
 
     divergence = "tvd"
+
+
+class LigerFusedCETVDLoss(nn.Module):
+    """Cross entropy and total variation distance of each token, of logits that are held in full.
+
+    Args:
+        ignore_index: target value of tokens for which both are 0.
+    """
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the cross entropy and the distance, [...] fp32 each, both differentiable.
+
+        Args:
+            student_logits: [..., V]; never written to.
+            teacher_logits: [..., V]; get no gradient.
+            target: [...] int64, already shifted.
+        """
+        return logits_divergence(
+            student_logits, teacher_logits, target, divergence="tvd", ignore_index=self.ignore_index
+        )
 
 
 class LigerTVDLoss(nn.Module):

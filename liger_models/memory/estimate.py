@@ -82,19 +82,17 @@ class _Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {StorageWeakRef(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if _is_tensor(each)}
-        for each in tree_leaves(out):
-            if _is_tensor(each) and (reference := StorageWeakRef(each.untyped_storage())) not in given:
-                self._made.setdefault(reference, each.untyped_storage().nbytes())
+        taken, made = (
+            {StorageWeakRef(each.untyped_storage()): each for each in tree_leaves(tree) if isinstance(each, Tensor)}
+            for tree in ((args, kwargs), out)
+        )
+        for reference in made.keys() - taken.keys():
+            self._made.setdefault(reference, made[reference].untyped_storage().nbytes())
         return out
 
     def held(self) -> int:
         """Total size of the storages that are still alive, in bytes."""
         return sum(nbytes for reference, nbytes in self._made.items() if not reference.expired())
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _saved_bytes(model: Decoder, policy: str, tokens: int, dtype: torch.dtype) -> int:

@@ -40,11 +40,11 @@ def apply_cp(model: Model, mesh: DeviceMesh, *, averaged: bool = False) -> Model
     Source: https://arxiv.org/abs/2309.14509.
     """
     check_unsharded("apply_cp", model)
-    ranks = group_of(own_dimension("apply_cp", mesh, "cp").get_group())
-    if ranks.size == 1:
+    group = group_of(own_dimension("apply_cp", mesh, "cp").get_group())
+    if group.size == 1:
         return model
     for layer in layers_of(model.layers):
-        layer.shard_tokens(ranks)
-    model.groups = replace(model.groups, context=ranks, balance=ranks)
+        layer.shard_tokens(group)
+    model.groups = replace(model.groups, context=group, balance=group)
     check_first_forward(model, averaged=averaged)
     return model

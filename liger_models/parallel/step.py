@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from liger_models.kernels.checks import check
 from liger_models.layers.batch import BatchLayout, mark_padding, number_documents
+from liger_models.layers.decoder import take_cu_seqlens
 from liger_models.parallel.groups import is_distributed, world_size
 
 
@@ -47,8 +48,8 @@ def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], d
 
 def _targets(batch: Mapping[str, Any]) -> Tensor:
     """Number of targets after the model's shift of the labels (`BatchLayout.shift`)."""
-    names = ("labels", "attention_mask", "cu_seqlens")
-    labels, attention_mask, cu_seqlens = (batch.get(name) for name in names)
+    labels, attention_mask = (batch.get(name) for name in ("labels", "attention_mask"))
+    cu_seqlens = take_cu_seqlens(batch.get("cu_seqlens"), {**batch})
     check(labels is not None, f"targets_per_rank: a batch must have labels, got {sorted(batch)}. Add them.")
     assert labels is not None
     documents = None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import group_of
@@ -53,31 +54,31 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     """
     check_unsharded("apply_tp", model)
     mesh = own_dimension("apply_tp", mesh, "tp")
-    ranks = group_of(mesh.get_group(), sequence_parallel=sequence_parallel)
-    if ranks.size == 1:
+    group = group_of(mesh.get_group(), sequence_parallel=sequence_parallel)
+    if group.size == 1:
         return model
     tower = set() if model.visual is None else set(model.visual.modules())
     given = set(layers_of(model))
     summed = set()
     if sequence_parallel:
-        summed = {layer for layer in given if layer not in tower and layer.sum_gradients(ranks)}
+        summed = {layer for layer in given if layer not in tower and layer.sum_gradients(group)}
     # Each rank has all patches, and all embeddings too: image tokens replace some before the tokens are distributed.
     on_all_tokens = {*tower, model.embed_tokens} if tower else tower
     dims: dict[str, int] = {}
     for name, layer in named_layers(model):
-        if layer not in tower or layer.can_shard(ranks.size):
+        if layer not in tower or layer.can_shard(group.size):
             sharded = layer.shard(
-                dataclasses.replace(ranks, sequence_parallel=False) if layer in on_all_tokens else ranks
+                dataclasses.replace(group, sequence_parallel=False) if layer in on_all_tokens else group
             )
             dims |= {f"{name}.{parameter}": dim for parameter, dim in sharded.items()}
     if sequence_parallel:
         # Linear layers that sharding has put in.
-        summed |= {layer for layer in layers_of(model) if layer not in given and layer.sum_gradients(ranks)}
+        summed |= {layer for layer in layers_of(model) if layer not in given and layer.sum_gradients(group)}
         _check_gradients(model, summed, dims)
     for name, module in list(model.named_modules()):
         if module in tower and isinstance(module, nn.Linear) and f"{name}.weight" not in dims:
             model.set_submodule(name, ReplicatedLinear.of(module, None))
-    model.groups = dataclasses.replace(model.groups, tensor=ranks)
+    model.groups = dataclasses.replace(model.groups, tensor=group)
     _distribute(model, mesh, dims, rest=True)
     model.tie_weights()
     check_first_forward(model)
@@ -107,18 +108,20 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
     """
     check_unsharded("apply_ep", model)
     mesh = own_dimension("apply_ep", mesh, "ep")
-    ranks = group_of(mesh.get_group())
+    group = group_of(mesh.get_group())
     layers = {name: layer for name, layer in named_layers(model) if layer.router is not None}
     check(len(layers) > 0, f"apply_ep: the model must have mixtures of experts, got {type(model).__name__}.")
-    if ranks.size == 1:
+    if group.size == 1:
         return model
     dims = {
         f"{name}.{parameter}": dim
         for name, module in layers.items()
-        for parameter, dim in module.shard_experts(ranks).items()
+        for parameter, dim in module.shard_experts(group).items()
     }
-    model.groups = dataclasses.replace(model.groups, balance=ranks)
+    model.groups = dataclasses.replace(model.groups, balance=group)
     _distribute(model, mesh, dims, rest=False)
+    # It would send experts from rank 0 to all others, and fail there. The first forward says what to call instead.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, dims)
     check_first_forward(model)
     return model
 

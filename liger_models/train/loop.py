@@ -172,7 +172,7 @@ def train(options: TrainOptions) -> None:
         compile_blocks(model)
 
     packing: dict[str, Any] = {"length": options.length, "overflow": options.overflow, "field": options.field}
-    packing |= {"batch_size": options.batch_size, "seed": options.seed, "progress": rank == 0, **data_ranks}
+    packing |= {"batch_size": options.batch_size, "seed": options.seed, **data_ranks}
     data = PackedDataset(options.data, model.tokenizer, **packing)
     loader = PackedLoader(data, num_workers=options.workers, pin_memory=device.type != "cpu")
     tests = PackedDataset(options.eval_data, model.tokenizer, shuffle=False, **packing) if options.eval_data else None
@@ -264,7 +264,7 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh) ->
         return apply_fsdp(apply_cp(model, mesh["shared"]))
 
     load = AutoLigerModel.from_pretrained if Path(options.model).is_dir() else AutoLigerModel.from_hub
-    given: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": device, "progress": dist.get_rank() == 0}
+    given: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": device}
     if options.lora_r == 0:
         return freeze_images(load(options.model, shard=shard, **given))
     alpha = 2 * options.lora_r if options.lora_alpha is None else options.lora_alpha

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +144,15 @@ def cross_blocks(names: Collection[str]) -> tuple[str, ...]:
 
 def load(arch: str, folder: Path, **options) -> CausalLM:
     return get_arch(arch).from_pretrained(folder, progress=False, strict=True, **options)
+
+
+def assert_bounds_under_other_names(ours: CausalLM, bounds: Tensor, logits: Tensor, **inputs: Any) -> None:
+    """Of packed documents, under the names of transformers' collator."""
+    names = {"cu_seq_lens_q": bounds.int(), "cu_seq_lens_k": bounds.int(), "max_length_q": 9, "max_length_k": 9}
+    with torch.no_grad():
+        assert torch.equal(ours(**inputs, **names).logits, logits)
+        with pytest.raises(ValueError, match="cu_seqlens and cu_seq_lens_q are the same, got both"):
+            ours(**inputs, **names, cu_seqlens=bounds)
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:

@@ -14,6 +14,7 @@ from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from .families import (
     LIMIT,
     VISION_CASES,
+    assert_bounds_under_other_names,
     assert_same_gradients,
     error,
     gradients_of,
@@ -86,6 +87,7 @@ def test_packed_documents_are_separate_documents(pair):
     ids, labels, pixels = (torch.cat([each[i] for each in alone], dim) for i, dim in ((0, 1), (3, 1), (4, 0)))
     got = ours(ids, labels=labels, cu_seqlens=bounds, pixel_values=pixels, return_logits=True)
     got.loss.backward()
+    assert_bounds_under_other_names(ours, bounds, got.logits, input_ids=ids, pixel_values=pixels)
     logits, losses, targets = [], [], 0
     for own, types, _, own_labels, own_pixels in alone:
         images = {"pixel_values": own_pixels} if len(own_pixels) else {}

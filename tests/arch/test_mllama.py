@@ -19,6 +19,7 @@ from ..late import Late
 from .families import (
     LIMIT,
     VISION_CASES,
+    assert_bounds_under_other_names,
     assert_same_gradients,
     error,
     gradients_of,
@@ -141,8 +142,10 @@ def test_packed_documents_are_separate_documents(pair):
     inputs = {
         name: torch.cat([row[2][name] for row in rows if row[2]], 1) for name in ("pixel_values", "aspect_ratio_ids")
     }
-    got = ours(ids, labels=labels, cu_seqlens=torch.tensor(lengths).cumsum(0), return_logits=True, **inputs)
+    bounds = torch.tensor(lengths).cumsum(0)
+    got = ours(ids, labels=labels, cu_seqlens=bounds, return_logits=True, **inputs)
     got.loss.backward()
+    assert_bounds_under_other_names(ours, bounds, got.logits, input_ids=ids, **inputs)
     assert error(got.logits, torch.cat(want, 1)) <= LIMIT
     assert_same_gradients(ours, theirs)
 

@@ -14,6 +14,7 @@ from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
 from .families import (
     LIMIT,
+    assert_bounds_under_other_names,
     assert_same_gradients,
     error,
     every_video_case,
@@ -159,6 +160,7 @@ def test_packed_documents_are_separate_documents(pair):
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     got = ours(packed.ids, labels=packed.labels, cu_seqlens=bounds, return_logits=True, **packed.inputs)
     got.loss.backward()
+    assert_bounds_under_other_names(ours, bounds, got.logits, input_ids=packed.ids, **packed.inputs)
 
     logits, losses, targets = [], [], 0
     offsets = dict.fromkeys(packed.inputs, 0)

@@ -37,7 +37,7 @@ TINY = {
     **{name: {"P": 2, "T": 16, "C": 32, "V": 300} for name in ("dpo", "orpo", "cpo", "simpo")},
     **{name: {"B": 4, "T": 16, "C": 32, "V": 300} for name in ("kto", "grpo")},
     **{name: {"N": 48, "C": 32, "V": 300} for name in ("jsd", "forward_kl", "tvd", "cosine")},
-    **{name: {"N": 16, "V": 300} for name in ("jsd_of_log_probs", "kl_of_probs", "tvd_of_probs")},
+    **{name: {"N": 16, "V": 300} for name in ("jsd_of_log_probs", "kl_of_probs", "tvd_of_probs", "tvd_of_logits")},
     "medusa": {"N": 48, "C": 32, "V": 300, "K": 5},
     "adamw": {"L": 1, "C": 48, "F": 64, "V": 100},
 }

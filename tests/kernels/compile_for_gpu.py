@@ -23,7 +23,13 @@ from liger_models.kernels.act_linear import ACTIVATIONS, act_linear
 from liger_models.kernels.adamw import Hyper, Update, adamw_
 from liger_models.kernels.add_parts import add_parts
 from liger_models.kernels.cross_entropy import cross_entropy
-from liger_models.kernels.divergence import DISTRIBUTION_KINDS, KINDS, distribution_divergence, linear_divergence
+from liger_models.kernels.divergence import (
+    DISTRIBUTION_KINDS,
+    KINDS,
+    distribution_divergence,
+    linear_divergence,
+    logits_divergence,
+)
 from liger_models.kernels.gated_act import gated_act
 from liger_models.kernels.gated_mlp import gated_mlp
 from liger_models.kernels.layer_norm import add_layer_norm, layer_norm
@@ -119,6 +125,7 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     for divergence in KINDS:
         heads = draw_(3, 64), draw_(V, 64), draw_(3, 32), draw_(V, 32)
         differentiate(linear_divergence(*heads, target, divergence=divergence, hard_weight=0.5)[0])
+        differentiate(sum(logits_divergence(draw_(3, V), draw_(3, V), target, divergence=divergence)))
     for dtype in (torch.float32, torch.bfloat16):
         differentiate(linear_kl_div(draw_(3, 64), draw_(V, 64), draw_(3, V).detach().to(dtype), softcap=30.0))
     for kind in DISTRIBUTION_KINDS:

@@ -37,6 +37,16 @@ def test_gated_act_matches_fp64(backend, shape, act, poisoned_empty):
         assert_close_to_truth(lambda x: gated_act(x, act), lambda x: gated_act_reference(x, act), [gate_up], [dy])
 
 
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_scaled_gate_matches_fp64(backend, act, poisoned_empty):
+    for dtype in dtypes(backend):
+        gate_up, dy = make((5, 206), dtype, backend)
+        ours, theirs = (lambda x, f=f: f(x, act, 0.37) for f in (gated_act, gated_act_reference))
+        assert_close_to_truth(ours, theirs, [gate_up], [dy])
+    halved = gate_up * torch.tensor([0.5, 1.0], device=gate_up.device, dtype=gate_up.dtype).repeat(103)
+    torch.testing.assert_close(gated_act(gate_up, act, 0.5), gated_act(halved, act))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)

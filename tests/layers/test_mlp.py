@@ -16,6 +16,10 @@ from liger_models import (
 )
 from liger_models.layers.mlp import GatedMLP
 
+from ..late import Late, transformers
+
+falcon_h1 = Late("transformers.models.falcon_h1.modeling_falcon_h1")
+
 CONFIG = SimpleNamespace(hidden_size=8, intermediate_size=12)
 
 
@@ -62,6 +66,31 @@ def test_unknown_activations_of_mlps(kernel):
         GatedMLP(8, 12, act="gelu_pytorch_tanh", kernel=kernel)
     with pytest.raises(ValueError, match=r"LigerMLP: act must be one of .*, got 'silu'"):
         LigerMLP(8, 12, act="silu", kernel=kernel)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("build", [LigerSwiGLUMLP, LigerTiledSwiGLUMLP])
+def test_multipliers_of_falcon_h1(build, recompute, backend):
+    """Alone and after a norm: results and gradients of transformers' module."""
+    config = transformers.FalconH1Config(hidden_size=8, intermediate_size=12, mlp_multipliers=[0.3, 1.7], mlp_bias=True)
+    theirs = falcon_h1.FalconH1MLP(config).to(backend)
+    mlp, norm = build(config).to(backend), LigerRMSNorm(8).to(backend)
+    mlp.set_policy("full" if recompute else "none")
+    for kind in ("weight", "bias"):
+        rows = [getattr(layer, kind).data for layer in (theirs.gate_proj, theirs.up_proj)]
+        getattr(mlp.gate_up_proj, kind).data = torch.stack(rows, 1).flatten(0, 1)
+        getattr(mlp.down_proj, kind).data = getattr(theirs.down_proj, kind).data.clone()
+    x, residual = (torch.randn(3, 8, device=backend, requires_grad=True) for _ in range(2))
+    for got, want in (
+        (mlp(x), theirs(x)),
+        (mlp.add_norm(norm, x, residual)[0], theirs(norm(residual + x))),
+    ):
+        torch.testing.assert_close(got, want)
+        ours = torch.autograd.grad(got.square().sum(), (x, *mlp.parameters()))
+        expected = torch.autograd.grad(want.square().sum(), (x, *theirs.parameters()))
+        dx, gate, gate_bias, up, up_bias, down, down_bias = expected
+        pairs = [torch.stack(each, 1).flatten(0, 1) for each in ((gate, up), (gate_bias, up_bias))]
+        torch.testing.assert_close(ours, (dx, *pairs, down, down_bias))
 
 
 @pytest.mark.parametrize("kernel", [True, False])

@@ -106,11 +106,17 @@ def without_averages(expected: dict[str, torch.Tensor]) -> None:
         assert_same(step(wrap(apply_cp(tiny(), mesh))), expected)
     own = step(apply_cp(tiny(), mesh, averaged=True))
     assert_same({name: mean(gradient) for name, gradient in own.items()}, expected)
-    model = apply_ep(moe(), mesh_with("ep"))
-    with pytest.raises(
-        ValueError, match=r"after apply_ep must be sharded by apply_fsdp to be trained.*Call apply_fsdp"
+    mesh = mesh_with("ep")
+    model = apply_ep(moe(), mesh)
+    for each in (
+        DistributedDataParallel(apply_ep(moe(), mesh)),
+        hand_written(apply_ep(moe(), mesh), mesh["dp"]),
+        model,
     ):
-        step(model, dist.get_rank(), 2)
+        with pytest.raises(
+            ValueError, match=r"after apply_ep must be sharded by apply_fsdp to be trained.*Call apply_fsdp"
+        ):
+            step(each, dist.get_rank(), 2)
     model.eval()
     with torch.no_grad():
         assert model(**share(batch(0), dist.get_rank(), 2)).loss.isfinite()

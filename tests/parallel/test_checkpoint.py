@@ -1,5 +1,7 @@
 """A sharded model in and out of a Hugging Face checkpoint."""
 
+import contextlib
+import io
 import os
 import shutil
 import time
@@ -100,6 +102,23 @@ def folders(tmp_path_factory):
         assert len(list((root / arch).glob("*.safetensors"))) > 1
         made[arch] = root / arch
     return made
+
+
+def bars(folder: Path) -> tuple[str, bool]:
+    """What loading prints, and whether downloads show bars."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        LigerLlama.from_pretrained(folder)
+        LigerLlama.from_pretrained(folder, shard=apply_fsdp)
+    with hub._progress_bars(True):
+        return printed.getvalue(), not hub.are_progress_bars_disabled()
+
+
+def test_progress_bars_of_the_first_rank_only(two, tmp_path):
+    tiny().save_pretrained(tmp_path)
+    (printed, downloads), *others = two(bars, tmp_path)
+    assert printed.count("Loading weights: 100%") == 2
+    assert downloads
+    assert others == [("", False)]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

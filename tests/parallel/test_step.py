@@ -79,6 +79,7 @@ def test_batches_without_targets_or_labels():
     ids = torch.zeros(1, 4, dtype=torch.int64)
     assert targets_per_rank({"labels": torch.full_like(ids, -100)}) == 1
     assert targets_per_rank({"labels": ids}) == 3
+    assert targets_per_rank({"labels": ids, "cu_seq_lens_q": torch.tensor([0, 2, 4])}) == 2
     assert targets_per_rank({"labels": ids, "attention_mask": torch.tensor([[1, 1, 0, 0]])}) == 1
     with pytest.raises(ValueError, match=r"must have labels, got \['input_ids'\]"):
         targets_per_rank([{"input_ids": ids}])

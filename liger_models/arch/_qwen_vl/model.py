@@ -10,7 +10,7 @@ from liger_models.arch._qwen_vl.processor import QwenVLProcessor
 from liger_models.base.vision_language import VisionLanguageModel, check_tensors
 from liger_models.kernels.checks import check
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.decoder import CausalLMOutput
+from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.patches import count_torn, mrope_positions
 
@@ -85,6 +85,7 @@ class MRopeModel(VisionLanguageModel):
             ValueError: the number of placeholders does not match the number of image tokens; otherwise as
                 `Decoder.forward`.
         """
+        cu_seqlens = take_cu_seqlens(cu_seqlens, options)
         images = _pair("pixel_values", pixel_values, "image_grid_thw", image_grid_thw)
         videos = _pair("pixel_values_videos", pixel_values_videos, "video_grid_thw", video_grid_thw)
         masks: dict[str, Any] = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "cache": cache}

@@ -27,7 +27,7 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values
-from liger_models.layers.decoder import CausalLMOutput
+from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.linear import local
@@ -287,6 +287,7 @@ class LigerGemma3(VisionLanguageModel):
             ValueError: the number of placeholders does not match the number of image tokens; otherwise as
                 `Decoder.forward`.
         """
+        cu_seqlens = take_cu_seqlens(cu_seqlens, options)
         if input_ids is None or inputs_embeds is not None:
             check(pixel_values is None, "forward: pixels need input_ids, which say where the images are.")
             return super().forward(

@@ -159,27 +159,27 @@ class LigerCrossAttention(Layer):
         """Recompute under "full"."""
         self.recompute = policy == "full"
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the KV heads and the query heads that share them; see `liger_models.parallel.apply_tp`.
 
         Raises:
             ValueError: the number of KV heads is not a multiple of the number of ranks.
         """
-        check_heads("LigerCrossAttention", self.k_proj.out_features // self.head_dim, ranks)
-        self.q_norm.ranks = self.k_norm.ranks = ranks
-        self.q_proj = ColumnParallelLinear.of(self.q_proj, ranks)
+        check_heads("LigerCrossAttention", self.k_proj.out_features // self.head_dim, group)
+        self.q_norm.group = self.k_norm.group = group
+        self.q_proj = ColumnParallelLinear.of(self.q_proj, group)
         self.k_proj, self.v_proj = (ColumnParallelLinear.of(each, None) for each in (self.k_proj, self.v_proj))
-        self.o_proj = RowParallelLinear.of(self.o_proj, ranks)
+        self.o_proj = RowParallelLinear.of(self.o_proj, group)
         return {"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1}
 
-    def shard_tokens(self, ranks: Group) -> None:
+    def shard_tokens(self, group: Group) -> None:
         """Take T / R tokens per rank; inside attention each rank has all T tokens and 1 / R of the heads.
 
         Raises:
             ValueError: the number of KV heads is not a multiple of the number of ranks.
         """
-        check_heads("LigerCrossAttention", self.k_proj.out_features // self.head_dim, ranks)
-        self.groups = replace(self.groups, context=ranks)
+        check_heads("LigerCrossAttention", self.k_proj.out_features // self.head_dim, group)
+        self.groups = replace(self.groups, context=group)
 
     def add_norm(
         self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
@@ -198,15 +198,15 @@ class LigerCrossAttention(Layer):
     ) -> tuple[Tensor, Tensor]:
         q, residual = add_norm_linear(norm, self.q_proj, x, residual)
         k, v = self._keys_values(images)
-        ranks = self.groups.context
-        if ranks is not None:
-            q, k, v = to_heads(q, ranks), *(heads[:, :, ranks.local_slice(heads.shape[2])] for heads in (k, v))
+        group = self.groups.context
+        if group is not None:
+            q, k, v = to_heads(q, group), *(heads[:, :, group.local_slice(heads.shape[2])] for heads in (k, v))
         out = attention(
             self.q_norm(self._heads(q)), k, v, images.layout, scale=self.head_dim**-0.5,
             dropout=self.dropout if self.training else 0.0,
         )  # fmt: skip
         out = out.flatten(2)  # [B, T, H · D]
-        y: Tensor = self.o_proj(out if ranks is None else to_tokens(out, ranks))
+        y: Tensor = self.o_proj(out if group is None else to_tokens(out, group))
         return y, residual
 
     def _keys_values(self, images: ImageStates) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,7 @@ from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import RMSNormDecoderConfig, check_values
-from liger_models.layers.decoder import CausalLMOutput
+from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.kv_cache import DecodeCache
@@ -327,12 +327,12 @@ class MllamaCrossBlock(Layer):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
         self.mlp_gate = nn.Parameter(torch.empty(1))
 
-    def shard(self, ranks: Group) -> dict[str, int]:
+    def shard(self, group: Group) -> dict[str, int]:
         """Replicate the gates; their gradients cover all tokens."""
-        self.groups = replace(self.groups, tensor=ranks)
+        self.groups = replace(self.groups, tensor=group)
         return {}
 
-    def sum_gradients(self, ranks: Group) -> bool:
+    def sum_gradients(self, group: Group) -> bool:
         """True: `shard` has taken care of the gradients."""
         return True
 
@@ -423,6 +423,7 @@ class LigerMllama(VisionLanguageModel):
             ValueError: the number of placeholders does not match the number of images, or shapes do not match;
                 otherwise as `Decoder.forward`.
         """
+        cu_seqlens = take_cu_seqlens(cu_seqlens, options)
         given = pixel_values is not None
         check(
             given == (aspect_ratio_ids is not None) and (given or cross_attention_mask is None),

@@ -1,0 +1,378 @@
+"""The weights of a model in memory under Hugging Face's names, out and in, one tensor at a time."""
+
+import contextlib
+import dataclasses
+import difflib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.convert.files import FLOATS, some
+from liger_models.convert.format import format_of
+from liger_models.convert.sharded import Part, read_part
+from liger_models.convert.weight_map import Expression, WeightMap
+from liger_models.kernels.checks import check
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.layer import Layer, named_layers
+from liger_models.layers.linear import is_sharded
+from liger_models.parallel.groups import raise_on_all_ranks
+
+
+def hf_tensors(model: Decoder, dtype: torch.dtype | None = None, *, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """The weights under the names and in the layout of a Hugging Face checkpoint, one tensor at a time.
+
+    The tensors are those that `save_pretrained` writes, bit for bit: a vision tower first, then the embedding, the
+    layers in order, the norm and the head, which a model with tied weights leaves out. vLLM's and SGLang's
+    ``load_weights`` take such an iterator.
+
+    If the model is sharded, all ranks must call this function and read to the end: each parameter is gathered when its
+    first tensor is read, on every rank. Besides the parameters, one of them (the experts of one layer, at most) and the
+    tensor that was yielded last are in memory. Read all tensors before the next optimizer step. A tensor that has the
+    layout and the dtype of a parameter shares its memory: do not write to it, and copy what you keep.
+
+    Args:
+        model: plain, or sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
+        dtype: dtype of the tensors; None for that of each parameter.
+        merge: add LoRA adapters to the weights that are yielded; the model does not change. False yields the weights
+            under the adapters. A tied head with an adapter is yielded as a tensor of its own, with a warning.
+
+    Returns:
+        An iterator over names and contiguous tensors, on the device of the parameters.
+
+    Raises:
+        ValueError: parameters are on the meta device or not in the weight map, or ``dtype`` is not a dtype of weights.
+    """
+    check_dtype("hf_tensors", dtype)
+    stored = as_stored("hf_tensors", model, merge=merge)
+    return stored.unpack(stored.gather(), dtype)
+
+
+def get_hf_state_dict(
+    model: Decoder,
+    dtype: torch.dtype | None = None,
+    *,
+    merge: bool = True,
+    device: torch.device | str | None = None,
+) -> dict[str, Tensor]:
+    """All tensors of `hf_tensors` in a dict, as copies: further training does not change them.
+
+    Args:
+        model, dtype, merge: as in `hf_tensors`; all ranks of a sharded model must call this function, too, and each
+            gets all tensors.
+        device: device of the copies; None for that of the parameters.
+
+    Raises:
+        ValueError: as in `hf_tensors`.
+    """
+    check_dtype("get_hf_state_dict", dtype)
+    stored = as_stored("get_hf_state_dict", model, merge=merge)
+    plain = (each for each in map(_local, model.parameters()) if type(each) in (nn.Parameter, Tensor))
+    own = {each.untyped_storage().data_ptr() for each in plain}
+    state = {}
+    for name, tensor in stored.unpack(stored.gather(), dtype):
+        moved = tensor.to(device)
+        state[name] = moved.clone() if moved.untyped_storage().data_ptr() in own else moved
+    return state
+
+
+def hf_gradients(model: Decoder, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The gradients under the names and in the layout of `hf_tensors`, one tensor at a time.
+
+    Call it after the backward and before the gradients are set to None. Parameters without a gradient, such as frozen
+    ones, are left out, and so are adapters, which have no name there. If the model is sharded, all ranks must call this
+    function and read to the end; every rank gets whole gradients, averaged as the optimizer will see them.
+
+    Args:
+        model: plain, or sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
+        dtype: dtype of the tensors; None for that of each gradient.
+
+    Returns:
+        An iterator over names and contiguous tensors. One that has the layout and the dtype of a gradient shares its
+        memory: do not write to it.
+
+    Raises:
+        ValueError: no parameter of a checkpoint has a gradient; otherwise as `hf_tensors`.
+    """
+    check_dtype("hf_gradients", dtype)
+    stored = as_stored("hf_gradients", model, merge=False)
+    gradients = {name: each.grad.detach() for name, each in stored.parameters.items() if each.grad is not None}
+    check(
+        len(gradients) > 0,
+        "hf_gradients: parameters of the model must have gradients, got none. Call it between backward and zero_grad.",
+    )
+    return stored.unpack(((name, _full(gradient)) for name, gradient in gradients.items()), dtype)
+
+
+def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+    """Replace the weights of a model by tensors with the names and the layout of a Hugging Face checkpoint, in place.
+
+    Parameters keep their dtype, device and sharding, and an optimizer that holds them stays valid. Adapters do not
+    change. All layouts that the model's checkpoints may have are known. If the model is sharded, all ranks must call
+    this function, each with all tensors, and an error on one rank is raised on all ranks.
+
+    The tensors of an iterable are read one at a time, and kept until all that form one parameter have been read; its
+    buffers must not be reused before. In the order of a checkpoint that is one parameter. An iterable is checked while
+    it is read: after an error, the model may hold old and new weights, and the message says so. A mapping is checked
+    before anything changes.
+
+    Args:
+        model: plain, or sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
+        tensors: a mapping, or an iterable of names and tensors, such as `hf_tensors` of another model; on any device,
+            of any floating-point dtype.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected, given twice, has a wrong shape or dtype or is sharded; a head
+            differs from the embedding that it is tied to; or parameters are on the meta device.
+    """
+    stored = as_stored("load_hf_tensors", model, merge=False)
+    config = stored.config
+    names = _Names(format_of(type(model)).weight_maps(config), stored.parameters)
+    agreed = raise_on_all_ranks if stored.is_sharded else contextlib.nullcontext
+    if isinstance(tensors, Mapping):
+        with agreed():
+            for name, tensor in tensors.items():
+                names.accept(name, tensor)
+            names.check_complete()
+        names.read.clear()
+        tensors = tensors.items()
+    with torch.no_grad(), agreed():
+        held: dict[str, Tensor] = {}
+        heads: dict[str, Tensor] = {}
+        loaded: set[str] = set()
+        try:
+            for name, tensor in tensors:
+                weights = names.accept(name, tensor)
+                if name in weights.skip:
+                    if config.tie_word_embeddings and name.endswith("lm_head.weight"):
+                        heads[name] = tensor
+                    continue
+                held[name] = tensor
+                ours = names.parameter_of(name)
+                expression = weights.entries[ours]
+                if all(each in held for each in expression.names()):
+                    _place(stored.parameters[ours], expression, {each: held.pop(each) for each in expression.names()})
+                    loaded.add(ours)
+            names.check_complete()
+            for name, head in heads.items():
+                _check_head(name, head, stored.parameters["embed_tokens.weight"])
+        except ValueError as error:
+            if not loaded:
+                raise
+            raise ValueError(
+                f"{error} {len(loaded)} of {len(stored.parameters)} parameters hold new weights already: load all "
+                "again before you use the model."
+            ) from error
+
+
+class Stored(NamedTuple):
+    """What a checkpoint of a model holds, and how its tensors are computed.
+
+    Attributes:
+        config: the config of the model, with ``tie_word_embeddings`` as the weights are.
+        weights: the weight map of the layout that is written.
+        parameters: those that the checkpoint has, by name and in the order in which they are stored.
+        adapted: name of a parameter -> the layer whose adapters belong to it.
+        merge: whether adapters are added to the weights.
+    """
+
+    config: Any
+    weights: WeightMap
+    parameters: dict[str, nn.Parameter]
+    adapted: dict[str, Layer]
+    merge: bool
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether gathering is a collective."""
+        return any(is_sharded(each) for each in self.parameters.values())
+
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        """Our name of each parameter and its value, gathered from all ranks and with merged adapters."""
+        for name, parameter in self.parameters.items():
+            layer = self.adapted.get(name)
+            if layer is None:
+                yield name, _full(parameter.detach())
+            else:
+                given = {f"layer.{each}": _full(p.detach()) for each, p in layer.named_parameters() if is_sharded(p)}
+                yield name, torch.func.functional_call(_AdaptedWeight(layer, self.merge), given, ())
+
+    def unpack(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors, contiguous and in ``dtype``, from what `gather` yields."""
+        for ours, whole in gathered:
+            tensors = self.weights.entries[ours].unpack(whole)
+            del whole
+            while tensors:
+                name = next(iter(tensors))
+                yield name, tensors.pop(name).to(dtype).contiguous()
+
+
+def as_stored(where: str, model: Decoder, *, merge: bool) -> Stored:
+    """What a checkpoint of the model holds. Parameters that FSDP has left gathered are sharded again.
+
+    Args:
+        where: name of the function that was called, for errors.
+        model: the model.
+        merge: whether adapters are added to the weights.
+
+    Raises:
+        ValueError: parameters are on the meta device or not in the weight map.
+    """
+    for module in model.modules():
+        reshard: Any = getattr(module, "reshard", None)
+        if reshard is not None:  # FSDP leaves weights gathered after an evaluation
+            reshard()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    absent = [name for name, parameter in parameters.items() if parameter.is_meta]
+    check(
+        not absent,
+        f"{where}: parameters must hold weights, got {some(absent)} on the meta device. Load or initialise the model "
+        "first.",
+    )
+    layers = {path: layer for path, layer in named_layers(model) if layer.has_adapters}
+    head, embedding = model.lm_head.weight, model.embed_tokens.weight
+    tied = head is embedding or _local(head).data_ptr() == _local(embedding).data_ptr() != 0
+    tied = tied and not (merge and "lm_head" in layers)
+    if tied != model.config.tie_word_embeddings:
+        warnings.warn(
+            f"{where}: tie_word_embeddings is {model.config.tie_word_embeddings} in the config, but lm_head and "
+            f"embed_tokens are {'one tensor' if tied else 'two tensors'}. Taken as they are, with tie_word_embeddings "
+            f"{tied}.",
+            stacklevel=4,
+        )
+    config = dataclasses.replace(model.config, tie_word_embeddings=tied)
+    if tied:
+        del parameters["lm_head.weight"]
+    weights = format_of(type(model)).weight_map(config)
+    once = dict(model.named_parameters())  # leave out further names of shared parameters
+    added = tuple(f"{path}.{name}." for path, layer in layers.items() for name, _ in layer.named_children())
+    parameters = {
+        name: each
+        for name, each in parameters.items()
+        if name in weights.entries or (name in once and not name.startswith(added))
+    }
+    extra = sorted(parameters.keys() - weights.entries.keys())
+    check(
+        not extra,
+        f"{where}: every parameter must have a name in a checkpoint of {type(model).__name__}, got {some(extra)}. "
+        "Save LoRA adapters with save_adapter, or merge them with merge_lora; remove other additions.",
+    )
+    return Stored(config, weights, parameters, {f"{path}.weight": layer for path, layer in layers.items()}, merge)
+
+
+def check_dtype(where: str, dtype: torch.dtype | None) -> None:
+    """Raise ValueError unless ``dtype`` is None or one that checkpoints have."""
+    check(
+        dtype is None or dtype in FLOATS.values(),
+        f"{where}: dtype must be one of {', '.join(map(str, FLOATS.values()))}, got {dtype}.",
+    )
+
+
+class _AdaptedWeight(nn.Module):
+    """The weight of a layer with adapters, as the forward of a module: `functional_call` gathers what it uses."""
+
+    def __init__(self, layer: Layer, merge: bool) -> None:
+        super().__init__()
+        self.layer, self.merge = layer, merge
+
+    def forward(self) -> Tensor:
+        return self.layer.adapted_weight(merge=self.merge)
+
+
+class _Names:
+    """The names and shapes that a model's checkpoints may have; each tensor that is read narrows down the layout."""
+
+    def __init__(self, maps: list[WeightMap], parameters: Mapping[str, Tensor]) -> None:
+        empty = {name: torch.empty(each.shape, device="meta") for name, each in parameters.items()}
+        self.layouts = [(weights, weights.shapes(empty), _owners(weights)) for weights in maps]
+        self.read: set[str] = set()
+
+    def accept(self, name: str, tensor: Tensor) -> WeightMap:
+        """The weight map of the layout, which has this name in this shape; raises ValueError if there is none."""
+        where = "load_hf_tensors"
+        check(
+            isinstance(tensor, Tensor) and not is_sharded(tensor) and tensor.dtype in FLOATS.values(),
+            f"{where}: {name} must be a whole tensor of one of the dtypes {', '.join(map(str, FLOATS.values()))}, got "
+            f"{type(tensor).__name__} {getattr(tensor, 'dtype', '')}. Gather or dequantise it.",
+        )
+        known = [layout for layout in self.layouts if name in layout[1] or name in layout[0].skip]
+        if not known:
+            near = difflib.get_close_matches(name, self.layouts[0][1], n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{where}: tensors must have the names in a checkpoint of the model, got {name}.{hint}")
+        fitting = [layout for layout in known if name not in layout[1] or layout[1][name].shape == tensor.shape]
+        check(
+            bool(fitting),
+            f"{where}: {name} must have shape {tuple(known[0][1].get(name, tensor).shape)}, got {tuple(tensor.shape)}. "
+            "Pass the weights of a model with the same config.",
+        )
+        check(name not in self.read, f"{where}: each tensor must be given once, got {name} twice.")
+        self.layouts = fitting
+        self.read.add(name)
+        return fitting[0][0]
+
+    def parameter_of(self, name: str) -> str:
+        """Our name of the parameter that a tensor belongs to."""
+        return self.layouts[0][2][name]
+
+    def check_complete(self) -> None:
+        """Raise ValueError unless all tensors of a layout have been read."""
+        missing = [name for name in self.layouts[0][1] if name not in self.read]
+        check(
+            not missing,
+            f"load_hf_tensors: all tensors of a checkpoint of the model must be given, got none of the name "
+            f"{some(missing)}. Pass the weights of a model with the same config.",
+        )
+
+
+def _owners(weights: WeightMap) -> dict[str, str]:
+    """Name of each of the checkpoint's tensors -> our name of the parameter that it belongs to."""
+    return {name: ours for ours, expression in weights.entries.items() for name in expression.names()}
+
+
+def _local(tensor: Any) -> Tensor:
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return part
+
+
+def _full(tensor: Any) -> Tensor:
+    """A DTensor gathered on the device of its mesh; any other tensor unchanged."""
+    if not is_sharded(tensor):
+        whole: Tensor = tensor
+    else:  # FSDP with cpu_offload keeps it on the CPU, where the mesh's backend may not communicate
+        whole = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return whole
+
+
+def _place(parameter: Any, expression: Expression, tensors: Mapping[str, Tensor]) -> None:
+    """Copy the checkpoint's tensors into a parameter, or this rank's rows of them into its shard of it."""
+    local = _local(parameter)
+
+    def whole() -> Tensor:
+        return expression.pack({name: tensor.to(local.device, local.dtype) for name, tensor in tensors.items()})
+
+    if not is_sharded(parameter):
+        local.copy_(whole())
+        return
+
+    def read(name: str, first: int, last: int) -> Tensor:
+        return tensors[name][first:last].to(local.device, local.dtype)
+
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    local.copy_(read_part(expression, Part.of(parameter), shapes, read, whole))
+
+
+def _check_head(name: str, head: Tensor, embedding: Any) -> None:
+    """Raise ValueError if the head of a model with tied weights differs from the embedding."""
+    local, same = _local(embedding), head.shape == embedding.shape
+    if same and is_sharded(embedding):
+        offset, shape = Part.of(embedding)
+        for dim in range(head.dim()):
+            head = head.narrow(dim, offset[dim], shape[dim])
+    check(
+        same and torch.equal(head.to(local.device, local.dtype), local),
+        f"load_hf_tensors: {name} must be equal to the embedding, which the model's head is tied to, got another "
+        "tensor. Leave it out, or load into a model whose config has tie_word_embeddings=False.",
+    )
