@@ -13,7 +13,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from liger_models.train.loop import TrainOptions, train
 
 from ..test_train import files, folder, log  # noqa: F401
-from ..torchrun import torchrun
+from ..processes import torchrun
 
 ROOT = Path(__file__).parents[2]
 
