@@ -29,6 +29,9 @@ def save_pretrained(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
+    auto_map: bool = False,
+    hf_config: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Save a model as a Hugging Face checkpoint, which transformers and this package load.
 
@@ -43,6 +46,11 @@ def save_pretrained(
         folder: created if it does not exist.
         dtype: dtype of the saved tensors; None for that of each parameter.
         max_shard_size: maximum size of a file, in bytes or as "5GB".
+        auto_map: add a small file of code, and name it in config.json, so that transformers' auto classes with
+            ``trust_remote_code=True`` return this package's model; see `liger_models.hf`.
+        hf_config: replaces the content of config.json, except that it names the class. Default: that of the model.
+        tensors: name -> whole tensor, instead of the parameters of the model. Then the calling rank writes, and others
+            need not call.
 
     Raises:
         ValueError: parameters are on the meta device or not in the weight map, or the dtype could not be loaded again.
@@ -58,22 +66,23 @@ def save_pretrained(
         f"{max_shard_size!r}.",
     )
     folder = Path(folder).absolute()
-    for module in model.modules():
+    for module in model.modules() if tensors is None else ():
         reshard: Any = getattr(module, "reshard", None)
         if reshard is not None:  # FSDP leaves weights gathered after an evaluation
             reshard()
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False) if tensors is None else tensors)
     absent = [name for name, parameter in parameters.items() if parameter.is_meta]
     if absent:
         raise ValueError(
             f"save_pretrained: parameters must hold weights, got {some(absent)} on the meta device. Load or "
             "initialise the model first."
         )
-    config = _tied_as_stored(model)
+    config = _tied_as_stored(model.config, parameters)
     if config.tie_word_embeddings:
-        del parameters["lm_head.weight"]
-    weights = format_of(type(model)).weight_map(config)
-    once = dict(model.named_parameters())  # leave out further names of shared parameters
+        parameters.pop("lm_head.weight", None)
+    checkpoint = format_of(type(model))
+    weights = checkpoint.weight_map(config)
+    once = dict(model.named_parameters() if tensors is None else tensors)  # no further names of shared parameters
     parameters = {name: each for name, each in parameters.items() if name in once or name in weights.entries}
     extra = sorted(parameters.keys() - weights.entries.keys())
     check(
@@ -82,15 +91,17 @@ def save_pretrained(
         f"{some(extra)}. Save LoRA adapters with save_adapter, or merge them with merge_lora; remove other additions.",
     )
     shapes = {name: torch.empty(p.shape, dtype=dtype or p.dtype, device="meta") for name, p in parameters.items()}
-    tensors = weights.shapes(shapes)
     plan = split_state_dict_into_shards_factory(
-        tensors,
+        weights.shapes(shapes),
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
     assets = model.current_assets()
-    hf_config = write_config(config, model.hf_config, dtype or parameters["embed_tokens.weight"].dtype)
+    if hf_config is None:
+        hf_config = write_config(config, model.hf_config, dtype or parameters["embed_tokens.weight"].dtype)
+    if auto_map:
+        hf_config, assets = with_auto_map(hf_config, assets, checkpoint.hf_class)
     sharded = any(hasattr(parameter, "full_tensor") for parameter in parameters.values())
     files = iter(plan.filename_to_tensors.items())
 
@@ -108,6 +119,9 @@ def save_pretrained(
     def save() -> None:
         write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX))
 
+    if tensors is not None and not sharded:
+        save()
+        return
     if not sharded:
         run_on_rank_zero(f"save_pretrained {folder}", save)
         return
@@ -121,18 +135,57 @@ def save_pretrained(
                 _gather(names, weights, parameters, dtype, keep=False)
 
 
-def _tied_as_stored(model: Decoder) -> Any:
+AUTO_CLASSES = {
+    "ForCausalLM": ("AutoModelForCausalLM",),
+    "ForConditionalGeneration": ("AutoModelForImageTextToText", "AutoModelForMultimodalLM"),
+}
+"""End of the name of a class in transformers -> the auto classes that return it."""
+
+_CODE = '''"""Loads the checkpoint with liger_models (pip install "liger-models[hf]"), or else with transformers."""
+
+try:
+    from liger_models.hf import {name}
+except ImportError:
+    import transformers
+
+    class {name}(transformers.{name}):
+        pass
+'''
+
+
+def with_auto_map(
+    hf_config: Mapping[str, Any], assets: Mapping[str, bytes], name: str
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """A config.json and other files of a checkpoint for which transformers' auto classes run code of this package.
+
+    Args:
+        hf_config, assets: content of config.json, and name -> content of other files.
+        name: name of the class in transformers and in `liger_models.hf`.
+    """
+    module = "modeling_liger"
+    auto_classes = next((found for end, found in AUTO_CLASSES.items() if name.endswith(end)), ())
+    check(
+        auto_classes != (),
+        f"save_pretrained: auto_map needs a class whose name ends in {' or '.join(AUTO_CLASSES)}, got {name}. Register "
+        "the architecture with such an hf_class.",
+    )
+    named = dict.fromkeys(auto_classes, f"{module}.{name}")
+    code = {f"{module}.py": _CODE.format(name=name).encode()}
+    return {**hf_config, "auto_map": {**(hf_config.get("auto_map") or {}), **named}}, {**assets, **code}
+
+
+def _tied_as_stored(config: Any, parameters: Mapping[str, Tensor]) -> Any:
     """The config of the model, with ``tie_word_embeddings`` set by whether its weights are one tensor."""
-    head, embedding = model.lm_head.weight, model.embed_tokens.weight
-    tied = head is embedding or head.data_ptr() == embedding.data_ptr() != 0
-    if tied != model.config.tie_word_embeddings:
+    head, embedding = parameters.get("lm_head.weight"), parameters["embed_tokens.weight"]
+    tied = head is None or head is embedding or head.data_ptr() == embedding.data_ptr() != 0
+    if tied != config.tie_word_embeddings:
         warnings.warn(
-            f"save_pretrained: tie_word_embeddings is {model.config.tie_word_embeddings} in the config, but lm_head "
+            f"save_pretrained: tie_word_embeddings is {config.tie_word_embeddings} in the config, but lm_head "
             f"and embed_tokens are {'one tensor' if tied else 'two tensors'}. Saved as they are, with "
             f"tie_word_embeddings {tied}.",
             stacklevel=3,
         )
-    return dataclasses.replace(model.config, tie_word_embeddings=tied)
+    return dataclasses.replace(config, tie_word_embeddings=tied)
 
 
 def _gather(
