@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationMixin, PreTrainedConfig
 
 from liger_models.arch.auto import get_arch, list_archs
 from liger_models.arch.registry import built_in
@@ -43,7 +43,8 @@ def model_class(model_type: str) -> type[LigerForCausalLM]:
     if arch.prompt_inputs:
         members["forward"] = _forward_with(arch.prompt_inputs)
         members["input_modalities"] = ("image", "text")
-    return type(name, (LigerForCausalLM,), members)
+    # Transformers looks for GenerationMixin among the bases themselves.
+    return type(name, (LigerForCausalLM, GenerationMixin), members)
 
 
 def _forward_with(names: tuple[str, ...]) -> Any:
@@ -104,7 +105,7 @@ def register() -> None:
         check(
             known,
             f"register: {auto_class.__name__} must have transformers' own class for {config.__name__}, got "
-            f"{other and other.__module__}.{other and other.__qualname__}. Register this package's classes first, or use "
+            f"{other and other.__module__}.{other and other.__qualname__}. Do not register both, or use "
             f"liger_models.hf.{ours.__name__}.from_pretrained.",
         )
     for model_type in set(list_archs()) - set(built_in()):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
 from liger_models.arch.auto import get_arch
+from liger_models.convert.files import some
 from liger_models.convert.format import format_of
 from liger_models.convert.hub import download
 from liger_models.convert.load import load_pretrained, pick_map
@@ -215,9 +216,8 @@ class Checkpoint:
         unexpected = [name for name in state_dict if name not in known]
         check(
             not strict or not (missing or unexpected),
-            f"load_state_dict: the names must be those of the model, or of its checkpoint, got none of "
-            f"{', '.join(missing[:5]) or 'no'} and unexpected {', '.join(unexpected[:5]) or 'none'}. strict=False loads "
-            "the others.",
+            "load_state_dict: the names must be those of the model, or of its checkpoint. Missing: "
+            f"{some(missing) or 'none'}. Unexpected: {some(unexpected) or 'none'}. strict=False loads the others.",
         )
         with torch.no_grad():
             for name, entry in weights.entries.items():

@@ -284,8 +284,8 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         shifted, skip = inputs.pop("shift_labels", None), inputs.pop("skip_logits", None)
         decoder, text = self.model.decoder, self.config.get_text_config()
         prepared, cache = self.model.prepare(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions, inputs,
-            has_labels=labels is not None or shifted is not None,
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
+            inputs, has_labels=labels is not None or shifted is not None,
         )  # fmt: skip
         routed = _resolve(output_router_logits, text, "output_router_logits")
         if getattr(decoder.config, "output_router_logits", routed) != routed:
