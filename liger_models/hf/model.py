@@ -382,6 +382,23 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
             prepared = {name: value for name, value in prepared.items() if name not in decoder.prompt_inputs}
         return prepared
 
+    def _expand_inputs_for_generation(
+        self,
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        decoder: Any = self.model.decoder
+        pixels = {name: value for name, value in model_kwargs.items() if name in decoder.prompt_inputs}
+        others = {name: value for name, value in model_kwargs.items() if name not in pixels}
+        repeated = pixels
+        if expand_size > 1 and any(value is not None for value in pixels.values()):
+            check(input_ids is not None, "generate: pixels need input_ids, which say where the images are.")
+            repeated = decoder.repeat_prompts(input_ids, pixels, expand_size)
+        input_ids, others = super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **others)
+        return input_ids, others | repeated
+
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
         decoder = self.model.decoder
         pixels = {name: model_kwargs.get(name) for name in decoder.prompt_inputs}
