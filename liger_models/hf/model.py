@@ -182,6 +182,11 @@ class LigerModel(LigerPreTrainedModel):
         if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
             text, position_ids = position_ids[0], position_ids[1:]  # those of the text, and time, height and width
         packed = "cu_seqlens" in given or "cu_seq_lens_q" in given
+        numbers = given.pop("seq_idx", None)  # which collators return besides
+        check(
+            numbers is None or packed or text is not None,
+            "forward: seq_idx needs position_ids or cu_seq_lens_q, got it alone. Let the collator return them.",
+        )
         alone = attention_mask is None and past_key_values is None and not packed
         if alone and text is not None and text.dim() <= 2 and tokens.shape[1] > 1:
             bounds = find_documents(text.expand(tokens.shape[:2]))

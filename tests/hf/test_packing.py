@@ -55,6 +55,7 @@ def test_what_the_collators_return(hf):
     for options in (
         {},
         {"return_flash_attn_kwargs": True},
+        {"return_seq_idx": True},
         {"return_flash_attn_kwargs": True, "return_position_ids": False},
     ):
         batch = transformers.DataCollatorWithFlattening(**options)(rows)
@@ -80,6 +81,8 @@ def test_positions_that_do_not_say_where_a_document_ends(hf):
     ids = torch.arange(6)[None]
     with pytest.raises(ValueError, match=r"position_ids of packed documents must start at 0.*as cu_seqlens"):
         ours(ids, position_ids=torch.tensor([[0, 1, 2, 1, 2, 3]]))
+    with pytest.raises(ValueError, match=r"seq_idx needs position_ids or cu_seq_lens_q"):
+        ours(ids, seq_idx=torch.zeros_like(ids))
     with pytest.raises(ValueError, match=r"position_ids must rise along each row.*as cu_seqlens"):
         ours(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), attention_mask=torch.ones_like(ids))
 

@@ -204,6 +204,42 @@ def test_push_to_hub(folder, monkeypatch):
     assert {"config.json", "generation_config.json", "model.safetensors"} <= {*sent["me/model"]}
 
 
+@untied
+@pytest.mark.slow
+def test_grpo_of_trl(folder):
+    """The same completions, losses, gradients and weights; a loss that is not 0 in the second step of a batch."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list([{"prompt": f"w{n + 3} w{n + 5} w7"} for n in range(8)])
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [len(set(each.split())) + len(each) / 10 for each in completions]
+
+    options = {"num_generations": 4, "max_completion_length": 8, "num_iterations": 2, "beta": 0.1, "max_steps": 2}
+    options |= {"report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no"}
+    options |= {"per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-2}
+    lines = []
+    for ours in (False, True):
+        run = trl.GRPOTrainer(
+            load(folder, ours), reward, args=trl.GRPOConfig("grpo", **options), train_dataset=data,
+            processing_class=words_tokenizer(),
+        )  # fmt: skip
+        run.train()
+        lines.append(run.state.log_history[:-1])
+    for want, got in zip(*lines, strict=True):
+        assert got.get("reward") == pytest.approx(want.get("reward"))
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-4, abs=1e-7)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+        assert got["grad_norm"] > 0.1
+    assert abs(lines[1][1]["loss"]) > 0.01
+
+
+def words_tokenizer() -> Any:
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(101)}, unk_token="w0"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w2")
+
+
 TWO_RANKS = """
 import torch
 import torch.distributed as dist
@@ -217,30 +253,46 @@ run.save_model("trained")
 if dist.get_rank() == 0:
     print("losses", *losses(run))
     print("resumed", all(map(torch.equal, run.model.parameters(), load(Path("trained")).parameters())))
+
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+model = load(Path("model"))
+for module in model.modules():
+    if type(module).__name__ in model._no_split_modules:
+        fully_shard(module)
+fully_shard(model)
+ids = torch.arange(3, 12)[None] + dist.get_rank()
+model.train()(ids, labels=ids).loss.backward()
+assert all(parameter.grad is not None and hasattr(parameter, "full_tensor") for parameter in model.parameters())
+state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+if dist.get_rank() == 0:
+    model.save_pretrained("gathered", state_dict=state)
+model.save_pretrained("sharded", is_main_process=dist.get_rank() == 0)
+if dist.get_rank() == 0:
+    for name in ("gathered", "sharded"):
+        print(name, all(map(torch.equal, load(Path("model")).parameters(), load(Path(name)).parameters())))
 dist.destroy_process_group()
 """
 
 
-@untied
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_two_ranks_are_as_one(folder, tmp_path):
+    """Trainer under DDP, with uneven ranks; then FSDP as Accelerate applies it."""
     run = trainer(load(folder))
     run.train()
     (tmp_path / "run.py").write_text(TWO_RANKS)
     printed = torchrun(2, "run.py", cwd=tmp_path, PYTHONPATH=str(Path(__file__).parents[2])).stdout
-    found = dict(line.split(" ", 1) for line in printed.splitlines() if line.startswith(("losses", "resumed")))
+    kinds = ("resumed", "gathered", "sharded")
+    found = dict(line.split(" ", 1) for line in printed.splitlines() if line.startswith(("losses", *kinds)))
     assert [float(x) for x in found["losses"].split()] == pytest.approx(losses(run), rel=1e-4)
-    assert found["resumed"] == "True"
+    assert [found[kind] for kind in kinds] == ["True"] * 3
 
 
 def test_pipeline(root):
     folder = make_folder("llama", "gqa", root)
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {f"w{n}": n for n in range(101)}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0")
+    tokenizer = words_tokenizer()
     options = {"max_new_tokens": 5, "do_sample": False}
     want, got = (
         transformers.pipeline("text-generation", model=load(folder, ours), tokenizer=tokenizer)("w3 w7 w9", **options)
