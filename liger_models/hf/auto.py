@@ -80,7 +80,7 @@ def wrap(model: CausalLM) -> LigerForCausalLM:
     checkpoint = format_of(type(model))
     made = model_class(checkpoint.model_type)
     content = write_config(model.config, model.hf_config, model.dtype)
-    config: PreTrainedConfig = made.config_class.from_dict(content)  # type: ignore[union-attr]
+    config: PreTrainedConfig = made.config_class.from_dict(content)
     wrapped = made(config, model)
     if GENERATION_CONFIG in model.assets:
         defaults = json.loads(model.assets[GENERATION_CONFIG])
@@ -144,7 +144,7 @@ def _entries() -> list[tuple[Any, type[PreTrainedConfig], type[LigerForCausalLM]
             own = theirs is None and name == AUTO_CLASSES[0]  # an architecture of a user's own
             if own or _named(auto_class, model_type) == ours.__name__:
                 found.append((auto_class, ours.config_class, ours, theirs))
-    return found  # type: ignore[return-value]
+    return found
 
 
 def _named(auto_class: Any, model_type: str) -> str | None:

@@ -60,7 +60,7 @@ class Checkpoint:
     model: Any
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | os.PathLike[str],
         *,
@@ -112,12 +112,12 @@ class Checkpoint:
                 str(pretrained_model_name_or_path), lambda hf: get_arch(hf["model_type"]), revision=revision,
                 cache_dir=cache_dir, token=token, local_files_only=local_files_only, force_download=force_download,
             )  # fmt: skip
+        chosen: Any = config
         if not isinstance(config, PreTrainedConfig):
-            config, options = cls.config_class.from_pretrained(config or folder, return_unused_kwargs=True, **options)
-        assert isinstance(config, PreTrainedConfig)
-        config = copy.deepcopy(config)
+            chosen, options = cls.config_class.from_pretrained(config or folder, return_unused_kwargs=True, **options)
+        chosen = copy.deepcopy(chosen)
         if "attn_implementation" in options:
-            config._attn_implementation = options.pop("attn_implementation")
+            chosen._attn_implementation = options.pop("attn_implementation")
         quantization = options.pop("quantization_config", None)
         check(
             quantization is None,
@@ -128,19 +128,25 @@ class Checkpoint:
         unknown = sorted(name for name in options.keys() - set(_IGNORED) if options[name] not in (None, False))
         check(
             not unknown,
-            f"from_pretrained: arguments must be those of this method or fields of {type(config).__name__}, got "
+            f"from_pretrained: arguments must be those of this method or fields of {type(chosen).__name__}, got "
             f"{', '.join(unknown)}. Leave them out, or load with the class of transformers.",
         )
         decoder = load_pretrained(
-            get_arch(config.model_type), folder, dtype=dtype, device=_device(device_map), hf_config=to_json(config)
+            get_arch(chosen.model_type), folder, dtype=dtype, device=_device(device_map), hf_config=to_json(chosen)
         )
-        config.dtype = decoder.dtype
-        config.name_or_path = str(pretrained_model_name_or_path)
-        model: Any = cls(config, decoder)  # type: ignore[call-arg]
+        chosen.dtype = decoder.dtype
+        chosen.name_or_path = str(pretrained_model_name_or_path)
+        model: Any = cls(chosen, decoder)  # type: ignore[call-arg]
         if generation_config is not None:
             model.generation_config = copy.deepcopy(generation_config)
         elif GENERATION_CONFIG in decoder.assets:
             model.generation_config = GenerationConfig.from_pretrained(folder)
+        else:  # older files have it in config.json
+            model.generation_config = GenerationConfig.from_pretrained(
+                folder, config_file_name="config.json", _from_model_config=True
+            )
+        if device_map is not None:
+            model.hf_device_map = {"": decoder.device}
         model.eval()
         empty: dict[str, Any] = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
         return (model, empty) if output_loading_info else model

@@ -64,7 +64,8 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     def get_decoder(self) -> "LigerModel":
         """The body."""
-        return self.base_model  # type: ignore[return-value]
+        body: LigerModel = self.base_model
+        return body
 
     def get_input_embeddings(self) -> Any:
         """The embedding."""

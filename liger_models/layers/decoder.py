@@ -480,6 +480,7 @@ class Decoder(nn.Module):
             log_probs=return_log_probs,
             loss_function=loss_function,
         )
+        loss: Any = None
         loss, logits = (None, outputs) if target is None else outputs
         logits = groups.gather_logits(logits)
         mask = None if layout.attention_mask is None else groups.context_share(layout.attention_mask)

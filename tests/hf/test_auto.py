@@ -1,5 +1,6 @@
 """Ways in: auto classes of transformers, code in a checkpoint, arguments of from_pretrained."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -11,7 +12,11 @@ import torch
 
 import liger_models
 import liger_models.hf
+from liger_models.arch import get_arch
+from liger_models.convert.config_map import read_config
+from liger_models.hf import checkpoint
 from liger_models.hf.auto import model_class
+from liger_models.hf.config import config_class, to_liger
 
 from ..arch.families import FIRST_CASES, VISION_CASES, make_folder
 from ..late import transformers
@@ -154,3 +159,47 @@ def test_an_architecture_of_ones_own(own_registry, tmp_path):
     ids = torch.arange(9)[None]
     torch.testing.assert_close(loaded(ids).logits, wrapped(ids).logits)
     assert loaded.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 12)
+
+
+PUBLISHED = [
+    file
+    for file in sorted((ROOT / "tests" / "data").glob("*/*.json"))
+    if not file.name.endswith((".index.json", ".shapes.json", "tiny.json"))
+    and "model_type" in json.loads(file.read_text(encoding="utf-8"))
+]
+SPELT_OUT = {"layer_types", "head_dim", "sliding_window", "partial_rotary_factor", "hidden_act"}
+"""Fields that transformers fills in where a file leaves them to the defaults."""
+
+
+@pytest.mark.parametrize("file", PUBLISHED, ids=lambda file: file.stem)
+def test_published_configurations_through_the_classes_of_transformers(file):
+    """The same configuration as from the file itself."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    want = read_config(get_arch(content["model_type"]).config_class, content)
+    got = to_liger(config_class(content["model_type"]).from_dict(content))
+    for field in dataclasses.fields(want):
+        assert field.name in SPELT_OUT or getattr(got, field.name) == getattr(want, field.name), field.name
+    assert got.head_size == want.head_size
+    if hasattr(want, "window"):
+        layers = range(want.num_hidden_layers)
+        assert [got.window(i) for i in layers] == [want.window(i) for i in layers]
+    one, other = (getattr(config, "partial_rotary_factor", None) or 1.0 for config in (got, want))
+    assert one == other
+
+
+def test_names_of_the_hub_are_downloaded(folder, monkeypatch):
+    asked = {}
+
+    def download(name, chosen, **options):
+        asked.update(options, name=name, arch=chosen({"model_type": "llama"}))
+        return folder
+
+    monkeypatch.setattr(checkpoint, "download", download)
+    config = transformers.LlamaConfig.from_pretrained(folder)
+    made = liger_models.hf.LlamaForCausalLM
+    model = made.from_pretrained("me/model", config=config, revision="abc", token="secret", local_files_only=True)
+    assert model.config.name_or_path == asked["name"] == "me/model"
+    assert (asked["revision"], asked["token"], asked["local_files_only"]) == ("abc", "secret", True)
+    assert asked["arch"] is liger_models.LigerLlama
+    with pytest.raises(ValueError, match="subfolder must be in a folder on this machine, got 'x' of me/model"):
+        made.from_pretrained("me/model", subfolder="x")

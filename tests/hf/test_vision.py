@@ -1,16 +1,13 @@
-"""Vision-language models with images and videos, beside transformers: forward, gradients, generation, Trainer's step."""
+"""Vision-language models with images and videos, beside transformers: forward, gradients, generation."""
 
 from typing import Any
 
 import pytest
 import torch
 
-import liger_models.hf
-
 from ..arch import test_gemma3, test_mllama
-from ..arch.families import LIMIT, assert_same_gradients, error, make_folder, one_video_case_each
+from ..arch.families import LIMIT, assert_same_gradients, error
 from ..arch.test_vision import SEVERAL, VIDEO, Batch
-from ..late import transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
 CASES = [
