@@ -112,7 +112,7 @@ def test_the_loss_is_that_of_the_formulas():
             gate_up = block.mlp.gate_up_proj(normed)
             added = block.mlp.down_proj(F.silu(gate_up[..., ::2]) * gate_up[..., 1::2])
         h = h + attended + added
-    logits = model.lm_head(rms(h, model.norm), None, num_items=None, return_logits=True, log_probs=False)[1]
+    logits = model.lm_head(rms(h, model.norm))
     torch.testing.assert_close(model(IDS).logits, logits)
 
     output = model(IDS, labels=IDS)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import metadata
@@ -82,15 +83,27 @@ def vision_hub(tmp_path, tiny_hub, monkeypatch):
     serve(monkeypatch, tmp_path / "vision")
 
 
+@pytest.fixture
+def transformers_own():
+    """The auto classes of transformers return its own classes again."""
+    yield
+    if "liger_models.hf.auto" in sys.modules:
+        sys.modules["liger_models.hf.auto"].unregister()
+
+
 @every_page
-def test_python_blocks_run(page, request, tiny_hub, own_registry, capsys):
+def test_python_blocks_run(page, request, tiny_hub, own_registry, transformers_own, capsys):
     if page.name == "vision.md":
         request.getfixturevalue("vision_hub")
     if page.name == "fp8.md":
         pytest.importorskip("torchao", reason="float8 training needs torchao: pip install 'liger_models[fp8]'")
     namespace: dict = {"__name__": "readme"}
     with warnings.catch_warnings():
-        others = {"engines.md": ("accelerate", "lightning", "peft"), "lora.md": ("peft", "torchao")}
+        others = {
+            "engines.md": ("accelerate", "lightning", "peft"),
+            "in-your-tools.md": ("accelerate", "peft", "transformers"),
+            "lora.md": ("peft", "torchao"),
+        }
         if page.name in others:
             for other in others[page.name]:
                 pytest.importorskip(other)

@@ -215,7 +215,7 @@ class LoRALinear(nn.Linear, Layer):
 class LoRALMHead(LoRALinear, LigerLMHead):
     """`LigerLMHead` with an adapter that its fused loss includes: input and weight gain r columns, A x and s · B."""
 
-    forward = LigerLMHead.forward  # type: ignore[assignment]
+    forward = LigerLMHead.forward
 
     def shard(self, group: Group) -> dict[str, int]:
         """Refused: adapters cannot be sharded by `apply_tp`."""

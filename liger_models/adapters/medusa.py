@@ -201,7 +201,7 @@ class LigerMedusa(nn.Module):
                 input_ids, labels=nothing, loss_function=lambda hidden, *_: hidden, return_logits=True, **inputs
             )
             others = [head(out.loss) for head in self.heads]
-            others = [(self.model.lm_head(other) if self.share_lm_head else other)[1] for other in others]
+            others = [self.model.lm_head(other) if self.share_lm_head else other for other in others]
             return MedusaOutput(aux_loss=out.aux_loss, logits=torch.stack([out.logits, *others]))
         bounds = take_cu_seqlens(inputs.get("cu_seqlens"), {**inputs})
         ahead = self.targets(labels, inputs.get("attention_mask"), bounds)

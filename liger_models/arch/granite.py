@@ -93,9 +93,11 @@ class LigerGranite(CausalLM):
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
 
-    def run_blocks(self, embeds: Tensor, layout: BatchLayout) -> tuple[Tensor, list[Tensor]]:
+    def run_blocks(
+        self, embeds: Tensor, layout: BatchLayout, states: list[Tensor] | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         """As `Decoder.run_blocks`, on scaled embeddings; ``inputs_embeds`` from the caller are scaled too."""
-        return super().run_blocks(embeds * self.config.embedding_multiplier, layout)
+        return super().run_blocks(embeds * self.config.embedding_multiplier, layout, states)
 
 
 def weight_map(config: GraniteConfig) -> WeightMap:

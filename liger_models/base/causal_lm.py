@@ -234,7 +234,12 @@ class CausalLM(Decoder):
         return cls
 
     def save_pretrained(
-        self, folder: str | PathLike[str], *, dtype: torch.dtype | None = None, max_shard_size: int | str = "5GB"
+        self,
+        folder: str | PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+        auto_map: bool = False,
     ) -> None:
         """Write a Hugging Face checkpoint; see `liger_models.convert.save.save_pretrained`.
 
@@ -245,7 +250,7 @@ class CausalLM(Decoder):
         """
         if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
             wait_for_ranks("save_pretrained")
-        save_pretrained(self, folder, dtype=dtype, max_shard_size=max_shard_size)
+        save_pretrained(self, folder, dtype=dtype, max_shard_size=max_shard_size, auto_map=auto_map)
 
     def push_to_hub(
         self,

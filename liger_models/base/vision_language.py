@@ -32,6 +32,16 @@ class VisionLanguageModel(CausalLM):
         check_policy("vision_policy", vision_policy)
         set_policy(self.visual, vision_policy)
 
+    def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
+        """The inputs of prompts [B, T] whose rows are each repeated ``times``, as for beams.
+
+        Args:
+            input_ids: [B, T] int64, the prompts before they are repeated.
+            inputs: `prompt_inputs`; None is kept.
+            times: how often each row is repeated, one after the other.
+        """
+        return {name: x.repeat_interleave(times, 0) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
     @property
     def tower_is_sharded(self) -> bool:
         """Whether FSDP holds parameters of the tower, so that all ranks must use them together.
@@ -50,6 +60,12 @@ class VisionLanguageModel(CausalLM):
         if "_processor" not in self.__dict__:
             self.__dict__["_processor"] = self.processor_class.of(self)
         return self.__dict__["_processor"]
+
+
+def repeated_items(counts: list[int], times: int) -> list[int]:
+    """The items of each row, ``times`` one after the other; ``counts`` says how many items each row has."""
+    starts = [sum(counts[:row]) for row in range(len(counts))]
+    return [i for start, n in zip(starts, counts, strict=True) for _ in range(times) for i in range(start, start + n)]
 
 
 def check_tensors(**given: object) -> None:

@@ -31,8 +31,18 @@ ASSETS = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
+    "vocab.txt",
+    "tekken.json",
+    "README.md",
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+    "NOTICE",
+    "USE_POLICY.md",
 )
 """Other files of a checkpoint, which are loaded and saved unchanged."""
+CODE = "*.py"
+"""Code of a checkpoint, which is kept as a file, and never run, if ``auto_map`` in config.json names code."""
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -62,6 +72,11 @@ def read_json_config(folder: Path) -> dict[str, Any]:
             f"{folder}: must hold {CONFIG}, got {list_files(folder)}. Pass the folder of a Hugging Face checkpoint."
         )
     return read_json(folder / CONFIG)
+
+
+def asset_patterns(hf_config: Mapping[str, Any]) -> list[str]:
+    """The names of files that are saved with a checkpoint unchanged, and patterns of them."""
+    return [*ASSETS, *([CODE] if hf_config.get("auto_map") else [])]
 
 
 def read_model_type(hf_config: Mapping[str, Any]) -> str:

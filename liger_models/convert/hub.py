@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from liger_models.convert.config_map import read_config
-from liger_models.convert.files import ASSETS, CONFIG, INDEX, SHARDS, WEIGHTS, read_index, read_json_config
+from liger_models.convert.files import CONFIG, INDEX, SHARDS, WEIGHTS, asset_patterns, read_index, read_json_config
 from liger_models.convert.load import check_model_type
 from liger_models.convert.save import save_pretrained
 from liger_models.layers.decoder import Decoder
@@ -135,7 +135,7 @@ def download(
 
         # The folder is named after the commit. Download the rest from the same commit, whatever happens to the branch.
         commit = folder.name
-        folder = fetch([INDEX, *ASSETS], commit)
+        folder = fetch([INDEX, *asset_patterns(hf_config)], commit)
         shards = set(read_index(folder / INDEX).values()) if (folder / INDEX).is_file() else {WEIGHTS}
     with naming(repo_id), _progress_bars(progress):
         return fetch(sorted(shards), commit)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from liger_models.convert.config_map import blaming, read_config
 from liger_models.convert.files import (
-    ASSETS,
     CONFIG,
     FLOATS,
     Stored,
+    asset_patterns,
     open_safetensors,
     read_headers,
     read_json_config,
@@ -45,6 +45,7 @@ def load_pretrained(
     progress: bool = True,
     kernels: KernelOptions | None = None,
     shard: Callable[[Model], object] | None = None,
+    hf_config: Mapping[str, Any] | None = None,
 ) -> Model:
     """Load a model from a folder.
 
@@ -63,6 +64,7 @@ def load_pretrained(
         kernels: which parts run on fused kernels.
         shard: called with the model on the meta device, to distribute its parameters in place:
             ``parallel.apply_fsdp``, or a function that calls it.
+        hf_config: replaces the content of config.json.
 
     Returns:
         The model, with the content of config.json in ``hf_config`` and tokenizer and generation files in ``assets``.
@@ -80,7 +82,7 @@ def load_pretrained(
 
     folder = Path(folder)
     with contextlib.nullcontext() if shard is None else raise_on_all_ranks():
-        hf_config = read_json_config(folder)
+        hf_config = read_json_config(folder) if hf_config is None else dict(hf_config)
         written = (folder / CONFIG).stat().st_mtime_ns
         check_model_type(model_class, hf_config)
         stored = read_headers(folder)
@@ -98,7 +100,8 @@ def load_pretrained(
     else:
         _load_whole(model, weights, stored, target, device, progress)
     model.hf_config = hf_config
-    model.assets = {name: _read_asset(folder / name) for name in ASSETS if (folder / name).is_file()}
+    paths = {path for pattern in asset_patterns(hf_config) for path in folder.glob(pattern) if path.is_file()}
+    model.assets = {path.name: _read_asset(path) for path in sorted(paths)}
     if not (folder / CONFIG).is_file() or (folder / CONFIG).stat().st_mtime_ns != written:
         raise OSError(f"{folder}: must not be written to while it is loaded, got a new {CONFIG}. Load it again.")
     return model

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -12,6 +14,7 @@ from torch import Tensor
 from liger_models.convert.config_map import write_config
 from liger_models.convert.files import CONFIG, INDEX, SHARDS, WEIGHTS, some, write_json
 from liger_models.convert.folder import write_folder
+from liger_models.convert.format import format_of
 from liger_models.convert.tensors import as_stored, check_dtype
 from liger_models.kernels.checks import check
 from liger_models.layers.decoder import Decoder
@@ -25,6 +28,9 @@ def save_pretrained(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
+    auto_map: bool = False,
+    hf_config: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Save a model as a Hugging Face checkpoint, which transformers and this package load.
 
@@ -40,6 +46,11 @@ def save_pretrained(
         folder: created if it does not exist.
         dtype: dtype of the saved tensors; None for that of each parameter.
         max_shard_size: maximum size of a file, in bytes or as "5GB".
+        auto_map: add a small file of code, and name it in config.json, so that transformers' auto classes with
+            ``trust_remote_code=True`` return this package's model; see `liger_models.hf`.
+        hf_config: replaces the content of config.json, except that it names the class. Default: that of the model.
+        tensors: name -> whole tensor, instead of the parameters of the model. Then the calling rank writes, and others
+            need not call.
 
     Raises:
         ValueError: parameters are on the meta device or not in the weight map, there are adapters, or the dtype could
@@ -59,18 +70,20 @@ def save_pretrained(
         "adapters with save_adapter, or merge them with merge_lora.",
     )
     folder = Path(folder).absolute()
-    stored = as_stored("save_pretrained", model, merge=False)
+    stored = as_stored("save_pretrained", model, merge=False, parameters=tensors)
     parameters = stored.parameters
     shapes = {name: torch.empty(p.shape, dtype=dtype or p.dtype, device="meta") for name, p in parameters.items()}
-    tensors = stored.weights.shapes(shapes)
     plan = split_state_dict_into_shards_factory(
-        tensors,
+        stored.weights.shapes(shapes),
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
     assets = model.current_assets()
-    hf_config = write_config(stored.config, model.hf_config, dtype or parameters["embed_tokens.weight"].dtype)
+    if hf_config is None:
+        hf_config = write_config(stored.config, model.hf_config, dtype or parameters["embed_tokens.weight"].dtype)
+    if auto_map:
+        hf_config, assets = with_auto_map(hf_config, assets, format_of(type(model)).hf_class)
     gathered = stored.gather()
 
     def write(place: Path) -> None:
@@ -91,6 +104,9 @@ def save_pretrained(
     def save() -> None:
         write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX))
 
+    if not stored.is_sharded and tensors is not None:
+        save()
+        return
     if not stored.is_sharded:
         run_on_rank_zero(f"save_pretrained {folder}", save)
         return
@@ -102,3 +118,42 @@ def save_pretrained(
             # All ranks must take part in gathering: those that don't write and, if writing failed, the one that does.
             for _ in gathered:
                 pass
+
+
+AUTO_CLASSES = {
+    "ForCausalLM": ("AutoModelForCausalLM",),
+    "ForConditionalGeneration": ("AutoModelForImageTextToText", "AutoModelForMultimodalLM"),
+}
+"""End of the name of a class in transformers -> the auto classes that return it."""
+
+_CODE = '''"""Loads the checkpoint with liger_models (pip install "liger-models[hf]"), or else with transformers."""
+
+try:
+    from liger_models.hf import {name}
+except ImportError:
+    import transformers
+
+    class {name}(transformers.{name}):
+        pass
+'''
+
+
+def with_auto_map(
+    hf_config: Mapping[str, Any], assets: Mapping[str, bytes], name: str
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """A config.json and other files of a checkpoint for which transformers' auto classes run code of this package.
+
+    Args:
+        hf_config, assets: content of config.json, and name -> content of other files.
+        name: name of the class in transformers and in `liger_models.hf`.
+    """
+    module = "modeling_liger"
+    auto_classes = next((found for end, found in AUTO_CLASSES.items() if name.endswith(end)), ())
+    check(
+        auto_classes != (),
+        f"save_pretrained: auto_map needs a class whose name ends in {' or '.join(AUTO_CLASSES)}, got {name}. Register "
+        "the architecture with such an hf_class.",
+    )
+    named = dict.fromkeys(auto_classes, f"{module}.{name}")
+    code = {f"{module}.py": _CODE.format(name=name).encode()}
+    return {**hf_config, "auto_map": {**(hf_config.get("auto_map") or {}), **named}}, {**assets, **code}

@@ -180,7 +180,7 @@ class Stored(NamedTuple):
 
     config: Any
     weights: WeightMap
-    parameters: dict[str, nn.Parameter]
+    parameters: dict[str, Tensor]
     adapted: dict[str, Layer]
     merge: bool
 
@@ -209,31 +209,33 @@ class Stored(NamedTuple):
                 yield name, tensors.pop(name).to(dtype).contiguous()
 
 
-def as_stored(where: str, model: Decoder, *, merge: bool) -> Stored:
+def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[str, Tensor] | None = None) -> Stored:
     """What a checkpoint of the model holds. Parameters that FSDP has left gathered are sharded again.
 
     Args:
         where: name of the function that was called, for errors.
         model: the model.
         merge: whether adapters are added to the weights.
+        parameters: name -> tensor, instead of the parameters of the model.
 
     Raises:
         ValueError: parameters are on the meta device or not in the weight map.
     """
-    for module in model.modules():
+    for module in model.modules() if parameters is None else ():
         reshard: Any = getattr(module, "reshard", None)
         if reshard is not None:  # FSDP leaves weights gathered after an evaluation
             reshard()
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    absent = [name for name, parameter in parameters.items() if parameter.is_meta]
+    once = dict(model.named_parameters() if parameters is None else parameters)  # no further names of shared parameters
+    stored = dict(model.named_parameters(remove_duplicate=False) if parameters is None else parameters)
+    absent = [name for name, parameter in stored.items() if parameter.is_meta]
     check(
         not absent,
         f"{where}: parameters must hold weights, got {some(absent)} on the meta device. Load or initialise the model "
         "first.",
     )
     layers = {path: layer for path, layer in named_layers(model) if layer.has_adapters}
-    head, embedding = model.lm_head.weight, model.embed_tokens.weight
-    tied = head is embedding or _local(head).data_ptr() == _local(embedding).data_ptr() != 0
+    head, embedding = stored.get("lm_head.weight"), stored["embed_tokens.weight"]
+    tied = head is None or head is embedding or _local(head).data_ptr() == _local(embedding).data_ptr() != 0
     tied = tied and not (merge and "lm_head" in layers)
     if tied != model.config.tie_word_embeddings:
         warnings.warn(
@@ -244,22 +246,21 @@ def as_stored(where: str, model: Decoder, *, merge: bool) -> Stored:
         )
     config = dataclasses.replace(model.config, tie_word_embeddings=tied)
     if tied:
-        del parameters["lm_head.weight"]
+        stored.pop("lm_head.weight", None)
     weights = format_of(type(model)).weight_map(config)
-    once = dict(model.named_parameters())  # leave out further names of shared parameters
     added = tuple(f"{path}.{name}." for path, layer in layers.items() for name, _ in layer.named_children())
-    parameters = {
+    stored = {
         name: each
-        for name, each in parameters.items()
+        for name, each in stored.items()
         if name in weights.entries or (name in once and not name.startswith(added))
     }
-    extra = sorted(parameters.keys() - weights.entries.keys())
+    extra = sorted(stored.keys() - weights.entries.keys())
     check(
         not extra,
         f"{where}: every parameter must have a name in a checkpoint of {type(model).__name__}, got {some(extra)}. "
         "Save LoRA adapters with save_adapter, or merge them with merge_lora; remove other additions.",
     )
-    return Stored(config, weights, parameters, {f"{path}.weight": layer for path, layer in layers.items()}, merge)
+    return Stored(config, weights, stored, {f"{path}.weight": layer for path, layer in layers.items()}, merge)
 
 
 def check_dtype(where: str, dtype: torch.dtype | None) -> None:

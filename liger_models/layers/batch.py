@@ -99,8 +99,8 @@ class BatchLayout:
                 for plainly causal attention. Default: no window, no such layer. {} builds no masks.
             position_ids: [T], [1, T] or [B, T], or [3, 1 or B, T]. Default: counted from 0, from the cached length, or
                 from the start of each document. Padding is counted like any token, as in transformers' forward. Without
-                ``attention_mask``, ``cu_seqlens`` and ``cache`` the positions of a text must rise along each row,
-                because restarts alone do not separate documents.
+                ``cu_seqlens`` and cached tokens the positions of a text must rise along each row, except next to
+                padding, because restarts alone do not separate documents.
             attention_mask: [B, S] integers or bool, nonzero for tokens, 0 for padding. Tokens and padding do not attend
                 to each other.
             cu_seqlens: [n + 1] integers that start with 0 and do not fall, boundaries of packed documents over the
@@ -154,9 +154,13 @@ class BatchLayout:
                 f"forward: position_ids must be [{T}], [1, {T}] or [{B}, {T}], got {list(position_ids.shape)}. "
                 "Positions in time, height and width have an additional first axis of size 3.",
             )
-            if attention_mask is None and cu_seqlens is None and cache is None and positions.dim() == 2:
+            if cu_seqlens is None and past == 0 and positions.dim() == 2:
+                rising = positions.diff(dim=1) > 0
+                if attention_mask is not None:
+                    padding = (attention_mask == 0).to(rising.device)
+                    rising = rising | padding[:, 1:] | padding[:, :-1]
                 check_values(
-                    (positions.diff(dim=1) > 0).all(),
+                    rising.all(),
                     "forward: position_ids must rise along each row, got a restart, which does not separate packed "
                     "documents. Pass their bounds as cu_seqlens, or collate with "
                     "DataCollatorWithFlattening(return_flash_attn_kwargs=True).",

@@ -33,12 +33,16 @@ class CausalLMOutput(NamedTuple):
         logits: [B, T, V] in the dtype of the weights.
         aux_loss: [], the part of ``loss`` that mixture-of-experts layers add; None with a decode cache.
         log_probs: [B, T] fp32, the log-probability of each token's target, 0 where it has none.
+        hidden_states: [B, T, C] each: what the head reads, last; before it, if asked for, the input of each block.
+        router_logits: [B, T, X] for each layer with X routed experts; empty without such layers.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     aux_loss: Tensor | None = None
     log_probs: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    router_logits: tuple[Tensor, ...] = ()
 
 
 class CausalLMConfig(Protocol):
@@ -339,6 +343,7 @@ class Decoder(nn.Module):
         return_log_probs: bool = False,
         loss_function: LossFunction | None = None,
         logits_to_keep: int = 0,
+        output_hidden_states: bool = False,
         cache: DecodeCache | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
@@ -357,7 +362,8 @@ class Decoder(nn.Module):
                 ranks, a number or a tensor of one element, 0 only if this batch has no targets. Default: the number of
                 targets in this batch. The auxiliary loss is multiplied by the batch's targets divided by this number,
                 so that the weights of all batches of a step add up to 1.
-            return_logits: True to return logits in addition to the loss. Default: logits only without ``labels``.
+            return_logits: True to return logits in addition to the loss. Default: logits only without ``labels``. False
+                without ``labels``: the head is not run, and what it would read is returned in ``hidden_states``.
             return_log_probs: with ``labels``, return the log-probabilities of the targets instead of the loss, for
                 losses of your own. The targets are ``labels`` shifted by `BatchLayout.shift`.
             loss_function: with ``labels``, replaces the loss. It is called with ``(hidden, weight, target)``: the
@@ -365,6 +371,7 @@ class Decoder(nn.Module):
                 may return anything. It is called inside the head, where FSDP has gathered the weight. It must apply a
                 softcap or a scale of the logits itself, and ``aux_loss`` is not added to its result.
             logits_to_keep: return the logits of only the last so many tokens; 0 for all. Not with ``labels``.
+            output_hidden_states: return the hidden states before each block and after the last norm.
             cache: decode cache, to which the tokens are appended.
             cu_seq_lens_q, cu_seq_lens_k: ``cu_seqlens`` under the names of transformers'
                 ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``, which are the same tensor.
@@ -384,6 +391,7 @@ class Decoder(nn.Module):
         return self.run(
             embeds, layout, labels=labels, num_items_in_batch=num_items_in_batch, return_logits=return_logits,
             return_log_probs=return_log_probs, loss_function=loss_function, logits_to_keep=logits_to_keep,
+            output_hidden_states=output_hidden_states,
         )  # fmt: skip
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, tuple[int, int]]:
@@ -422,6 +430,7 @@ class Decoder(nn.Module):
         return_log_probs: bool = False,
         loss_function: LossFunction | None = None,
         logits_to_keep: int = 0,
+        output_hidden_states: bool = False,
     ) -> CausalLMOutput:
         """Run everything after the embedding.
 
@@ -449,7 +458,9 @@ class Decoder(nn.Module):
             isinstance(logits_to_keep, int) and not isinstance(logits_to_keep, bool) and logits_to_keep >= 0,
             f"forward: logits_to_keep must be an integer of at least 0, got {logits_to_keep!r}. 0 keeps all.",
         )
-        groups.check_tokens(T, whole=cache is not None or logits_to_keep != 0 or loss_function is not None)
+        without_head = return_logits is False and labels is None
+        whole = cache is not None or loss_function is not None or output_hidden_states or without_head
+        groups.check_tokens(T, whole=whole or logits_to_keep != 0)
         if embeds.shape[1] == T:
             embeds = groups.token_share(embeds)
         shifted, divisor = None if labels is None else layout.shift(labels), num_items_in_batch
@@ -460,13 +471,17 @@ class Decoder(nn.Module):
             if not (return_logits or return_log_probs or loss_function is not None or _in_graph(embeds)):
                 targets = Targets(target)
 
-        hidden, router_logits = self.run_blocks(embeds, layout)
+        states: list[Tensor] | None = [] if output_hidden_states else None
+        hidden, router_logits = self.run_blocks(embeds, layout, *([] if states is None else [states]))
         if cache is not None:
             cache.length += T
         hidden = groups.enter_head(hidden)
+        kept = None if states is None and not without_head else (*(states or []), hidden)
+        if without_head:
+            return CausalLMOutput(hidden_states=kept, router_logits=tuple(router_logits))
         if targets is not None:
             hidden, target = targets.select(hidden)
-        loss, logits = self.lm_head(
+        outputs: Any = self.lm_head(
             hidden[:, -logits_to_keep:] if logits_to_keep else hidden,
             target,
             num_items=num_items_in_batch,
@@ -474,20 +489,27 @@ class Decoder(nn.Module):
             log_probs=return_log_probs,
             loss_function=loss_function,
         )
+        loss: Any = None
+        loss, logits = (None, outputs) if target is None else outputs
         logits = groups.gather_logits(logits)
         mask = None if layout.attention_mask is None else groups.context_share(layout.attention_mask)
         aux_loss = self.auxiliary_loss(router_logits, mask) if cache is None else None
         if aux_loss is not None and shifted is not None and divisor is not None:
             aux_loss = groups.share_of_step(shifted, divisor) * aux_loss
         if return_log_probs:
-            return CausalLMOutput(None, logits, aux_loss, groups.gather_log_probs(loss))
+            return CausalLMOutput(None, logits, aux_loss, groups.gather_log_probs(loss), kept, tuple(router_logits))
         if loss is not None and loss_function is None:
             loss = groups.sum_loss(loss)
             loss = loss if aux_loss is None else loss + aux_loss
-        return CausalLMOutput(loss, logits, aux_loss)
+        return CausalLMOutput(loss, logits, aux_loss, None, kept, tuple(router_logits))
 
-    def run_blocks(self, embeds: Tensor, layout: BatchLayout) -> tuple[Tensor, list[Tensor]]:
-        """The normed output of the last block, [B, T, C], and the router logits of the blocks with routed experts."""
+    def run_blocks(
+        self, embeds: Tensor, layout: BatchLayout, states: list[Tensor] | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The normed output of the last block, [B, T, C], and the router logits of the blocks with routed experts.
+
+        The residual stream before each block, [B, T, C], is appended to ``states``.
+        """
         x: Tensor | None = None
         residual = embeds
         router_logits = []
@@ -500,6 +522,8 @@ class Decoder(nn.Module):
         once = not torch.is_grad_enabled() or layout.cache is not None or _in_graph(embeds)
         again: frozenset[int] = frozenset() if once else self.recomputed
         for index, block in enumerate(self.layers):
+            if states is not None:
+                states.append(residual if x is None else residual + x)
             run = functools.partial(run_again, block) if index in again and not is_compiled(block) else block
             with offload.saving(index in self.offloaded) if offload else nullcontext():
                 x, residual, *routed = run(x, residual, layout)

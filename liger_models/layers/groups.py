@@ -55,7 +55,8 @@ class ParallelGroups:
         )
         check(
             self.context is None or not whole,
-            "forward: cache, logits_to_keep and loss_function need all tokens on one rank. Do not use apply_cp.",
+            "forward: cache, logits_to_keep, loss_function and hidden states need all tokens on one rank. Do not use "
+            "apply_cp.",
         )
 
     def context_share(self, x: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ class LigerLMHead(nn.Linear, Layer):
         """The input and the weight whose product is the logits before scale and cap; adapters add columns to both."""
         return x, local(self.weight)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: Tensor,
         target: Tensor | None = None,
@@ -122,15 +122,15 @@ class LigerLMHead(nn.Linear, Layer):
         return_logits: bool = False,
         log_probs: bool = False,
         loss_function: LossFunction | None = None,
-    ) -> tuple[Any, Tensor | None]:
-        """The loss and the logits, each None if it is not requested.
+    ) -> Any:
+        """The logits; with targets the loss and the logits, which are None unless they are requested.
 
         If the vocabulary is sharded, x must have all tokens and have passed `collectives.copy_to_region`, because each
         rank computes only a partial gradient. Every rank returns the loss and the logits of the whole vocabulary.
 
         Args:
             x: [..., C].
-            target: [...] int64, already shifted; −100 is ignored. None: no loss.
+            target: [...] int64, already shifted; −100 is ignored. None: only the logits are returned.
             num_items: divisor of the summed loss; None for the number of targets.
             return_logits: also return the logits [..., V] if there are targets.
             log_probs: instead of the loss, return the log-probability of each target [...], 0 where ignored.
@@ -153,7 +153,7 @@ class LigerLMHead(nn.Linear, Layer):
             if cap is not None:
                 logits = cap * torch.tanh(logits / cap)
         if target is None:
-            return None, logits
+            return logits
         if loss_function is not None:
             check(vocab_shard is None, "LigerLMHead: loss_function needs the whole weight, got a shard of apply_tp.")
             return loss_function(x, weight, target), logits

@@ -30,6 +30,10 @@ ASSETS = {
     "tokenizer.json": b'{"not": "read"}',
     "tokenizer.model": bytes(range(256)),
     "chat_template.jinja": "{{ 'ü' }}\r\n".encode(),
+    "tekken.json": b"{}",
+    "vocab.txt": b"a",
+    "README.md": b"# card",
+    "LICENSE": b"terms",
 }
 
 
@@ -212,7 +216,8 @@ def test_config_and_assets_are_carried(make_checkpoint: Make, tmp_path: Path) ->
     source = make_checkpoint()
     for name, content in ASSETS.items():
         (source / name).write_bytes(content)
-    (source / "README.md").write_text("not carried")
+    (source / "other.txt").write_text("not carried")
+    (source / "other.py").write_text("not carried: config.json names no code")
     edit_json(source / "config.json", house="blue")
     with pytest.warns(UserWarning, match="house"):
         model = load(source)
@@ -225,6 +230,17 @@ def test_config_and_assets_are_carried(make_checkpoint: Make, tmp_path: Path) ->
     assert json.loads(written["config.json"])["house"] == "blue"
     with pytest.raises(ValueError, match="house"):
         load(source, strict=True)
+
+
+def test_code_that_the_config_names_is_carried_and_not_run(make_checkpoint: Make, tmp_path: Path) -> None:
+    source, code = make_checkpoint(), {"modeling_house.py": b"from .blue import x", "blue.py": b"raise SystemExit"}
+    for name, content in code.items():
+        (source / name).write_bytes(content)
+    edit_json(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling_house.House"})
+    load(source).save_pretrained(tmp_path / "out")
+    written = listing(tmp_path / "out")
+    assert {name: written[name] for name in code} == code
+    assert json.loads(written["config.json"])["auto_map"] == {"AutoModelForCausalLM": "modeling_house.House"}
 
 
 def test_a_fresh_model_is_saved_for_transformers(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from liger_models.train.loop import TrainOptions, train
 
-from ..test_train import files, folder, log  # noqa: F401
 from ..processes import torchrun
+from ..test_train import files, folder, log  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 

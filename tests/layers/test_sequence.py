@@ -90,6 +90,10 @@ def test_cache():
         ),
         ({"position_ids": torch.tensor([0, 1, 0])}, "position_ids must rise along each row, got a restart"),
         ({"position_ids": torch.tensor([[0, 0, 1]])}, "position_ids must rise along each row"),
+        (
+            {"position_ids": torch.tensor([[0, 1, 0]]), "attention_mask": torch.ones(1, 3).long()},
+            "position_ids must rise along each row",
+        ),
         ({"position_ids": torch.arange(4)}, r"position_ids must be \[3\], \[1, 3\] or \[1, 3\], got \[4\]"),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_models.arch._qwen_vl.processor import QwenVLProcessor
-from liger_models.base.vision_language import VisionLanguageModel, check_tensors
+from liger_models.base.vision_language import VisionLanguageModel, check_tensors, repeated_items
 from liger_models.kernels.checks import check
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
@@ -304,6 +304,27 @@ class MRopeModel(VisionLanguageModel):
         positions, following = self._count(prompts, *grids, inputs.get("second_per_grid_ts"), mask)
         following = following + torch.arange(new, device=prompts.device)
         return torch.cat([positions, following.expand(3, -1, -1)], -1)
+
+    def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
+        """As `VisionLanguageModel.repeat_prompts`; images and videos are in the order of the text."""
+        of_rows = {name: x for name, x in inputs.items() if name == "mm_token_type_ids"}
+        repeated = inputs | super().repeat_prompts(input_ids, of_rows, times)
+        for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            grid = inputs.get(f"{kind}_grid_thw")
+            if not isinstance(grid, Tensor) or not len(grid):
+                continue
+            patches = grid.prod(1).tolist()
+            wanted = (input_ids == getattr(self.config, f"{kind}_token_id")).sum(1)
+            ends = grid.prod(1).cumsum(0).to(wanted.device) // self.config.vision_config.spatial_merge_size**2
+            before = torch.searchsorted(ends, wanted.cumsum(0), right=True).tolist()
+            chosen = repeated_items([n - m for n, m in zip(before, [0, *before], strict=False)], times)
+            parts = inputs[pixels].split(patches)
+            repeated[pixels] = torch.cat([parts[i] for i in chosen])
+            repeated[f"{kind}_grid_thw"] = grid[chosen]
+            seconds = inputs.get("second_per_grid_ts")
+            if kind == "video" and seconds is not None:
+                repeated["second_per_grid_ts"] = torch.as_tensor(seconds)[chosen]
+        return repeated
 
 
 def _pair(pixels_name: str, pixels: Tensor | None, grid_name: str, grid: Tensor | None) -> tuple[Tensor, Tensor] | None:

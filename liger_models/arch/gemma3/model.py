@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from liger_models.arch.gemma3.processor import Gemma3Processor
 from liger_models.arch.registry import add_family
-from liger_models.base.vision_language import VisionLanguageModel, check_tensors
+from liger_models.base.vision_language import VisionLanguageModel, check_tensors, repeated_items
 from liger_models.convert.config_map import flat_rope
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map, qkv_rows
@@ -337,6 +337,14 @@ class LigerGemma3(VisionLanguageModel):
             cu_seqlens=cu_seqlens, cache=cache, visible_until=visible_until,
         )  # fmt: skip
         return self.run(embeds, layout, **options)
+
+    def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
+        """As `VisionLanguageModel.repeat_prompts`; images are in the order of the text."""
+        repeated = super().repeat_prompts(input_ids, inputs, times)
+        if isinstance(inputs.get("pixel_values"), Tensor):
+            counts = (input_ids == self.config.image_token_index).sum(1) // self.config.mm_tokens_per_image
+            repeated["pixel_values"] = inputs["pixel_values"][repeated_items(counts.tolist(), times)]
+        return repeated
 
 
 def ends_of_runs(inside: Tensor) -> Tensor:

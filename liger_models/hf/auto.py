@@ -1,0 +1,153 @@
+"""The classes of `liger_models.hf`, one for each model type, and their place in transformers' auto classes."""
+
+import contextlib
+import functools
+import inspect
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, GenerationMixin, PreTrainedConfig
+
+from liger_models.arch.auto import get_arch, list_archs
+from liger_models.arch.registry import built_in
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import write_config
+from liger_models.convert.format import format_of
+from liger_models.hf.checkpoint import GENERATION_CONFIG
+from liger_models.hf.config import config_class
+from liger_models.hf.model import LigerForCausalLM
+from liger_models.kernels.checks import check
+
+AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+"""Transformers' auto classes that `register` changes."""
+
+
+@functools.cache
+def model_class(model_type: str) -> type[LigerForCausalLM]:
+    """The class of a model type. Its name is that of the class in transformers, because Trainer and others read names.
+
+    Raises:
+        ValueError: there is no such architecture.
+    """
+    arch = get_arch(model_type)
+    name = format_of(arch).hf_class
+    if not name.endswith(("ForCausalLM", "ForConditionalGeneration")):
+        name += "ForCausalLM"
+    members: dict[str, Any] = {
+        "__doc__": f"`{arch.__name__}` as a model of transformers; see `LigerForCausalLM`.",
+        "__module__": "liger_models.hf",
+        "config_class": config_class(model_type),
+    }
+    if arch.prompt_inputs:
+        members["forward"] = _forward_with(arch.prompt_inputs)
+        members["input_modalities"] = ("image", "text")
+    # Transformers looks for GenerationMixin among the bases themselves.
+    return type(name, (LigerForCausalLM, GenerationMixin), members)
+
+
+def _forward_with(names: tuple[str, ...]) -> Any:
+    """`LigerForCausalLM.forward` with a signature that names the inputs of a family: generate and Trainer read it."""
+
+    @functools.wraps(LigerForCausalLM.forward)
+    def forward(self: LigerForCausalLM, *args: Any, **inputs: Any) -> Any:
+        return LigerForCausalLM.forward(self, *args, **inputs)
+
+    signature = inspect.signature(LigerForCausalLM.forward)
+    *usual, rest = signature.parameters.values()
+    own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
+    forward.__signature__ = signature.replace(parameters=[*usual, *own, rest])  # type: ignore[attr-defined]
+    return forward
+
+
+def find_class(name: str) -> type[LigerForCausalLM]:
+    """The class of this name.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    for model_type in list_archs():
+        if name == model_class(model_type).__name__:
+            return model_class(model_type)
+    raise AttributeError(
+        f"module 'liger_models.hf' has no attribute {name!r}. It has a class for each of list_archs()."
+    )
+
+
+def wrap(model: CausalLM) -> LigerForCausalLM:
+    """A model of this package as a model of transformers. Both share all weights."""
+    checkpoint = format_of(type(model))
+    made = model_class(checkpoint.model_type)
+    content = write_config(model.config, model.hf_config, model.dtype)
+    config: PreTrainedConfig = made.config_class.from_dict(content)
+    wrapped = made(config, model)
+    if GENERATION_CONFIG in model.assets:
+        defaults = json.loads(model.assets[GENERATION_CONFIG])
+        wrapped.generation_config = transformers.GenerationConfig.from_dict(defaults)
+    return wrapped
+
+
+def register() -> None:
+    """Let transformers' auto classes return the models of this package, for every model type that it has.
+
+    Afterwards ``AutoModelForCausalLM``, ``AutoModelForImageTextToText`` and ``AutoModelForMultimodalLM`` return them
+    from ``from_pretrained`` and ``from_config``. Model types that this package lacks still give transformers' own
+    models, and so do its classes, such as ``transformers.LlamaForCausalLM.from_pretrained``. A second call changes
+    nothing.
+
+    Raises:
+        ValueError: another class has been registered for one of the model types.
+    """
+    for auto_class, config, ours, _ in _entries():
+        other = auto_class._model_mapping.get(config, None)
+        known = other is None or other is ours or other.__module__.startswith("transformers.")
+        check(
+            known,
+            f"register: {auto_class.__name__} must have transformers' own class for {config.__name__}, got "
+            f"{other and other.__module__}.{other and other.__qualname__}. Do not register both, or use "
+            f"liger_models.hf.{ours.__name__}.from_pretrained.",
+        )
+    for model_type in set(list_archs()) - set(built_in()):
+        AutoConfig.register(model_type, config_class(model_type), exist_ok=True)
+    for auto_class, config, ours, _ in _entries():
+        auto_class.register(config, ours, exist_ok=True)
+
+
+def unregister() -> None:
+    """Let transformers' auto classes return its own classes again."""
+    for auto_class, config, _, theirs in _entries():
+        if theirs is not None:
+            auto_class.register(config, theirs, exist_ok=True)
+
+
+@contextlib.contextmanager
+def registered() -> Iterator[None]:
+    """Context in which the models of this package are registered."""
+    register()
+    try:
+        yield
+    finally:
+        unregister()
+
+
+def _entries() -> list[tuple[Any, type[PreTrainedConfig], type[LigerForCausalLM], Any]]:
+    """Auto class, class of configurations, our class, and that of transformers, for each model type."""
+    found = []
+    for model_type in list_archs():
+        ours = model_class(model_type)
+        theirs = getattr(transformers, ours.__name__, None)
+        for name in AUTO_CLASSES:
+            auto_class: Any = getattr(transformers, name, None)
+            if auto_class is None:
+                continue
+            own = theirs is None and name == AUTO_CLASSES[0]  # an architecture of a user's own
+            if own or _named(auto_class, model_type) == ours.__name__:
+                found.append((auto_class, ours.config_class, ours, theirs))
+    return found
+
+
+def _named(auto_class: Any, model_type: str) -> str | None:
+    """The name of the class that transformers itself has for a model type."""
+    names = auto_class._model_mapping._model_mapping
+    return names.get(model_type) if isinstance(names.get(model_type), str) else None

@@ -1,0 +1,107 @@
+"""The decode cache under the interface of transformers, so that its generation can use it."""
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from liger_models.kernels.checks import check
+from liger_models.layers.kv_cache import DecodeCache
+
+_ROOM = 256
+"""Least number of tokens by which a cache grows."""
+
+
+class GrowingCache(DecodeCache):
+    """A decode cache without a maximum length: it grows by a quarter, so that tokens are rarely copied."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """As `DecodeCache.extend`, with more memory where it is needed."""
+        end = self.length + k.shape[1]
+        if end > self.capacity:  # the first layer of this forward
+            self.capacity = end if self.length == 0 else end + max(_ROOM, end // 4)
+        if layer in self._layers:
+            kept = self._layers[layer]
+            more = self.capacity - kept[0].shape[1]
+            if more > 0:
+                self._layers[layer] = tuple(nn.functional.pad(x, (0, 0, 0, 0, 0, more)) for x in kept)  # type: ignore[assignment]
+        return super().extend(layer, k, v)
+
+
+class LigerCache(Cache):
+    """What a model returns as ``past_key_values``, and takes for the following tokens.
+
+    Attributes:
+        decode: the cache of the layers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.decode = GrowingCache()
+
+    @staticmethod
+    def of(past_key_values: object) -> "LigerCache":
+        """The argument, if it is such a cache; otherwise raises ValueError."""
+        check(
+            isinstance(past_key_values, LigerCache),
+            "forward: past_key_values must be what this model returned, or None with use_cache=True for a new cache, "
+            f"got {type(past_key_values).__name__}.",
+        )
+        assert isinstance(past_key_values, LigerCache)
+        return past_key_values
+
+    def __len__(self) -> int:
+        return len(self.decode._layers)
+
+    def __repr__(self) -> str:
+        return f"LigerCache({self.get_seq_length()} tokens)"
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of cached tokens."""
+        return self.decode.length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """−1: there is no maximum."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Number of keys for so many queries, and the index of the first."""
+        return self.decode.length + query_length, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select the rows that beam search continues."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Select, repeat or reorder the rows."""
+        self.decode.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        self.decode.select(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; ``tokens_to_remove`` is minus their number."""
+        self.decode.length -= min(abs(tokens_to_remove), self.decode.length)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.decode.length = 0
+        self.decode.extra.clear()
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows; −1 before the first token."""
+        return next((len(keys) for keys, _ in self.decode._layers.values()), -1)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there are tokens."""
+        return self.decode.length > 0
+
+    @property
+    def is_croppable(self) -> bool:
+        """True: `crop` leaves no trace."""
+        return True

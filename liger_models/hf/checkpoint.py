@@ -1,0 +1,263 @@
+"""Loading and saving Hugging Face checkpoints, under the interface of transformers."""
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig
+
+from liger_models.arch.auto import get_arch
+from liger_models.convert.files import some
+from liger_models.convert.format import format_of
+from liger_models.convert.hub import download
+from liger_models.convert.load import load_pretrained, pick_map
+from liger_models.convert.save import save_pretrained
+from liger_models.hf.config import to_json
+from liger_models.kernels.checks import check
+from liger_models.parallel.groups import wait_for_ranks
+
+if TYPE_CHECKING:
+    pass
+
+OWN = "model.decoder."
+"""What the names of the decoder's parameters begin with."""
+GENERATION_CONFIG = "generation_config.json"
+
+_IGNORED = [
+    "_commit_hash",
+    "_fast_init",
+    "_from_auto",
+    "_from_pipeline",
+    "adapter_kwargs",
+    "code_revision",
+    "ignore_mismatched_sizes",
+    "low_cpu_mem_usage",
+    "max_memory",
+    "offload_buffers",
+    "offload_folder",
+    "offload_state_dict",
+    "proxies",
+    "tqdm_class",
+    "trust_remote_code",
+    "use_safetensors",
+    "weights_only",
+    "disable_mmap",
+    "mirror",
+]
+"""Arguments of transformers' ``from_pretrained`` that change nothing here."""
+
+
+class Checkpoint:
+    """Loading and saving of a model with a head."""
+
+    config_class: Any
+    config: Any
+    generation_config: Any
+    model: Any
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *,
+        config: PreTrainedConfig | str | os.PathLike[str] | None = None,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        device_map: Any = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        subfolder: str = "",
+        generation_config: GenerationConfig | None = None,
+        output_loading_info: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Load a checkpoint, tensor by tensor, in eval mode.
+
+        Args:
+            pretrained_model_name_or_path: folder, or name on the hub.
+            config: its configuration, if it is to be another than that of the checkpoint.
+            dtype: dtype of the weights; None or "auto" for that of the checkpoint.
+            torch_dtype: older name of ``dtype``.
+            device_map: one device, "auto" (the accelerator, or the CPU), or a dict that names only one.
+            cache_dir, force_download, local_files_only, token, revision: as in huggingface_hub.
+            subfolder: subfolder of a folder on this machine.
+            generation_config: defaults of ``generate``, if they are to be others than those of the checkpoint.
+            output_loading_info: also return a dict of lists, which are empty: a checkpoint that does not match is an
+                error.
+            options: values of the configuration, such as ``use_cache`` or ``attn_implementation``. Arguments of
+                transformers that say how to load are ignored.
+
+        Raises:
+            FileNotFoundError: the folder or a file in it is missing.
+            ValueError: the content of a file does not match the model, or an argument is not supported.
+        """
+        dtype = torch_dtype if dtype is None else dtype
+        if isinstance(dtype, str) and dtype != "auto":
+            dtype = getattr(torch, dtype.removeprefix("torch."))
+        folder = Path(pretrained_model_name_or_path) / subfolder
+        if not folder.is_dir():
+            check(
+                subfolder == "",
+                f"from_pretrained: subfolder must be in a folder on this machine, got {subfolder!r} of "
+                f"{pretrained_model_name_or_path}. Download it first.",
+            )
+            folder = download(
+                str(pretrained_model_name_or_path), lambda hf: get_arch(hf["model_type"]), revision=revision,
+                cache_dir=cache_dir, token=token, local_files_only=local_files_only, force_download=force_download,
+            )  # fmt: skip
+        chosen: Any = config
+        if not isinstance(config, PreTrainedConfig):
+            chosen, options = cls.config_class.from_pretrained(config or folder, return_unused_kwargs=True, **options)
+        chosen = copy.deepcopy(chosen)
+        if "attn_implementation" in options:
+            chosen._attn_implementation = options.pop("attn_implementation")
+        quantization = options.pop("quantization_config", None)
+        check(
+            quantization is None,
+            f"from_pretrained: quantization_config must not be given, got {type(quantization).__name__}. For 4-bit "
+            "weights call liger_models.adapters.apply_lora on model.model.decoder, or load with the class of "
+            "transformers.",
+        )
+        unknown = sorted(name for name in options.keys() - set(_IGNORED) if options[name] not in (None, False))
+        check(
+            not unknown,
+            f"from_pretrained: arguments must be those of this method or fields of {type(chosen).__name__}, got "
+            f"{', '.join(unknown)}. Leave them out, or load with the class of transformers.",
+        )
+        decoder = load_pretrained(
+            get_arch(chosen.model_type), folder, dtype=dtype, device=_device(device_map), hf_config=to_json(chosen)
+        )
+        chosen.dtype = decoder.dtype
+        chosen.name_or_path = str(pretrained_model_name_or_path)
+        model: Any = cls(chosen, decoder)  # type: ignore[call-arg]
+        if generation_config is not None:
+            model.generation_config = copy.deepcopy(generation_config)
+        elif GENERATION_CONFIG in decoder.assets:
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        else:  # older files have it in config.json
+            model.generation_config = GenerationConfig.from_pretrained(
+                folder, config_file_name="config.json", _from_model_config=True
+            )
+        if device_map is not None:
+            model.hf_device_map = {"": decoder.device}
+        model.eval()
+        empty: dict[str, Any] = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
+        return (model, empty) if output_loading_info else model
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "5GB",
+        auto_map: bool = False,
+        **options: Any,
+    ) -> None:
+        """Write a Hugging Face checkpoint: the tensors, the configuration, and all other files that were loaded.
+
+        Args:
+            save_directory: created if it does not exist.
+            is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
+            state_dict: whole tensors to save instead of the parameters, under the names of `state_dict`.
+            push_to_hub: upload the folder afterwards; ``options`` are those of ``push_to_hub``.
+            max_shard_size: maximum size of a file, in bytes or as "5GB".
+            auto_map: see `liger_models.convert.save.save_pretrained`.
+            options: ``variant`` and other arguments of transformers that change the format must be left out.
+
+        Raises:
+            ValueError: parameters have no name in a checkpoint, or an option is not supported.
+        """
+        self_: Any = self
+        if getattr(self, "_hf_peft_config_loaded", False):  # only the adapter is saved
+            super().save_pretrained(  # type: ignore[misc]
+                save_directory, is_main_process, state_dict, push_to_hub, max_shard_size, **options
+            )
+            return
+        repo_id = options.pop("repo_id", None)
+        upload = {name: options.pop(name) for name in ("commit_message", "private", "token") if name in options}
+        unknown = sorted(name for name, value in options.items() if value not in (None, False, True))
+        check(not unknown, f"save_pretrained: options must be known ones, got {', '.join(unknown)}. Leave them out.")
+        decoder = self.model.decoder
+        parameters = dict(self_.named_parameters(remove_duplicate=False))
+        sharded = any(hasattr(parameter, "full_tensor") for parameter in parameters.values())
+        tensors = parameters if state_dict is None else state_dict
+        if state_dict is None and sharded:
+            wait_for_ranks(f"save_pretrained {save_directory}")
+        elif not is_main_process:
+            return
+        tensors = {name.removeprefix(OWN): tensor for name, tensor in tensors.items()}
+        if decoder.config.tie_word_embeddings:
+            tensors.pop("lm_head.weight", None)
+        config = copy.deepcopy(self.config)
+        config.architectures, config.dtype = [type(self).__name__], tensors["embed_tokens.weight"].dtype
+        assets = {GENERATION_CONFIG: self.generation_config.to_json_string().encode()}
+        decoder.assets = decoder.assets | assets
+        save_pretrained(
+            decoder, save_directory, max_shard_size=max_shard_size, auto_map=auto_map, hf_config=to_json(config),
+            tensors=tensors,
+        )  # fmt: skip
+        if push_to_hub:
+            self_.push_to_hub(repo_id or Path(save_directory).name, **upload)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load parameters under the names of `state_dict`, or under those of a Hugging Face checkpoint.
+
+        A part of a checkpoint, such as one of its files, may be loaded with ``strict=False``.
+        """
+        if any(name.startswith(OWN) for name in state_dict):
+            return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+        decoder = self.model.decoder
+        parameters = dict(decoder.named_parameters())
+        weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), state_dict, parameters)
+        missing = [name for entry in weights.entries.values() for name in entry.names() if name not in state_dict]
+        known = {name for entry in weights.entries.values() for name in entry.names()} | weights.skip
+        unexpected = [name for name in state_dict if name not in known]
+        check(
+            not strict or not (missing or unexpected),
+            "load_state_dict: the names must be those of the model, or of its checkpoint. Missing: "
+            f"{some(missing) or 'none'}. Unexpected: {some(unexpected) or 'none'}. strict=False loads the others.",
+        )
+        with torch.no_grad():
+            for name, entry in weights.entries.items():
+                found = {part: state_dict[part] for part in entry.names() if part in state_dict}
+                if not found:
+                    continue
+                parameter = parameters[name]
+                kept = entry.unpack(parameter.detach()) if len(found) < len(entry.names()) else {}
+                found = {part: tensor.to(parameter.device, parameter.dtype) for part, tensor in found.items()}
+                packed = entry.pack(kept | found)
+                if assign:
+                    parameter.data = packed.contiguous()
+                else:
+                    parameter.copy_(packed)
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _device(device_map: Any) -> torch.device:
+    """The device that a ``device_map`` names."""
+    places = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
+    check(
+        len(places) == 1 and not places & {"disk", "balanced", "balanced_low_0", "sequential"},
+        f"from_pretrained: device_map must name one device, or be 'auto', got {device_map!r}. To spread a model over "
+        "devices use parallel.apply_fsdp or apply_tp.",
+    )
+    (place,) = places
+    if place is None:
+        return torch.device("cpu")
+    if place == "auto":
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return (
+            torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+        )
+    if isinstance(place, int):
+        found = torch.accelerator.current_accelerator()
+        return torch.device("cuda" if found is None else found.type, place)
+    return torch.device(place)

@@ -1,0 +1,36 @@
+"""Configurations: transformers' class for each model type, and this package's from it."""
+
+import functools
+import json
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from liger_models.arch.auto import get_arch
+from liger_models.convert.config_map import read_config
+from liger_models.convert.format import format_of
+
+
+@functools.cache
+def config_class(model_type: str) -> type[PreTrainedConfig]:
+    """The configuration class of a model type: that of transformers, or a new one for an architecture of a user's."""
+    try:
+        return type(AutoConfig.for_model(model_type))
+    except ValueError:
+        name = format_of(get_arch(model_type)).hf_class
+        return type(f"{name}Config", (PreTrainedConfig,), {"model_type": model_type, "__module__": __name__})
+
+
+def to_json(config: PreTrainedConfig) -> dict[str, Any]:
+    """The content of the config.json that transformers writes."""
+    content: dict[str, Any] = json.loads(config.to_json_string())
+    return content
+
+
+def to_liger(config: PreTrainedConfig) -> Any:
+    """The configuration of this package's model.
+
+    Raises:
+        ValueError: a value is not supported.
+    """
+    return read_config(get_arch(config.model_type).config_class, to_json(config))

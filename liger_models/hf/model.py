@@ -1,0 +1,421 @@
+"""A model under the interface of transformers: body, head, loss, generation."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+
+from liger_models.arch.auto import get_arch
+from liger_models.base.causal_lm import CausalLM
+from liger_models.hf.cache import LigerCache
+from liger_models.hf.checkpoint import Checkpoint
+from liger_models.hf.config import to_liger
+from liger_models.kernels.checks import check, check_values
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.layer import layers_of
+
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+"""Values of ``attn_implementation`` that are accepted. The kernel is chosen by the batch, whatever the value."""
+
+
+def find_documents(position_ids: Tensor) -> Tensor | None:
+    """The bounds of packed documents as ``cu_seqlens``: each position 0 starts one. None if every row is one document.
+
+    Reading the positions synchronises once in each forward, as transformers' flash attention does in each layer. With
+    ``cu_seq_lens_q``, which ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` returns, nothing is read.
+
+    Args:
+        position_ids: [B, T] integers.
+
+    Raises:
+        ValueError: a position falls, but not to 0. On a GPU this is a device-side assertion.
+    """
+    starts = position_ids == 0
+    check_values(
+        ((position_ids.diff(dim=1) > 0) | starts[:, 1:]).all(),
+        "forward: position_ids of packed documents must start at 0 and rise in each document, got others, which do not "
+        "say where a document ends. Pass the documents' bounds as cu_seqlens.",
+    )
+    starts[:, 0] = True
+    bounds = starts.flatten().nonzero()[:, 0]
+    return None if len(bounds) == len(starts) else nn.functional.pad(bounds, (0, 1), value=starts.numel())
+
+
+class LigerPreTrainedModel(PreTrainedModel):
+    """What the body and the model with a head share."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing: the decoder draws or loads its weights itself."""
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: Any, **__: Any) -> str:
+        name = attn_implementation or "sdpa"
+        check(
+            name in ATTENTION,
+            f"{type(self).__name__}: attn_implementation must be one of {', '.join(ATTENTION)}, got {name!r}. Leave it "
+            "out: the kernel is chosen by the batch.",
+        )
+        return name
+
+    def get_decoder(self) -> "LigerModel":
+        """The body."""
+        body: LigerModel = self.base_model
+        return body
+
+    def get_input_embeddings(self) -> Any:
+        """The embedding."""
+        return self.get_decoder().decoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding."""
+        self.get_decoder().decoder.embed_tokens = value  # type: ignore[assignment]
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        """Whether blocks recompute activations in the backward."""
+        return self.get_decoder().decoder.checkpointing != "none"
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: object = None, every_n_layers: int = 1, offload: bool = False
+    ) -> None:
+        """Recompute activations in the backward; see `CausalLM.activation_checkpointing_enable`."""
+        decoder = self.get_decoder().decoder
+        decoder.activation_checkpointing_enable(every_n_layers=every_n_layers, offload=offload)
+
+    def activation_checkpointing_disable(self) -> None:
+        """Save all activations."""
+        self.get_decoder().decoder.set_checkpointing("none")
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: object = None, **options: Any) -> None:
+        """`activation_checkpointing_enable` under its older name."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """`activation_checkpointing_disable` under its older name."""
+        self.activation_checkpointing_disable()
+
+
+class LigerModel(LigerPreTrainedModel):
+    """The body: returns hidden states.
+
+    Args:
+        config: configuration of transformers.
+        decoder: a model of this package; its head is used by the model with a head alone.
+    """
+
+    def __init__(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
+        super().__init__(config)
+        self.decoder = decoder
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: LigerCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
+        return_dict: bool | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """Hidden states after the last norm.
+
+        Args:
+            output_router_logits: accepted; they are returned whenever there are any.
+            Others: as in `LigerForCausalLM.forward`.
+
+        Returns:
+            ``MoeModelOutputWithPast``; without ``return_dict`` a tuple.
+        """
+        prepared, cache = self.prepare(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_attentions,
+            inputs,
+        )
+        every = _resolve(output_hidden_states, self.config, "output_hidden_states")
+        out = self.decoder(**prepared, return_logits=False, output_hidden_states=every)
+        outputs = MoeModelOutputWithPast(
+            last_hidden_state=out.hidden_states[-1],
+            past_key_values=cache,
+            hidden_states=out.hidden_states if every else None,
+            router_logits=out.router_logits or None,
+        )
+        return outputs if _resolve(return_dict, self.config, "return_dict") else outputs.to_tuple()
+
+    def prepare(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: LigerCache | None,
+        inputs_embeds: Tensor | None,
+        use_cache: bool | None,
+        output_attentions: bool | None,
+        inputs: dict[str, Any],
+        *,
+        has_labels: bool = False,
+    ) -> tuple[dict[str, Any], LigerCache | None]:
+        """The arguments of the decoder's forward, and the cache to return."""
+        check(
+            not _resolve(output_attentions, self.config, "output_attentions"),
+            "forward: output_attentions must be False: the kernels do not form attention weights. For them use the "
+            "class of transformers.",
+        )
+        given = {name: value for name, value in inputs.items() if value is not None and name != "cache_position"}
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        check(tokens is not None, "forward: input_ids or inputs_embeds must be given, got neither.")
+        assert tokens is not None
+        text = position_ids
+        if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
+            text, position_ids = position_ids[0], position_ids[1:]  # those of the text, and time, height and width
+        packed = "cu_seqlens" in given or "cu_seq_lens_q" in given
+        numbers = given.pop("seq_idx", None)  # which collators return besides
+        check(
+            numbers is None or packed or text is not None,
+            "forward: seq_idx needs position_ids or cu_seq_lens_q, got it alone. Let the collator return them.",
+        )
+        alone = attention_mask is None and past_key_values is None and not packed
+        if alone and text is not None and text.dim() <= 2 and tokens.shape[1] > 1:
+            bounds = find_documents(text.expand(tokens.shape[:2]))
+            if bounds is not None:
+                given["cu_seqlens"], packed = bounds, True
+        cache = None if past_key_values is None else LigerCache.of(past_key_values)
+        if use_cache is None:
+            use_cache = not self.training and bool(getattr(self.config.get_text_config(), "use_cache", False))
+        if cache is None and use_cache and not packed and not has_labels:
+            cache = LigerCache()
+        arguments = {
+            "input_ids": input_ids,
+            "inputs_embeds": inputs_embeds,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "cache": None if cache is None else cache.decode,
+        }
+        return arguments | given, cache
+
+
+class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
+    """A language model with its head; `liger_models.hf` has a class of it for each model type.
+
+    Args:
+        config: configuration of transformers, as for the class of the same name there.
+        decoder: the model of this package. Default: a new one, with drawn weights.
+        kernels: which parts of a new one run on fused kernels.
+    """
+
+    accepts_loss_kwargs = True
+    """Tells Trainer to pass ``num_items_in_batch``."""
+
+    def __init__(
+        self, config: PreTrainedConfig, decoder: CausalLM | None = None, kernels: KernelOptions | None = None
+    ) -> None:
+        super().__init__(config)
+        if decoder is None:
+            decoder = get_arch(config.model_type)(to_liger(config), kernels)
+        self.model = LigerModel(config, decoder)
+        self.loss_type = "ForCausalLM"
+        self._no_split_modules = {type(block).__name__ for block in decoder.blocks}
+        self.post_init()
+
+    @property
+    def lm_head(self) -> Any:
+        """The head, ``hidden -> logits``."""
+        return self.model.decoder.lm_head
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "lm_head":
+            self.model.decoder.lm_head = value
+        else:
+            super().__setattr__(name, value)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: LigerCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | float | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """Logits, and the loss if ``labels`` are given.
+
+        Args:
+            input_ids: [B, T] int64.
+            attention_mask: [B, cached + T], 0 for padding.
+            position_ids: [B, T] or [1, T]; without mask and cache each position 0 starts a packed document. Models with
+                positions in time, height and width take them in [3, B, T], and below the text's own in [4, B, T].
+            past_key_values: what an earlier forward returned.
+            inputs_embeds: [B, T, C] instead of ``input_ids``.
+            labels: [B, T] int64, unshifted; −100 is ignored.
+            use_cache: return a cache. Default: that of the configuration, but not in training or with labels.
+            output_attentions: must be False.
+            output_hidden_states: return the hidden states before each block and after the last norm.
+            output_router_logits: return those of routed experts, and add their auxiliary loss. Default: that of the
+                configuration.
+            return_dict: False for a tuple.
+            logits_to_keep: logits of the last so many tokens, or of the tokens with these indices; 0 for all.
+            num_items_in_batch: divisor of the summed loss.
+            inputs: pixels and what belongs to them; ``cu_seq_lens_q`` and its companions, or ``cu_seqlens``;
+                ``shift_labels``, [B, T], in place of ``labels``; ``skip_logits``, whether to leave the logits out when
+                there are labels. Default: in training with gradients.
+
+        Returns:
+            ``MoeCausalLMOutputWithPast``, which holds what there is; without ``return_dict`` a tuple.
+
+        Raises:
+            ValueError: as in `Decoder.forward`; attention weights or a cache of another kind are asked for.
+        """
+        shifted, skip = inputs.pop("shift_labels", None), inputs.pop("skip_logits", None)
+        decoder, text = self.model.decoder, self.config.get_text_config()
+        prepared, cache = self.model.prepare(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
+            inputs, has_labels=labels is not None or shifted is not None,
+        )  # fmt: skip
+        routed = _resolve(output_router_logits, text, "output_router_logits")
+        if getattr(decoder.config, "output_router_logits", routed) != routed:
+            decoder.config = dataclasses.replace(decoder.config, output_router_logits=routed)
+        every = _resolve(output_hidden_states, self.config, "output_hidden_states")
+        if isinstance(logits_to_keep, Tensor) or shifted is not None:
+            check(labels is None, "forward: labels exclude shift_labels and a tensor as logits_to_keep. Omit one.")
+            out = decoder(**prepared, return_logits=False, output_hidden_states=every)
+            hidden = out.hidden_states[-1]
+            if shifted is not None:
+                loss, logits = self.lm_head(hidden, shifted, num_items=num_items_in_batch, return_logits=not skip)
+            else:
+                loss, logits = None, self.lm_head(hidden[:, logits_to_keep])
+            out = out._replace(loss=loss, logits=logits)
+        elif labels is None:
+            out = decoder(**prepared, logits_to_keep=logits_to_keep, output_hidden_states=every)
+        else:
+            skip = self.training and torch.is_grad_enabled() if skip is None else skip
+            out = decoder(
+                **prepared, labels=labels, num_items_in_batch=num_items_in_batch, return_logits=not skip,
+                logits_to_keep=logits_to_keep, output_hidden_states=every,
+            )  # fmt: skip
+        weight = getattr(decoder.config, "router_aux_loss_coef", 1.0)
+        outputs = MoeCausalLMOutputWithPast(
+            loss=out.loss,
+            aux_loss=None if out.aux_loss is None else out.aux_loss / (weight or 1.0),
+            logits=out.logits,
+            past_key_values=cache,
+            hidden_states=out.hidden_states if every else None,
+            router_logits=out.router_logits if routed and out.router_logits else None,
+        )
+        return outputs if _resolve(return_dict, self.config, "return_dict") else outputs.to_tuple()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Name of the head's weight -> name of the embedding's, if they are one."""
+        tied = self.model.decoder.config.tie_word_embeddings
+        return {"model.decoder.lm_head.weight": "model.decoder.embed_tokens.weight"} if tied else {}
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> Any:
+        """Resize embedding, head and ``vocab_size``; new rows are the mean of the old.
+
+        Raises:
+            ValueError: as in `CausalLM.resize_token_embeddings`, or ``mean_resizing`` is False.
+        """
+        check(
+            mean_resizing, "resize_token_embeddings: mean_resizing must be True: new rows are the mean of the others."
+        )
+        if new_num_tokens is None and pad_to_multiple_of is None:
+            return self.get_input_embeddings()
+        decoder, text = self.model.decoder, self.config.get_text_config()
+        decoder.resize_token_embeddings(new_num_tokens or decoder.config.vocab_size, pad_to_multiple_of)
+        text.vocab_size = decoder.config.vocab_size
+        return decoder.embed_tokens
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any, **options: Any
+    ) -> None:
+        if model_kwargs.get("past_key_values") is not None:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *others, **options)
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = LigerCache()
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: LigerCache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The arguments of the forward for the next tokens.
+
+        Pixels belong to the first tokens alone. Where all rotary frequencies change (longrope), the cache starts anew.
+        """
+        decoder = self.model.decoder
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        switches = [layer.switch_length for layer in layers_of(decoder.rotary)]
+        if any(length is not None and past <= length < input_ids.shape[1] for length in switches) and past:
+            past_key_values, next_sequence_length = None, None
+        prepared: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        if not is_first_iteration and kwargs.get("use_cache", True):
+            prepared = {name: value for name, value in prepared.items() if name not in decoder.prompt_inputs}
+        return prepared
+
+    def _expand_inputs_for_generation(
+        self,
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        decoder: Any = self.model.decoder
+        pixels = {name: value for name, value in model_kwargs.items() if name in decoder.prompt_inputs}
+        others = {name: value for name, value in model_kwargs.items() if name not in pixels}
+        repeated = pixels
+        if expand_size > 1 and any(value is not None for value in pixels.values()):
+            check(input_ids is not None, "generate: pixels need input_ids, which say where the images are.")
+            repeated = decoder.repeat_prompts(input_ids, pixels, expand_size)
+        input_ids, others = super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **others)
+        return input_ids, others | repeated
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+        decoder = self.model.decoder
+        pixels = {name: model_kwargs.get(name) for name in decoder.prompt_inputs}
+        ids = model_kwargs.get("input_ids", inputs_tensor)
+        if all(value is None for value in pixels.values()) or ids.dim() != 2:
+            positions: Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+            return positions
+        positions = decoder.prompt_positions(ids, model_kwargs.get("attention_mask"), 0, pixels)
+        return positions.expand(*positions.shape[:-2], len(ids), -1)
+
+
+def _resolve(given: bool | None, config: PreTrainedConfig, name: str) -> bool:
+    """An argument, or by default the value in the configuration."""
+    return bool(getattr(config, name, False)) if given is None else bool(given)

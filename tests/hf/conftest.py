@@ -1,0 +1,18 @@
+import pytest
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture
+def hf(request, root):
+    """(architecture, variant, the model in transformers, the same through `liger_models.hf`)."""
+    from liger_models.hf.auto import model_class
+
+    from ..arch.families import hf_model, make_folder  # not before pytest_configure: it defines kernels
+
+    arch, variant = request.param
+    folder = make_folder(arch, variant, root)
+    return arch, variant, hf_model(folder), model_class(arch).from_pretrained(folder)

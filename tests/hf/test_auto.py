@@ -1,0 +1,205 @@
+"""Ways in: auto classes of transformers, code in a checkpoint, arguments of from_pretrained."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import liger_models
+import liger_models.hf
+from liger_models.arch import get_arch
+from liger_models.convert.config_map import read_config
+from liger_models.hf import checkpoint
+from liger_models.hf.auto import model_class
+from liger_models.hf.config import config_class, to_liger
+
+from ..arch.families import FIRST_CASES, VISION_CASES, make_folder
+from ..late import transformers
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
+ROOT = Path(__file__).parents[2]
+OURS, THEIRS = "liger_models.hf", "transformers.models.llama.modeling_llama"
+
+
+@pytest.fixture
+def folder(root, tmp_path):
+    shutil.copytree(make_folder("llama", "gqa", root), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def load(folder, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def test_register_and_unregister(folder, tmp_path):
+    assert type(load(folder)).__module__ == THEIRS
+    with liger_models.hf.registered():
+        liger_models.hf.register()
+        model = load(folder)
+        assert type(model) is liger_models.hf.LlamaForCausalLM
+        assert type(transformers.LlamaForCausalLM.from_pretrained(folder)).__module__ == THEIRS
+        new = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+        assert type(new) is type(model)
+        assert new.dtype == torch.bfloat16
+        lacking = transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)
+        transformers.AutoModelForCausalLM.from_config(lacking).save_pretrained(tmp_path / "gpt2")
+        assert type(load(tmp_path / "gpt2")) is transformers.GPT2LMHeadModel
+    assert type(load(folder)).__module__ == THEIRS
+
+
+def test_a_class_of_somebody_else_is_not_replaced():
+    class Other(transformers.LlamaForCausalLM):
+        pass
+
+    auto_class = transformers.AutoModelForCausalLM
+    auto_class.register(transformers.LlamaConfig, Other, exist_ok=True)
+    try:
+        with pytest.raises(ValueError, match=r"AutoModelForCausalLM must have transformers' own class for LlamaConfig"):
+            liger_models.hf.register()
+    finally:
+        auto_class.register(transformers.LlamaConfig, transformers.LlamaForCausalLM, exist_ok=True)
+
+
+@pytest.mark.parametrize("case", FIRST_CASES, ids="-".join)
+def test_every_family_has_its_class(case):
+    made = model_class(case[0])
+    assert made.__name__ == getattr(transformers, made.__name__).__name__
+    with liger_models.hf.registered():
+        for auto_class in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+            found = auto_class._model_mapping.get(made.config_class, None)
+            vision = case in VISION_CASES
+            if vision == (auto_class is transformers.AutoModelForImageTextToText):
+                assert found is made
+
+
+def test_code_in_the_checkpoint(folder, tmp_path):
+    """Ours with trust_remote_code, that of transformers without; a copy of the copy, too."""
+    model = liger_models.hf.LlamaForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "one", auto_map=True)
+    liger_models.LigerLlama.from_pretrained(folder, progress=False).save_pretrained(tmp_path / "two", auto_map=True)
+    for name in ("one", "two"):
+        assert type(load(tmp_path / name, trust_remote_code=False)).__module__ == THEIRS
+        trusted = load(tmp_path / name, trust_remote_code=True)
+        assert type(trusted) is liger_models.hf.LlamaForCausalLM
+        trusted.save_pretrained(tmp_path / "again")
+        assert type(load(tmp_path / "again", trust_remote_code=True)) is liger_models.hf.LlamaForCausalLM
+        ids = torch.arange(9)[None]
+        torch.testing.assert_close(trusted(ids).logits, model(ids).logits)
+    hide = "import sys; sys.modules['liger_models'] = None; import transformers; "
+    code = f"m = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / 'one')!r}, trust_remote_code=True); "
+    shown = "print(type(m).__mro__[1])"
+    done = subprocess.run([sys.executable, "-c", hide + code + shown], capture_output=True, text=True, cwd=tmp_path)
+    assert "transformers.models.llama.modeling_llama.LlamaForCausalLM" in done.stdout, done.stderr
+
+
+def test_arguments_of_from_pretrained(folder):
+    made = liger_models.hf.LlamaForCausalLM
+    model = made.from_pretrained(folder, torch_dtype="bfloat16", device_map={"": "cpu"}, low_cpu_mem_usage=True)
+    assert model.dtype == model.config.dtype == torch.bfloat16
+    assert not model.training
+    model, info = made.from_pretrained(
+        folder, dtype="auto", device_map="auto", output_loading_info=True, use_cache=False
+    )
+    assert model.config.use_cache is False
+    assert not any(info.values())
+    for name in ("eager", "flash_attention_2"):
+        with liger_models.hf.registered():
+            assert load(folder, attn_implementation=name).config._attn_implementation == name
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 7, "do_sample": True}))
+    assert made.from_pretrained(folder).generation_config.max_new_tokens == 7
+    config = transformers.LlamaConfig.from_pretrained(folder, rms_norm_eps=0.5)
+    assert (
+        made.from_pretrained(folder.parent, subfolder="model", config=config).model.decoder.config.rms_norm_eps == 0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attn_implementation": "kernels-community/x"}, "attn_implementation must be one of eager, sdpa"),
+        ({"device_map": {"model": 0, "lm_head": 1}}, "device_map must name one device, or be 'auto'"),
+        ({"quantization_config": transformers.BitsAndBytesConfig(load_in_4bit=True)}, "apply_lora"),
+        ({"tp_plan": "auto"}, "got tp_plan. Leave them out, or load with the class of transformers"),
+    ],
+    ids=["attention", "devices", "quantised", "other"],
+)
+def test_arguments_that_are_refused(folder, options, message):
+    with pytest.raises(ValueError, match=message), liger_models.hf.registered():
+        load(folder, **options)
+
+
+def test_an_architecture_of_ones_own(own_registry, tmp_path):
+    """Its configuration has no class in transformers, so it gets one."""
+    from dataclasses import dataclass
+
+    from liger_models.arch.llama import LigerLlama, LlamaConfig
+
+    @dataclass(frozen=True, kw_only=True)
+    class HouseConfig(LlamaConfig):
+        pass
+
+    class House(LigerLlama):
+        config_class = HouseConfig
+
+    liger_models.register("hf_house", House)
+    config = HouseConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    wrapped = liger_models.hf.wrap(House.from_config(config))
+    assert type(wrapped).__name__ == "HouseForCausalLM"
+    assert wrapped.config.vocab_size == 64
+    wrapped.save_pretrained(tmp_path)
+    with liger_models.hf.registered():
+        loaded = load(tmp_path)
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(loaded(ids).logits, wrapped(ids).logits)
+    assert loaded.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 12)
+
+
+PUBLISHED = [
+    file
+    for file in sorted((ROOT / "tests" / "data").glob("*/*.json"))
+    if not file.name.endswith((".index.json", ".shapes.json", "tiny.json"))
+    and "model_type" in json.loads(file.read_text(encoding="utf-8"))
+]
+SPELT_OUT = {"layer_types", "head_dim", "sliding_window", "partial_rotary_factor", "hidden_act"}
+"""Fields that transformers fills in where a file leaves them to the defaults."""
+
+
+@pytest.mark.parametrize("file", PUBLISHED, ids=lambda file: file.stem)
+def test_published_configurations_through_the_classes_of_transformers(file):
+    """The same configuration as from the file itself."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    want = read_config(get_arch(content["model_type"]).config_class, content)
+    got = to_liger(config_class(content["model_type"]).from_dict(content))
+    for field in dataclasses.fields(want):
+        assert field.name in SPELT_OUT or getattr(got, field.name) == getattr(want, field.name), field.name
+    assert got.head_size == want.head_size
+    if hasattr(want, "window"):
+        layers = range(want.num_hidden_layers)
+        assert [got.window(i) for i in layers] == [want.window(i) for i in layers]
+    one, other = (getattr(config, "partial_rotary_factor", None) or 1.0 for config in (got, want))
+    assert one == other
+
+
+def test_names_of_the_hub_are_downloaded(folder, monkeypatch):
+    asked = {}
+
+    def download(name, chosen, **options):
+        asked.update(options, name=name, arch=chosen({"model_type": "llama"}))
+        return folder
+
+    monkeypatch.setattr(checkpoint, "download", download)
+    config = transformers.LlamaConfig.from_pretrained(folder)
+    made = liger_models.hf.LlamaForCausalLM
+    model = made.from_pretrained("me/model", config=config, revision="abc", token="secret", local_files_only=True)
+    assert model.config.name_or_path == asked["name"] == "me/model"
+    assert (asked["revision"], asked["token"], asked["local_files_only"]) == ("abc", "secret", True)
+    assert asked["arch"] is liger_models.LigerLlama
+    with pytest.raises(ValueError, match="subfolder must be in a folder on this machine, got 'x' of me/model"):
+        made.from_pretrained("me/model", subfolder="x")

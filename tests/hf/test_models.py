@@ -1,0 +1,281 @@
+"""Every family through `liger_models.hf`, beside transformers: forward, gradients, generation, checkpoints."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import liger_models.hf
+from liger_models.arch import get_arch
+from liger_models.hf.auto import model_class
+
+from ..arch.families import (
+    FIRST_CASES,
+    LIMIT,
+    VISION_CASES,
+    assert_same_gradients,
+    auto_class,
+    error,
+    make_folder,
+    text_sizes,
+    tokens,
+)
+from ..late import transformers
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
+every_family = pytest.mark.parametrize("hf", FIRST_CASES, indirect=True, ids="-".join)
+llama = pytest.mark.parametrize("hf", [("llama", "gqa")], indirect=True, ids="-".join)
+T = 12
+
+
+def experts(arch: str, variant: str) -> bool:
+    return "num_experts_per_tok" in text_sizes(arch, variant)
+
+
+@every_family
+def test_logits_loss_gradients_and_checkpoint(hf, tmp_path):
+    arch, variant, theirs, ours = hf
+    assert type(ours).__name__ == type(theirs).__name__
+    assert type(ours.config) is type(theirs.config)
+    ids = tokens(arch, variant, 2, T)
+    want = theirs(ids, labels=ids, output_hidden_states=True)
+    want.loss.backward()
+    got = ours(ids, output_hidden_states=True)
+    assert error(got.logits, want.logits) <= LIMIT
+    skipped = arch == "mllama"  # transformers leaves out blocks that attend to images
+    for one, other in zip(got.hidden_states[-skipped:], want.hidden_states[-skipped:], strict=True):
+        assert error(one, other) <= LIMIT
+    body = ours.base_model(input_ids=ids, use_cache=False)
+    assert body.past_key_values is None
+    assert error(ours.get_output_embeddings()(body.last_hidden_state), want.logits) <= LIMIT
+    assert (ours.lm_head.weight is ours.get_input_embeddings().weight) == ours.model.decoder.config.tie_word_embeddings
+
+    assert ours(ids, labels=ids).logits.shape == want.logits.shape  # from_pretrained has called eval()
+    out = ours.train()(ids, labels=ids)
+    assert out.logits is None
+    assert out.past_key_values is None
+    assert error(out.loss, want.loss) <= LIMIT
+    out.loss.backward()
+    assert_same_gradients(ours.model.decoder, theirs)
+    loss, *_ = ours(ids, labels=ids, return_dict=False)
+    assert error(loss, want.loss) <= LIMIT
+
+    ours.eval().save_pretrained(tmp_path)
+    again = auto_class(arch).from_pretrained(tmp_path, dtype=torch.float32)
+    assert type(again) is type(theirs)
+    assert error(again(ids).logits, want.logits) <= LIMIT
+    file = load_file(tmp_path / "model.safetensors")
+    fresh = type(ours)(ours.config)
+    assert fresh.load_state_dict(file) == ([], [])
+    assert all(map(torch.equal, fresh.parameters(), ours.parameters()))
+    assert ours.load_state_dict(ours.state_dict()) == ([], [])
+
+
+@every_family
+def test_generation(hf):
+    arch, variant, theirs, ours = hf
+    ids = tokens(arch, variant, 2, T)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    options = {"max_new_tokens": 6, "attention_mask": mask, "pad_token_id": 0}
+    theirs.__dict__.pop("forward", None)  # with router logits transformers cannot use its cache
+    theirs.config.get_text_config().output_router_logits = False
+    for chosen in ({"do_sample": False}, {"num_beams": 3, "num_return_sequences": 2}, {"use_cache": False}):
+        want = theirs.generate(ids, **options, **chosen)
+        assert torch.equal(ours.generate(ids, **options, **chosen), want), chosen
+
+
+@llama
+def test_the_parts_of_generation(hf):
+    """Streamers, criteria, processors, scores, drafts: transformers' own loop runs."""
+    arch, variant, theirs, ours = hf
+    ids = tokens(arch, variant, 1, T)
+
+    class Streamer(transformers.generation.BaseStreamer):
+        def __init__(self):
+            self.got, self.ended = [], False
+
+        def put(self, value):
+            self.got += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    class AtLength(transformers.StoppingCriteria):
+        def __call__(self, input_ids, scores, **_):
+            return torch.full((len(input_ids),), input_ids.shape[1] >= T + 5)
+
+    streamer = Streamer()
+    options = {"max_new_tokens": 9, "stopping_criteria": [AtLength()], "repetition_penalty": 1.3, "do_sample": False}
+    options |= {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    want = theirs.generate(ids, **options)
+    got = ours.generate(ids, streamer=streamer, **options)
+    assert torch.equal(got.sequences, want.sequences)
+    assert streamer.got == got.sequences.flatten().tolist()
+    assert streamer.ended
+    assert len(got.scores) == 5
+    assert error(torch.stack(got.scores), torch.stack(want.scores)) <= LIMIT
+    assert got.past_key_values.get_seq_length() == T + 4
+    following = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(
+        ours.generate(got.sequences, past_key_values=got.past_key_values, **following),
+        theirs.generate(want.sequences, past_key_values=want.past_key_values, **following),
+    )
+    drafts = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(ours.generate(ids, **drafts), theirs.generate(ids, **drafts))
+    assisted = ours.generate(ids, assistant_model=copy.deepcopy(ours), max_new_tokens=12, do_sample=False)
+    assert torch.equal(assisted, theirs.generate(ids, max_new_tokens=12, do_sample=False))
+    ours.generation_config.max_new_tokens = 2
+    assert ours.generate(ids).shape == (1, T + 2)
+
+
+@pytest.mark.parametrize("hf", [("phi3", "longrope")], indirect=True, ids="-".join)
+def test_generation_across_the_length_at_which_all_frequencies_change(hf):
+    arch, variant, theirs, ours = hf
+    length = theirs.config.original_max_position_embeddings
+    ids = tokens(arch, variant, 1, length - 2)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(ours.generate(ids, **options), theirs.generate(ids, **options))
+
+
+@llama
+def test_cache(hf):
+    arch, variant, theirs, ours = hf
+    ids = tokens(arch, variant, 3, T)
+    want = theirs(ids).logits
+    first = ours(ids[:, :5])  # the default of the configuration
+    assert first.past_key_values.get_seq_length() == 5
+    rest = ours(ids[:, 5:], past_key_values=first.past_key_values)
+    assert error(rest.logits, want[:, 5:]) <= LIMIT
+    rest.past_key_values.crop(-4)
+    rest.past_key_values.batch_repeat_interleave(2)
+    assert rest.past_key_values.batch_size == 6
+    rest.past_key_values.batch_select_indices(torch.tensor([4, 1]))
+    again = ours(ids[[2, 0], -4:], past_key_values=rest.past_key_values, logits_to_keep=1)
+    assert error(again.logits, want[[2, 0], -1:]) <= LIMIT
+    assert ours(ids, use_cache=False).past_key_values is None
+    assert ours.train()(ids).past_key_values is None
+    with pytest.raises(ValueError, match=r"past_key_values must be what this model returned, .* got DynamicCache"):
+        ours(ids, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match="output_attentions must be False"):
+        ours(ids, output_attentions=True)
+
+
+@llama
+def test_arguments_of_the_forward(hf):
+    arch, variant, theirs, ours = hf
+    ids = tokens(arch, variant, 2, T)
+    want = theirs(ids)
+    assert error(ours(inputs_embeds=ours.get_input_embeddings()(ids)).logits, want.logits) <= LIMIT
+    kept = torch.tensor([1, 5])
+    assert error(ours(ids, logits_to_keep=kept).logits, want.logits[:, kept]) <= LIMIT
+    ours.train()
+    shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    items = torch.tensor(31)
+    loss = theirs(ids, labels=ids, num_items_in_batch=items).loss
+    assert error(ours(ids, labels=ids, num_items_in_batch=items).loss, loss) <= LIMIT
+    assert error(ours(ids, shift_labels=shifted, num_items_in_batch=items).loss, loss) <= LIMIT
+    assert ours(ids, labels=ids, skip_logits=False).logits is not None
+    with torch.no_grad():
+        assert ours(ids, labels=ids).logits is not None
+        assert ours(ids, labels=ids, skip_logits=True).logits is None
+    with pytest.raises(TypeError, match="attention_masks"):
+        ours(ids, attention_masks=None or torch.ones_like(ids))
+
+
+@pytest.mark.parametrize("hf", [("mixtral", "aux")], indirect=True, ids="-".join)
+def test_auxiliary_loss_of_experts(hf):
+    arch, variant, theirs, ours = hf
+    ids = tokens(arch, variant, 2, T)
+    want = theirs(ids, labels=ids, output_router_logits=True)
+    got = ours(ids, labels=ids, output_router_logits=True)
+    for name in ("loss", "aux_loss"):
+        assert error(got[name], want[name]) <= LIMIT
+    for one, other in zip(got.router_logits, want.router_logits, strict=True):
+        assert error(one.flatten(0, -2), other) <= LIMIT
+    without = ours(ids, labels=ids, output_router_logits=False)
+    assert without.aux_loss is None
+    assert error(without.loss, theirs(ids, labels=ids, output_router_logits=False).loss) <= LIMIT
+    assert len(ours.model(ids).router_logits) == len(want.router_logits)
+
+
+@llama
+def test_training_aids(hf):
+    arch, variant, _, ours = hf
+    ids = tokens(arch, variant, 2, T)
+    ours.train()
+    ours(ids, labels=ids).loss.backward()
+    want = [parameter.grad.clone() for parameter in ours.parameters()]
+    ours.zero_grad()
+    ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert ours.is_gradient_checkpointing
+    assert ours.model.decoder.checkpointing == ["full", "full"]
+    ours.enable_input_require_grads()
+    ours(ids, labels=ids).loss.backward()
+    for parameter, gradient in zip(ours.parameters(), want, strict=True):
+        assert error(parameter.grad, gradient) <= LIMIT
+    ours.disable_input_require_grads()
+    ours.gradient_checkpointing_disable()
+    assert not ours.is_gradient_checkpointing
+    assert ours.model.decoder.checkpointing == "none"
+
+    before = ours(ids).logits
+    ours.resize_token_embeddings(140)
+    assert ours.config.vocab_size == ours.get_output_embeddings().out_features == 140
+    assert error(ours(ids).logits[..., :101], before) <= LIMIT
+    copied = pickle.loads(pickle.dumps(ours))
+    assert type(copied) is type(ours)
+    assert torch.equal(copied(ids).logits, ours(ids).logits)
+    twin = copy.deepcopy(ours)
+    twin.lm_head.weight.data.zero_()
+    assert not twin(ids).logits.any()
+    assert ours(ids).logits.any()
+    ours.lm_head = twin.lm_head
+    assert [name for name, _ in ours.named_parameters() if "lm_head" in name] == ["model.decoder.lm_head.weight"]
+    assert not ours(ids).logits.any()
+
+
+def test_names_of_the_inputs_of_images():
+    """generate and Trainer read them from the signature."""
+    parameters = inspect.signature(liger_models.hf.Qwen2VLForConditionalGeneration.forward).parameters
+    assert {"pixel_values", "image_grid_thw", "labels"} <= parameters.keys()
+    assert [name for name in parameters if "label" in name] == ["labels"]
+
+
+def test_a_wrapped_model_shares_its_weights(root, tmp_path):
+    folder = make_folder("llama", "gqa", root)
+    model = get_arch("llama").from_pretrained(folder, progress=False)
+    wrapped = liger_models.hf.wrap(model)
+    assert isinstance(wrapped, liger_models.hf.LlamaForCausalLM)
+    assert wrapped.model.decoder is model
+    ids = torch.arange(9)[None]
+    assert torch.equal(wrapped.eval()(ids).logits, model(ids).logits)
+    wrapped.save_pretrained(tmp_path)
+    torch.testing.assert_close(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits
+    )
+    with pytest.raises(AttributeError, match="has no attribute 'BertForCausalLM'"):
+        _ = liger_models.hf.BertForCausalLM
+
+
+def test_a_new_model_draws_its_weights():
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model = liger_models.hf.LlamaForCausalLM(config)
+    assert 0.01 < model.lm_head.weight.std() < 0.03
+    assert model._no_split_modules == {"LlamaBlock"}
+    half = model_class("llama")._from_config(config, dtype=torch.bfloat16)
+    assert half.dtype == half.config.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("case", [case for case in FIRST_CASES if case in VISION_CASES], ids="-".join)
+def test_auto_image_text_to_text(case, root):
+    folder = make_folder(*case, root)
+    with liger_models.hf.registered():
+        ours = transformers.AutoModelForImageTextToText.from_pretrained(folder)
+    assert type(ours).__module__ == "liger_models.hf"

@@ -1,0 +1,66 @@
+"""Vision-language models with images and videos, beside transformers: forward, gradients, generation."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ..arch import test_gemma3, test_mllama
+from ..arch.families import LIMIT, assert_same_gradients, error
+from ..arch.test_vision import SEVERAL, VIDEO, Batch
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
+CASES = [
+    (family, rows)
+    for family in (("qwen2_vl", "gqa"), ("qwen2_5_vl", "gqa"), ("qwen3_vl", "gqa"), ("qwen3_vl_moe", "gqa"))
+    for rows in ("images", "videos")
+] + [(("gemma3", "tied"), "images"), (("mllama", "four"), "images")]
+
+
+def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """input_ids and mask with padding on the left, labels, and the other inputs."""
+    decoder = ours.model.decoder
+    if family == "gemma3":
+        ids, types, mask, labels, pixels = test_gemma3.make(decoder, test_gemma3.ROWS)
+        return ids, mask, labels, {"pixel_values": pixels, "token_type_ids": types}
+    if family == "mllama":
+        ids, labels, inputs = test_mllama.make(decoder, test_mllama.ROWS[0])
+        return ids, torch.ones_like(ids), labels, inputs
+    batch = Batch(decoder, {"images": SEVERAL, "videos": VIDEO}[rows])
+    shifts = (batch.mask == 0).sum(1)
+
+    def to_the_right(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row.roll(int(shift)) for row, shift in zip(x, shifts, strict=True)])
+
+    labels = to_the_right(batch.labels)
+    labels[torch.arange(len(labels)), shifts] = -100  # nothing to predict the first one from
+    return (
+        to_the_right(batch.ids), batch.mask.flip(1), labels,
+        {**batch.inputs, "mm_token_type_ids": to_the_right(batch.kinds)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("hf", "rows"), CASES, indirect=["hf"], ids=lambda part: part if isinstance(part, str) else part[0]
+)
+def test_images(hf, rows):
+    family, _, theirs, ours = hf
+    theirs.__dict__.pop("forward", None)
+    ids, mask, labels, inputs = batch_of(ours, family, rows)
+    want = theirs(ids, attention_mask=mask, labels=labels, **inputs)
+    want.loss.backward()
+    got = ours(ids, attention_mask=mask, labels=labels, **inputs)
+    kept = mask.bool()
+    assert error(got.loss, want.loss) <= LIMIT
+    assert error(got.logits[kept], want.logits[kept]) <= LIMIT
+    got.loss.backward()
+    assert_same_gradients(ours.model.decoder, theirs)
+
+    theirs.generation_config.eos_token_id = ours.generation_config.eos_token_id = None
+    text = theirs.config.get_text_config()
+    text.output_router_logits = ours.config.get_text_config().output_router_logits = False
+    options = {"attention_mask": mask, "max_new_tokens": 6, "pad_token_id": 0, "do_sample": False, **inputs}
+    for chosen in ({}, {"use_cache": False}, {"num_beams": 2, "num_return_sequences": 2}):
+        if hasattr(theirs.model, "rope_deltas"):
+            theirs.model.rope_deltas = None
+        assert torch.equal(ours.generate(ids, **options, **chosen), theirs.generate(ids, **options, **chosen)), chosen
