@@ -282,7 +282,7 @@ def test_two_ranks_are_as_one(folder, tmp_path):
     run = trainer(load(folder))
     run.train()
     (tmp_path / "run.py").write_text(TWO_RANKS)
-    printed = run("run.py", cwd=tmp_path, ranks=2).stdout
+    printed = processes.run("run.py", cwd=tmp_path, ranks=2).stdout
     kinds = ("resumed", "gathered", "sharded")
     found = dict(line.split(" ", 1) for line in printed.splitlines() if line.startswith(("losses", *kinds)))
     assert [float(x) for x in found["losses"].split()] == pytest.approx(losses(run), rel=1e-4)
