@@ -12,6 +12,7 @@ import liger_models.hf
 from liger_models.arch import get_arch
 from liger_models.hf.auto import model_class
 
+from .. import processes
 from ..arch.families import error, make_folder
 from ..late import transformers
 
