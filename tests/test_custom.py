@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from liger_models.layers.config import DecoderConfig
 from liger_models.parallel import compile_blocks
 
 from .convert.conftest import assert_same_bits, edit_json, read_tensors
+from .processes import run
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -350,11 +350,9 @@ def test_an_installed_package_is_found_without_an_import(my_package, tmp_path):
     pytest.importorskip("typer", reason="the command line needs typer and rich: pip install 'liger_models[cli]'")
     model = make()
     model.save_pretrained(tmp_path / "model")
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(my_package), str(ROOT)])
-    command = [sys.executable, "-c", PACKAGE, "info", str(tmp_path / "model"), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=my_package)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "run.py").write_text(PACKAGE)
+    path = os.pathsep.join([str(my_package), str(ROOT)])
+    done = run(tmp_path / "run.py", "info", str(tmp_path / "model"), "--json", cwd=my_package, PYTHONPATH=path)
     found = json.loads(done.stdout)
     assert (found["class"], found["parameters"]) == ("SideBySide", model.num_parameters())
     assert found["config"]["num_experts"] == 4

@@ -163,9 +163,12 @@ def test_deterministic_runs_are_equal_in_every_bit(folder, tmp_path, device):
     """The order of the data, every loss and norm, and the model; in processes of their own."""
     example, steps = str(ROOT / "examples" / "train_fsdp.py"), ["--steps", "4", "--workers", "1", "--deterministic"]
     place = {"XDG_CACHE_HOME": str(tmp_path / "cache")} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
-    for number, (name, seed) in enumerate({"first": "3", "again": "3", "other": "4"}.items()):
+    for name, seed in {"first": "3", "again": "3", "other": "4"}.items():
         options = ["config.yaml", "--output", str(tmp_path / name), "--seed", seed, *steps]
-        torchrun(0, example, *options, cwd=folder, PYTHONHASHSEED=str(number), **place)
+        if name == "again":  # with other hashes of texts
+            torchrun(0, example, *options, cwd=folder, PYTHONHASHSEED="1", **place)
+        else:
+            run(example, *options, cwd=folder, **place)
     assert log(tmp_path / "again") == log(tmp_path / "first")
     assert files(tmp_path / "again") == files(tmp_path / "first")
     assert log(tmp_path / "other")[0]["loss"] != log(tmp_path / "first")[0]["loss"]  # the same weights, other rows

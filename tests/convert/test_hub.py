@@ -1,6 +1,4 @@
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from liger_models.arch.auto import AutoLigerModel
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.convert import hub as hub_module
 
+from ..processes import run
 from .conftest import TINY, assert_same_bits, edit_json, read_tensors
 from .hub_server import HubServer, Repo
 
@@ -306,18 +305,16 @@ except Exception as error:
 def test_the_clients_environment_variables_count(hub: HubServer, make_checkpoint: Make, tmp_path: Path) -> None:
     source = make_checkpoint(max_shard_size="15KB")
     upload(hub, source, private=True)
-    client = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": hub.token}
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | client
+    client = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": hub.token, "HF_HUB_OFFLINE": ""}
+    (tmp_path / "load.py").write_text(SCRIPT)
 
-    def run(out: str, **extra: str) -> str:
-        command = [sys.executable, "-c", SCRIPT, REPO, str(tmp_path / out)]
-        done = subprocess.run(command, env=environment | extra, capture_output=True, text=True, check=True)
-        return done.stdout
+    def load(out: str, **extra: str) -> str:
+        return run("load.py", REPO, str(tmp_path / out), cwd=tmp_path, **client | extra).stdout
 
-    assert run("online") == "loaded\n"
+    assert load("online") == "loaded\n"
     asked = len(hub.requests)
-    assert run("offline", HF_HUB_OFFLINE="1") == "loaded\n"
-    empty = run("empty", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "empty"))
+    assert load("offline", HF_HUB_OFFLINE="1") == "loaded\n"
+    empty = load("empty", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "empty"))
     assert empty.startswith("LocalEntryNotFoundError")
     assert "HF_HUB_OFFLINE" in empty
     assert len(hub.requests) == asked
