@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -59,8 +59,8 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
     check(
         not others and not any(isinstance(each, UnpackedLinear) for each in model.modules()),
         f"{where} must have packed projections and no other linear layers than nn.Linear, got "
-        f"{', '.join(sorted(others)) or 'a model that is unpacked already'}. Unpack it once, before anything replaces "
-        "layers.",
+        f"{', '.join(sorted(others)) or 'a model that is unpacked already'}. Unpack it before anything replaces "
+        "layers, and once: use what the first call returned.",
     )
     return UnpackedModel(model, models[0])
 
@@ -162,11 +162,14 @@ class UnpackedModel(HFModules):
     """The checkpoint's names of what cannot be adapted: experts, routers, patch embeddings, parameters of their own."""
     skipped: set[str]
     """Ends of those names that are linear layers in transformers, or hold experts."""
+    checked: set[str]
+    """Adapters whose configurations are supported."""
 
     def __init__(self, inner: nn.Module, causal_lm: CausalLM) -> None:
         super().__init__()
-        self.__dict__.update(inner=inner, causal_lm=causal_lm, fixed=[], skipped=set())
-        self.generation_config = getattr(inner, "generation_config", None)  # PEFT sets it again
+        self.__dict__.update(inner=inner, causal_lm=causal_lm, fixed=[], skipped=set(), checked=set())
+        self.generation_config = getattr(inner, "generation_config", None)  # PEFT reads both here
+        self.name_or_path = getattr(inner, "name_or_path", None)
         entries = format_of(type(causal_lm)).module_map(causal_lm.config).entries
         linears = adaptable_layers(causal_lm)
         for path, module in [*causal_lm.named_modules()]:
@@ -233,10 +236,16 @@ class UnpackedModel(HFModules):
             return getattr(self.__dict__["inner"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "peft_config":  # PEFT sets it when it has replaced the modules
-            for config in value.values():
-                self._check_config(config)
+        if name == "peft_config":  # PEFT sets it when it has replaced the modules for the first adapter
+            self.checked = set()
+            self._check_configs(value)
         super().__setattr__(name, value)
+
+    def _check_configs(self, configs: dict[str, Any]) -> None:
+        """Check the configurations of new adapters."""
+        for name in sorted(configs.keys() - self.checked):
+            self._check_config(configs[name])
+            self.checked.add(name)
 
     def _check_config(self, config: Any) -> None:
         """Raise ValueError for what PEFT would pass over in silence."""
@@ -297,6 +306,7 @@ class UnpackedModel(HFModules):
         **inputs: Any,
     ) -> Any:
         """The model's forward. Arguments that are None, of which PEFT passes many, are left out."""
+        self._check_configs(vars(self).get("peft_config", {}))
         inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
         inputs |= {"labels": labels, "position_ids": position_ids}
         return self.inner(**{name: value for name, value in inputs.items() if value is not None})
@@ -336,10 +346,7 @@ class UnpackedModel(HFModules):
             ValueError: there are adapters.
         """
         with self._packed(keep=True) as model:
-            head, embedding = self.causal_lm.lm_head.weight, self.causal_lm.embed_tokens.weight
-            if self.causal_lm.config.tie_word_embeddings and head is not embedding:  # modules_to_save has untied them
-                self.causal_lm.config = dataclasses.replace(self.causal_lm.config, tie_word_embeddings=False)
-        return model
+            return model
 
     @contextmanager
     def _packed(self, *, keep: bool = False) -> Iterator[Any]:
@@ -353,20 +360,21 @@ class UnpackedModel(HFModules):
         )
         if keep:
             self._modules.clear()  # each part is freed as soon as it is packed
-        head: Any = model.lm_head
-        parts = {}
-        for path in [path for path, each in model.named_modules() if isinstance(each, UnpackedLinear)]:
-            part: Any = model.get_submodule(path)
-            packed = part.packed()
-            if not keep:
-                parts[path], packed = part, packed.cpu()
-            model.set_submodule(path, packed)
-        model.lm_head = _converted(head, LigerLMHead)
+        config, head, parts = model.config, cast(Any, model.lm_head), {}
+        if config.tie_word_embeddings and head.weight is not model.embed_tokens.weight:  # by modules_to_save
+            model.config = dataclasses.replace(config, tie_word_embeddings=False)
         try:
+            for path in [path for path, each in model.named_modules() if isinstance(each, UnpackedLinear)]:
+                part: Any = model.get_submodule(path)
+                packed = part.packed()
+                if not keep:
+                    parts[path], packed = part, packed.cpu()
+                model.set_submodule(path, packed)
+            model.lm_head = _converted(head, LigerLMHead)
             yield self.inner
         finally:
             if not keep:
-                model.lm_head = head
+                model.config, model.lm_head = config, head
                 for path, part in parts.items():
                     model.set_submodule(path, part)
 
