@@ -219,6 +219,7 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
 
     accepts_loss_kwargs = True
     """Tells Trainer to pass ``num_items_in_batch``."""
+    peft_config = CausalLM.peft_config
 
     def __init__(
         self, config: PreTrainedConfig, decoder: CausalLM | None = None, kernels: KernelOptions | None = None
