@@ -60,17 +60,14 @@ def save_pretrained(
     )
     folder = Path(folder).absolute()
     stored = as_stored("save_pretrained", model, merge=False)
-    parameters = stored.parameters
-    shapes = {name: torch.empty(p.shape, dtype=dtype or p.dtype, device="meta") for name, p in parameters.items()}
-    tensors = stored.weights.shapes(shapes)
     plan = split_state_dict_into_shards_factory(
-        tensors,
+        stored.shapes(dtype),
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
     assets = model.current_assets()
-    hf_config = write_config(stored.config, model.hf_config, dtype or parameters["embed_tokens.weight"].dtype)
+    hf_config = write_config(stored.config, model.hf_config, dtype or model.embed_tokens.weight.dtype)
     gathered = stored.gather()
 
     def write(place: Path) -> None:

@@ -62,13 +62,16 @@ def get_hf_state_dict(
     Args:
         model, dtype, merge: as in `hf_tensors`; all ranks of a sharded model must call this function, too, and each
             gets all tensors.
-        device: device of the copies; None for that of the parameters.
+        device: device of the copies; None for that of the parameters. On "meta" the tensors have names, shapes and
+            dtypes but no values, and nothing is gathered.
 
     Raises:
         ValueError: as in `hf_tensors`.
     """
     check_dtype("get_hf_state_dict", dtype)
     stored = as_stored("get_hf_state_dict", model, merge=merge)
+    if device is not None and torch.device(device).type == "meta":
+        return stored.shapes(dtype)
     plain = (each for each in map(_local, model.parameters()) if type(each) in (nn.Parameter, Tensor))
     own = {each.untyped_storage().data_ptr() for each in plain}
     state = {}
@@ -160,6 +163,13 @@ class Stored(NamedTuple):
     def is_sharded(self) -> bool:
         """Whether gathering is a collective."""
         return any(is_sharded(each) for each in self.parameters.values())
+
+    def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """The checkpoint's tensors on the meta device, in ``dtype`` or in that of each parameter."""
+        parameters = self.parameters.items()
+        return self.weights.shapes(
+            {name: torch.empty(each.shape, dtype=dtype or each.dtype, device="meta") for name, each in parameters}
+        )
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """Our name of each parameter and its value, gathered from all ranks and with merged adapters."""

@@ -40,6 +40,10 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def described(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "variant"), CASES)
 def test_out_and_back(arch: str, variant: str, tmp_path: Path) -> None:
@@ -50,6 +54,9 @@ def test_out_and_back(arch: str, variant: str, tmp_path: Path) -> None:
         stream = list(hf_tensors(model, dtype))
         assert all(tensor.is_contiguous() and not tensor.requires_grad for _, tensor in stream)
         assert_same_bits(dict(stream), read_tensors(tmp_path / "saved"))
+        meta = get_hf_state_dict(model, dtype, device="meta")
+        assert described(stream) == described(meta.items())
+        assert {tensor.device.type for tensor in meta.values()} == {"meta"}
     names = [name for name, _ in stream]
     assert len(set(names)) == len(names)
     text = [name for name in names if "visual" not in name and "vision" not in name and "projector" not in name]
