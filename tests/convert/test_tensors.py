@@ -154,6 +154,8 @@ def test_names_that_are_refused() -> None:
         load_hf_tensors(model, [("model.norm.weight", tensors["model.norm.weight"])] * 2)
     with pytest.raises(ValueError, match=r"hf_tensors: dtype must be one of torch.float64, .* got torch.int8"):
         hf_tensors(model, torch.int8)
+    with pytest.raises(ValueError, match=r"hf_tensors: model must be one of this package, got Sequential\. Pass"):
+        hf_tensors(nn.Sequential(model))
     for call in (lambda: hf_tensors(model.to("meta")), lambda: load_hf_tensors(model.to("meta"), tensors)):
         with pytest.raises(ValueError, match=r"hf_tensors: parameters must hold weights, got embed_tokens.weight"):
             call()
