@@ -17,6 +17,7 @@ from liger_models.adapters import LoRAConfig, apply_lora, merge_lora, quantize_b
 from liger_models.arch import get_arch
 from liger_models.convert import format_of
 from liger_models.convert.config_map import read_config
+from liger_models.layers.linear import is_sharded, local
 
 from ..arch.families import CASES, tiny
 from ..parallel.models import mixture
@@ -223,14 +224,14 @@ class Peak(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.own = {StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()}
+        self.own = {StorageWeakRef(local(parameter).untyped_storage()) for parameter in model.parameters()}
         self.sizes: dict[StorageWeakRef, int] = {}
         self.bytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta" and not is_sharded(tensor):
                 made = StorageWeakRef(tensor.untyped_storage())
                 if made not in self.own:
                     self.sizes[made] = tensor.untyped_storage().nbytes()
