@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -112,12 +113,36 @@ def torchrun(
 ) -> "subprocess.CompletedProcess[str]":
     """As `run`, by torchrun itself, or by Python itself for 0 ranks."""
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__] if ranks else []
-    done = subprocess.run(
-        [sys.executable, *start, str(script), *arguments],
-        capture_output=True, text=True, cwd=cwd, env=environment(**variables), timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
+    return _end(_start([*start, str(script), *arguments], cwd, variables), check=True)
+
+
+def agents(
+    nodes: int, script: str | Path, *arguments: str, cwd: Path, check: bool = True, **variables: str
+) -> "list[subprocess.CompletedProcess[str]]":
+    """As `torchrun` on so many machines with a process each: an agent for each, which find each other by a port."""
+    start = ["-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+    start += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test", "--local-addr=127.0.0.1"]
+    running = [_start([*start, __file__, str(script), *arguments], cwd, variables) for _ in range(nodes)]
+    try:
+        return [_end(each, check) for each in running]
+    finally:
+        for each in running:
+            each.terminate()  # an agent ends its processes
+
+
+def _start(command: list[str], cwd: Path, variables: dict[str, str]) -> "subprocess.Popen[str]":
+    output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *command], cwd=cwd, env=environment(**variables), **output)
+
+
+def _end(process: "subprocess.Popen[str]", check: bool) -> "subprocess.CompletedProcess[str]":
+    try:
+        out, err = process.communicate(timeout=300)
+    except BaseException:
+        process.terminate()
+        raise
+    assert not check or process.returncode == 0, f"{process.returncode}\n{out}\n{err}"
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 if __name__ == "__main__":

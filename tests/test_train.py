@@ -32,7 +32,7 @@ from liger_models.train.options import read_options
 from .arch.families import load, make_folder, tiny
 from .late import transformers
 from .parallel.conftest import two  # noqa: F401
-from .processes import run, torchrun
+from .processes import agents, run, torchrun
 
 ROOT = Path(__file__).parents[1]
 KILLED = """
@@ -103,14 +103,38 @@ def files(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (run / "model").iterdir()}
 
 
+EXAMPLE = str(ROOT / "examples" / "train_fsdp.py")
+EVALUATED = ("--eval-data", "eval.jsonl", "--eval-every", "5")
+
+
+@pytest.fixture(scope="module")
+def whole(folder) -> Path:
+    """A run of two ranks that nothing stops."""
+    place: dict[str, Any] = {"cwd": folder, "XDG_CACHE_HOME": str(folder / "cache")}
+    run(EXAMPLE, "config.yaml", "--output", "whole", "--workers", "1", *EVALUATED, **place, ranks=2)
+    return folder / "whole"
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_two_ranks_train_die_and_go_on(folder, monkeypatch):
-    example = str(ROOT / "examples" / "train_fsdp.py")
+def test_two_machines_train_die_and_go_on(folder, whole):
+    """A process of one of them is killed, both agents end, and both are started again."""
+    place: dict[str, Any] = {"cwd": folder, "XDG_CACHE_HOME": str(folder / "cache of machines")}
+    options = ["config.yaml", "--output", "machines", *EVALUATED]
+    killed = agents(2, "killed.py", *options, **place, check=False)
+    assert all(each.returncode for each in killed)
+    assert any("Signal 9 (SIGKILL)" in each.stderr for each in killed)
+    assert not (folder / "machines" / "model").exists()
+    agents(2, EXAMPLE, *options, **place)
+    assert log(folder / "machines") == log(whole)
+    assert files(folder / "machines") == files(whole)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_ranks_train_die_and_go_on(folder, whole, monkeypatch):
     place: dict[str, Any] = {"cwd": folder, "XDG_CACHE_HOME": str(folder / "cache")}
-    evaluated = ["--eval-data", "eval.jsonl", "--eval-every", "5"]
-    torchrun(2, example, "config.yaml", "--output", "whole", "--workers", "1", *evaluated, **place)
-    lines = log(folder / "whole")
+    lines = log(whole)
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 10
     assert losses[-1] < losses[0] - 1
@@ -125,18 +149,18 @@ def test_two_ranks_train_die_and_go_on(folder, monkeypatch):
     ours = LigerLlama.from_pretrained(folder / "whole" / "model", progress=False)
     torch.testing.assert_close(ours(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
 
-    killed = run("killed.py", "config.yaml", "--output", "killed", *evaluated, **place, ranks=2, check=False)
+    killed = run("killed.py", "config.yaml", "--output", "killed", *EVALUATED, **place, ranks=2, check=False)
     assert killed.returncode != 0
     assert not (folder / "killed" / "model").exists()
     assert int((folder / "killed" / "latest").read_text()[5:]) >= 4
     shutil.copytree(folder / "killed", folder / "fewer")
-    run(example, "config.yaml", "--output", "killed", *evaluated, **place, ranks=2)
+    run(EXAMPLE, "config.yaml", "--output", "killed", *EVALUATED, **place, ranks=2)
     assert log(folder / "killed") == lines
     assert files(folder / "killed") == files(folder / "whole")
 
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    main(["config.yaml", "--output", "fewer", "--batch-size", "4", *evaluated])  # one process
+    main(["config.yaml", "--output", "fewer", "--batch-size", "4", *EVALUATED])  # one process
     again = [line["loss"] for line in log(folder / "fewer") if "loss" in line]
     torch.testing.assert_close(again, losses, rtol=1e-4, atol=0)  # the same rows, added in another order
 

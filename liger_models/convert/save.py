@@ -71,17 +71,17 @@ def save_pretrained(
     )
     folder = Path(folder).absolute()
     stored = as_stored("save_pretrained", model, merge=False, parameters=tensors)
-    parameters = stored.parameters
-    shapes = {name: torch.empty(p.shape, dtype=dtype or p.dtype, device="meta") for name, p in parameters.items()}
     plan = split_state_dict_into_shards_factory(
-        stored.weights.shapes(shapes),
+        stored.shapes(dtype),
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
     assets = model.current_assets()
     if hf_config is None:
-        hf_config = write_config(stored.config, model.hf_config, dtype or parameters["embed_tokens.weight"].dtype)
+        hf_config = write_config(
+            stored.config, model.hf_config, dtype or stored.parameters["embed_tokens.weight"].dtype
+        )
     if auto_map:
         hf_config, assets = with_auto_map(hf_config, assets, format_of(type(model)).hf_class)
     gathered = stored.gather()

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -62,13 +63,16 @@ def get_hf_state_dict(
     Args:
         model, dtype, merge: as in `hf_tensors`; all ranks of a sharded model must call this function, too, and each
             gets all tensors.
-        device: device of the copies; None for that of the parameters.
+        device: device of the copies; None for that of the parameters. On "meta" the tensors have names, shapes and
+            dtypes but no values, and nothing is gathered.
 
     Raises:
         ValueError: as in `hf_tensors`.
     """
     check_dtype("get_hf_state_dict", dtype)
     stored = as_stored("get_hf_state_dict", model, merge=merge)
+    if device is not None and torch.device(device).type == "meta":
+        return stored.shapes(dtype)
     plain = (each for each in map(_local, model.parameters()) if type(each) in (nn.Parameter, Tensor))
     own = {each.untyped_storage().data_ptr() for each in plain}
     state = {}
@@ -139,7 +143,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
         names.read.clear()
         tensors = tensors.items()
     with torch.no_grad(), agreed():
-        held: dict[str, Tensor] = {}
+        held: dict[str, dict[str, Tensor]] = {}
         heads: dict[str, Tensor] = {}
         loaded: set[str] = set()
         try:
@@ -149,11 +153,10 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
                     if config.tie_word_embeddings and name.endswith("lm_head.weight"):
                         heads[name] = tensor
                     continue
-                held[name] = tensor
-                ours = names.parameter_of(name)
-                expression = weights.entries[ours]
-                if all(each in held for each in expression.names()):
-                    _place(stored.parameters[ours], expression, {each: held.pop(each) for each in expression.names()})
+                ours, count = names.parameter_of(name)
+                held.setdefault(ours, {})[name] = tensor
+                if len(held[ours]) == count:
+                    _place(stored.parameters[ours], weights.entries[ours], held.pop(ours))
                     loaded.add(ours)
             names.check_complete()
             for name, head in heads.items():
@@ -189,6 +192,13 @@ class Stored(NamedTuple):
         """Whether gathering is a collective."""
         return any(is_sharded(each) for each in self.parameters.values())
 
+    def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """The checkpoint's tensors on the meta device, in ``dtype`` or in that of each parameter."""
+        parameters = self.parameters.items()
+        return self.weights.shapes(
+            {name: torch.empty(each.shape, dtype=dtype or each.dtype, device="meta") for name, each in parameters}
+        )
+
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """Our name of each parameter and its value, gathered from all ranks and with merged adapters."""
         for name, parameter in self.parameters.items():
@@ -221,6 +231,11 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
     Raises:
         ValueError: parameters are on the meta device or not in the weight map.
     """
+    check(
+        isinstance(model, Decoder),
+        f"{where}: model must be one of this package, got {type(model).__name__}. Pass the model inside of it "
+        "(DistributedDataParallel: model.module; LigerMedusa: model.model).",
+    )
     for module in model.modules() if parameters is None else ():
         reshard: Any = getattr(module, "reshard", None)
         if reshard is not None:  # FSDP leaves weights gathered after an evaluation
@@ -287,7 +302,7 @@ class _Names:
 
     def __init__(self, maps: list[WeightMap], parameters: Mapping[str, Tensor]) -> None:
         empty = {name: torch.empty(each.shape, device="meta") for name, each in parameters.items()}
-        self.layouts = [(weights, weights.shapes(empty), _owners(weights)) for weights in maps]
+        self.layouts = [(weights, weights.shapes(empty), *_owners(weights)) for weights in maps]
         self.read: set[str] = set()
 
     def accept(self, name: str, tensor: Tensor) -> WeightMap:
@@ -314,9 +329,10 @@ class _Names:
         self.read.add(name)
         return fitting[0][0]
 
-    def parameter_of(self, name: str) -> str:
-        """Our name of the parameter that a tensor belongs to."""
-        return self.layouts[0][2][name]
+    def parameter_of(self, name: str) -> tuple[str, int]:
+        """Our name of the parameter that a tensor belongs to, and the number of tensors that form it."""
+        _, _, owners, counts = self.layouts[0]
+        return owners[name], counts[owners[name]]
 
     def check_complete(self) -> None:
         """Raise ValueError unless all tensors of a layout have been read."""
@@ -328,9 +344,10 @@ class _Names:
         )
 
 
-def _owners(weights: WeightMap) -> dict[str, str]:
-    """Name of each of the checkpoint's tensors -> our name of the parameter that it belongs to."""
-    return {name: ours for ours, expression in weights.entries.items() for name in expression.names()}
+def _owners(weights: WeightMap) -> tuple[dict[str, str], Counter[str]]:
+    """Name of each of the checkpoint's tensors -> our name of its parameter -> the number of its tensors."""
+    owners = {name: ours for ours, expression in weights.entries.items() for name in expression.names()}
+    return owners, Counter(owners.values())
 
 
 def _local(tensor: Any) -> Tensor:

@@ -17,6 +17,7 @@ from liger_models.adapters import LoRAConfig, apply_lora, merge_lora, quantize_b
 from liger_models.arch import get_arch
 from liger_models.convert import format_of
 from liger_models.convert.config_map import read_config
+from liger_models.layers.linear import is_sharded, local
 
 from ..arch.families import CASES, tiny
 from ..parallel.models import mixture
@@ -40,6 +41,10 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def described(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "variant"), CASES)
 def test_out_and_back(arch: str, variant: str, tmp_path: Path) -> None:
@@ -50,6 +55,9 @@ def test_out_and_back(arch: str, variant: str, tmp_path: Path) -> None:
         stream = list(hf_tensors(model, dtype))
         assert all(tensor.is_contiguous() and not tensor.requires_grad for _, tensor in stream)
         assert_same_bits(dict(stream), read_tensors(tmp_path / "saved"))
+        meta = get_hf_state_dict(model, dtype, device="meta")
+        assert described(stream) == described(meta.items())
+        assert {tensor.device.type for tensor in meta.values()} == {"meta"}
     names = [name for name, _ in stream]
     assert len(set(names)) == len(names)
     text = [name for name in names if "visual" not in name and "vision" not in name and "projector" not in name]
@@ -147,6 +155,8 @@ def test_names_that_are_refused() -> None:
         load_hf_tensors(model, [("model.norm.weight", tensors["model.norm.weight"])] * 2)
     with pytest.raises(ValueError, match=r"hf_tensors: dtype must be one of torch.float64, .* got torch.int8"):
         hf_tensors(model, torch.int8)
+    with pytest.raises(ValueError, match=r"hf_tensors: model must be one of this package, got Sequential\. Pass"):
+        hf_tensors(nn.Sequential(model))
     for call in (lambda: hf_tensors(model.to("meta")), lambda: load_hf_tensors(model.to("meta"), tensors)):
         with pytest.raises(ValueError, match=r"hf_tensors: parameters must hold weights, got embed_tokens.weight"):
             call()
@@ -214,14 +224,14 @@ class Peak(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.own = {StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()}
+        self.own = {StorageWeakRef(local(parameter).untyped_storage()) for parameter in model.parameters()}
         self.sizes: dict[StorageWeakRef, int] = {}
         self.bytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta" and not is_sharded(tensor):
                 made = StorageWeakRef(tensor.untyped_storage())
                 if made not in self.own:
                     self.sizes[made] = tensor.untyped_storage().nbytes()

@@ -12,7 +12,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from liger_models.train.loop import TrainOptions, train
 
-from ..processes import torchrun
+from ..processes import scripts, torchrun
 from ..test_train import files, folder, log  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
@@ -48,14 +48,31 @@ def cluster(monkeypatch):
     ray.shutdown()
 
 
-def test_a_worker_dies_and_the_run_goes_on(folder, cluster, tmp_path):  # noqa: F811
+def options_of(folder: Path) -> dict[str, Any]:  # noqa: F811
+    """Those of folder/config.yaml, for fewer steps."""
     options = {"length": 64, "batch_size": 2, "accumulate": 2, "steps": 4, "lr": 1e-2, "save_every": 2, "log_every": 1}
     options |= {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "workers": 0}
-    options |= {"export_dtype": "float32"}
+    return options | {"export_dtype": "float32"}
+
+
+def test_the_page(folder, cluster, tmp_path):  # noqa: F811
+    script = scripts("training.md")[0]
+    data = '{"model": "checkpoint", "data": ["/shared/train.jsonl"], "output": "/shared/run"}'
+    changes = {data: repr({**options_of(folder), "steps": 1, "output": str(tmp_path / "run")})}
+    changes |= {"num_workers=16, use_gpu=True": "num_workers=2", "/shared": str(tmp_path)}
+    for old, new in changes.items():
+        assert old in script
+        script = script.replace(old, new)
+    exec(script, {"__name__": "page"})
+    assert len(log(tmp_path / "run")) == 1
+    assert "model.safetensors" in files(tmp_path / "run")
+
+
+def test_a_worker_dies_and_the_run_goes_on(folder, cluster, tmp_path):  # noqa: F811
     trainer = TorchTrainer(
         work,
         train_loop_config={
-            **options,
+            **options_of(folder),
             "output": str(tmp_path / "ray"),
             "cache": str(tmp_path / "cache"),
             "dies": str(tmp_path / "died"),

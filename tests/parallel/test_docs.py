@@ -45,7 +45,7 @@ def follow(folder: Path) -> list[str]:
 
 
 def test_the_loop(two, tmp_path):
-    script = scripts("training.md")[0]
+    script = scripts("training.md")[1]
     tiny().save_pretrained(tmp_path / "checkpoint")
     torch.save(torch.randint(TINY["vocab_size"], (6 * 2 * 2 * 2 * 32,)), tmp_path / "tokens.pt")
     (tmp_path / "train.py").write_text(script)
@@ -70,7 +70,7 @@ def shard_as_documented(script: str, checkpoint: str) -> list[tuple]:
 
 def test_sharding(four, tmp_path):
     tiny().save_pretrained(tmp_path / "checkpoint")
-    script = scripts("training.md")[1].replace('"cuda"', '"cpu"').replace("(2, 8)", "(2, 2)")
+    script = scripts("training.md")[2].replace('"cuda"', '"cpu"').replace("(2, 8)", "(2, 2)")
     for placements in four(shard_as_documented, script, str(tmp_path / "checkpoint")):
         assert set(placements) == {(Replicate(), Shard(0))}
 

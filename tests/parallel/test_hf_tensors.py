@@ -18,6 +18,7 @@ from liger_models.parallel import apply_ep, apply_fsdp, apply_tp
 from liger_models.train.optimizer import LigerAdamW
 
 from ..convert.conftest import assert_same_bits, read_tensors
+from ..convert.test_tensors import Peak
 from .models import batch, mixture, share, tiny, whole
 from .test_lora import adapted
 
@@ -127,6 +128,21 @@ def trained_with_and_without() -> None:
 
 def test_training_goes_on_with_what_was_loaded(two):
     two(trained_with_and_without)
+
+
+def peak() -> tuple[int, int, int]:
+    """The most bytes besides the shards, those of the largest parameter and those of all."""
+    model = apply_fsdp(tiny(num_hidden_layers=8, vocab_size=64), param_dtype=None)
+    sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
+    with Peak(model) as watched:
+        for _ in hf_tensors(model):
+            pass
+    return watched.bytes, max(sizes), sum(sizes)
+
+
+def test_one_parameter_is_gathered_at_a_time(two):
+    for most, largest, every in two(peak):
+        assert largest <= most <= 3 * largest < every / 4  # a parameter, the shards that it came in, the last tensor
 
 
 def merged(config: dict[str, Any], expected: dict[str, Tensor]) -> None:

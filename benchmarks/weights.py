@@ -1,0 +1,101 @@
+"""Weights under Hugging Face's names, out of a model on one GPU and into one, against a copy of every parameter."""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .options import add_model, add_modes
+from .processes import measure_all, plan_modes
+from .rows import Row, Rows
+from .tables import markdown, ratio
+from .training.build import build_ours
+from .training.job import Job
+from .training.models import read_config
+from .training.modes import title
+
+HELP = "hf_tensors and load_hf_tensors on one GPU against a copy of every parameter"
+REPEATS = 5
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_modes(parser, "ours,ours+lora", help='comma-separated, "ours" with any extras')
+
+
+def run(options: argparse.Namespace) -> Rows:
+    return measure_all(
+        plan_modes("weights", [options.model], options.modes, "", 0, options.out / f"weights-{options.model}.jsonl")
+    )
+
+
+def measure(job: Job) -> Row:
+    return times(build_ours(read_config(job.model), job.mode), torch.device("cuda"))
+
+
+def times(model: nn.Module, device: torch.device) -> Row:
+    """Milliseconds of the fastest of some repetitions, and the GiB that they needed besides the model.
+
+    The copy is of one parameter after the other, each released before the next, as the tensors of the stream are.
+    """
+    from liger_models import hf_tensors, load_hf_tensors
+
+    def copy() -> None:
+        for parameter in model.parameters():
+            parameter.detach().clone()
+
+    def read(dtype: torch.dtype | None = None) -> None:
+        for _ in hf_tensors(model, dtype):
+            pass
+
+    tasks: dict[str, Callable[[], object]] = {
+        "copy": copy,
+        "read": read,
+        "read_fp32": lambda: read(torch.float32),
+        "load": lambda: load_hf_tensors(model, hf_tensors(model, merge=False)),
+    }
+    row: Row = {"weights_gib": round(sum(parameter.nbytes for parameter in model.parameters()) / 2**30, 2)}
+    for name, task in tasks.items():
+        row |= {f"{name}_ms": measured(task, device), f"{name}_gib": extra_gib(task, device)}
+    return row
+
+
+def measured(task: Callable[[], object], device: torch.device) -> float:
+    found = []
+    for _ in range(REPEATS):
+        begun = synchronised(device)
+        task()
+        found.append((synchronised(device) - begun) * 1000)
+    return round(min(found), 2)
+
+
+def synchronised(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def extra_gib(task: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    task()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**30, 2)
+
+
+def table(rows: Rows) -> str:
+    """Milliseconds, with their multiple of the copy, and the GPU memory besides the model."""
+    lines = []
+    for row in rows:
+        if "error" in row:
+            lines.append((row["model"], title(row["mode"]), row["error"]))
+            continue
+        cells = [
+            f"{row[f'{name}_ms']} ({ratio(row[f'{name}_ms'], row['copy_ms'])}), {row[f'{name}_gib']} GiB"
+            for name in ("copy", "read", "read_fp32", "load")
+        ]
+        lines.append((row["model"], title(row["mode"]), row["weights_gib"], *cells))
+    return markdown("model||GiB|copy ms|hf_tensors ms|hf_tensors in fp32 ms|load_hf_tensors ms", lines)
