@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import liger_models.hf
+from liger_models.adapters import unpack_projections
 from liger_models.arch import get_arch
 from liger_models.hf.auto import model_class
 
@@ -167,20 +168,23 @@ def test_options(folder, options):
 def test_peft(folder):
     """Trained, saved, loaded, merged; the checkpoint is one of the hub."""
     peft = pytest.importorskip("peft")
-    targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-    config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(load(folder), config)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match=r"Pass unpack_projections\(model\)"):
+        peft.get_peft_model(load(folder), config)
+    adapted = peft.get_peft_model(unpack_projections(load(folder)), config)
     run = trainer(adapted, activation_checkpointing=True, max_steps=4)
     run.train()
     assert losses(run)[-1] < losses(run)[0]
     whole = [parameter.clone() for parameter in adapted.parameters()]
-    resumed = trainer(peft.get_peft_model(load(folder), config), activation_checkpointing=True, max_steps=4)
+    resumed = trainer(
+        peft.get_peft_model(unpack_projections(load(folder)), config), activation_checkpointing=True, max_steps=4
+    )
     resumed.train(resume_from_checkpoint="out/checkpoint-2")
     assert all(map(torch.equal, whole, resumed.model.parameters()))
     ids = torch.arange(3, 14)[None]
     adapted.eval()
     expected = adapted(input_ids=ids).logits
-    loaded = peft.PeftModel.from_pretrained(load(folder), "out/checkpoint-4").eval()
+    loaded = peft.PeftModel.from_pretrained(unpack_projections(load(folder)), "out/checkpoint-4").eval()
     assert torch.equal(loaded(input_ids=ids).logits, expected)
     tokens = adapted.generate(input_ids=ids, max_new_tokens=3, do_sample=False)
     adapted.merge_and_unload().save_pretrained("merged")
