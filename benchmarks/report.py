@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from . import ROOT, curves, families, fsdp, load, longest, plots, profile, train
+from . import ROOT, curves, families, fsdp, load, longest, plots, profile, train, weights
 from .ops import benchmark as ops
 from .rows import RESULTS, Rows, distinct, grouped, read
 
@@ -39,6 +39,7 @@ PARTS = {
     "profile": Part("profile", profile.table, False),
     "fsdp": Part("fsdp", fsdp.table, False),
     "load": Part("load", load.table, False),
+    "weights": Part("weights", weights.table, False),
     "longest": Part("longest", longest.table, False),
     "curves": Part("curves", curves.table, True),
     "ops": Part("ops", ops.best_table, True),
