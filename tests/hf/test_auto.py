@@ -77,6 +77,7 @@ def test_every_family_has_its_class(case):
                 assert found is made
 
 
+@pytest.mark.slow
 def test_code_in_the_checkpoint(folder, tmp_path):
     """Ours with trust_remote_code, that of transformers without; a copy of the copy, too."""
     model = liger_models.hf.LlamaForCausalLM.from_pretrained(folder)
@@ -185,6 +186,30 @@ def test_published_configurations_through_the_classes_of_transformers(file):
         assert [got.window(i) for i in layers] == [want.window(i) for i in layers]
     one, other = (getattr(config, "partial_rotary_factor", None) or 1.0 for config in (got, want))
     assert one == other
+
+
+def test_an_adapter_is_not_taken_for_a_model(folder, tmp_path):
+    peft = pytest.importorskip("peft")
+    made = liger_models.hf.LlamaForCausalLM
+    adapted = peft.get_peft_model(made.from_pretrained(folder), peft.LoraConfig(target_modules=["o_proj"]))
+    for place in (tmp_path / "adapter", folder):  # alone, and in the folder of its model
+        adapted.save_pretrained(place)
+        adapter = json.loads((place / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(folder)}
+        (place / "adapter_config.json").write_text(json.dumps(adapter))
+        with (
+            liger_models.hf.registered(),
+            pytest.raises(ValueError, match=r"got an adapter.*PeftModel.from_pretrained"),
+        ):
+            load(place)
+
+
+def test_options_of_save_pretrained(folder, tmp_path):
+    model = liger_models.hf.LlamaForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "out", safe_serialization=True, variant=None)
+    with pytest.raises(ValueError, match="options must be known ones, got variant"):
+        model.save_pretrained(tmp_path / "out", variant="fp16")
+    model.save_pretrained(tmp_path / "none", is_main_process=False)
+    assert not (tmp_path / "none").exists()
 
 
 def test_names_of_the_hub_are_downloaded(folder, monkeypatch):

@@ -14,6 +14,7 @@ from liger_models.arch import get_arch
 from liger_models.hf.auto import model_class
 
 from ..arch.families import error, make_folder
+from ..convert.test_hub import hub  # noqa: F401
 from ..late import transformers
 from ..torchrun import torchrun
 
@@ -116,8 +117,8 @@ def test_resumes(folder):
 @untied
 def test_a_checkpoint_in_several_files(folder):
     model = load(folder)
-    model.save_pretrained("sharded", max_shard_size=20_000)
-    assert len([*Path("sharded").glob("*.safetensors")]) > 3
+    model.save_pretrained("sharded", max_shard_size=100_000)
+    assert len([*Path("sharded").glob("*.safetensors")]) > 2
     other = type(model)(model.config)
     transformers.trainer_utils.load_sharded_checkpoint(other, "sharded", strict=False)
     assert_same_weights(model, other)
@@ -198,18 +199,11 @@ def test_peft(folder):
 
 
 @untied
-def test_push_to_hub(folder, monkeypatch):
-    from huggingface_hub import HfApi
-
-    sent: dict[str, Any] = {}
-
-    def create_commit(self: Any, repo_id: str, operations: Any, **_: Any) -> None:
-        sent[repo_id] = sorted(operation.path_in_repo for operation in operations)
-
-    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: type("Repo", (), {"repo_id": repo_id}))
-    monkeypatch.setattr(HfApi, "create_commit", create_commit)
-    load(folder).push_to_hub("me/model")
-    assert {"config.json", "generation_config.json", "model.safetensors"} <= {*sent["me/model"]}
+def test_push_to_hub(folder, hub):  # noqa: F811
+    load(folder).push_to_hub("me/model", token=hub.token)
+    repo = hub.repos["me/model"]
+    names = repo.commits[repo.branches["main"]].keys()
+    assert {"config.json", "generation_config.json", "model.safetensors"} <= names
 
 
 @untied
