@@ -147,12 +147,14 @@ def test_an_architecture_of_ones_own(own_registry, tmp_path):
     class House(LigerLlama):
         config_class = HouseConfig
 
-    liger_models.register("hf_house", House)
+    liger_models.register("hf_house", House, hf_class="LlamaForCausalLM")  # a name that transformers has, too
     config = HouseConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
     )
     wrapped = liger_models.hf.wrap(House.from_config(config))
-    assert type(wrapped).__name__ == "HouseForCausalLM"
+    assert type(wrapped).__name__ == "LlamaForCausalLM"
+    assert type(wrapped.model.decoder) is House
+    assert liger_models.hf.LlamaForCausalLM.config_class is transformers.LlamaConfig
     assert wrapped.config.vocab_size == 64
     wrapped.save_pretrained(tmp_path)
     with liger_models.hf.registered():
