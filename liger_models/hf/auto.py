@@ -34,7 +34,7 @@ def model_class(model_type: str) -> type[LigerForCausalLM]:
 
 
 @functools.cache
-def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
+def _class_of(arch: Any, model_type: str) -> type[LigerForCausalLM]:
     members: dict[str, Any] = {
         "__doc__": f"`{arch.__name__}` as a model of transformers; see `LigerForCausalLM`.",
         "__module__": "liger_models.hf",

@@ -235,6 +235,28 @@ def test_grpo_of_trl(folder):
     assert abs(lines[1][1]["loss"]) > 0.01
 
 
+@untied
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [False, True])
+def test_sft_of_trl(folder, packing):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    texts = [{"text": " ".join(f"w{(n * 7 + i * 3) % 90 + 3}" for i in range(5 + n % 9))} for n in range(32)]
+    options = {"report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no"}
+    options |= {"per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1e-2, "max_steps": 3}
+    lines = []
+    for ours in (False, True):
+        arguments = trl.SFTConfig("sft", packing=packing, max_length=32, **options)
+        run = trl.SFTTrainer(
+            load(folder, ours), arguments, train_dataset=datasets.Dataset.from_list(texts),
+            processing_class=words_tokenizer(),
+        )  # fmt: skip
+        run.train()
+        lines.append(run.state.log_history[:-1])
+    for want, got in zip(*lines, strict=True):
+        for name in ("loss", "grad_norm", "entropy", "mean_token_accuracy"):
+            assert got[name] == pytest.approx(want[name], rel=1e-4), name
+
+
 def words_tokenizer() -> Any:
     tokenizers = pytest.importorskip("tokenizers")
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(101)}, unk_token="w0"))
