@@ -30,11 +30,12 @@ def model_class(model_type: str) -> type[LigerForCausalLM]:
     Raises:
         ValueError: there is no such architecture.
     """
-    return _class_of(get_arch(model_type), model_type)
+    arch: Any = get_arch(model_type)
+    return _class_of(arch, model_type)
 
 
 @functools.cache
-def _class_of(arch: Any, model_type: str) -> type[LigerForCausalLM]:
+def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
     members: dict[str, Any] = {
         "__doc__": f"`{arch.__name__}` as a model of transformers; see `LigerForCausalLM`.",
         "__module__": "liger_models.hf",
