@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 
 import liger_models
 import liger_models.hf
+from liger_models.adapters import unpack_projections
 from liger_models.arch import get_arch
 from liger_models.convert.config_map import read_config
 from liger_models.hf import checkpoint
@@ -20,6 +19,7 @@ from liger_models.hf.config import config_class, to_liger
 
 from ..arch.families import FIRST_CASES, VISION_CASES, make_folder
 from ..late import transformers
+from ..processes import run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
 ROOT = Path(__file__).parents[2]
@@ -91,10 +91,12 @@ def test_code_in_the_checkpoint(folder, tmp_path):
         assert type(load(tmp_path / "again", trust_remote_code=True)) is liger_models.hf.LlamaForCausalLM
         ids = torch.arange(9)[None]
         torch.testing.assert_close(trusted(ids).logits, model(ids).logits)
-    hide = "import sys; sys.modules['liger_models'] = None; import transformers; "
-    code = f"m = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / 'one')!r}, trust_remote_code=True); "
-    shown = "print(type(m).__mro__[1])"
-    done = subprocess.run([sys.executable, "-c", hide + code + shown], capture_output=True, text=True, cwd=tmp_path)
+    (tmp_path / "run.py").write_text(
+        "import sys; sys.modules['liger_models'] = None; import transformers\n"
+        "model = transformers.AutoModelForCausalLM.from_pretrained('one', trust_remote_code=True)\n"
+        "print(type(model).__mro__[1])"
+    )
+    done = run("run.py", cwd=tmp_path)
     assert "transformers.models.llama.modeling_llama.LlamaForCausalLM" in done.stdout, done.stderr
 
 
@@ -192,8 +194,8 @@ def test_published_configurations_through_the_classes_of_transformers(file):
 
 def test_an_adapter_is_not_taken_for_a_model(folder, tmp_path):
     peft = pytest.importorskip("peft")
-    made = liger_models.hf.LlamaForCausalLM
-    adapted = peft.get_peft_model(made.from_pretrained(folder), peft.LoraConfig(target_modules=["o_proj"]))
+    model = unpack_projections(liger_models.hf.LlamaForCausalLM.from_pretrained(folder))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj"]))
     for place in (tmp_path / "adapter", folder):  # alone, and in the folder of its model
         adapted.save_pretrained(place)
         adapter = json.loads((place / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(folder)}
