@@ -431,7 +431,10 @@ def test_kernels_match_transformers(pair, kernel_device, root):
     want.loss.backward()
     inputs = {name: tensor.to(kernel_device) for name, tensor in batch.inputs.items()}
     off = KernelOptions(rms_norm=False, layer_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
-    for kernels, policy in ((None, "none"), (None, "full"), (off, "none")):
+    cases = [(None, "full"), (None, "none"), (off, "none")]
+    if kernel_device == "cpu" and arch != "qwen2_5_vl":  # the interpreter is slow: "full" has the same ops, and more
+        del cases[1:]
+    for kernels, policy in cases:
         ours = load(arch, make_folder(arch, variant, root), kernels=kernels, device=kernel_device)
         ours.set_checkpointing(policy)
         got = ours(batch.ids.to(kernel_device), labels=batch.labels.to(kernel_device), **inputs)
