@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from liger_models import LigerLlama, LlamaConfig, PackedDataset, PackedLoader
+from liger_models.adapters import unpack_projections
 from liger_models.data import collate
 from liger_models.parallel import targets_per_rank
 
@@ -265,8 +266,8 @@ def test_lightning_goes_on_in_and_behind_an_epoch(folder, stopped):
 def test_peft_merges_into_a_checkpoint_of_the_hub(folder):
     peft = pytest.importorskip("peft")
     model = load()
-    targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets))
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    adapted = peft.get_peft_model(unpack_projections(model), peft.LoraConfig(r=4, target_modules=targets))
     batch = collate([dataset(model).rows[i] for i in range(2)])
     optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad], lr=1e-2)
     losses = []
@@ -278,13 +279,13 @@ def test_peft_merges_into_a_checkpoint_of_the_hub(folder):
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.01
     learnt = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
-    assert len(learnt) == 2 * 4 * 2
+    assert len(learnt) == 2 * 7 * 2
     assert all("lora_" in name for name in learnt)
 
     with torch.no_grad():
         expected = adapted(input_ids=batch["input_ids"]).logits
         adapted.save_pretrained("adapter")
-        loaded = peft.PeftModel.from_pretrained(load(), "adapter")
+        loaded = peft.PeftModel.from_pretrained(unpack_projections(load()), "adapter")
         torch.testing.assert_close(loaded(input_ids=batch["input_ids"]).logits, expected)
         adapted.merge_and_unload().save_pretrained("trained")
         merged = transformers.AutoModelForCausalLM.from_pretrained("trained")

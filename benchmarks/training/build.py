@@ -101,6 +101,13 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
         expression = weights.entries[name]
         theirs = expression.unpack(torch.empty_like(parameter, device="meta"))
         parameter.copy_(expression.pack({n: weight(n, t.shape, parameter.device) for n, t in theirs.items()}))
+    if "peft" in mode:
+        import peft
+
+        from liger_models.adapters import unpack_projections
+
+        set_policies(model, mode)
+        return peft.get_peft_model(unpack_projections(model), peft.LoraConfig(**LORA))
     if "lora" in mode:
         from liger_models.adapters import LoRAConfig, apply_lora, quantize_base
 

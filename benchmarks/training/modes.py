@@ -8,6 +8,7 @@
 | ``graph`` | both | CUDA graphs of forward and backward |
 | ``lora`` | both | train adapters of rank 16 on all linear layers of the blocks; of transformers by PEFT |
 | ``nf4`` | both | after ``lora``: frozen weights have 4 bits; of transformers by bitsandbytes |
+| ``peft`` | ours | after ``lora``: the adapters are PEFT's, on the unpacked model |
 | ``ac`` | hf | activation checkpointing |
 | ``liger`` | hf | patched by Liger Kernel |
 | ``adamw`` | ours | `LigerAdamW` instead of torch's fused AdamW |
@@ -35,7 +36,7 @@ MODES = (
 
 MODE = (
     r"hf(\+(ac|compile|graph|liger|lora(\+nf4)?))*"
-    r"|ours(\+(adamw|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+nf4)?|warm"
+    r"|ours(\+(adamw|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+nf4|\+peft)?|warm"
     r"|(full|moments|offload|selective)\d*))*"
 )
 """The regular expression of a valid mode."""
@@ -50,7 +51,7 @@ TITLES = {
     "adamw": ", LigerAdamW", "inbackward": ", step in the backward", "offload": ", offload",
     "moments": ", host memory for the moments", "warm": ", warmed up",
     "fp8": ", float8", "fp8rowwise": ", float8 by rows", "blocks": ", blocks compiled",
-    "cp": ", context parallel", "lora": ", LoRA", "nf4": " on 4 bits",
+    "cp": ", context parallel", "lora": ", LoRA", "peft": " by PEFT", "nf4": " on 4 bits",
 }  # fmt: skip
 """What the tables call each word."""
 

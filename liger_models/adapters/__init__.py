@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from liger_models.adapters.nf4 import quantize_base as quantize_base
     from liger_models.adapters.peft_files import load_adapter as load_adapter
     from liger_models.adapters.peft_files import save_adapter as save_adapter
+    from liger_models.adapters.unpacked import unpack_projections as unpack_projections
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -26,5 +27,6 @@ else:
             "medusa": ["LigerMedusa"],
             "nf4": ["quantize_base"],
             "peft_files": ["load_adapter", "save_adapter"],
+            "unpacked": ["unpack_projections"],
         },
     )

@@ -24,6 +24,7 @@ from liger_models.convert.weight_map import Expression, Name
 from liger_models.kernels.checks import check
 from liger_models.layers.layer import layers_of
 from liger_models.layers.linear import is_sharded
+from liger_models.layers.lm_head import LigerLMHead
 
 Model = TypeVar("Model", bound=CausalLM)
 
@@ -63,6 +64,11 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
         not others,
         f"apply_lora: linear layers must be nn.Linear, got {', '.join(sorted(others))}. Add the adapters before you "
         "replace layers.",
+    )
+    check(
+        isinstance(model.lm_head, LigerLMHead),
+        f"apply_lora: {name} must have packed projections and its own head, got {type(model.lm_head).__name__}. Call "
+        "pack() on what unpack_projections returned.",
     )
     layers = adaptable_layers(model)
     chosen = _choose([name for _, expression in layers.values() for name in expression.names()], model, config)

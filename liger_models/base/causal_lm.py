@@ -43,6 +43,27 @@ class CausalLM(Decoder):
     _keys_to_ignore_on_save: ClassVar[tuple[str, ...]] = ("lm_head.weight",)
     """Tells transformers' Trainer to tie the weights again if a checkpoint lacks this parameter."""
 
+    @property
+    def peft_config(self) -> Any:
+        """Not there: PEFT adapts ``unpack_projections(model)``. PEFT sets it when it has replaced the modules.
+
+        Raises:
+            AttributeError: always.
+            ValueError: it is set. The modules that PEFT has replaced are back.
+        """
+        raise AttributeError(f"{type(self).__name__} has no peft_config.")
+
+    @peft_config.setter
+    def peft_config(self, _: object) -> None:
+        for path, module in [*self.named_modules()]:
+            if hasattr(module, "get_base_layer"):
+                self.set_submodule(path, module.get_base_layer())
+        raise ValueError(
+            f"get_peft_model: {type(self).__name__} must be unpacked, got packed projections, in which PEFT cannot "
+            "find q_proj, k_proj, v_proj, gate_proj and up_proj. Pass unpack_projections(model), from "
+            "liger_models.adapters, to PEFT or to the trainer that calls it."
+        )
+
     def get_input_embeddings(self) -> LigerEmbedding:
         """The embedding, under the name that transformers' Trainer uses (NEFTune)."""
         return self.embed_tokens
