@@ -46,9 +46,10 @@ def folder(request, root, tmp_path, monkeypatch) -> Path:
 untied = pytest.mark.parametrize("folder", [CASES["untied"]], indirect=True, ids=["untied"])
 
 
-def load(folder: Path, ours: bool = True) -> Any:
+def load(folder: Path, ours: bool = True, vision: bool = False) -> Any:
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    made = model_class(model_type) if ours else transformers.AutoModelForCausalLM
+    theirs = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
+    made = model_class(model_type) if ours else theirs
     return made.from_pretrained(folder, dtype=torch.float32)
 
 
