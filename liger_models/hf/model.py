@@ -1,6 +1,7 @@
 """A model under the interface of transformers: body, head, loss, generation."""
 
 import dataclasses
+import re
 from typing import Any
 
 import torch
@@ -8,8 +9,10 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
+from liger_models.adapters.lora_layers import short_name
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import format_of
 from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import Checkpoint
 from liger_models.hf.config import to_liger
@@ -239,8 +242,23 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "lm_head":
             self.model.decoder.lm_head = value
+        elif name == "peft_config" and self._named_parts(value):  # PEFT sets it after it has replaced modules
+            self.model.decoder.peft_config = value  # which undoes it, and raises
         else:
             super().__setattr__(name, value)
+
+    def _named_parts(self, configs: dict[str, Any]) -> list[str]:
+        """Parts of packed projections, such as q_proj, that ``target_modules`` name. PEFT would pass over them."""
+        decoder = self.model.decoder
+        entries = format_of(type(decoder)).module_map(decoder.config).entries
+        names = [entry.names() for entry in entries.values()]
+        parts = {short_name(name) for each in names if len(each) > 1 for name in each}
+        found = []
+        for config in configs.values():
+            targets = getattr(config, "target_modules", None) or ()
+            given = {*map(short_name, targets)} if not isinstance(targets, str) else {*re.findall(r"\w+", targets)}
+            found += sorted(given & parts)
+        return found
 
     def forward(
         self,

@@ -75,7 +75,12 @@ def assert_trains_the_same(make: Callable[[bool], Any], falls: bool = True, lack
     for step, (want, got) in enumerate(zip(theirs, ours, strict=True)):
         rel = LIMIT if step == 0 else 1e-3
         assert want.keys() - got.keys() == set(lacks)
-        for name in got.keys() - {"step_time", "grad_norm", "logits/chosen", "logits/rejected"}:  # means over padding, too
+        for name in got.keys() - {
+            "step_time",
+            "grad_norm",
+            "logits/chosen",
+            "logits/rejected",
+        }:  # means over padding, too
             assert got[name] == pytest.approx(want[name], rel=rel, abs=1e-5), (step, name)
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=10 * rel), step
         assert got["grad_norm"] > 0
@@ -204,7 +209,14 @@ def test_preferences(folder, kind):
 
 
 PROMPTS = [{"prompt": words(3, seed)} for seed in range(8)]
-GROUPS = {"num_generations": 4, "max_completion_length": 8, "num_iterations": 2, "beta": 0.1, "max_steps": 2, "epsilon": 10.0}
+GROUPS = {
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "num_iterations": 2,
+    "beta": 0.1,
+    "max_steps": 2,
+    "epsilon": 10.0,
+}
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -345,3 +357,17 @@ def test_sft_of_images(tmp_path, monkeypatch):
         kept = batch.pop("attention_mask").bool()
         batch.pop("labels")
         assert error(*(model(**batch, attention_mask=kept.long()).logits[kept] for model in (loaded, trained))) <= LIMIT
+
+
+@pytest.mark.parametrize("targets", [TARGETS, ["self_attn.v_proj", "o_proj"], r".*\.(up_proj|down_proj)"], ids=str)
+def test_adapters_that_would_miss_packed_projections(folder, targets):
+    """PEFT would adapt the other names alone."""
+    peft = pytest.importorskip("peft")
+    model = load(folder)
+    with pytest.raises(ValueError, match=r"must be unpacked.*unpack_projections\(model\), .* or to the trainer"):
+        trl.SFTTrainer(
+            model, trl.SFTConfig("sft", **SHARED), train_dataset=texts(), processing_class=words_tokenizer(),
+            peft_config=peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM"),
+        )  # fmt: skip
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj", "qkv_proj"]))
