@@ -1,6 +1,6 @@
 """The models of this package in lm-evaluation-harness, as its model ``liger_models``.
 
-``python -m liger_models.hf.lm_eval`` is its command ``lm_eval`` with this model. In Python importing this module is enough.
+``python -m liger_models.hf.lm_eval`` is its command ``lm_eval`` with this model. In Python import this module.
 """
 
 from typing import Any

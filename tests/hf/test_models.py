@@ -64,7 +64,7 @@ def test_logits_loss_gradients_and_checkpoint(hf, tmp_path):
     assert error(loss, want.loss) <= LIMIT
 
     ours.eval().save_pretrained(tmp_path)
-    again = auto_class(arch).from_pretrained(tmp_path, dtype=torch.float32)
+    again = auto_class(arch).from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     assert type(again) is type(theirs)
     assert error(again(ids).logits, want.logits) <= LIMIT
     file = load_file(tmp_path / "model.safetensors")
@@ -219,7 +219,7 @@ def test_training_aids(hf):
         assert error(parameter.grad, gradient) <= LIMIT
     ours.disable_input_require_grads()
     ours.gradient_checkpointing_disable()
-    assert not ours.is_gradient_checkpointing
+    assert not ours.is_activation_checkpointing
     assert ours.model.decoder.checkpointing == "none"
 
     before = ours(ids).logits
@@ -236,6 +236,19 @@ def test_training_aids(hf):
     ours.lm_head = twin.lm_head
     assert [name for name, _ in ours.named_parameters() if "lm_head" in name] == ["model.decoder.lm_head.weight"]
     assert not ours(ids).logits.any()
+
+
+def test_changes_of_the_configuration_are_saved(root, tmp_path):
+    model = liger_models.hf.LlamaForCausalLM.from_pretrained(make_folder("llama", "gqa", root))
+    model.resize_token_embeddings(110)
+    model.config.pad_token_id = 7
+    model.generation_config.max_new_tokens = 3
+    model.save_pretrained(tmp_path)
+    for made in (transformers.AutoModelForCausalLM, liger_models.hf.LlamaForCausalLM):
+        loaded = made.from_pretrained(tmp_path)
+        assert (loaded.config.vocab_size, loaded.config.pad_token_id) == (110, 7)
+        assert loaded.generation_config.max_new_tokens == 3
+        assert loaded.get_output_embeddings().weight.shape == (110, 64)
 
 
 def test_names_of_the_inputs_of_images():

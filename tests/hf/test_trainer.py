@@ -1,5 +1,6 @@
 """Trainer of transformers on the models of `liger_models.hf`, beside Trainer on the models of transformers."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from liger_models.hf.auto import model_class
 
 from .. import processes
 from ..arch.families import error, make_folder
+from ..convert.test_hub import hub  # noqa: F401
 from ..late import transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
@@ -50,7 +52,7 @@ def load(folder: Path, ours: bool = True, vision: bool = False) -> Any:
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     theirs = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
     made = model_class(model_type) if ours else theirs
-    return made.from_pretrained(folder, dtype=torch.float32)
+    return made.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
 def trainer(model: Any, **options: Any) -> Any:
@@ -59,6 +61,12 @@ def trainer(model: Any, **options: Any) -> Any:
     own = {name: options.pop(name) for name in ("compute_metrics", "eval_dataset") if name in options}
     arguments = transformers.TrainingArguments(options.pop("output", "out"), **{**made, **options})
     return transformers.Trainer(model, arguments, train_dataset=ROWS, data_collator=collate, **own)
+
+
+def recomputing() -> dict[str, bool]:
+    """Trainer's option, under its name in this version."""
+    names = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    return {next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in names): True}
 
 
 def losses(run: Any) -> list[float]:
@@ -84,7 +92,7 @@ def test_trains_like_transformers_and_writes_its_checkpoints(folder):
     for checkpoint in ("out-True/checkpoint-3", "saved"):
         if checkpoint == "saved":
             runs[1].save_model("saved")
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+        loaded = load(Path(checkpoint), ours=False)
         assert type(loaded).__module__.startswith("transformers.")
         assert error(loaded(ids).logits, trained) <= 1e-5
         native = get_arch(loaded.config.model_type).from_pretrained(checkpoint, progress=False, strict=True)
@@ -110,8 +118,8 @@ def test_resumes(folder):
 @untied
 def test_a_checkpoint_in_several_files(folder):
     model = load(folder)
-    model.save_pretrained("sharded", max_shard_size=20_000)
-    assert len([*Path("sharded").glob("*.safetensors")]) > 3
+    model.save_pretrained("sharded", max_shard_size=100_000)
+    assert len([*Path("sharded").glob("*.safetensors")]) > 2
     other = type(model)(model.config)
     transformers.trainer_utils.load_sharded_checkpoint(other, "sharded", strict=False)
     assert_same_weights(model, other)
@@ -154,10 +162,11 @@ def test_evaluation_has_logits(folder):
 @untied
 @pytest.mark.parametrize(
     "options",
-    [{"label_smoothing_factor": 0.1}, {"activation_checkpointing": True}, {"neftune_noise_alpha": 1e-7}],
-    ids=lambda options: next(iter(options)),
+    [lambda: {"label_smoothing_factor": 0.1}, recomputing, lambda: {"neftune_noise_alpha": 1e-7}],
+    ids=["smoothing", "recomputing", "noise"],
 )
 def test_options(folder, options):
+    options = options()
     runs = [trainer(load(folder, ours), max_steps=2, save_strategy="no", **options) for ours in (False, True)]
     for run in runs:
         run.train()
@@ -171,11 +180,11 @@ def test_peft(folder):
     targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(load(folder), config)
-    run = trainer(adapted, activation_checkpointing=True, max_steps=4)
+    run = trainer(adapted, max_steps=4, **recomputing())
     run.train()
     assert losses(run)[-1] < losses(run)[0]
     whole = [parameter.clone() for parameter in adapted.parameters()]
-    resumed = trainer(peft.get_peft_model(load(folder), config), activation_checkpointing=True, max_steps=4)
+    resumed = trainer(peft.get_peft_model(load(folder), config), max_steps=4, **recomputing())
     resumed.train(resume_from_checkpoint="out/checkpoint-2")
     assert all(map(torch.equal, whole, resumed.model.parameters()))
     ids = torch.arange(3, 14)[None]
@@ -191,47 +200,11 @@ def test_peft(folder):
 
 
 @untied
-def test_push_to_hub(folder, monkeypatch):
-    from huggingface_hub import HfApi
-
-    sent: dict[str, Any] = {}
-
-    def create_commit(self: Any, repo_id: str, operations: Any, **_: Any) -> None:
-        sent[repo_id] = sorted(operation.path_in_repo for operation in operations)
-
-    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: type("Repo", (), {"repo_id": repo_id}))
-    monkeypatch.setattr(HfApi, "create_commit", create_commit)
-    load(folder).push_to_hub("me/model")
-    assert {"config.json", "generation_config.json", "model.safetensors"} <= {*sent["me/model"]}
-
-
-@untied
-@pytest.mark.slow
-def test_grpo_of_trl(folder):
-    """The same completions, losses, gradients and weights; a loss that is not 0 in the second step of a batch."""
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    data = datasets.Dataset.from_list([{"prompt": f"w{n + 3} w{n + 5} w7"} for n in range(8)])
-
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [len(set(each.split())) + len(each) / 10 for each in completions]
-
-    options = {"num_generations": 4, "max_completion_length": 8, "num_iterations": 2, "beta": 0.1, "max_steps": 2}
-    options |= {"report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no"}
-    options |= {"per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-2}
-    lines = []
-    for ours in (False, True):
-        run = trl.GRPOTrainer(
-            load(folder, ours), reward, args=trl.GRPOConfig("grpo", **options), train_dataset=data,
-            processing_class=words_tokenizer(),
-        )  # fmt: skip
-        run.train()
-        lines.append(run.state.log_history[:-1])
-    for want, got in zip(*lines, strict=True):
-        assert got.get("reward") == pytest.approx(want.get("reward"))
-        assert got["loss"] == pytest.approx(want["loss"], rel=1e-4, abs=1e-7)
-        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
-        assert got["grad_norm"] > 0.1
-    assert abs(lines[1][1]["loss"]) > 0.01
+def test_push_to_hub(folder, hub):  # noqa: F811
+    load(folder).push_to_hub("me/model", token=hub.token)
+    repo = hub.repos["me/model"]
+    names = repo.commits[repo.branches["main"]].keys()
+    assert {"config.json", "generation_config.json", "model.safetensors"} <= names
 
 
 def words_tokenizer() -> Any:
