@@ -17,6 +17,8 @@ from liger_models.hf.auto import model_class
 class LigerLM(HFLM):
     """lm-eval's model ``hf`` with a model of this package: the arguments are those of ``hf``."""
 
+    _model: Any
+
     def _get_backend(self, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
         self.AUTO_MODEL_CLASS = model_class(config.model_type)
         super()._get_backend(config, *args, **options)

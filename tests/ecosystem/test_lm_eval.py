@@ -2,19 +2,22 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import lm_eval
 import peft
 import pytest
 import torch
 import transformers
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 
 from liger_models.hf.lm_eval import LigerLM
 
@@ -23,6 +26,7 @@ from ..hf.test_trainer import load, words_tokenizer
 from ..hf.test_trl import TARGETS, words
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "in-your-tools.md"
 LIMIT = 1e-4
 LENGTHS = (3, 9, 1, 6, 4, 9, 7)
 TASKS = {
@@ -127,27 +131,47 @@ def test_a_model_that_this_package_lacks(folder):
         make(LigerLM)
 
 
-def test_the_command(folder):
-    """Tasks in YAML; metrics and log-likelihoods as those of ``hf``."""
-    arguments = ["--model", "liger_models", "--model_args", "pretrained=model,dtype=float32", "--device", "cpu"]
-    arguments += ["--tasks", "local_choice,local_rolling,local_until", "--include_path", "tasks", "--batch_size", "3"]
-    arguments += ["--output_path", "out", "--log_samples"]
+def evaluate(kind: type) -> dict[str, Any]:
+    """All tasks, in this process."""
+    manager = TaskManager(include_path="tasks", include_defaults=False)
+    found = simple_evaluate(model=make(kind), tasks=[f"local_{name}" for name in TASKS], task_manager=manager)
+    return metrics_of(found)
+
+
+def metrics_of(found: dict[str, Any]) -> dict[str, float]:
+    metrics = {
+        f"{task} {name}": value
+        for task, metrics in found["results"].items()
+        for name, value in metrics.items()
+        if name in METRICS
+    }
+    assert len(metrics) == len(TASKS)
+    return metrics
+
+
+def test_the_command_on_the_page(folder):
+    """Tasks in YAML files; metrics as those of ``hf``."""
+    line = re.search(r"^python (-m liger_models\.hf\.lm_eval .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)[1]
+    assert "--tasks hellaswag" in line
+    arguments = line.replace("hellaswag", ",".join(f"local_{name}" for name in TASKS))
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "liger_models.hf.lm_eval", *arguments]
+    command = [sys.executable, *shlex.split(arguments), "--include_path", "tasks", "--device", "cpu"]
+    command += ["--output_path", "out"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     got = json.loads(next(Path("out").rglob("results*.json")).read_text())
-    want = lm_eval.simple_evaluate(
-        model=make(HFLM), tasks=["local_choice", "local_rolling", "local_until"],
-        task_manager=lm_eval.tasks.TaskManager(include_path="tasks", include_defaults=False), bootstrap_iters=0,
-    )  # fmt: skip
-    for task in want["results"]:
-        metrics = {name: value for name, value in want["results"][task].items() if name in METRICS}
-        assert len(metrics) == 1
-        assert {name: got["results"][task][name] for name in metrics} == pytest.approx(metrics, rel=LIMIT)
-    samples = [json.loads(line) for line in next(Path("out").rglob("samples_local_choice*")).read_text().splitlines()]
-    for one, other in zip(samples, want["samples"]["local_choice"], strict=True):
-        for (total, _), (theirs, _) in zip(one["filtered_resps"], other["filtered_resps"], strict=True):
-            assert float(total) == pytest.approx(theirs, abs=LIMIT)
+    assert metrics_of(got) == pytest.approx(evaluate(HFLM), rel=LIMIT)
+
+
+def test_the_lines_on_the_page(folder):
+    code = re.search(r"^```py\n(import liger_models.hf.lm_eval\n.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)[
+        1
+    ]
+    assert '["hellaswag"]' in code
+    names = {"model": load(folder), "tokenizer": transformers.AutoTokenizer.from_pretrained("model")}
+    names["own"] = [json.loads(Path("tasks/choice.yaml").read_text())]
+    exec(code.replace('["hellaswag"]', "own").replace("cuda", "cpu"), names)
+    for found in (names["named"], names["given"]):
+        assert found["results"]["local_choice"]["acc,none"] == evaluate(HFLM)["local_choice acc,none"]

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+import liger_models.hf
+
 from ..arch.families import FIRST_CASES, LIMIT, assert_same_gradients, error, make_folder, text_sizes, tokens
 from ..late import Late, transformers
 from .test_trainer import load, words_tokenizer
@@ -296,8 +298,8 @@ def test_the_loss_of_this_package_in_sft(folder):
 @pytest.mark.gpu
 def test_sft_builds_no_logits(tmp_path, monkeypatch):
     """Neither with the head that TRL gives a model nor with the loss of this package."""
-    import liger_models.hf
-
+    if torch.cuda.device_count() > 1:
+        pytest.skip("TRL wants a launcher where several GPUs are visible: CUDA_VISIBLE_DEVICES=0")
     monkeypatch.chdir(tmp_path)
     V, T, steps = 128256, 4096, 3
     config = transformers.LlamaConfig(
@@ -371,3 +373,24 @@ def test_adapters_that_would_miss_packed_projections(folder, targets):
         )  # fmt: skip
     assert not any("lora" in name for name, _ in model.named_parameters())
     peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj", "qkv_proj"]))
+
+
+def test_a_reference_model_that_follows_is_an_error(folder):
+    """TRL loads that of GRPO from a name: it is transformers', whose parameters are others."""
+    options = {**SHARED, **GROUPS, "sync_ref_model": True, "ref_model_sync_steps": 1}
+    run = trl.GRPOTrainer(
+        load(folder), reward, args=trl.GRPOConfig("grpo", **options),
+        train_dataset=datasets.Dataset.from_list(PROMPTS), processing_class=words_tokenizer(),
+    )  # fmt: skip
+    assert type(run.ref_model).__module__.startswith("transformers.")
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        run.train()
+
+
+def test_a_name_gives_the_model_of_transformers(folder):
+    """Also where the models of this package are registered; the page says so."""
+    with liger_models.hf.registered():
+        run = trl.SFTTrainer(
+            str(folder), trl.SFTConfig("sft", **SHARED), train_dataset=texts(), processing_class=words_tokenizer()
+        )
+    assert type(run.model).__module__.startswith("transformers.")
