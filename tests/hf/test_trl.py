@@ -394,3 +394,12 @@ def test_a_name_gives_the_model_of_transformers(folder):
             str(folder), trl.SFTConfig("sft", **SHARED), train_dataset=texts(), processing_class=words_tokenizer()
         )
     assert type(run.model).__module__.startswith("transformers.")
+
+
+@pytest.mark.parametrize(("options", "policy"), [({}, ["full"] * 2), ({"gradient_checkpointing": False}, "selective")])
+def test_recomputation(folder, options, policy):
+    model = load(folder)
+    model.model.decoder.set_checkpointing("selective")
+    arguments = trl.SFTConfig("sft", **SHARED | {"max_steps": 1} | options)
+    trl.SFTTrainer(model, arguments, train_dataset=texts(), processing_class=words_tokenizer()).train()
+    assert model.model.decoder.checkpointing == policy
