@@ -101,7 +101,7 @@ def test_python_blocks_run(page, request, tiny_hub, own_registry, transformers_o
     with warnings.catch_warnings():
         others = {
             "engines.md": ("accelerate", "lightning", "peft"),
-            "in-your-tools.md": ("accelerate", "peft", "transformers"),
+            "in-your-tools.md": ("accelerate", "datasets", "peft", "transformers", "trl"),
             "lora.md": ("peft", "torchao"),
         }
         if page.name in others:

@@ -1,0 +1,39 @@
+"""The models of this package in lm-evaluation-harness, as its model ``liger_models``.
+
+``python -m liger_models.hf.lm_eval`` is its command ``lm_eval`` with this model. In Python import this module.
+"""
+
+from typing import Any
+
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from transformers import PreTrainedConfig
+
+from liger_models.adapters.unpacked import unpack_projections
+from liger_models.hf.auto import model_class
+
+
+@register_model("liger_models")
+class LigerLM(HFLM):
+    """lm-eval's model ``hf`` with a model of this package: the arguments are those of ``hf``."""
+
+    _model: Any
+
+    def _get_backend(self, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
+        self.AUTO_MODEL_CLASS = model_class(config.model_type)
+        super()._get_backend(config, *args, **options)
+
+    def _create_model(self, *args: Any, peft: str | None = None, **options: Any) -> None:
+        super()._create_model(*args, **options)
+        if peft:
+            from peft import PeftModel
+
+            self._model = PeftModel.from_pretrained(
+                unpack_projections(self._model), peft, revision=options.get("revision")
+            )
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

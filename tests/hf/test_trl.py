@@ -1,0 +1,404 @@
+"""TRL's trainers on the models of `liger_models.hf`, beside the same trainers on the models of transformers."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import liger_models.hf
+
+from ..arch.families import FIRST_CASES, LIMIT, assert_same_gradients, error, make_folder, text_sizes, tokens
+from ..late import Late, transformers
+from .test_trainer import load, words_tokenizer
+
+trl = Late("trl", needs="TRL is not installed")
+orpo = Late("trl.experimental.orpo", needs="TRL is not installed")
+cpo = Late("trl.experimental.cpo", needs="TRL is not installed")
+datasets = Late("datasets", needs="datasets is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's and transformers'
+
+LENGTHS = (9, 4, 12, 7)
+SHARED = {
+    "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no",
+    "logging_steps": 1, "learning_rate": 1e-2, "max_steps": 10, "per_device_train_batch_size": 4,
+}  # fmt: skip
+CHAT = (
+    "{% for message in messages %}{% if message.role == 'user' %}w1 {{ message.content }} {% else %}"
+    "{% generation %}{{ message.content }} w2 {% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+def words(n: int, seed: int = 0) -> str:
+    ids = torch.randint(3, 101, (n,), generator=torch.Generator().manual_seed(100 * seed + n))
+    return " ".join(f"w{i}" for i in ids.tolist())
+
+
+def texts() -> Any:
+    return datasets.Dataset.from_list([{"text": words(n)} for n in LENGTHS])
+
+
+def chats() -> Any:
+    turns = [(words(n), words(n + 2), words(3), words(13 - n)) for n in LENGTHS]
+    roles = ("user", "assistant", "user", "assistant")
+    messages = [[{"role": r, "content": c} for r, c in zip(roles, turn, strict=True)] for turn in turns]
+    return datasets.Dataset.from_list([{"messages": each} for each in messages])
+
+
+def pairs() -> Any:
+    rows = [{"prompt": words(n), "chosen": f" {words(n + 2)}", "rejected": f" {words(5)}"} for n in (3, 4, 6, 2)]
+    return datasets.Dataset.from_list(rows)
+
+
+def judged() -> Any:
+    rows = [{"prompt": words(n), "completion": f" {words(n + 2)}", "label": n % 2 == 0} for n in (3, 4, 6, 5)]
+    return datasets.Dataset.from_list(rows)
+
+
+@pytest.fixture
+def folder(root, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return make_folder("llama", "gqa", root)
+
+
+def lines(run: Any) -> list[dict[str, float]]:
+    return [line for line in run.state.log_history if "loss" in line]
+
+
+def assert_trains_the_same(make: Callable[[bool], Any], falls: bool = True, lacks: Collection[str] = ()) -> Any:
+    """Steps with transformers' model and with ours: the first to rounding, the others close. Returns our run."""
+    runs = []
+    for ours in (False, True):
+        runs.append(make(ours))  # which sets the seed
+        runs[-1].train()
+    theirs, ours = map(lines, runs)
+    assert len(ours) == runs[1].args.max_steps
+    for step, (want, got) in enumerate(zip(theirs, ours, strict=True)):
+        rel = LIMIT if step == 0 else 1e-3
+        assert want.keys() - got.keys() == set(lacks)
+        for name in got.keys() - {
+            "step_time",
+            "grad_norm",
+            "logits/chosen",
+            "logits/rejected",
+        }:  # means over padding, too
+            assert got[name] == pytest.approx(want[name], rel=rel, abs=1e-5), (step, name)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=10 * rel), step
+        assert got["grad_norm"] > 0
+    assert not falls or ours[-1]["loss"] < 0.7 * ours[0]["loss"]
+    return runs[1]
+
+
+def assert_saves_a_checkpoint(run: Any) -> None:
+    """Transformers' own class reads it and computes the same."""
+    run.save_model("saved")
+    loaded = load(Path("saved"), ours=False)
+    assert type(loaded).__module__.startswith("transformers.")
+    ids = torch.arange(3, 12)[None]
+    assert error(loaded(ids).logits, run.model.eval()(ids).logits) <= LIMIT
+
+
+@pytest.mark.parametrize("hf", FIRST_CASES, indirect=True, ids="-".join)
+def test_the_head_that_trl_gives_a_model(hf):
+    """It calls the body, and computes the loss from the head's weight and the configuration."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    arch, variant, theirs, ours = hf
+    theirs.__dict__.pop("forward", None)
+    ids = tokens(arch, variant, 2, 12)
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[1, -3:], mask[1, -3:] = -100, 0
+    routed = {"output_router_logits": True} if "num_experts_per_tok" in text_sizes(arch, variant) else {}
+    outs = []
+    for model in (theirs, ours.train()):
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        outs.append(model(ids, attention_mask=mask, labels=labels, fused_lm_head=True, **routed))
+        outs[-1].loss.backward()
+    want, got = outs
+    for name in ("loss", "log_probs", "entropy", "aux_loss"):
+        one, other = getattr(got, name), getattr(want, name)
+        assert (one is None and other is None) or error(one, other) <= LIMIT, name
+    assert torch.equal(got.is_top1, want.is_top1)
+    del theirs.forward, ours.forward
+    assert_same_gradients(ours.model.decoder, theirs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"packing": True, "max_length": 16},
+        {"packing": True, "max_length": 16, "packing_strategy": "wrapped"},
+        {"padding_free": True, "max_length": None},
+        {"loss_type": "dft"},
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "gradient_checkpointing": False},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_sft(folder, options):
+    run = assert_trains_the_same(
+        lambda ours: trl.SFTTrainer(
+            load(folder, ours), trl.SFTConfig("sft", **SHARED | options), train_dataset=texts(),
+            processing_class=words_tokenizer(),
+        ),
+        falls=options.get("loss_type") != "dft",
+    )  # fmt: skip
+    assert_saves_a_checkpoint(run)
+
+
+def test_sft_of_the_turns_of_the_assistant(folder):
+    tokenizer = words_tokenizer()
+    tokenizer.chat_template = CHAT
+    options = {"assistant_only_loss": True, "packing": True, "max_length": 32}
+    run = assert_trains_the_same(
+        lambda ours: trl.SFTTrainer(
+            load(folder, ours), trl.SFTConfig("sft", **SHARED, **options), train_dataset=chats(),
+            processing_class=tokenizer,
+        )
+    )  # fmt: skip
+    labels = next(iter(run.get_train_dataloader()))["labels"]
+    assert 0.3 < (labels == -100).float().mean() < 0.7
+
+
+def test_sft_of_experts(root, tmp_path, monkeypatch):
+    """The auxiliary loss is TRL's, from the logits of the routers."""
+    monkeypatch.chdir(tmp_path)
+    folder = make_folder("mixtral", "aux", root)
+    run = assert_trains_the_same(
+        lambda ours: trl.SFTTrainer(
+            load(folder, ours), trl.SFTConfig("sft", **SHARED), train_dataset=texts(),
+            processing_class=words_tokenizer(),
+        )
+    )  # fmt: skip
+    assert lines(run)[0]["aux_loss"] > 0
+    assert_saves_a_checkpoint(run)
+
+
+def test_sft_resumes(folder):
+    """The same bits as without a break; the weights were in the file, not in the model."""
+
+    def run(resume: str | None = None) -> Any:
+        model = load(folder)
+        if resume:
+            for parameter in model.parameters():
+                parameter.data.add_(1.0)
+        options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        made = trl.SFTTrainer(
+            model, trl.SFTConfig("sft", **SHARED | options), train_dataset=texts(), processing_class=words_tokenizer()
+        )
+        made.train(resume_from_checkpoint=resume)
+        return made.model
+
+    whole, resumed = run(), run("sft/checkpoint-2")
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, resumed.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "ORPO", "CPO"])
+def test_preferences(folder, kind):
+    home = {"ORPO": orpo, "CPO": cpo}.get(kind, trl)
+
+    def make(ours: bool) -> Any:
+        own = {"ref_model": load(folder, ours)} if kind in ("DPO", "KTO") else {}
+        arguments = getattr(home, f"{kind}Config")(kind, **SHARED)
+        data = judged() if kind == "KTO" else pairs()
+        return getattr(home, f"{kind}Trainer")(
+            load(folder, ours), args=arguments, train_dataset=data, processing_class=words_tokenizer(), **own
+        )
+
+    assert_saves_a_checkpoint(assert_trains_the_same(make))
+
+
+PROMPTS = [{"prompt": words(3, seed)} for seed in range(8)]
+GROUPS = {
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "num_iterations": 2,
+    "beta": 0.1,
+    "max_steps": 2,
+    "epsilon": 10.0,
+}
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [len(set(each.split())) + len(each) / 10 for each in completions]
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_groups_of_completions(folder, kind):
+    """The same completions and steps; the loss of a batch's second step is not 0."""
+    run = assert_trains_the_same(
+        lambda ours: getattr(trl, f"{kind}Trainer")(
+            load(folder, ours), reward, args=getattr(trl, f"{kind}Config")(kind, **SHARED | GROUPS),
+            train_dataset=datasets.Dataset.from_list(PROMPTS), processing_class=words_tokenizer(),
+        ),
+        falls=False,
+    )  # fmt: skip
+    first, second = lines(run)
+    assert first["reward"] > 0
+    assert abs(second["loss"]) > 0.01
+    assert_saves_a_checkpoint(run)
+
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+def test_adapters_by_the_names_of_transformers(folder, kind):
+    """The trainer adds them; a step is that of transformers' model, which reads the file."""
+    peft = pytest.importorskip("peft")
+    from liger_models.adapters import unpack_projections
+
+    def make(ours: bool) -> Any:
+        model = load(folder, ours)
+        data = {"SFT": texts, "DPO": pairs, "GRPO": lambda: datasets.Dataset.from_list(PROMPTS)}[kind]()
+        extra = {"reward_funcs": reward} if kind == "GRPO" else {}
+        options = GROUPS if kind == "GRPO" else {}
+        return getattr(trl, f"{kind}Trainer")(
+            unpack_projections(model) if ours else model,
+            args=getattr(trl, f"{kind}Config")(kind, **SHARED | options),
+            train_dataset=data, processing_class=words_tokenizer(),
+            peft_config=peft.LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"), **extra,
+        )  # fmt: skip
+
+    run = assert_trains_the_same(make, falls=kind != "GRPO")
+    run.save_model("adapter")
+    theirs = peft.PeftModel.from_pretrained(load(folder, ours=False), "adapter")
+    ids = torch.arange(3, 12)[None]
+    assert error(theirs(ids).logits, run.model.eval()(ids).logits) <= LIMIT
+
+
+def own_loss() -> Any:
+    """The subclass on the page: labels go to the model."""
+
+    class WithOwnLoss(trl.SFTTrainer):
+        def compute_loss(self, *args: Any, **options: Any) -> Any:
+            return transformers.Trainer.compute_loss(self, *args, **options)
+
+    return WithOwnLoss
+
+
+def test_the_loss_of_this_package_in_sft(folder):
+    """The same steps, and the model returns no logits."""
+    returned = []
+
+    def make(ours: bool) -> Any:
+        model = load(folder, ours)
+        if ours:
+            model.register_forward_hook(lambda *given: returned.append(given[-1].logits))
+        return (own_loss() if ours else trl.SFTTrainer)(
+            model, trl.SFTConfig("sft", **SHARED), train_dataset=texts(), processing_class=words_tokenizer()
+        )
+
+    assert_trains_the_same(make, lacks={"entropy", "mean_token_accuracy", "num_tokens"})
+    assert returned == [None] * 10
+
+
+@pytest.mark.gpu
+def test_sft_builds_no_logits(tmp_path, monkeypatch):
+    """Neither with the head that TRL gives a model nor with the loss of this package."""
+    if torch.cuda.device_count() > 1:
+        pytest.skip("TRL wants a launcher where several GPUs are visible: CUDA_VISIBLE_DEVICES=0")
+    monkeypatch.chdir(tmp_path)
+    V, T, steps = 128256, 4096, 3
+    config = transformers.LlamaConfig(
+        vocab_size=V, hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+        max_position_embeddings=T, pad_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    data = datasets.Dataset.from_list([{"input_ids": torch.randint(3, V, (T,)).tolist()} for _ in range(4)])
+    options = {**SHARED, "use_cpu": False, "bf16": True, "max_steps": steps, "max_length": T, "optim": "sgd"}
+    for trainer in (trl.SFTTrainer, own_loss()):
+        model = liger_models.hf.LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+        run = trainer(model, trl.SFTConfig("sft", **options), train_dataset=data, processing_class=words_tokenizer())
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run.train()
+        assert len(lines(run)) == steps
+        logits = 4 * T * V * 2  # 4.2 GB
+        assert torch.cuda.max_memory_allocated() - before < logits / 2, trainer
+
+
+def test_sft_of_images(tmp_path, monkeypatch):
+    """A conversation about pictures, by the processor of transformers."""
+    from ..processing import test_gemma3
+    from ..processing.conftest import picture
+
+    pil = pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
+    monkeypatch.chdir(tmp_path)
+    test_gemma3.make().save_pretrained("model")
+    names = {"boi_token": "<boi>", "image_token": "<img>", "eoi_token": "<eoi>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file="model/tokenizer.json", eos_token="<end>", pad_token="<end>", extra_special_tokens=names
+    )
+    images = pil.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    processor = transformers.Gemma3Processor(
+        images, tokenizer, image_seq_length=4, chat_template=test_gemma3.TEMPLATE.replace("<bos>", "")
+    )
+    rows = [
+        {
+            "image": picture(20 + 4 * n, 24),
+            "prompt": [{"role": "user", "content": f"What is {n}?"}],
+            "completion": [{"role": "assistant", "content": "a" * (n + 1)}],
+        }
+        for n in range(4)
+    ]
+    data = datasets.Dataset.from_list(rows)
+    run = assert_trains_the_same(
+        lambda ours: trl.SFTTrainer(
+            load(Path("model"), ours, vision=True), trl.SFTConfig("sft", **SHARED), train_dataset=data,
+            processing_class=processor,
+        )
+    )  # fmt: skip
+    batch = next(iter(run.get_train_dataloader()))
+    assert batch["pixel_values"].shape == (4, 3, 16, 16)
+    run.save_model("saved")
+    loaded, trained = load(Path("saved"), ours=False, vision=True), run.model.eval()
+    with torch.no_grad():
+        kept = batch.pop("attention_mask").bool()
+        batch.pop("labels")
+        assert error(*(model(**batch, attention_mask=kept.long()).logits[kept] for model in (loaded, trained))) <= LIMIT
+
+
+@pytest.mark.parametrize("targets", [TARGETS, ["self_attn.v_proj", "o_proj"], r".*\.(up_proj|down_proj)"], ids=str)
+def test_adapters_of_packed_projections_are_refused(folder, targets):
+    """PEFT would adapt the other names alone."""
+    peft = pytest.importorskip("peft")
+    model = load(folder)
+    with pytest.raises(ValueError, match=r"must be unpacked.*unpack_projections\(model\), .* or to the trainer"):
+        trl.SFTTrainer(
+            model, trl.SFTConfig("sft", **SHARED), train_dataset=texts(), processing_class=words_tokenizer(),
+            peft_config=peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM"),
+        )  # fmt: skip
+    assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+def test_a_reference_model_that_follows_is_an_error(folder):
+    """TRL loads that of GRPO from a name: it is transformers', whose parameters are others."""
+    options = {**SHARED, **GROUPS, "sync_ref_model": True, "ref_model_sync_steps": 1}
+    run = trl.GRPOTrainer(
+        load(folder), reward, args=trl.GRPOConfig("grpo", **options),
+        train_dataset=datasets.Dataset.from_list(PROMPTS), processing_class=words_tokenizer(),
+    )  # fmt: skip
+    assert type(run.ref_model).__module__.startswith("transformers.")
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        run.train()
+
+
+def test_a_name_gives_the_model_of_transformers(folder):
+    """Also where the models of this package are registered; the page says so."""
+    with liger_models.hf.registered():
+        run = trl.SFTTrainer(
+            str(folder), trl.SFTConfig("sft", **SHARED), train_dataset=texts(), processing_class=words_tokenizer()
+        )
+    assert type(run.model).__module__.startswith("transformers.")
+
+
+@pytest.mark.parametrize(("options", "policy"), [({}, ["full"] * 2), ({"gradient_checkpointing": False}, "selective")])
+def test_recomputation(folder, options, policy):
+    model = load(folder)
+    model.model.decoder.set_checkpointing("selective")
+    arguments = trl.SFTConfig("sft", **SHARED | {"max_steps": 1} | options)
+    trl.SFTTrainer(model, arguments, train_dataset=texts(), processing_class=words_tokenizer()).train()
+    assert model.model.decoder.checkpointing == policy
