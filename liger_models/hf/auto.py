@@ -112,6 +112,11 @@ def register() -> None:
         AutoConfig.register(model_type, config_class(model_type), exist_ok=True)
     for auto_class, config, ours, _ in _entries():
         auto_class.register(config, ours, exist_ok=True)
+        check(
+            auto_class._model_mapping.get(config, None) is ours,
+            f"register: transformers must be 5.20 or later, got {transformers.__version__}, which takes no other class "
+            f"for {config.__name__}. Upgrade it, or use liger_models.hf.{ours.__name__}.from_pretrained.",
+        )
 
 
 def unregister() -> None:

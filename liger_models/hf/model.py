@@ -80,6 +80,11 @@ class LigerPreTrainedModel(PreTrainedModel):
         """Whether blocks recompute activations in the backward."""
         return self.get_decoder().decoder.checkpointing != "none"
 
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """`is_activation_checkpointing` under its older name."""
+        return self.is_activation_checkpointing
+
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: object = None, every_n_layers: int = 1, offload: bool = False
     ) -> None:

@@ -64,7 +64,8 @@ def test_a_single_file(hub: HubServer, make_checkpoint: Make) -> None:
     upload(hub, source)
     model = load()
     assert_loads(model, source)
-    assert hub.downloaded() == {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors"}
+    small = {"config.json", "generation_config.json", "tokenizer.json", "README.md"}
+    assert hub.downloaded() == small | {"model.safetensors"}
     assert model.assets["tokenizer.json"] == b"{}"
 
     asked = len(hub.requests)
@@ -82,7 +83,7 @@ def test_shards(hub: HubServer, make_checkpoint: Make) -> None:
     assert_loads(load(), source)
     shards = {path.name for path in source.glob("*.safetensors")}
     assert len(shards) > 2
-    small = {"config.json", "generation_config.json", "model.safetensors.index.json"}
+    small = {"config.json", "generation_config.json", "model.safetensors.index.json", "README.md"}
     assert hub.downloaded() == small | shards
 
 

@@ -1,5 +1,6 @@
 """Trainer of transformers on the models of `liger_models.hf`, beside Trainer on the models of transformers."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -49,7 +50,7 @@ untied = pytest.mark.parametrize("folder", [CASES["untied"]], indirect=True, ids
 def load(folder: Path, ours: bool = True) -> Any:
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     made = model_class(model_type) if ours else transformers.AutoModelForCausalLM
-    return made.from_pretrained(folder, dtype=torch.float32)
+    return made.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
 def trainer(model: Any, **options: Any) -> Any:
@@ -58,6 +59,12 @@ def trainer(model: Any, **options: Any) -> Any:
     own = {name: options.pop(name) for name in ("compute_metrics", "eval_dataset") if name in options}
     arguments = transformers.TrainingArguments(options.pop("output", "out"), **{**made, **options})
     return transformers.Trainer(model, arguments, train_dataset=ROWS, data_collator=collate, **own)
+
+
+def recomputing() -> dict[str, bool]:
+    """Trainer's option, under its name in this version."""
+    names = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    return {next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in names): True}
 
 
 def losses(run: Any) -> list[float]:
@@ -83,7 +90,7 @@ def test_trains_like_transformers_and_writes_its_checkpoints(folder):
     for checkpoint in ("out-True/checkpoint-3", "saved"):
         if checkpoint == "saved":
             runs[1].save_model("saved")
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+        loaded = load(Path(checkpoint), ours=False)
         assert type(loaded).__module__.startswith("transformers.")
         assert error(loaded(ids).logits, trained) <= 1e-5
         native = get_arch(loaded.config.model_type).from_pretrained(checkpoint, progress=False, strict=True)
@@ -153,10 +160,11 @@ def test_evaluation_has_logits(folder):
 @untied
 @pytest.mark.parametrize(
     "options",
-    [{"label_smoothing_factor": 0.1}, {"activation_checkpointing": True}, {"neftune_noise_alpha": 1e-7}],
-    ids=lambda options: next(iter(options)),
+    [lambda: {"label_smoothing_factor": 0.1}, recomputing, lambda: {"neftune_noise_alpha": 1e-7}],
+    ids=["smoothing", "recomputing", "noise"],
 )
 def test_options(folder, options):
+    options = options()
     runs = [trainer(load(folder, ours), max_steps=2, save_strategy="no", **options) for ours in (False, True)]
     for run in runs:
         run.train()
@@ -170,11 +178,11 @@ def test_peft(folder):
     targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(load(folder), config)
-    run = trainer(adapted, activation_checkpointing=True, max_steps=4)
+    run = trainer(adapted, max_steps=4, **recomputing())
     run.train()
     assert losses(run)[-1] < losses(run)[0]
     whole = [parameter.clone() for parameter in adapted.parameters()]
-    resumed = trainer(peft.get_peft_model(load(folder), config), activation_checkpointing=True, max_steps=4)
+    resumed = trainer(peft.get_peft_model(load(folder), config), max_steps=4, **recomputing())
     resumed.train(resume_from_checkpoint="out/checkpoint-2")
     assert all(map(torch.equal, whole, resumed.model.parameters()))
     ids = torch.arange(3, 14)[None]
