@@ -104,6 +104,13 @@ class LigerPreTrainedModel(PreTrainedModel):
         """`activation_checkpointing_disable` under its older name."""
         self.activation_checkpointing_disable()
 
+    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: object = None, every_n_layers: int = 1) -> None:
+        # What transformers' own methods call. Tools that have methods of their own, as LLaMA-Factory, call it, too.
+        if enable:
+            self.activation_checkpointing_enable(every_n_layers=every_n_layers)
+        else:
+            self.activation_checkpointing_disable()
+
 
 class LigerModel(LigerPreTrainedModel):
     """The body: returns hidden states.
