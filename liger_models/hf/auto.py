@@ -24,17 +24,18 @@ AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoMode
 """Transformers' auto classes that `register` changes."""
 
 
-@functools.cache
 def model_class(model_type: str) -> type[LigerForCausalLM]:
     """The class of a model type. Its name is that of the class in transformers, because Trainer and others read names.
 
     Raises:
         ValueError: there is no such architecture.
     """
-    arch = get_arch(model_type)
-    name = format_of(arch).hf_class
-    if not name.endswith(("ForCausalLM", "ForConditionalGeneration")):
-        name += "ForCausalLM"
+    arch: Any = get_arch(model_type)
+    return _class_of(arch, model_type)
+
+
+@functools.cache
+def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
     members: dict[str, Any] = {
         "__doc__": f"`{arch.__name__}` as a model of transformers; see `LigerForCausalLM`.",
         "__module__": "liger_models.hf",
@@ -44,7 +45,12 @@ def model_class(model_type: str) -> type[LigerForCausalLM]:
         members["forward"] = _forward_with(arch.prompt_inputs)
         members["input_modalities"] = ("image", "text")
     # Transformers looks for GenerationMixin among the bases themselves.
-    return type(name, (LigerForCausalLM, GenerationMixin), members)
+    return type(_name_of(arch), (LigerForCausalLM, GenerationMixin), members)
+
+
+def _name_of(arch: type[CausalLM]) -> str:
+    name = format_of(arch).hf_class
+    return name if name.endswith(("ForCausalLM", "ForConditionalGeneration")) else f"{name}ForCausalLM"
 
 
 def _forward_with(names: tuple[str, ...]) -> Any:
@@ -67,8 +73,8 @@ def find_class(name: str) -> type[LigerForCausalLM]:
     Raises:
         AttributeError: there is none.
     """
-    for model_type in list_archs():
-        if name == model_class(model_type).__name__:
+    for model_type in (*built_in(), *list_archs()):
+        if name == _name_of(get_arch(model_type)):
             return model_class(model_type)
     raise AttributeError(
         f"module 'liger_models.hf' has no attribute {name!r}. It has a class for each of list_archs()."
@@ -101,7 +107,7 @@ def register() -> None:
     """
     for auto_class, config, ours, _ in _entries():
         other = auto_class._model_mapping.get(config, None)
-        known = other is None or other is ours or other.__module__.startswith("transformers.")
+        known = other is None or other.__module__ == ours.__module__ or other.__module__.startswith("transformers.")
         check(
             known,
             f"register: {auto_class.__name__} must have transformers' own class for {config.__name__}, got "
@@ -141,13 +147,13 @@ def _entries() -> list[tuple[Any, type[PreTrainedConfig], type[LigerForCausalLM]
     found = []
     for model_type in list_archs():
         ours = model_class(model_type)
-        theirs = getattr(transformers, ours.__name__, None)
+        added = ours.config_class.__module__ == config_class.__module__  # transformers has no such model type
+        theirs = None if added else getattr(transformers, ours.__name__, None)
         for name in AUTO_CLASSES:
             auto_class: Any = getattr(transformers, name, None)
             if auto_class is None:
                 continue
-            own = theirs is None and name == AUTO_CLASSES[0]  # an architecture of a user's own
-            if own or _named(auto_class, model_type) == ours.__name__:
+            if (added and name == AUTO_CLASSES[0]) or _named(auto_class, model_type) == ours.__name__:
                 found.append((auto_class, ours.config_class, ours, theirs))
     return found
 

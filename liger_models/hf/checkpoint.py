@@ -118,6 +118,14 @@ class Checkpoint:
         chosen = copy.deepcopy(chosen)
         if "attn_implementation" in options:
             chosen._attn_implementation = options.pop("attn_implementation")
+        adapter = (options.pop("adapter_kwargs", None) or {}).get("_adapter_model_path")
+        if (folder / "adapter_config.json").is_file():
+            adapter = folder
+        check(
+            adapter is None,
+            f"from_pretrained: {adapter} must hold a model, got an adapter. Load the model that it belongs to and call "
+            "peft.PeftModel.from_pretrained(model, folder).",
+        )
         quantization = options.pop("quantization_config", None)
         check(
             quantization is None,
@@ -151,13 +159,17 @@ class Checkpoint:
         empty: dict[str, Any] = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
         return (model, empty) if output_loading_info else model
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: the class is installed, so that no checkpoint needs a copy of its code."""
+
     def save_pretrained(
         self,
         save_directory: str | os.PathLike[str],
         is_main_process: bool = True,
         state_dict: Mapping[str, Tensor] | None = None,
         push_to_hub: bool = False,
-        max_shard_size: int | str = "5GB",
+        max_shard_size: int | str = "50GB",
         auto_map: bool = False,
         **options: Any,
     ) -> None:
@@ -170,7 +182,7 @@ class Checkpoint:
             push_to_hub: upload the folder afterwards; ``options`` are those of ``push_to_hub``.
             max_shard_size: maximum size of a file, in bytes or as "5GB".
             auto_map: see `liger_models.convert.save.save_pretrained`.
-            options: ``variant`` and other arguments of transformers that change the format must be left out.
+            options: arguments of transformers that do not change the format are ignored.
 
         Raises:
             ValueError: parameters have no name in a checkpoint, or an option is not supported.
@@ -183,7 +195,8 @@ class Checkpoint:
             return
         repo_id = options.pop("repo_id", None)
         upload = {name: options.pop(name) for name in ("commit_message", "private", "token") if name in options}
-        unknown = sorted(name for name, value in options.items() if value not in (None, False, True))
+        usual = {"safe_serialization", "save_peft_format", "save_original_format"}
+        unknown = sorted(name for name in options.keys() - usual if options[name] not in (None, False))
         check(not unknown, f"save_pretrained: options must be known ones, got {', '.join(unknown)}. Leave them out.")
         decoder = self.model.decoder
         parameters = dict(self_.named_parameters(remove_duplicate=False))

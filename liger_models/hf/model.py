@@ -205,6 +205,12 @@ class LigerModel(LigerPreTrainedModel):
             bounds = find_documents(text.expand(tokens.shape[:2]))
             if bounds is not None:
                 given["cu_seqlens"], packed = bounds, True
+        if alone and position_ids is not None and position_ids is text and position_ids.dim() == 3:
+            check_values(
+                ~(position_ids == 0).all(0)[:, 1:].any(),
+                "forward: position_ids in time, height and width must be 0 in all three at the first token alone, got "
+                "another one. Pass the bounds of packed documents as cu_seqlens, or [4, B, T] with those of the text.",
+            )
         cache = None if past_key_values is None else LigerCache.of(past_key_values)
         if use_cache is None:
             use_cache = not self.training and bool(getattr(self.config.get_text_config(), "use_cache", False))

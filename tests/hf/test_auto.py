@@ -77,6 +77,7 @@ def test_every_family_has_its_class(case):
                 assert found is made
 
 
+@pytest.mark.slow
 def test_code_in_the_checkpoint(folder, tmp_path):
     """Ours with trust_remote_code, that of transformers without; a copy of the copy, too."""
     model = liger_models.hf.LlamaForCausalLM.from_pretrained(folder)
@@ -146,12 +147,14 @@ def test_an_architecture_of_ones_own(own_registry, tmp_path):
     class House(LigerLlama):
         config_class = HouseConfig
 
-    liger_models.register("hf_house", House)
+    liger_models.register("hf_house", House, hf_class="LlamaForCausalLM")  # a name that transformers has, too
     config = HouseConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
     )
     wrapped = liger_models.hf.wrap(House.from_config(config))
-    assert type(wrapped).__name__ == "HouseForCausalLM"
+    assert type(wrapped).__name__ == "LlamaForCausalLM"
+    assert type(wrapped.model.decoder) is House
+    assert liger_models.hf.LlamaForCausalLM.config_class is transformers.LlamaConfig
     assert wrapped.config.vocab_size == 64
     wrapped.save_pretrained(tmp_path)
     with liger_models.hf.registered():
@@ -185,6 +188,30 @@ def test_published_configurations_through_the_classes_of_transformers(file):
         assert [got.window(i) for i in layers] == [want.window(i) for i in layers]
     one, other = (getattr(config, "partial_rotary_factor", None) or 1.0 for config in (got, want))
     assert one == other
+
+
+def test_an_adapter_is_not_taken_for_a_model(folder, tmp_path):
+    peft = pytest.importorskip("peft")
+    made = liger_models.hf.LlamaForCausalLM
+    adapted = peft.get_peft_model(made.from_pretrained(folder), peft.LoraConfig(target_modules=["o_proj"]))
+    for place in (tmp_path / "adapter", folder):  # alone, and in the folder of its model
+        adapted.save_pretrained(place)
+        adapter = json.loads((place / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(folder)}
+        (place / "adapter_config.json").write_text(json.dumps(adapter))
+        with (
+            liger_models.hf.registered(),
+            pytest.raises(ValueError, match=r"got an adapter.*PeftModel.from_pretrained"),
+        ):
+            load(place)
+
+
+def test_options_of_save_pretrained(folder, tmp_path):
+    model = liger_models.hf.LlamaForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "out", safe_serialization=True, variant=None)
+    with pytest.raises(ValueError, match="options must be known ones, got variant"):
+        model.save_pretrained(tmp_path / "out", variant="fp16")
+    model.save_pretrained(tmp_path / "none", is_main_process=False)
+    assert not (tmp_path / "none").exists()
 
 
 def test_names_of_the_hub_are_downloaded(folder, monkeypatch):

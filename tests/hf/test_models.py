@@ -238,6 +238,19 @@ def test_training_aids(hf):
     assert not ours(ids).logits.any()
 
 
+def test_changes_of_the_configuration_are_saved(root, tmp_path):
+    model = liger_models.hf.LlamaForCausalLM.from_pretrained(make_folder("llama", "gqa", root))
+    model.resize_token_embeddings(110)
+    model.config.pad_token_id = 7
+    model.generation_config.max_new_tokens = 3
+    model.save_pretrained(tmp_path)
+    for made in (transformers.AutoModelForCausalLM, liger_models.hf.LlamaForCausalLM):
+        loaded = made.from_pretrained(tmp_path)
+        assert (loaded.config.vocab_size, loaded.config.pad_token_id) == (110, 7)
+        assert loaded.generation_config.max_new_tokens == 3
+        assert loaded.get_output_embeddings().weight.shape == (110, 64)
+
+
 def test_names_of_the_inputs_of_images():
     """generate and Trainer read them from the signature."""
     parameters = inspect.signature(liger_models.hf.Qwen2VLForConditionalGeneration.forward).parameters

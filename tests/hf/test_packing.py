@@ -94,3 +94,5 @@ def test_positions_of_a_text_above_those_in_time_height_and_width(hf):
     positions = packed(ids).expand(4, 1, -1)
     want = torch.cat([theirs(row).logits for row in ids.split(LENGTHS, 1)], 1)
     assert error(ours(ids, position_ids=positions).logits, want) <= LIMIT
+    with pytest.raises(ValueError, match=r"in time, height and width must be 0 in all three at the first token alone"):
+        ours(ids, position_ids=positions[1:])
