@@ -194,6 +194,12 @@ class LigerModel(LigerPreTrainedModel):
         text = position_ids
         if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
             text, position_ids = position_ids[0], position_ids[1:]  # those of the text, and time, height and width
+        if attention_mask is not None:
+            check_values(
+                (attention_mask <= 1).all(),
+                "forward: attention_mask must be 1 for tokens and 0 for padding, got greater values, as collators write "
+                "that number packed documents. Pass the documents' bounds as cu_seqlens, or position_ids and no mask.",
+            )
         packed = "cu_seqlens" in given or "cu_seq_lens_q" in given
         numbers = given.pop("seq_idx", None)  # which collators return besides
         check(
