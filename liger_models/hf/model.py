@@ -104,7 +104,9 @@ class LigerPreTrainedModel(PreTrainedModel):
         """`activation_checkpointing_disable` under its older name."""
         self.activation_checkpointing_disable()
 
-    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: object = None, every_n_layers: int = 1) -> None:
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: object = None, every_n_layers: int = 1
+    ) -> None:
         # What transformers' own methods call. Tools that have methods of their own, as LLaMA-Factory, call it, too.
         if enable:
             self.activation_checkpointing_enable(every_n_layers=every_n_layers)
@@ -197,8 +199,8 @@ class LigerModel(LigerPreTrainedModel):
         if attention_mask is not None:
             check_values(
                 (attention_mask <= 1).all(),
-                "forward: attention_mask must be 1 for tokens and 0 for padding, got greater values, as collators write "
-                "that number packed documents. Pass the documents' bounds as cu_seqlens, or position_ids and no mask.",
+                "forward: attention_mask must be 1 for tokens and 0 for padding, got greater values, which collators "
+                "write for packed documents. Pass these documents' bounds as cu_seqlens, or position_ids and no mask.",
             )
         packed = "cu_seqlens" in given or "cu_seq_lens_q" in given
         numbers = given.pop("seq_idx", None)  # which collators return besides
