@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ECOSYSTEM_VENV ?= .venv-ecosystem
+TOOLS ?= $(patsubst tests/ecosystem/%.txt,%,$(wildcard tests/ecosystem/*.txt))
 PIP_ARGS ?=
 WORKERS ?= 2
 ARGS ?=
@@ -16,8 +17,8 @@ ifdef PY
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(VENV)/bin/python
-ECOSYSTEM_PY := $(ECOSYSTEM_VENV)/bin/python
-ECOSYSTEM := $(ECOSYSTEM_VENV)/.installed-ecosystem
+ECOSYSTEM_PY = $(ECOSYSTEM_VENV)/$*/bin/python
+ECOSYSTEM := $(ECOSYSTEM_VENV)/%/.installed
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
 BENCH := $(VENV)/.installed-bench
@@ -41,8 +42,10 @@ test-fast: $(DEV) ## run every family against transformers and every op against 
 test-gpu: $(DEV) ## run the tests that need a GPU
 	$(PY) -m pytest -m gpu $(ARGS)
 
-test-ecosystem: $(ECOSYSTEM) ## run the tests that need packages outside the extra `dev`, such as Ray (ARGS="-k ray")
-	$(or $(ECOSYSTEM_PY),$(PY)) -m pytest -W default tests/ecosystem $(ARGS)
+test-ecosystem: $(TOOLS:%=test-ecosystem-%) ## run the tests with other tools, each in a virtual environment of its own (TOOLS="ray verl")
+
+test-ecosystem-%: $(ECOSYSTEM)
+	$(or $(ECOSYSTEM_PY),$(PY)) -m pytest -W default tests/ecosystem/test_$*.py $(ARGS)
 
 check: $(DEV) ## lint, formatting, types
 	$(PY) -m ruff check
@@ -82,5 +85,7 @@ endef
 $(VENV)/.installed-%: pyproject.toml constraints.txt
 	$(call install,-c constraints.txt -e '.[dev,$*]')
 
-$(ECOSYSTEM_VENV)/.installed-ecosystem: pyproject.toml constraints.txt $(wildcard tests/ecosystem/*.txt)
-	$(call install,-c constraints.txt -c tests/ecosystem/constraints.txt -e '.[dev]' -r tests/ecosystem/requirements.txt)
+# The tools pin versions of each other's packages, so that no two of them fit into one environment.
+.PRECIOUS: $(ECOSYSTEM_VENV)/%/.installed
+$(ECOSYSTEM_VENV)/%/.installed: pyproject.toml tests/ecosystem/%.txt
+	$(call install,--no-deps -e . -r tests/ecosystem/$*.txt)

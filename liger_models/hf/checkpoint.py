@@ -139,8 +139,9 @@ class Checkpoint:
             f"from_pretrained: arguments must be those of this method or fields of {type(chosen).__name__}, got "
             f"{', '.join(unknown)}. Leave them out, or load with the class of transformers.",
         )
+        device = torch.device("meta") if _without_values() else _device(device_map)
         decoder = load_pretrained(
-            get_arch(chosen.model_type), folder, dtype=dtype, device=_device(device_map), hf_config=to_json(chosen)
+            get_arch(chosen.model_type), folder, dtype=dtype, device=device, hf_config=to_json(chosen)
         )
         chosen.dtype = decoder.dtype
         chosen.name_or_path = str(pretrained_model_name_or_path)
@@ -252,6 +253,13 @@ class Checkpoint:
                 else:
                     parameter.copy_(packed)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _without_values() -> bool:
+    """Whether the caller's context gives parameters no values, as Accelerate's ``init_empty_weights`` does."""
+    probe = nn.Module()
+    probe.weight = nn.Parameter(torch.empty(0))
+    return probe.weight.is_meta
 
 
 def _device(device_map: Any) -> torch.device:

@@ -104,6 +104,15 @@ class LigerPreTrainedModel(PreTrainedModel):
         """`activation_checkpointing_disable` under its older name."""
         self.activation_checkpointing_disable()
 
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: object = None, every_n_layers: int = 1
+    ) -> None:
+        # What transformers' own methods call. Tools that have methods of their own, as LLaMA-Factory, call it, too.
+        if enable:
+            self.activation_checkpointing_enable(every_n_layers=every_n_layers)
+        else:
+            self.activation_checkpointing_disable()
+
 
 class LigerModel(LigerPreTrainedModel):
     """The body: returns hidden states.
@@ -187,6 +196,12 @@ class LigerModel(LigerPreTrainedModel):
         text = position_ids
         if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
             text, position_ids = position_ids[0], position_ids[1:]  # those of the text, and time, height and width
+        if attention_mask is not None:
+            check_values(
+                (attention_mask <= 1).all(),
+                "forward: attention_mask must be 1 for tokens and 0 for padding, got greater values, which collators "
+                "write for packed documents. Pass these documents' bounds as cu_seqlens, or position_ids and no mask.",
+            )
         packed = "cu_seqlens" in given or "cu_seq_lens_q" in given
         numbers = given.pop("seq_idx", None)  # which collators return besides
         check(

@@ -232,3 +232,15 @@ def test_names_of_the_hub_are_downloaded(folder, monkeypatch):
     assert asked["arch"] is liger_models.LigerLlama
     with pytest.raises(ValueError, match="subfolder must be in a folder on this machine, got 'x' of me/model"):
         made.from_pretrained("me/model", subfolder="x")
+
+
+def test_parameters_without_values(root):
+    """As frameworks load on ranks that get their parameters from another one."""
+    accelerate = pytest.importorskip("accelerate")
+    folder = make_folder("llama", "gqa", root)
+    with accelerate.init_empty_weights():
+        empty = liger_models.hf.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    assert all(each.is_meta and each.dtype == torch.float64 for each in empty.parameters())
+    loaded = liger_models.hf.LlamaForCausalLM.from_pretrained(folder)
+    empty.to_empty(device="cpu").load_state_dict(loaded.state_dict())
+    assert all(torch.equal(one, other) for one, other in zip(empty.parameters(), loaded.parameters(), strict=True))

@@ -220,6 +220,10 @@ def test_training_aids(hf):
     ours.disable_input_require_grads()
     ours.gradient_checkpointing_disable()
     assert not ours.is_activation_checkpointing
+    ours._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=torch.utils.checkpoint.checkpoint)
+    assert ours.is_activation_checkpointing
+    ours._set_gradient_checkpointing(enable=False)
+    assert not ours.is_activation_checkpointing
     assert ours.model.decoder.checkpointing == "none"
 
     before = ours(ids).logits

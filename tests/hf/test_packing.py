@@ -85,6 +85,8 @@ def test_positions_that_do_not_say_where_a_document_ends(hf):
         ours(ids, seq_idx=torch.zeros_like(ids))
     with pytest.raises(ValueError, match=r"position_ids must rise along each row.*as cu_seqlens"):
         ours(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), attention_mask=torch.ones_like(ids))
+    with pytest.raises(ValueError, match=r"attention_mask must be 1 for tokens.*as cu_seqlens"):
+        ours(ids, attention_mask=torch.tensor([[1, 1, 1, 2, 2, 2]]))
 
 
 @pytest.mark.parametrize("hf", [("qwen2_vl", "gqa")], indirect=True, ids="-".join)
