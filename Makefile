@@ -83,7 +83,7 @@ endef
 
 # One stamp per set of extras: pip runs again only when the project's dependencies change.
 $(VENV)/.installed-%: pyproject.toml constraints.txt
-	$(call install,-c constraints.txt -e '.[dev,$*]')
+	$(call install,-c constraints.txt -e '.[dev]' -e '.[$*]')
 
 # The tools pin versions of each other's packages, so that no two of them fit into one environment.
 .PRECIOUS: $(ECOSYSTEM_VENV)/%/.installed
