@@ -5,6 +5,7 @@ import torch
 
 import liger_models.hf
 
+from .. import processes
 from ..arch.families import error, make_folder
 from ..late import transformers
 
@@ -49,3 +50,43 @@ def test_generation(models):
     for options in ({"do_sample": False}, {"num_beams": 3}):
         options |= {"attention_mask": mask, "max_new_tokens": 12, "pad_token_id": 0}
         assert torch.equal(ours.generate(ids, **options), theirs.generate(ids, **options))
+
+
+FSDP = """
+import sys
+import liger_models.hf
+import torch.distributed as dist
+from tests.hf.test_trainer import losses, trainer
+
+sharded = {"version": int(sys.argv[1]), "transformer_layer_cls_to_wrap": "LlamaBlock"}
+options = {"fsdp": "full_shard auto_wrap", "fsdp_config": sharded} if sharded["version"] else {}
+options |= {"use_cpu": False, "max_steps": 4, "gradient_accumulation_steps": 1 if options else 2, "output": sys.argv[2]}
+load = liger_models.hf.LlamaForCausalLM.from_pretrained
+run = trainer(load("model"), **options)
+run.train()
+run.save_model(f"{sys.argv[2]}/final")
+again = trainer(load("model"), **options)
+again.train(resume_from_checkpoint=f"{sys.argv[2]}/checkpoint-2")
+if run.is_world_process_zero():
+    print("losses", *losses(run), *losses(again))
+"""
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_fsdp_of_trainer(root, tmp_path, version):
+    """Two GPUs train, save, and go on as one does."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs that NCCL connects, got {torch.cuda.device_count()}")
+    (tmp_path / "model").symlink_to(make_folder("llama", "gqa", root))
+    (tmp_path / "run.py").write_text(FSDP)
+    printed = [
+        processes.torchrun(ranks, "run.py", str(kind), f"out-{kind}", cwd=tmp_path, CUDA_VISIBLE_DEVICES=gpus).stdout
+        for ranks, kind, gpus in ((0, 0, "0"), (2, version, "0,1"))
+    ]
+    one, two = ([float(x) for x in each.split("losses ")[1].split()[:8]] for each in printed)
+    assert one[4:] == one[:4]
+    assert two == pytest.approx(one, rel=1e-4)
+    folders = [tmp_path / f"out-{kind}" / "final" for kind in (0, version)]
+    models = [transformers.AutoModelForCausalLM.from_pretrained(each) for each in folders]
+    for one, two in zip(*(each.parameters() for each in models), strict=True):
+        assert error(two, one) < 1e-3
