@@ -186,4 +186,5 @@ class LigerMoE(Layer):
             gather_tokens(experts, group),
             gather_tokens(logits, group),
         )
-        return weights.flatten(0, -2), experts.flatten(0, -2), logits.flatten(0, -2)
+        # The model returns the logits, and FSDP2 warns of outputs that are views.
+        return weights.flatten(0, -2), experts.flatten(0, -2), logits.flatten(0, -2).clone()
