@@ -23,12 +23,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 FORKSERVER = get_context("forkserver")
-FORKSERVER.set_forkserver_preload(
-    [
-        f"torch.{each}"
-        for each in ("_dynamo", "distributed.fsdp", "distributed.tensor.parallel", "distributed.checkpoint")
-    ]
-)
+FORKSERVER.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
 
 
 def scripts(page: str) -> list[str]:

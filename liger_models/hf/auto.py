@@ -15,12 +15,13 @@ from liger_models.arch.registry import built_in
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import write_config
 from liger_models.convert.format import format_of
+from liger_models.convert.save import AUTO_CLASSES as AUTO_CLASSES_OF
 from liger_models.hf.checkpoint import GENERATION_CONFIG
 from liger_models.hf.config import config_class
 from liger_models.hf.model import LigerForCausalLM
 from liger_models.kernels.checks import check
 
-AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+AUTO_CLASSES = tuple(name for names in AUTO_CLASSES_OF.values() for name in names)
 """Transformers' auto classes that `register` changes."""
 
 
@@ -50,7 +51,7 @@ def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
 
 def _name_of(arch: type[CausalLM]) -> str:
     name = format_of(arch).hf_class
-    return name if name.endswith(("ForCausalLM", "ForConditionalGeneration")) else f"{name}ForCausalLM"
+    return name if name.endswith(tuple(AUTO_CLASSES_OF)) else f"{name}ForCausalLM"
 
 
 def _forward_with(names: tuple[str, ...]) -> Any:

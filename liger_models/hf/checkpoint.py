@@ -4,7 +4,7 @@ import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,8 @@ from liger_models.convert.load import load_pretrained, pick_map
 from liger_models.convert.save import save_pretrained
 from liger_models.hf.config import to_json
 from liger_models.kernels.checks import check
+from liger_models.layers.linear import is_sharded
 from liger_models.parallel.groups import wait_for_ranks
-
-if TYPE_CHECKING:
-    pass
 
 OWN = "model.decoder."
 """What the names of the decoder's parameters begin with."""
@@ -32,7 +30,6 @@ _IGNORED = [
     "_fast_init",
     "_from_auto",
     "_from_pipeline",
-    "adapter_kwargs",
     "code_revision",
     "ignore_mismatched_sizes",
     "low_cpu_mem_usage",
@@ -201,7 +198,7 @@ class Checkpoint:
         check(not unknown, f"save_pretrained: options must be known ones, got {', '.join(unknown)}. Leave them out.")
         decoder = self.model.decoder
         parameters = dict(self_.named_parameters(remove_duplicate=False))
-        sharded = any(hasattr(parameter, "full_tensor") for parameter in parameters.values())
+        sharded = any(map(is_sharded, parameters.values()))
         tensors = parameters if state_dict is None else state_dict
         if state_dict is None and sharded:
             wait_for_ranks(f"save_pretrained {save_directory}")
