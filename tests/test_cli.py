@@ -1,7 +1,6 @@
 """The command line: what each command prints and writes, its JSON, its exit codes, and its errors in one line."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ import liger_models
 from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, list_archs, register
 from liger_models.adapters import LoRAConfig, apply_lora, save_adapter
 from liger_models.cli import commands
+
+from .processes import environment
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = (
@@ -274,9 +275,8 @@ def test_debug_shows_the_traceback(folder):
 
 
 def shell(*command: str) -> subprocess.CompletedProcess:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"COLUMNS": "120", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=60)
+    variables = environment(COLUMNS="120")
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=variables, timeout=60)
 
 
 def test_the_command():

@@ -15,7 +15,7 @@ import pytest
 
 from liger_models.data.tokens import TokenFile
 
-from ..processes import run
+from ..processes import environment, run
 from .examples import signature, texts, write
 
 ROOT = Path(__file__).parents[2]
@@ -153,8 +153,7 @@ tokenizer = Tokenizer.from_pretrained(sys.argv[1])
 PackedDataset([{"text": "a"}], tokenizer, length=32, cache_dir=sys.argv[1] + "/cache", progress=False)
 """
     command = [sys.executable, "-c", script, str(tmp_path)]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment())
     assert process.stdout.readline() == "now\n"
     make(texts(3))
     names = {path.name for path in (tmp_path / "cache").iterdir()}
