@@ -14,19 +14,21 @@ def pytest_configure(config: pytest.Config) -> None:
     """Without ``-m gpu`` kernels run on the CPU. Triton reads this when a kernel is defined, so before our imports."""
     if config.option.markexpr != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
-        do_not_patch_twice()
+        speed_up_the_interpreter()
 
 
-def do_not_patch_twice() -> None:
-    """Take a third off the interpreter's time.
+def speed_up_the_interpreter() -> None:
+    """Halve the interpreter's time, which goes into Python objects around the arrays: what is equal is made once.
 
     Each launch patches ``triton.language``. The interpreter patches it again whenever one function of a kernel calls
     another. Only the first call into a module needs that: Triton's own functions find the language under other names.
     """
     with suppress(ImportError):
+        from triton.language import core
         from triton.runtime import interpreter
 
-        patched = set()
+        make_block, make_tensor, np_dtype = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+        patched, blocks, dtypes = set(), {}, {}
 
         def call(self, *args, **kwargs):
             if self.fn.__module__ not in patched:
@@ -34,7 +36,27 @@ def do_not_patch_twice() -> None:
                 interpreter._patch_lang(self.fn)
             return self.rewrite()(*args, **kwargs)
 
+        def block(self, element_ty, shape):
+            key = element_ty.name, *(size.value if isinstance(size, core.constexpr) else size for size in shape)
+            if key not in blocks:
+                make_block(self, element_ty, shape)
+                blocks[key] = {**vars(self), "of_tensor": vars(core.tensor(None, self))}
+            vars(self).update(blocks[key])
+
+        def tensor(self, handle, type):
+            if hasattr(type, "of_tensor"):
+                vars(self).update(type.of_tensor, handle=handle, type=type)
+            else:
+                make_tensor(self, handle, type)
+
+        def array_dtype(type):
+            name = type.scalar.name
+            if name not in dtypes:
+                dtypes[name] = np_dtype(type)
+            return dtypes[name]
+
         interpreter.InterpretedFunction.__call__ = call
+        core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, array_dtype
 
 
 GROUPS = {"two", "four", "two_with_kernels", "two_gpus"}

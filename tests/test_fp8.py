@@ -131,8 +131,7 @@ def test_selective_keeps_the_stream_of_the_mlp_alone():
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("policy", CHECKPOINTING_POLICIES)
-@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
+@pytest.mark.parametrize(("policy", "packed"), [("none", False), ("selective", True), ("full", False)])
 def test_blocks_compile(policy, packed):
     """Each in one graph, and all but the first, which has no branch to add, in the same."""
     torch._dynamo.reset()

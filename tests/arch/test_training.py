@@ -7,7 +7,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .families import LIMIT, error, one_case_each, taken_apart, tokens
 
-STEPS = 50
+STEPS = 24
 LENGTHS = (13, 6, 9)
 """Lengths of the documents of a step."""
 
@@ -66,7 +66,7 @@ def test_training_as_transformers(pair, tmp_path):
     theirs.save_pretrained(tmp_path / "after")
     after = load_file(tmp_path / "after" / "model.safetensors")
     weights = taken_apart(ours, after, lambda parameter: parameter.detach())
-    assert expected.losses[48] < 0.95 * expected.losses[0]  # the same batch
+    assert expected.losses[20] < 0.95 * expected.losses[0]  # the same batch
     torch.testing.assert_close(got.losses, expected.losses, rtol=0, atol=1e-4)
     for name, weight in after.items():
         # The gradient of each step may be off by LIMIT, a hundred roundings in fp32, and the steps add up.

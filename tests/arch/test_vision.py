@@ -319,9 +319,9 @@ def test_a_batch_of_transformers_processors_is_taken(pair):
 @one_video_case_each
 def test_compiled_in_one_graph(pair, fresh_dynamo):
     """Also with images of other sizes than those of the first call."""
-    _, _, _, ours = pair
+    arch, _, _, ours = pair
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
-    for rows in (SEVERAL, VIDEO):
+    for rows in (SEVERAL, VIDEO) if arch in ("qwen2_5_vl", "qwen3_vl") else (SEVERAL,):  # each tower once
         batch = Batch(ours, rows)
         options = {"labels": batch.labels, "attention_mask": batch.mask, **batch.inputs}
         gradients = []

@@ -50,7 +50,7 @@ def tiny(name: str) -> Op:
 
 @pytest.fixture(autouse=True)
 def few_runs(monkeypatch):
-    monkeypatch.setattr(measure, "REPEATS", 2)
+    monkeypatch.setattr(measure, "REPEATS", 1)
     monkeypatch.setattr(measure, "WARM_UP", 1)
 
 

@@ -324,7 +324,7 @@ def test_gradient_accumulation_with_num_items_equals_one_batch():
 def test_blocks_compile_by_themselves(backend, policy):
     """Each in one graph; all but the first, which has no branch to add, share one."""
     torch._dynamo.reset()
-    config = dataclasses.replace(CONFIG, num_hidden_layers=4)
+    config = dataclasses.replace(CONFIG, num_hidden_layers=3)
     model = LigerLlama.from_config(config, device=backend)
     model.set_checkpointing(policy)
     ids = torch.arange(12, device=backend)[None]

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ..conftest import do_not_patch_twice
+from ..conftest import speed_up_the_interpreter
 from ..processes import FORKSERVER, free_port, start_forkserver
 
 SECONDS = 120
@@ -32,7 +32,7 @@ def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool) -> None
     """Run the functions that come through the pipe, until it is closed."""
     torch.set_num_threads(1)
     if "TRITON_INTERPRET" in os.environ:
-        do_not_patch_twice()
+        speed_up_the_interpreter()
     if gpus:
         torch.cuda.set_device(rank)
     dist.init_process_group(
