@@ -82,7 +82,7 @@ class AutoLigerModel:
         cls,
         config: "Mapping[str, Any] | DataclassInstance",
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         device: torch.device | str = "cpu",
         kernels: KernelOptions | None = None,
         strict: bool = False,
@@ -91,7 +91,7 @@ class AutoLigerModel:
 
         Args:
             config: an instance of an architecture's config class, or the content of a config.json.
-            dtype: dtype of the parameters.
+            dtype: dtype of the parameters, or its name.
             device: device on which they are created.
             kernels: which parts run on fused kernels.
             strict: raise an error, not a warning, for an unknown key of config.json.

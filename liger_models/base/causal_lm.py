@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.files import read_json_config
+from liger_models.convert.files import as_dtype, read_json_config
 from liger_models.convert.hub import download, push
 from liger_models.convert.load import load_pretrained
 from liger_models.convert.save import save_pretrained
@@ -174,13 +174,13 @@ class CausalLM(Decoder):
         cls,
         config: CausalLMConfig,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         device: str | torch.device = "cpu",
         kernels: KernelOptions | None = None,
     ) -> "Self":
         """Create a model with newly initialised weights on ``device`` in ``dtype``; seed with ``torch.manual_seed``."""
         with torch.device("meta"):
-            model = cls(config, kernels).to(dtype)
+            model = cls(config, kernels).to(as_dtype("from_config: dtype", dtype))
         model.check_buffers()
         model.to_empty(device=device)
         model.reset_parameters()
@@ -225,7 +225,7 @@ class CausalLM(Decoder):
         Args:
             repo_id: name of the repository, such as "meta-llama/Llama-3.2-1B".
             revision: branch, tag or commit.
-            dtype: dtype of the weights; None or "auto" for that of the checkpoint.
+            dtype: dtype of the weights, or its name, such as "bf16"; None or "auto" for that of the checkpoint.
             device: device of the weights, to which they are loaded tensor by tensor.
             kernels: which parts run on fused kernels.
             strict: raise an error, not a warning, for unknown keys of config.json.
@@ -258,7 +258,7 @@ class CausalLM(Decoder):
         self,
         folder: str | PathLike[str],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         max_shard_size: int | str = "5GB",
         auto_map: bool = False,
     ) -> None:
@@ -281,7 +281,7 @@ class CausalLM(Decoder):
         commit_message: str | None = None,
         token: str | bool | None = None,
         revision: str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         max_shard_size: int | str = "5GB",
     ) -> str:
         """Upload the model to a repository of the hub, created if necessary; see `liger_models.convert.hub.push`.

@@ -51,7 +51,7 @@ Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name 
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document for scripts, without progress.")]
 Device = Annotated[str | None, typer.Option(help="Such as cuda:1 or cpu. Default: the accelerator, if there is one.")]
-Dtype = Annotated[str, typer.Option(help="Dtype of the weights, such as bfloat16; auto keeps the checkpoint's.")]
+Dtype = Annotated[str, typer.Option(help="Dtype of the weights, such as bf16; auto keeps the checkpoint's.")]
 Adapter = Annotated[Path | None, typer.Option(help="Folder of LoRA adapters (PEFT's files) to merge into the model.")]
 
 
@@ -453,15 +453,12 @@ def _random_text(config: Any, rows: int, length: int) -> Any:
 
 
 def _dtype(name: str) -> Any:
-    import torch
+    from liger_models.convert.files import as_dtype
 
-    from liger_models.convert.files import FLOATS
-
-    value = getattr(torch, name, None)
-    if value not in FLOATS.values():
-        known = ", ".join(str(each).removeprefix("torch.") for each in FLOATS.values())
-        raise typer.BadParameter(f"dtype must be one of {known}, got {name!r}")
-    return value
+    try:
+        return as_dtype("dtype", name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _device(name: str | None) -> str:

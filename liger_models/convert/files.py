@@ -44,6 +44,10 @@ ASSETS = (
 CODE = "*.py"
 """Code of a checkpoint, which is kept as a file, and never run, if ``auto_map`` in config.json names code."""
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Dtype of weights in the header of a safetensors file -> PyTorch's."""
+DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+DTYPE_NAMES |= {"double": "float64", "float": "float32", "half": "float16"}
+"""Short names of dtypes."""
 
 
 class Stored(NamedTuple):
@@ -52,6 +56,26 @@ class Stored(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
+
+
+def as_dtype(
+    argument: str, dtype: torch.dtype | str, allowed: Iterable[torch.dtype] = tuple(FLOATS.values())
+) -> torch.dtype:
+    """The dtype of weights that a name means: "bf16", "bfloat16" and "torch.bfloat16" are torch.bfloat16.
+
+    Args:
+        argument: name of the argument in the error, such as "load_pretrained: dtype".
+        dtype: a dtype or its name.
+        allowed: the dtypes that the argument may have.
+
+    Raises:
+        ValueError: ``dtype`` is none of these.
+    """
+    known = {str(each).removeprefix("torch."): each for each in allowed}
+    name = str(dtype).lower().removeprefix("torch.")
+    name = DTYPE_NAMES.get(name, name)
+    check(name in known, f"{argument} must be one of {', '.join(known)}, got {dtype!r}. Choose one of them.")
+    return known[name]
 
 
 def read_json_config(folder: Path) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def push(
     commit_message: str | None = None,
     token: str | bool | None = None,
     revision: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
 ) -> str:
     """Upload a model as a Hugging Face checkpoint. Stale weight files are removed from the repository.

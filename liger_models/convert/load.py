@@ -17,6 +17,7 @@ from liger_models.convert.files import (
     CONFIG,
     FLOATS,
     Stored,
+    as_dtype,
     asset_patterns,
     open_safetensors,
     read_headers,
@@ -56,7 +57,8 @@ def load_pretrained(
     Args:
         model_class: class from ``liger_models.arch``, or one of your own.
         folder: folder with config.json and model.safetensors or its shards.
-        dtype: dtype of the parameters; None or "auto" for that of each tensor in the checkpoint.
+        dtype: dtype of the parameters, or its name, such as "bf16"; None or "auto" for that of each tensor in the
+            checkpoint.
         device: device of the parameters. For sharded parameters it is that of the mesh, or the CPU if FSDP offloads
             them.
         strict: raise an error, not a warning, for unknown keys of config.json.
@@ -74,11 +76,7 @@ def load_pretrained(
         ValueError: the content of a file does not match the model.
         OSError: another process has saved to the folder in the meantime.
     """
-    if isinstance(dtype, str) and dtype != "auto":
-        raise ValueError(f"load_pretrained: dtype must be a torch.dtype, None or 'auto', got {dtype!r}.")
-    target = dtype if isinstance(dtype, torch.dtype) else None
-    if target is not None and not target.is_floating_point:
-        raise ValueError(f"load_pretrained: dtype must be a floating-point type, got {target}.")
+    target = None if dtype is None or dtype == "auto" else as_dtype("load_pretrained: dtype", dtype)
 
     folder = Path(folder)
     with contextlib.nullcontext() if shard is None else raise_on_all_ranks():

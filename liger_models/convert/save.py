@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from liger_models.convert.config_map import write_config
-from liger_models.convert.files import CONFIG, INDEX, SHARDS, WEIGHTS, some, write_json
+from liger_models.convert.files import CONFIG, INDEX, SHARDS, WEIGHTS, as_dtype, some, write_json
 from liger_models.convert.folder import write_folder
 from liger_models.convert.format import format_of
-from liger_models.convert.tensors import as_stored, check_dtype
+from liger_models.convert.tensors import as_stored
 from liger_models.kernels.checks import check
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import named_layers
@@ -26,7 +26,7 @@ def save_pretrained(
     model: Decoder,
     folder: str | os.PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
     auto_map: bool = False,
     hf_config: Mapping[str, Any] | None = None,
@@ -57,7 +57,7 @@ def save_pretrained(
             not be loaded again.
         OSError: the folder cannot be written.
     """
-    check_dtype("save_pretrained", dtype)
+    dtype = None if dtype is None else as_dtype("save_pretrained: dtype", dtype)
     check(
         isinstance(max_shard_size, str) or (type(max_shard_size) is int and max_shard_size > 0),
         f"save_pretrained: max_shard_size must be a positive number of bytes or text such as '5GB', got "

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.files import FLOATS, some
+from liger_models.convert.files import FLOATS, as_dtype, some
 from liger_models.convert.format import format_of
 from liger_models.convert.sharded import Part, read_part
 from liger_models.convert.weight_map import Expression, WeightMap
@@ -22,7 +22,9 @@ from liger_models.layers.linear import is_sharded
 from liger_models.parallel.groups import raise_on_all_ranks
 
 
-def hf_tensors(model: Decoder, dtype: torch.dtype | None = None, *, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(
+    model: Decoder, dtype: torch.dtype | str | None = None, *, merge: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """The weights under the names and in the layout of a Hugging Face checkpoint, one tensor at a time.
 
     The tensors are those that `save_pretrained` writes, bit for bit: a vision tower first, then the embedding, the
@@ -46,14 +48,14 @@ def hf_tensors(model: Decoder, dtype: torch.dtype | None = None, *, merge: bool 
     Raises:
         ValueError: parameters are on the meta device or not in the weight map, or ``dtype`` is not a dtype of weights.
     """
-    check_dtype("hf_tensors", dtype)
+    dtype = None if dtype is None else as_dtype("hf_tensors: dtype", dtype)
     stored = as_stored("hf_tensors", model, merge=merge)
     return stored.unpack(stored.gather(), dtype)
 
 
 def get_hf_state_dict(
     model: Decoder,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     *,
     merge: bool = True,
     device: torch.device | str | None = None,
@@ -69,7 +71,7 @@ def get_hf_state_dict(
     Raises:
         ValueError: as in `hf_tensors`.
     """
-    check_dtype("get_hf_state_dict", dtype)
+    dtype = None if dtype is None else as_dtype("get_hf_state_dict: dtype", dtype)
     stored = as_stored("get_hf_state_dict", model, merge=merge)
     if device is not None and torch.device(device).type == "meta":
         return stored.shapes(dtype)
@@ -82,7 +84,7 @@ def get_hf_state_dict(
     return state
 
 
-def hf_gradients(model: Decoder, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def hf_gradients(model: Decoder, dtype: torch.dtype | str | None = None) -> Iterator[tuple[str, Tensor]]:
     """The gradients under the names and in the layout of `hf_tensors`, one tensor at a time.
 
     Call it after the backward and before the gradients are set to None. Parameters without a gradient, such as frozen
@@ -100,7 +102,7 @@ def hf_gradients(model: Decoder, dtype: torch.dtype | None = None) -> Iterator[t
     Raises:
         ValueError: no parameter of a checkpoint has a gradient; otherwise as `hf_tensors`.
     """
-    check_dtype("hf_gradients", dtype)
+    dtype = None if dtype is None else as_dtype("hf_gradients: dtype", dtype)
     stored = as_stored("hf_gradients", model, merge=False)
     gradients = {name: each.grad.detach() for name, each in stored.parameters.items() if each.grad is not None}
     check(
@@ -288,14 +290,6 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
         "Save LoRA adapters with save_adapter, or merge them with merge_lora; remove other additions.",
     )
     return Stored(config, weights, stored, {f"{path}.weight": layer for path, layer in layers.items()}, merge)
-
-
-def check_dtype(where: str, dtype: torch.dtype | None) -> None:
-    """Raise ValueError unless ``dtype`` is None or one that checkpoints have."""
-    check(
-        dtype is None or dtype in FLOATS.values(),
-        f"{where}: dtype must be one of {', '.join(map(str, FLOATS.values()))}, got {dtype}.",
-    )
 
 
 class _AdaptedWeight(nn.Module):

@@ -80,7 +80,7 @@ class Checkpoint:
         Args:
             pretrained_model_name_or_path: folder, or name on the hub.
             config: its configuration, if it is to be another than that of the checkpoint.
-            dtype: dtype of the weights; None or "auto" for that of the checkpoint.
+            dtype: dtype of the weights, or its name, such as "bf16"; None or "auto" for that of the checkpoint.
             torch_dtype: older name of ``dtype``.
             device_map: one device, "auto" (the accelerator, or the CPU), or a dict that names only one.
             cache_dir, force_download, local_files_only, token, revision: as in huggingface_hub.
@@ -96,8 +96,6 @@ class Checkpoint:
             ValueError: the content of a file does not match the model, or an argument is not supported.
         """
         dtype = torch_dtype if dtype is None else dtype
-        if isinstance(dtype, str) and dtype != "auto":
-            dtype = getattr(torch, dtype.removeprefix("torch."))
         folder = Path(pretrained_model_name_or_path) / subfolder
         if not folder.is_dir():
             check(

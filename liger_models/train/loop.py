@@ -25,6 +25,7 @@ from liger_models.adapters.nf4 import quantize_base
 from liger_models.adapters.peft_files import save_adapter
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.files import as_dtype
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import OVERFLOWS, PackedDataset
 from liger_models.data.loader import PackedLoader
@@ -44,9 +45,10 @@ LEAST = {"length": 2, "workers": 0, "weight_decay": 0, "lora_r": 0, "seed": 0}
 LEAST |= dict.fromkeys(("batch_size", "accumulate", "steps", "tensor_parallel", "context_parallel", "keep"), 1)
 LEAST |= dict.fromkeys(("log_every", "eval_every", "save_every"), 1)
 """The smallest allowed values of options."""
-KNOWN = {"dtype": ("float32", "bfloat16"), "export_dtype": ("float32", "bfloat16", "float16")}
-KNOWN |= {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES}
-"""The allowed values of options. Weights in float16 are not among them: small gradients would be lost."""
+DTYPES = {"dtype": (torch.float32, torch.bfloat16), "export_dtype": (torch.float32, torch.bfloat16, torch.float16)}
+"""The allowed dtypes of options. Weights in float16 are not among them: small gradients would be lost."""
+KNOWN = {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES}
+"""The allowed values of options."""
 
 
 @dataclass(kw_only=True)
@@ -113,6 +115,9 @@ class TrainOptions:
         for name, known in KNOWN.items():
             value = getattr(self, name)
             check(value in known, f"TrainOptions: {name} must be one of {', '.join(known)}, got {value!r}.")
+        for name, dtypes in DTYPES.items():  # "bf16" and torch.bfloat16 become "bfloat16"
+            dtype = as_dtype(f"TrainOptions: {name}", getattr(self, name), dtypes)
+            setattr(self, name, str(dtype).removeprefix("torch."))
         for name in ("warmup", "min_lr", "lora_dropout"):
             value = getattr(self, name)
             check(0 <= value <= 1, f"TrainOptions: {name} must be a share from 0 to 1, got {value}.")
@@ -248,7 +253,7 @@ def train(options: TrainOptions) -> None:
         if rank == 0:
             print("To merge:", shlex.join(["liger-models", *merging]))
     else:
-        model.save_pretrained(output / "model", dtype=getattr(torch, options.export_dtype))
+        model.save_pretrained(output / "model", dtype=options.export_dtype)
     if started:
         dist.destroy_process_group()
         if device.type == "cpu":  # Python aborts if it exits while a thread of gloo still frees a tensor
@@ -264,7 +269,7 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh) ->
         return apply_fsdp(apply_cp(model, mesh["shared"]))
 
     load = AutoLigerModel.from_pretrained if Path(options.model).is_dir() else AutoLigerModel.from_hub
-    given: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": device}
+    given: dict[str, Any] = {"dtype": options.dtype, "device": device}
     if options.lora_r == 0:
         return freeze_images(load(options.model, shard=shard, **given))
     alpha = 2 * options.lora_r if options.lora_alpha is None else options.lora_alpha

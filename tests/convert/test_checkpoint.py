@@ -18,7 +18,9 @@ from liger_models.arch.auto import AutoLigerModel
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.convert import load as load_module
 from liger_models.convert import save
+from liger_models.convert.files import as_dtype
 from liger_models.convert.load import load_pretrained
+from liger_models.train import TrainOptions
 
 from ..late import transformers
 from .conftest import TINY, assert_same_bits, edit_json, read_tensors
@@ -129,9 +131,21 @@ def test_dtype_converts_on_the_way_in_and_out(make_checkpoint: Make, tmp_path: P
     for folder in (tmp_path / "a", tmp_path / "b"):
         assert_same_bits(read_tensors(folder), expected)
         assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    for dtype in ("bfloat16", torch.int8):
-        with pytest.raises(ValueError, match="load_pretrained: dtype must be"):
+    for dtype in ("int8", torch.int8, "cuda", ""):
+        with pytest.raises(ValueError, match=r"load_pretrained: dtype must be one of float64, .* got"):
             load(source, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["bf16", "BF16", "bfloat16", "torch.bfloat16"])
+def test_names_of_a_dtype(make_checkpoint: Make, tmp_path: Path, name: str) -> None:
+    model = load(make_checkpoint(), dtype=name)
+    assert model.dtype == torch.bfloat16
+    assert type(model).from_config(model.config, dtype=name).dtype == torch.bfloat16
+    load(make_checkpoint()).save_pretrained(tmp_path, dtype=name)
+    assert {tensor.dtype for tensor in read_tensors(tmp_path).values()} == {torch.bfloat16}
+    options = TrainOptions(model="m", data=["d"], output="o", dtype=name, export_dtype="fp32")
+    assert (options.dtype, options.export_dtype) == ("bfloat16", "float32")
+    assert as_dtype("dtype", "half") == as_dtype("dtype", "fp16") == torch.float16
 
 
 def test_tensors_of_two_dtypes_keep_theirs(make_checkpoint: Make, tmp_path: Path) -> None:

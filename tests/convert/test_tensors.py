@@ -153,7 +153,7 @@ def test_names_that_are_refused() -> None:
         load_hf_tensors(model, {"model.norm.wieght": torch.ones(32), **tensors})
     with pytest.raises(ValueError, match=r"given once, got model.norm.weight twice. 1 of 21 parameters hold"):
         load_hf_tensors(model, [("model.norm.weight", tensors["model.norm.weight"])] * 2)
-    with pytest.raises(ValueError, match=r"hf_tensors: dtype must be one of torch.float64, .* got torch.int8"):
+    with pytest.raises(ValueError, match=r"hf_tensors: dtype must be one of float64, .* got torch.int8"):
         hf_tensors(model, torch.int8)
     with pytest.raises(ValueError, match=r"hf_tensors: model must be one of this package, got Sequential\. Pass"):
         hf_tensors(nn.Sequential(model))

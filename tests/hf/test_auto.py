@@ -102,7 +102,7 @@ def test_code_in_the_checkpoint(folder, tmp_path):
 
 def test_arguments_of_from_pretrained(folder):
     made = liger_models.hf.LlamaForCausalLM
-    model = made.from_pretrained(folder, torch_dtype="bfloat16", device_map={"": "cpu"}, low_cpu_mem_usage=True)
+    model = made.from_pretrained(folder, torch_dtype="bf16", device_map={"": "cpu"}, low_cpu_mem_usage=True)
     assert model.dtype == model.config.dtype == torch.bfloat16
     assert not model.training
     model, info = made.from_pretrained(
