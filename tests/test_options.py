@@ -51,6 +51,7 @@ def test_help(capsys):
     ("values", "message"),
     [
         ({"data": "a", "rat": 1}, "an option must be known, got rat. Did you mean rate?"),
+        ({"data": "a", "learning": 1}, "got learning. Did you mean rate?"),  # by its help
         ({"data": "a", "zzz": 1}, "Did you mean data, fast_mode, name, rate, steps?"),
         ({"rate": 1}, "data must be given"),
         ({"data": "a", "rate": "fast"}, "rate must be float, got 'fast'"),
@@ -70,6 +71,26 @@ def test_wrong_values(values, message):
     with pytest.raises(ValueError, match=r"^Options: ") as error:
         options_from(Options, values)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "a", "--rat", "1"], None),  # an abbreviation
+        (["--data", "a", "--rats", "1"], "an option must be known, got --rats. Did you mean --rate?"),
+        (["--data", "a", "--fast_mod=1"], "got --fast_mod. Did you mean --fast-mode?"),
+        (["--data", "a", "--learning", "1"], "got --learning. Did you mean --rate?"),
+        (["--data", "a", "--zzz"], "got --zzz. Did you mean --data, --fast-mode, --name, --rate, --steps?"),
+        (["a.yaml", "b.yaml", "--rate=1"], "one file must hold the options, got also b.yaml"),
+    ],
+)
+def test_an_unknown_option_of_the_command_line(capsys, arguments, message):
+    if message is None:
+        assert read_options(Options, arguments) == Options(data=["a"], rate=1.0)
+        return
+    with pytest.raises(SystemExit):
+        read_options(Options, arguments)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,13 @@ import argparse
 import dataclasses
 import difflib
 import json
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from liger_models.kernels.checks import check
 
 Options = TypeVar("Options")
 
@@ -35,8 +38,13 @@ def read_options(cls: type[Options], arguments: Sequence[str] | None = None, com
         if each.default is not dataclasses.MISSING and each.default is not None:
             help += f" (default: {each.default})"
         parser.add_argument(name, default=argparse.SUPPRESS, help=help, **settings)
-    given = vars(parser.parse_args(arguments))
+    found, left = parser.parse_known_args(arguments)
+    given = vars(found)
     try:
+        for each in left:
+            name = each.partition("=")[0]
+            check(not each.startswith("--"), _unknown(cls, name, [f"--{known}".replace("_", "-") for known in types]))
+        check(not left, f"{cls.__name__}: one file must hold the options, got also {' '.join(left)}. Leave it out.")
         file = given.pop("config")
         return options_from(cls, ({} if file is None else _read(file)) | given)
     except (OSError, ValueError) as error:
@@ -53,8 +61,7 @@ def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:
     made: dict[str, Any] = {}
     for name, value in values.items():
         if name not in types:
-            near = difflib.get_close_matches(str(name), types, 1) or sorted(types)
-            raise ValueError(f"{cls.__name__}: an option must be known, got {name}. Did you mean {', '.join(near)}?")
+            raise ValueError(_unknown(cls, str(name), list(types)))
         kind = _kind(types[name])
         try:
             if types[name] == list[str]:
@@ -70,6 +77,22 @@ def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:
     if missing:
         raise ValueError(f"{cls.__name__}: {', '.join(missing)} must be given, got nothing. Add it.")
     return cls(**made)
+
+
+def _unknown(cls: type, name: str, known: Sequence[str]) -> str:
+    """The error of an option that is not known: it names the nearest in spelling, or the one whose help has its words.
+
+    Args:
+        cls: the dataclass.
+        name: the option.
+        known: the name of each field, spelled as ``name`` is.
+    """
+    words = re.findall("[a-z]+", name.lower())
+    helps = {each: field.metadata["help"].lower() for each, field in zip(known, _fields(cls), strict=True)}
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.8)
+    near = near or [each for each, help in helps.items() if words and all(word in help for word in words)][:1]
+    near = near or difflib.get_close_matches(name, known, 1) or sorted(known)
+    return f"{cls.__name__}: an option must be known, got {name}. Did you mean {', '.join(near)}?"
 
 
 def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
