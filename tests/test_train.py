@@ -6,7 +6,9 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import sys
+import types
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,11 +25,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from liger_models import LigerLlama, LlamaConfig, PackedDataset
 from liger_models.adapters import load_adapter
 from liger_models.data import collate
-from liger_models.parallel import save_state
+from liger_models.parallel import clip_grad_norm_, save_state
 from liger_models.train.loop import TrainOptions, cosine, evaluate, main, train
 from liger_models.train.metrics import Log
 from liger_models.train.optimizer import LigerAdamW
 from liger_models.train.options import read_options
+from liger_models.train.report import Lines, check_turn_end, duration, sample
 
 from .arch.families import load, make_folder, tiny
 from .late import transformers
@@ -104,7 +107,7 @@ def files(run: Path) -> dict[str, bytes]:
 
 
 EXAMPLE = str(ROOT / "examples" / "train_fsdp.py")
-EVALUATED = ("--eval-data", "eval.jsonl", "--eval-every", "5")
+EVALUATED = ("--eval-data", "eval.jsonl", "--eval-every", "5", "--sample-prompt", "3 times")
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +178,20 @@ def test_a_single_process(folder, tmp_path, monkeypatch, capfd, device):
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["tokens_per_s"] > 0 for line in lines)
-    assert "loss" in capfd.readouterr().err
+    shown = capfd.readouterr().out.splitlines()
+    assert shown[0] == f"model       {folder / 'checkpoint'} (LigerLlama)"
+    assert shown[1] == "parameters  34,080, of which 34,080 (100.00%) are trained"
+    assert shown[2] == "batch       1 sequences of 64 tokens: 64 tokens a step"
+    assert ("memory" in shown[4]) == (device == "cuda")
+    header = next(line for line in shown if "loss" in line)
+    assert header.split()[:6] == ["step", "epoch", "loss", "lr", "norm", "tokens/s"]
+    assert header.split()[6:] == (["MFU", "memory", "ETA"] if device == "cuda" else ["ETA"])
+    line = shown[shown.index(header) + 3].split()
+    assert line[0] == "3/3"
+    assert float(line[2]) == pytest.approx(lines[-1]["loss"], abs=1e-4)
+    assert line[-1] == "0:00:00"
+    model = tmp_path / "run" / "model"
+    assert shown[-4:-2] == [f"The model is in {model}.", f"  generate: liger-models generate {model} Hello"]
     assert LigerLlama.from_pretrained(tmp_path / "run" / "model", progress=False).dtype == torch.bfloat16
     if device == "cuda":
         assert lines[-1]["memory_gib"] > 0
@@ -301,7 +317,7 @@ def test_adapters_beside_4_bits_and_dropout_go_on(folder, two, capfd):  # noqa: 
     pytest.importorskip("torchao")
     options = {"lora_4bit": True, "lora_dropout": 0.1, "eval_data": [str(folder / "eval.jsonl")], "eval_every": 3}
     train_adapters(folder, "4bit", **options)
-    said = capfd.readouterr().out.partition("To merge: liger-models ")[2]
+    said = capfd.readouterr().out.partition("merge:    liger-models ")[2].partition("\n")[0]
     cli = pytest.importorskip("liger_models.cli.commands")
     with pytest.raises(SystemExit, match="0"):
         cli.app(shlex.split(said))
@@ -348,6 +364,8 @@ def test_options_that_cannot_be(capsys):
         ("--dtype=int99", "dtype must be one of float32, bfloat16, got 'int99'"),
         ("--export-dtype=int64", "export_dtype must be one of float32, bfloat16, float16, got 'int64'"),
         ("--checkpointing=some", "checkpointing must be one of none, selective, full, got 'some'"),
+        ("--report-to=mlflow", "report_to must be among tensorboard, wandb, got mlflow"),
+        ("--context-parallel=2 --sample-prompt=a", "sample_prompt goes neither with tensor_parallel nor with"),
         ("--overflow=drop", "overflow must be one of split, truncate, got 'drop'"),
         ("--lora-4bit", "lora_4bit needs lora_r, got True and 0"),
         ("--lora-targets=q_proj", "lora_targets needs lora_r"),
@@ -442,7 +460,7 @@ def test_an_evaluation_counts_targets_and_not_rows_without(folder, tmp_path, mon
 
 def test_a_line_of_the_log_that_was_cut(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n{"step": 2, "eval_lo')
-    written = Log(tmp_path, 1, 2, False, torch.device("cpu"))
+    written = Log(tmp_path, 1, 2, torch.device("cpu"))
     written.write(2, loss=1.0)
     written.close()
     assert log(tmp_path) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
@@ -450,15 +468,52 @@ def test_a_line_of_the_log_that_was_cut(tmp_path):
 
 def test_tensorboard(tmp_path, monkeypatch):
     loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    written = Log(tmp_path, 0, 2, True, torch.device("cpu"))
-    written.write(1, loss=2.0)
+    written = Log(tmp_path, 0, 2, torch.device("cpu"), report_to=["tensorboard"])
+    written.write(1, loss=2.0, sample="some text")
     written.write(2, loss=1.0)
     written.close()
     events = loading.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match=r"liger_models\[tensorboard\]"):
-        Log(tmp_path, 0, 2, True, torch.device("cpu"))
+        Log(tmp_path, 0, 2, torch.device("cpu"), report_to=["tensorboard"])
+    with pytest.warns(FutureWarning, match=r"report_to: \[tensorboard\]"):
+        given = TrainOptions(model="m", data=["d"], output="o", tensorboard=True)
+    assert given.report_to == ["tensorboard"]
+
+
+class FakeWandB(types.ModuleType):
+    """What `Log` calls of wandb, and what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.calls: list[Any] = []
+
+    def init(self, **given: Any) -> Any:
+        self.calls.append(given)
+        log = lambda values, step: self.calls.append((step, values))
+        finish = lambda: self.calls.append("finish")
+        return types.SimpleNamespace(id=given["id"] or "made-up", log=log, finish=finish)
+
+
+@pytest.mark.usefixtures("alone")
+def test_wandb(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandB())
+    train(options(folder, tmp_path, steps=1, report_to="wandb", sample_prompt="3 times"))
+    first, line, said, end = fake.calls
+    assert (first["id"], first["resume"], first["name"], first["dir"]) == (None, "allow", "run", str(tmp_path / "run"))
+    assert first["config"]["length"] == 64
+    assert line[0] == 1
+    assert {"step": 1, **line[1]} == json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
+    assert said[1].keys() == {"sample"}
+    assert end == "finish"
+    fake.calls.clear()
+    train(options(folder, tmp_path, steps=2, report_to="wandb"))
+    assert fake.calls[0]["id"] == "made-up"
+    assert [call[0] for call in fake.calls[1:-1]] == [2]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"liger_models\[wandb\]"):
+        Log(tmp_path, 0, 2, torch.device("cpu"), report_to=["wandb"])
 
 
 def test_the_learning_rate_rises_and_falls():
@@ -514,7 +569,7 @@ def test_a_finished_run_says_so(folder, tmp_path, capfd):
         train(options(folder, tmp_path, steps=2))
     assert "run: the run is finished after 2 steps, 2 were asked for. Nothing is trained" in capfd.readouterr().out
     train(options(folder, tmp_path, steps=3))
-    assert "finished" not in capfd.readouterr().out
+    assert "the run is finished" not in capfd.readouterr().out
     assert [line["step"] for line in log(tmp_path / "run")] == [1, 2, 3]
 
 
@@ -555,6 +610,86 @@ def test_steps_without_a_target_among_others(folder, tmp_path):
     assert sorted(losses)[:3] == [0, 0, 0]
     assert max(losses) > 1
     assert all(tensor.isfinite().all() for tensor in load("llama", tmp_path / "run" / "model").state_dict().values())
+
+
+def test_lines_of_the_screen_fit():
+    lines = Lines(0, 10**6)
+    values = {"loss": 12.5, "norm": 123456.0, "lr": 2e-5, "epoch": 12.25, "tokens_per_s": 1234567.0, "mfu": 0.481}
+    shown = lines.make(1, {**values, "memory_gib": 139.8, **{f"rewards_of_{n}": 0.5 for n in range(9)}})
+    header, line, *more = shown
+    assert header.split() == ["step", "epoch", "loss", "lr", "norm", "tokens/s", "MFU", "memory", "ETA"]
+    assert " ".join(line.split()).startswith("1/1000000 12.25 12.5000 2.00e-05 1.23e+05 1,234,567 48% 139.8 GiB ")
+    assert "rewards of 0 0.5000  rewards of 1 0.5000" in more[0]
+    shown += lines.make(2, {"sample": "word " * 50 + "\nanother line"}) + lines.make(3, {"eval_loss": math.nan})
+    assert max(map(len, shown)) <= 100
+    assert shown[-1].split() == ["3/1000000", "eval", "loss", "nan"]
+    assert sum("ETA" in line for step in range(4, 54) for line in lines.make(step, {"loss": 1.0})) == 2
+    assert (duration(59.6), duration(90061)) == ("0:01:00", "1d 1:01:01")
+
+
+TEMPLATE = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+
+
+def test_a_turn_that_does_not_end_is_told(folder):
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    assert check_turn_end(model) is None
+    model.tokenizer.chat_template = TEMPLATE
+    assert check_turn_end(model) is None  # </s> is the end token
+    assert sample(model, "3 times") == sample(model, "3 times")
+    model.assets = {**model.assets, "generation_config.json": b'{"eos_token_id": [0, 7]}'}
+    model.tokenizer.chat_template = TEMPLATE
+    warning = check_turn_end(model)
+    assert "ends an answer with </s> (1), which is not a stop token (0, 7)" in warning
+    assert "add 1 to eos_token_id" in warning
+    model.tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert check_turn_end(model) is None
+
+
+def stopped(folder: Path, output: str, number: int, again: bool = False) -> int:
+    """A run that gets a signal in its second step, on the last rank; its exit code, -1 if it was interrupted."""
+    clip, calls = clip_grad_norm_, 0
+
+    def clip_in_step_2(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            signal.raise_signal(number)
+            if again:
+                signal.raise_signal(number)
+        return clip(*arguments)
+
+    handler = signal.getsignal(number)
+    with mock.patch("liger_models.train.loop.clip_grad_norm_", clip_in_step_2):
+        try:
+            train_adapters(folder, output)
+            return 0
+        except KeyboardInterrupt:
+            return -1
+        except SystemExit as ended:
+            return ended.code
+        finally:
+            assert signal.getsignal(number) == handler
+
+
+def test_a_signal_saves_and_the_run_goes_on(folder, monkeypatch, capfd):
+    train_adapters(folder, "not-stopped")
+    assert stopped(folder, "stopped", signal.SIGINT) == -1
+    said = capfd.readouterr()
+    assert "Stopping at the end of a step, which is saved. A second signal stops at once." in said.err
+    assert f"Stopped after step 2 of 6, which is saved in {folder / 'stopped'}. The same command goes on" in said.out
+    assert not (folder / "stopped" / "adapter").exists()
+    train_adapters(folder, "stopped")
+    assert "epochs), resumed after step 2" in capfd.readouterr().out
+    assert log(folder / "stopped") == log(folder / "not-stopped")
+    assert adapter_files(folder / "stopped") == adapter_files(folder / "not-stopped")
+    monkeypatch.setattr("liger_models.train.stopping.APART", -1)
+    assert stopped(folder, "stopped-at-once", signal.SIGINT, again=True) == -1
+    assert not (folder / "stopped-at-once" / "latest").exists()
+
+
+def test_two_ranks_agree_where_to_stop(folder, two):  # noqa: F811
+    assert two(stopped, folder, "two-stopped", signal.SIGTERM) == [143, 143]
+    assert (folder / "two-stopped" / "latest").read_text() == "step-00000003\n"
 
 
 def test_one_file_as_a_string():

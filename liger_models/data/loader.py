@@ -1,5 +1,6 @@
 """`PackedLoader`: the batches of a `PackedDataset`, prepared by worker processes."""
 
+import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,7 +31,8 @@ class PackedLoader(DataLoader[Batch]):
         )
         self.data = data
         # A generator of its own: starting an epoch must not draw from the default one, which decides dropout.
-        super().__init__(_WithPosition(data), batch_size=None, **{"generator": torch.Generator(), **options})
+        given = {"generator": torch.Generator(), "worker_init_fn": _leave_interrupts, **options}
+        super().__init__(_WithPosition(data), batch_size=None, **given)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         self.data._begin()
@@ -54,6 +56,11 @@ class PackedLoader(DataLoader[Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `PackedDataset.load_state_dict`."""
         self.data.load_state_dict(state)
+
+
+def _leave_interrupts(_: int) -> None:
+    """Let the main process decide what happens on Ctrl-C, which the terminal sends to its workers, too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _WithPosition(IterableDataset[Any]):

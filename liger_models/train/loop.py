@@ -7,10 +7,11 @@ again, it resumes from its last checkpoint.
 
 import math
 import os
-import shlex
+import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from dataclasses import field as option
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ from liger_models.parallel.tensor import apply_tp
 from liger_models.train.metrics import Log, flops
 from liger_models.train.optimizer import LigerAdamW
 from liger_models.train.options import read_options
+from liger_models.train.report import banner, check_turn_end, estimate, next_steps, sample, say
 from liger_models.train.seed import seed_all
+from liger_models.train.stopping import Stop, keep_signal_handlers
 
 LEAST = {"length": 2, "workers": 0, "weight_decay": 0, "lora_r": 0, "seed": 0}
 LEAST |= dict.fromkeys(("batch_size", "accumulate", "steps", "tensor_parallel", "context_parallel", "keep"), 1)
@@ -48,6 +51,7 @@ LEAST |= dict.fromkeys(("log_every", "eval_every", "save_every"), 1)
 DTYPES = {"dtype": (torch.float32, torch.bfloat16), "export_dtype": (torch.float32, torch.bfloat16, torch.float16)}
 """The allowed dtypes of options. Weights in float16 are not among them: small gradients would be lost."""
 KNOWN = {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES}
+TRACKERS = ("tensorboard", "wandb")
 """The allowed values of options."""
 
 
@@ -94,14 +98,27 @@ class TrainOptions:
     eval_every: int = option(default=500, metadata={"help": "steps between evaluations"})
     save_every: int = option(default=500, metadata={"help": "steps between checkpoints"})
     keep: int = option(default=2, metadata={"help": "number of checkpoints to keep"})
-    tensorboard: bool = option(default=False, metadata={"help": "also log to output/tensorboard"})
+    sample_prompt: str | None = option(
+        default=None, metadata={"help": "prompt that the model continues, or answers, at each evaluation"}
+    )
+    report_to: list[str] = option(
+        default_factory=list, metadata={"help": "where to log besides log.jsonl: tensorboard, wandb"}
+    )
+    tensorboard: bool = option(default=False, metadata={"help": "deprecated: report_to: [tensorboard]"})
     export_dtype: str = option(default="bfloat16", metadata={"help": "dtype of the model in output/model"})
 
     def __post_init__(self) -> None:
-        for name in ("data", "eval_data", "lora_targets"):  # a str is a list of its letters
+        for name in ("data", "eval_data", "lora_targets", "report_to"):  # a str is a list of its letters
             value = getattr(self, name)
             if isinstance(value, str | os.PathLike):
                 setattr(self, name, [os.fspath(value)])
+        if self.tensorboard:
+            warnings.warn(
+                "TrainOptions: tensorboard is deprecated. Write report_to: [tensorboard].", FutureWarning, stacklevel=2
+            )
+            self.report_to, self.tensorboard = [*{*self.report_to, "tensorboard"}], False
+        unknown = sorted({*self.report_to} - {*TRACKERS})
+        check(not unknown, f"TrainOptions: report_to must be among {', '.join(TRACKERS)}, got {', '.join(unknown)}.")
         check(len(self.data) > 0, "TrainOptions: data must be files or folders, got none. Name one.")
         for name, least in LEAST.items():
             value = getattr(self, name)
@@ -130,6 +147,11 @@ class TrainOptions:
             f"{self.tensor_parallel}, {self.context_parallel} and lora_r={self.lora_r}. Leave it out.",
         )
         check(
+            self.sharing == 1 or self.sample_prompt is None,
+            "TrainOptions: sample_prompt goes neither with tensor_parallel nor with context_parallel, which do not "
+            "generate. Leave it out, and generate from a checkpoint.",
+        )
+        check(
             self.length % self.sharing == 0,
             f"TrainOptions: length must be a multiple of the {self.sharing} GPUs that share a row, got {self.length}.",
         )
@@ -140,12 +162,15 @@ class TrainOptions:
         return self.tensor_parallel * self.context_parallel
 
 
+@keep_signal_handlers()
 def train(options: TrainOptions) -> None:
     """Train from the last checkpoint in ``options.output``, or from the start, and export the model.
 
     Every rank must call it. It initialises the process group if there is none: torchrun's, or one of this process only.
+    After SIGINT (Ctrl-C) or SIGTERM it saves a checkpoint and exports nothing; a second signal ends it at once.
 
     Raises:
+        KeyboardInterrupt: SIGINT has stopped it; SystemExit: SIGTERM has.
         ValueError: a data file does not exist, data have no targets, ``options.output`` holds the run of another model
             or of other data, the number of ranks does not fit, or the gradients' norm is not finite.
         OSError: ``options.output`` cannot be written, or its newest checkpoint is damaged.
@@ -209,7 +234,18 @@ def train(options: TrainOptions) -> None:
         group["lr"] = options.lr * share(start)
         group["weight_decay"] = given["weight_decay"]
     batches, saving = endless(loader), None
-    log = Log(output, start, steps, options.tensorboard, device, data_ranks["ranks"])
+    memory = None
+    if device.type != "cpu" and options.tensor_parallel == 1 and not options.lora_r and model.visual is None:
+        tokens = options.batch_size * options.length // options.sharing
+        memory = estimate(model, options.checkpointing, tokens, options.accumulate)
+    size = {"rows": options.batch_size, "length": options.length, "accumulate": options.accumulate, "ranks": ranks}
+    size |= {"sharing": options.sharing, "start": start, "steps": steps}
+    epochs = steps * options.accumulate / len(data)
+    say(*banner(model, name=options.model, device=device, memory=memory, output=output, epochs=epochs, **size))
+    if warning := check_turn_end(model):
+        say(warning)
+    log = Log(output, start, steps, device, data_ranks["ranks"], report_to=options.report_to, options=asdict(options))
+    stop = Stop()
     for step in range(start + 1, steps + 1):
         accumulated = [next(batches) for _ in range(options.accumulate)]
         log.count(accumulated, flops(model, accumulated))
@@ -226,14 +262,18 @@ def train(options: TrainOptions) -> None:
         scheduler.step()
         optimizer.zero_grad()
 
-        last = step == steps
+        last, stopping = step == steps, stop.check()
         if step % options.log_every == 0 or last:
             loss = mean_over_ranks(loss)
-            log.write(step, loss=loss.item(), norm=norm.item(), lr=lr, epoch=data.epoch, **log.rates())
+            epochs = data.passed / (len(data) * data.ranks * data.batch_size)
+            log.write(step, epochs=epochs, loss=loss.item(), norm=norm.item(), lr=lr, epoch=data.epoch, **log.rates())
         if tests is not None and (step % options.eval_every == 0 or last):
             log.write(step, eval_loss=evaluate(model, tests, device))
             log.restart()
-        if step % options.save_every == 0 or last:
+        if options.sample_prompt is not None and (step % options.eval_every == 0 or last):
+            log.write(step, sample=sample(model, options.sample_prompt))
+            log.restart()
+        if step % options.save_every == 0 or last or stopping:
             if saving is not None:
                 saving.result()  # raises if the previous save failed
             check(
@@ -244,20 +284,26 @@ def train(options: TrainOptions) -> None:
             saving = save_state(output, step, model, optimizer, scheduler, loader, background=True, keep=options.keep)
             log.restart()
         log.bar.update()
+        if stopping:
+            break
+    stop.close()
     log.close()
     if saving is not None:
         saving.result()
-    if options.lora_r:
-        save_adapter(model, output / "adapter", base=options.model)
-        merging = ["convert", options.model, str(output / "model"), "--adapter", str(output / "adapter")]
-        if rank == 0:
-            print("To merge:", shlex.join(["liger-models", *merging]))
+    if stop.signal:
+        say(f"Stopped after step {step} of {steps}, which is saved in {output}. The same command goes on from there.")
     else:
-        model.save_pretrained(output / "model", dtype=options.export_dtype)
+        if options.lora_r:
+            save_adapter(model, output / "adapter", base=options.model)
+        else:
+            model.save_pretrained(output / "model", dtype=options.export_dtype)
+        chat = bool(model.tokenizer.chat_template)
+        say(*next_steps(output, model=options.model, adapters=options.lora_r > 0, chat=chat))
     if started:
         dist.destroy_process_group()
         if device.type == "cpu":  # Python aborts if it exits while a thread of gloo still frees a tensor
             time.sleep(0.2)
+    stop.leave()
 
 
 def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh) -> CausalLM:
@@ -337,8 +383,12 @@ def cosine(step: int, warmup: int, steps: int, floor: float) -> float:
 
 
 def main(arguments: Sequence[str] | None = None, command: str | None = None) -> None:
-    """Read the options and train."""
-    train(read_options(TrainOptions, arguments, command))
+    """Read the options and train. Exits with 130 or 143 if SIGINT or SIGTERM has stopped it."""
+    options = read_options(TrainOptions, arguments, command)
+    try:
+        train(options)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

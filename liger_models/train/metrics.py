@@ -1,8 +1,9 @@
 """What a training run reports: its log, tokens per second, and the share of the device's peak FLOPS (MFU)."""
 
+import importlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from liger_models.data.batch import Batch
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import AttentionSpec, layers_of
 from liger_models.parallel.groups import rank, world_size
+from liger_models.train.report import Lines, say
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "MI300X": 1307e12}
 """Part of a device's name -> its peak dense bf16 FLOPS, from the vendor's datasheet; the divisor of MFU."""
@@ -60,27 +62,39 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
 
 
 class Log:
-    """Progress bar, log.jsonl and TensorBoard, all written by rank 0, and counts of tokens and time between lines.
+    """Screen, log.jsonl, TensorBoard and W&B, all written by rank 0, and counts of tokens and time between lines.
 
     Args:
         folder: holds log.jsonl; lines of steps after ``start`` are removed, because those steps run again.
         start: number of finished steps.
         steps: number of all steps of the run.
-        tensorboard: also write ``folder/tensorboard``.
         device: the device whose memory and share of the peak are reported.
         ranks: number of ranks with different batches. Default: all.
+        report_to: "tensorboard" also writes ``folder/tensorboard``, "wandb" a run of Weights & Biases, whose files are
+            in ``folder/wandb`` and whose id is in ``folder/wandb.id``: a run that goes on keeps its id.
+        options: the options of the run, for W&B.
 
     Raises:
-        ImportError: ``tensorboard`` is True, and TensorBoard is not installed.
+        ImportError: a package that ``report_to`` names is not installed.
     """
 
     def __init__(
-        self, folder: Path, start: int, steps: int, tensorboard: bool, device: torch.device, ranks: int | None = None
+        self,
+        folder: Path,
+        start: int,
+        steps: int,
+        device: torch.device,
+        ranks: int | None = None,
+        *,
+        report_to: Sequence[str] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.first, self.device, self.file = rank() == 0, device, folder / "log.jsonl"
         self.ranks = world_size() if ranks is None else ranks
-        self.writer: Any = None
-        self.bar: Any = tqdm(total=steps, initial=start, unit="step", disable=not self.first)
+        self.lines = Lines(start, steps)
+        self.writers: list[_TensorBoard | _WandB] = []
+        # On a terminal only: a file would get a line for every step.
+        self.bar: Any = tqdm(total=steps, initial=start, unit="step", disable=None if self.first else True, leave=False)
         name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
         self.peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
         if self.first:
@@ -90,8 +104,10 @@ class Log:
             temporary = self.file.with_suffix(".tmp")
             temporary.write_text("".join(line for line in whole if json.loads(line)["step"] <= start))
             temporary.replace(self.file)
-            if tensorboard:
-                self.writer = _tensorboard(folder / "tensorboard", start + 1)
+            if "tensorboard" in report_to:
+                self.writers.append(_TensorBoard(folder / "tensorboard", start + 1))
+            if "wandb" in report_to:
+                self.writers.append(_WandB(folder, options))
         self.restart()
 
     def restart(self) -> None:
@@ -116,28 +132,71 @@ class Log:
         self.restart()
         return found
 
-    def write(self, step: int, **values: float) -> None:
-        """Write a line of the log."""
+    def write(self, step: int, *, epochs: float | None = None, **values: float | str) -> None:
+        """Write a line of the log.
+
+        Args:
+            step: number of the step.
+            epochs: passes through the data so far, for the screen instead of the whole number ``epoch``.
+            values: name -> value.
+        """
         if self.first:
             with self.file.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
-            self.bar.set_postfix_str(", ".join(f"{name} {value:.4g}" for name, value in values.items()))
-            for name, value in values.items() if self.writer is not None else ():
-                self.writer.add_scalar(name, value, step)
+            say(*self.lines.make(step, values if epochs is None else {**values, "epoch": epochs}))
+            for writer in self.writers:
+                writer.write(step, values)
 
     def close(self) -> None:
-        """Close the progress bar and TensorBoard's file."""
+        """Close the progress bar, TensorBoard's file and the run of W&B."""
         self.bar.close()
-        if self.writer is not None:
-            self.writer.close()
+        for writer in self.writers:
+            writer.close()
 
 
-def _tensorboard(folder: Path, start: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            "Log: tensorboard=True needs TensorBoard, got no such package. Run: pip install "
-            "'liger_models[tensorboard]', or leave it out: log.jsonl has the same numbers."
-        ) from error
-    return SummaryWriter(folder, purge_step=start)
+class _TensorBoard:
+    """Writes a file of TensorBoard's; values from step ``start`` on are hidden, because those steps run again."""
+
+    def __init__(self, folder: Path, start: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _missing("tensorboard", "TensorBoard") from error
+        self._writer: Any = SummaryWriter(folder, purge_step=start)
+
+    def write(self, step: int, values: Mapping[str, float | str]) -> None:
+        for name, value in values.items():
+            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+            add(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    """Writes to a run of Weights & Biases. Its mode, project and entity are those of the variables ``WANDB_...``."""
+
+    def __init__(self, folder: Path, options: Mapping[str, Any] | None) -> None:
+        try:
+            wandb: Any = importlib.import_module("wandb")
+        except ImportError as error:
+            raise _missing("wandb", "Weights & Biases") from error
+        file = folder / "wandb.id"
+        known = file.read_text().strip() if file.is_file() else None
+        self._run = wandb.init(
+            dir=str(folder), name=folder.name, id=known, resume="allow", config=None if options is None else {**options}
+        )
+        file.write_text(f"{self._run.id}\n")
+
+    def write(self, step: int, values: Mapping[str, float | str]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _missing(name: str, product: str) -> ImportError:
+    return ImportError(
+        f"Log: report_to={name} needs {product}, got no such package. Run: pip install 'liger_models[{name}]', or "
+        "leave it out: log.jsonl has the same numbers."
+    )

@@ -41,9 +41,9 @@ def read_options(cls: type[Options], arguments: Sequence[str] | None = None, com
     found, left = parser.parse_known_args(arguments)
     given = vars(found)
     try:
-        for each in left:
-            name = each.partition("=")[0]
-            check(not each.startswith("--"), _unknown(cls, name, [f"--{known}".replace("_", "-") for known in types]))
+        for extra in left:
+            name = extra.partition("=")[0]
+            check(not extra.startswith("--"), _unknown(cls, name, [f"--{known}".replace("_", "-") for known in types]))
         check(not left, f"{cls.__name__}: one file must hold the options, got also {' '.join(left)}. Leave it out.")
         file = given.pop("config")
         return options_from(cls, ({} if file is None else _read(file)) | given)

@@ -1,0 +1,232 @@
+"""What a training run says on the screen: a banner, a line for each line of the log, a sample of text, and its end."""
+
+import shlex
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.utils.tqdm import tqdm
+
+from liger_models.arch.auto import AutoLigerModel
+from liger_models.base.causal_lm import CausalLM
+from liger_models.generation.options import resolve
+from liger_models.layers.linear import local
+from liger_models.memory.estimate import training_memory
+from liger_models.parallel.fsdp import reshard
+from liger_models.parallel.groups import rank
+
+WIDTH = 100
+"""Columns of the screen."""
+HEADER_EVERY = 25
+"""Lines after which the names of the columns are repeated."""
+SAMPLE_TOKENS = 64
+"""Length of a sample of text."""
+COLUMNS = {"epoch": 6, "loss": 8, "lr": 8, "norm": 8, "tokens_per_s": 9, "mfu": 5, "memory_gib": 9, "eta": 10}
+"""Values of the log that have a column -> its width."""
+HEADERS = {"tokens_per_s": "tokens/s", "mfu": "MFU", "memory_gib": "memory", "eta": "ETA"}
+
+
+def say(*lines: str) -> None:
+    """Print lines on rank 0, above the progress bar."""
+    if rank() == 0:
+        with tqdm.external_write_mode():
+            print(*lines, sep="\n", flush=True)
+
+
+class Lines:
+    """The lines of the log on the screen.
+
+    Each is at most `WIDTH` columns wide. Values without a column follow on lines of their own, with their names.
+
+    Args:
+        start: number of finished steps.
+        steps: number of all steps of the run, from which the time that is left is estimated.
+    """
+
+    def __init__(self, start: int, steps: int) -> None:
+        self.start, self.steps, self.begin = start, steps, time.perf_counter()
+        self._columns: list[str] = []
+        self._printed = 0
+
+    def make(self, step: int, values: Mapping[str, float | str]) -> list[str]:
+        """The lines of the screen for a line of the log."""
+        place = f"{step}/{self.steps}".rjust(2 * len(str(self.steps)) + 1)
+        found = []
+        if "loss" in values:
+            seconds = (time.perf_counter() - self.begin) / (step - self.start) * (self.steps - step)
+            shown = {**values, "eta": duration(seconds)}
+            columns = [name for name in COLUMNS if name in shown]
+            if columns != self._columns or self._printed % HEADER_EVERY == 0:
+                names = [HEADERS.get(name, name).rjust(COLUMNS[name]) for name in columns]
+                found.append("  ".join(["step".rjust(len(place)), *names]))
+                self._columns, self._printed = columns, 0
+            self._printed += 1
+            texts = [_text(name, shown[name]).rjust(COLUMNS[name]) for name in columns]
+            found.append("  ".join([place, *texts]))
+            values, place = {name: each for name, each in values.items() if name not in COLUMNS}, " " * len(place)
+        if values:
+            named = (f"{name.replace('_', ' ')} {_text(name, each)}" for name, each in values.items())
+            found += [f"{place}  {line}" for line in _fold(named, WIDTH - len(place) - 2)]
+        return found
+
+
+def duration(seconds: float) -> str:
+    """Seconds as "0:01:02" or "3d 4:05:06"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}d " * bool(days) + f"{hours}:{minutes:02}:{rest:02}"
+
+
+def _text(name: str, value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    formats = {"epoch": ".2f", "lr": ".2e", "norm": ".3g", "tokens_per_s": ",.0f", "mfu": ".0%"}
+    if name == "memory_gib":
+        return f"{value:.1f} GiB"
+    return format(value, formats.get(name, ".4f" if abs(value) < 1000 else ".3g"))
+
+
+def _fold(parts: Iterator[str], width: int) -> list[str]:
+    """Parts on lines of at most this width; a part that is longer, or has several lines, is wrapped."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines += [row for line in part.splitlines() for row in textwrap.wrap(line, width) or [""]]
+    return lines
+
+
+def banner(
+    model: CausalLM,
+    *,
+    name: str,
+    rows: int,
+    length: int,
+    accumulate: int,
+    ranks: int,
+    sharing: int,
+    device: torch.device,
+    memory: float | None,
+    output: Path,
+    start: int,
+    steps: int,
+    epochs: float,
+) -> list[str]:
+    """The lines that a run begins with.
+
+    Args:
+        model: as it is trained.
+        name: its folder, or its name on the hub.
+        rows, length, accumulate: rows of a batch, tokens of a row, batches of a step.
+        ranks: number of processes.
+        sharing: number of ranks that share a batch.
+        device: of this process.
+        memory: estimate of the memory of a device in bytes; None where there is none.
+        output: folder of the run.
+        start, steps: number of finished and of all steps.
+        epochs: passes through the data in ``steps``.
+    """
+    parameters = model.num_parameters()
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    sequences = rows * accumulate * (ranks // sharing)
+    kind, total = "CPU", 0
+    if device.type != "cpu":
+        kind = torch.get_device_module(device).get_device_name()
+        total = torch.get_device_module(device).get_device_properties(device).total_memory
+    begin = f"resumed after step {start:,}" if start else "from the start"
+    parts = {
+        "model": f"{name} ({type(model).__name__.removeprefix('FSDP')})",
+        "parameters": f"{parameters:,}, of which {trained:,} ({trained / parameters:.2%}) are trained",
+        "batch": f"{sequences:,} sequences of {length:,} tokens: {sequences * length:,} tokens a step",
+        "devices": f"{ranks} x {kind}" + f", {sharing} of which share a batch" * (sharing > 1),
+        "memory": None if memory is None else f"about {memory / 2**30:.1f} of {total / 2**30:.1f} GiB (estimate)",
+        "output": str(output),
+        "steps": f"{steps:,} ({epochs:.2f} epochs), {begin}",
+    }
+    return [f"{part:<10}  {text}" for part, text in parts.items() if text is not None]
+
+
+def estimate(model: CausalLM, policy: str, tokens: int, accumulate: int) -> int:
+    """Estimate of a step's peak memory on this rank's device, in bytes, for a model that FSDP shards.
+
+    This rank's parameters, gradients and AdamW's moments are counted as they are. Activations, the head, and what FSDP
+    gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation.
+
+    Args:
+        model: as it is trained; not sharded by `apply_tp`.
+        policy: its checkpointing policy.
+        tokens: tokens of a batch on this rank.
+        accumulate: number of batches in a step. With more than one, gradients exist beside activations.
+    """
+    empty = AutoLigerModel.from_config(model.config, device="meta", kernels=model.kernels)
+    found = training_memory(empty, tokens, torch.bfloat16)
+    weights = sum(local(each).nbytes for each in model.parameters())
+    trained = sum(local(each).nbytes for each in model.parameters() if each.requires_grad)
+    ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
+    block = max(sum(each.numel() for each in block.parameters()) for block in empty.layers)
+    gathered = 2 * (sum(ends.values()) + 2 * block)
+    during = found.activations[policy] + found.head
+    return weights + 2 * trained + gathered + (trained + during if accumulate > 1 else max(trained, during))
+
+
+def check_turn_end(model: CausalLM) -> str | None:
+    """A warning if generation does not stop where the chat template ends an answer; None if it does."""
+    tokenizer = model.tokenizer
+    if not tokenizer.chat_template:
+        return None
+    try:
+        messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+        text, spans = tokenizer.render_answers(messages)
+    except ValueError:  # a template for other conversations
+        return None
+    ids = tokenizer.encode(text[slice(*spans[-1])], add_special_tokens=False)
+    token = tokenizer.backend.get_added_tokens_decoder().get(ids[-1]) if ids else None
+    stops = resolve(model, 1, {}).eos_token_id
+    if token is None or ids[-1] in stops:
+        return None
+    return (
+        f"warning: the chat template ends an answer with {token.content} ({ids[-1]}), which is not a stop token "
+        f"({', '.join(map(str, stops)) or 'there is none'}). A model trained on conversations will not stop there: add "
+        f"{ids[-1]} to eos_token_id in the checkpoint's generation_config.json."
+    )
+
+
+def sample(model: CausalLM, prompt: str) -> str:
+    """The most probable continuation of a prompt, or the answer to it if there is a chat template.
+
+    Every rank of a sharded model must call it. All generate the same number of tokens, so that no rank waits for one
+    that has stopped; what follows a stop token is cut off.
+    """
+    tokenizer: Any = model.tokenizer
+    if tokenizer.chat_template:
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
+    else:
+        ids = tokenizer.encode(prompt)
+    made = model.generate(ids, max_new_tokens=SAMPLE_TOKENS, do_sample=False, eos_token_id=[])[0, len(ids) :].tolist()
+    reshard(model)
+    stops = resolve(model, 1, {}).eos_token_id
+    end = next((place for place, token in enumerate(made) if token in stops), len(made))
+    text: str = tokenizer.decode(made[:end])
+    return text
+
+
+def next_steps(output: Path, *, model: str, adapters: bool, chat: bool) -> list[str]:
+    """The last lines of a finished run: where the result is, and the commands that use it."""
+    folder = output / ("adapter" if adapters else "model")
+    given = [model, "--adapter", str(folder)] if adapters else [str(folder)]
+    commands = {"generate": ["liger-models", "generate", *given, *["--chat"] * chat, "Hello"]}
+    if adapters:
+        merged = output / "model"
+        commands["merge"] = ["liger-models", "convert", model, str(merged), "--adapter", str(folder)]
+    else:
+        commands["convert"] = ["liger-models", "convert", str(folder), f"{folder}-fp16", "--dtype", "fp16"]
+    commands["push"] = ["hf", "upload", "USER/NAME", str(folder)]
+    return [
+        f"The {'adapters are' if adapters else 'model is'} in {folder}.",
+        *(f"  {name + ':':<9} {shlex.join(command)}" for name, command in commands.items()),
+    ]

@@ -1,0 +1,106 @@
+"""Stopping a run by a signal: after a step that all ranks agree on, so that it can be saved."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from liger_models.parallel.groups import rank, world_size
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+APART = 1.0
+"""Seconds within which a second signal is taken for the first: torchrun repeats a Ctrl-C that the terminal sends."""
+
+
+@contextlib.contextmanager
+def keep_signal_handlers() -> Iterator[None]:
+    """Restore the handlers of `SIGNALS` on exit; also a decorator."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Stop:
+    """Turns the first SIGINT or SIGTERM into a wish to stop, which all ranks learn of; the second one acts at once.
+
+    Every rank must create one, and call `check` once per step. Outside of the main thread no handler is installed, and
+    the rank only learns of the others' signals.
+
+    Attributes:
+        signal: the signal for which all ranks stop, from the step on in which `check` returned True; otherwise 0.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._received, self._at = 0, 0.0
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        # Not the default group: on GPUs its collectives would have to be waited for.
+        self._group = dist.new_group(backend="gloo") if world_size() > 1 else None
+        self._sent: tuple[dist.Work, torch.Tensor] | None = None
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                signal.signal(number, self._receive)
+
+    def _restore(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if not self._received:
+            self._received, self._at = number, time.monotonic()
+            if rank() == 0:  # print is not safe in a handler
+                os.write(2, b"\nStopping at the end of a step, which is saved. A second signal stops at once.\n")
+        elif time.monotonic() - self._at > APART:
+            self._restore()
+            signal.raise_signal(number)
+
+    def check(self) -> bool:
+        """Whether to stop after this step: the same on all ranks.
+
+        Ranks exchange their signals in the background, and read them a step later, so that neither the host nor the
+        device waits.
+        """
+        if self._group is None:
+            self.signal = self._received
+            return self.signal != 0
+        self._read()
+        if not self.signal:
+            signals = torch.tensor(self._received)
+            work = dist.all_reduce(signals, dist.ReduceOp.MAX, self._group, async_op=True)
+            assert work is not None
+            self._sent = work, signals
+        return self.signal != 0
+
+    def _read(self) -> None:
+        if self._sent is not None:
+            work, signals = self._sent
+            work.wait()
+            self.signal, self._sent = int(signals), None
+
+    def close(self) -> None:
+        """End the exchange, and act at once on signals from now on. Every rank must call it after its last step."""
+        self._restore()
+        if self._group is not None:
+            stopped = self.signal
+            self._read()
+            self.signal = stopped  # a signal that came too late for a step
+            dist.destroy_process_group(self._group)
+
+    def leave(self) -> None:
+        """Do what the signal asked for: raise KeyboardInterrupt or SystemExit if the run was stopped."""
+        if self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.signal:
+            sys.exit(128 + self.signal)
