@@ -8,7 +8,17 @@ from liger_models.lazy.moved import follow_moved
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from liger_models.adapters.lora import apply_lora as apply_lora
+    from liger_models.adapters.lora import merge_lora as merge_lora
+    from liger_models.adapters.lora import unmerge_lora as unmerge_lora
+    from liger_models.adapters.lora import without_adapters as without_adapters
+    from liger_models.adapters.lora_layers import LoRAConfig as LoRAConfig
+    from liger_models.adapters.lora_layers import adapter_config as adapter_config
     from liger_models.adapters.medusa import LigerMedusa as LigerMedusa
+    from liger_models.adapters.nf4 import quantize_base as quantize_base
+    from liger_models.adapters.peft_files import load_adapter as load_adapter
+    from liger_models.adapters.peft_files import save_adapter as save_adapter
+    from liger_models.adapters.unpacked import unpack_projections as unpack_projections
     from liger_models.arch.auto import AutoLigerModel as AutoLigerModel
     from liger_models.arch.auto import list_archs as list_archs
     from liger_models.arch.cohere2 import Cohere2Config as Cohere2Config
@@ -88,7 +98,12 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            "adapters.lora": ["apply_lora", "merge_lora", "unmerge_lora", "without_adapters"],
+            "adapters.lora_layers": ["LoRAConfig", "adapter_config"],
             "adapters.medusa": ["LigerMedusa"],
+            "adapters.nf4": ["quantize_base"],
+            "adapters.peft_files": ["load_adapter", "save_adapter"],
+            "adapters.unpacked": ["unpack_projections"],
             "arch.auto": ["AutoLigerModel", "list_archs"],
             "arch.cohere2": ["Cohere2Config", "LigerCohere2"],
             "arch.exaone4": ["Exaone4Config", "LigerExaone4"],

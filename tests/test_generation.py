@@ -573,16 +573,16 @@ def test_bad_arguments(ours, arguments, message):
 
 def test_unknown_options(ours):
     for method in (ours.generate, ours.stream):
-        with pytest.raises(
-            TypeError, match=r"options must be among max_new_tokens, attention_mask.*, got max_length\."
-        ):
+        with pytest.raises(TypeError, match=r"'max_length' = 3\. Pass max_new_tokens, which does not count the prompt"):
             method(PROMPTS, max_new_tokens=1, max_length=3)
+        with pytest.raises(TypeError, match=r"argument 'lenght' = 3\. It takes max_new_tokens, attention_mask"):
+            method(PROMPTS, max_new_tokens=1, lenght=3)
         with pytest.raises(TypeError, match="max_new_tokens"):
             method(PROMPTS)
 
 
 def test_none_leaves_an_option_to_the_checkpoint(ours):
-    names = Options.__annotations__.keys() - PromptInputs.__annotations__.keys() - {"use_cache"}
+    names = Options.__annotations__.keys() - PromptInputs.__annotations__.keys()
     assert resolved(ours, **dict.fromkeys(names)) == resolved(ours)
 
 

@@ -67,8 +67,18 @@ def test_every_public_name_is_there(name):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(AttributeError, match="LigerLlama"):
+    with pytest.raises(AttributeError, match=r"Did you mean LigerLlama\? It has: .*LigerAdamW"):
         liger_models.LigerLama  # noqa: B018
+    with pytest.raises(
+        ImportError, match=r"cannot import name 'LigerLama' from 'liger_models'\. Did you mean LigerLlama"
+    ):
+        from liger_models import LigerLama  # noqa: F401
+    with pytest.raises(ImportError, match="Did you mean LigerFusedLinearDPOLoss"):
+        from liger_models.losses import LigerFusedDPOLoss  # noqa: F401
+    with pytest.raises(ImportError, match=r"cannot import name 'Unknown' from 'liger_models' \("):
+        from liger_models import Unknown  # noqa: F401
+    assert not hasattr(liger_models, "LigerLama")
+    assert importlib.util.find_spec("liger_models.nothing") is None
 
 
 TRAIN_WITHOUT = """

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from liger_models import LigerLlama, LlamaConfig
 from liger_models.base import causal_lm
+from liger_models.text import tokenizer
 
 from .processing.conftest import make_model
 
@@ -40,6 +41,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 def serve(monkeypatch, folder: Path) -> None:
     """Make every name on the hub this folder."""
     monkeypatch.setattr(causal_lm, "download", lambda repo_id, *_, **options: folder)
+    monkeypatch.setattr(tokenizer, "snapshot_download", lambda repo_id, **options: str(folder))
 
 
 @pytest.fixture

@@ -61,21 +61,29 @@ def _plugins() -> EntryPoints:
     return entry_points(group=ENTRY_POINTS)
 
 
+class _AnyFamily(CausalLM):
+    """The class that config.json names. It has no instances."""
+
+    @classmethod
+    def _class_for(cls, hf_config: Mapping[str, Any]) -> type[CausalLM]:  # type: ignore[override]
+        return get_arch(read_model_type(hf_config))
+
+    @classmethod
+    def _class_at(cls, folder: str | os.PathLike[str]) -> type[CausalLM]:  # type: ignore[override]
+        return cls._class_for(read_json_config(Path(folder)))
+
+
 class AutoLigerModel:
     """Builds the model that a config.json describes, choosing the class by its ``model_type``."""
 
     def __init__(self) -> None:
         raise TypeError("AutoLigerModel: has no instances. Use from_hub, from_pretrained or from_config.")
 
-    @classmethod
-    def from_hub(cls, repo_id: str, **options: Any) -> CausalLM:
-        """Load a model from the Hugging Face hub; the arguments are those of `CausalLM.from_hub`."""
-        return _AnyFamily.from_hub(repo_id, **options)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike[str], **options: Any) -> CausalLM:
-        """Load a model from a local folder; the arguments are those of `CausalLM.from_pretrained`."""
-        return _AnyFamily._class_for(read_json_config(Path(folder))).from_pretrained(folder, **options)
+    from_hub = _AnyFamily.from_hub
+    """Load a model from the Hugging Face hub; the arguments are those of `CausalLM.from_hub`."""
+    from_pretrained = _AnyFamily.from_pretrained
+    """Load a model from a local folder, or from the hub if its name is no folder; the arguments are those of
+    `CausalLM.from_pretrained`."""
 
     @classmethod
     def from_config(
@@ -103,11 +111,3 @@ class AutoLigerModel:
             model_class = get_arch(format_of(type(config)).model_type)
             parsed = config
         return model_class.from_config(parsed, dtype=dtype, device=device, kernels=kernels)
-
-
-class _AnyFamily(CausalLM):
-    """The class that config.json names. It has no instances."""
-
-    @classmethod
-    def _class_for(cls, hf_config: Mapping[str, Any]) -> type[CausalLM]:  # type: ignore[override]
-        return get_arch(read_model_type(hf_config))

@@ -2,23 +2,25 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.files import as_dtype, read_json_config
+from liger_models.convert.files import as_dtype
 from liger_models.convert.hub import download, push
 from liger_models.convert.load import load_pretrained
 from liger_models.convert.save import save_pretrained
 from liger_models.generation.loop import generate, stream
-from liger_models.generation.options import Options
+from liger_models.generation.options import Options, shows_options
 from liger_models.generation.prompts import Prompts
 from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import CausalLMConfig, Decoder
 from liger_models.layers.embedding import LigerEmbedding
+from liger_models.lazy.foreign import foreign_arguments, is_hub_name
 from liger_models.parallel.groups import wait_for_ranks
 from liger_models.text.tokenizer import Tokenizer
 
@@ -161,13 +163,27 @@ class CausalLM(Decoder):
         tokenizer: Tokenizer | None = self.__dict__.get("_tokenizer")
         return self.assets | (tokenizer.changed_files(self.assets) if tokenizer else {})
 
-    def generate(self, input_ids: Prompts, *, max_new_tokens: int, **options: "Unpack[Options]") -> Tensor:
-        """Continue the prompts; see `liger_models.generation.loop.generate`."""
-        return generate(self, input_ids, max_new_tokens=max_new_tokens, **options)
+    @shows_options
+    def generate(
+        self, input_ids: Prompts | str | list[str], *, max_new_tokens: int, **options: "Unpack[Options]"
+    ) -> Tensor:
+        """Continue the prompts; see `liger_models.generation.loop.generate`, and `Options` for the options.
 
-    def stream(self, input_ids: Prompts, *, max_new_tokens: int, **options: "Unpack[Options]") -> Iterator[Tensor]:
+        Texts are encoded by `tokenizer`, whose ``batch_decode`` turns what is returned into texts.
+        """
+        return generate(self, self._encoded(input_ids), max_new_tokens=max_new_tokens, **options)
+
+    @shows_options
+    def stream(
+        self, input_ids: Prompts | str | list[str], *, max_new_tokens: int, **options: "Unpack[Options]"
+    ) -> Iterator[Tensor]:
         """Continue the prompts, yielding the tokens of each step; see `liger_models.generation.loop.stream`."""
-        return stream(self, input_ids, max_new_tokens=max_new_tokens, **options)
+        return stream(self, self._encoded(input_ids), max_new_tokens=max_new_tokens, **options)
+
+    def _encoded(self, prompts: Any) -> Prompts:
+        texts = isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], str))
+        found: Prompts = self.tokenizer.encode(prompts) if texts else prompts
+        return found
 
     @classmethod
     def from_config(
@@ -187,23 +203,45 @@ class CausalLM(Decoder):
         return model
 
     @classmethod
+    @foreign_arguments("from_pretrained")
     def from_pretrained(
         cls,
         folder: str | PathLike[str],
         *,
+        revision: str | None = None,
         dtype: torch.dtype | str | None = None,
         device: str | torch.device = "cpu",
         kernels: KernelOptions | None = None,
         strict: bool = False,
         progress: bool = True,
+        cache_dir: str | PathLike[str] | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
         shard: Callable[["Self"], object] | None = None,
     ) -> "Self":
-        """Load a Hugging Face checkpoint from a local folder; see `liger_models.convert.load.load_pretrained`."""
-        return load_pretrained(
-            cls, folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard
-        )
+        """Load a Hugging Face checkpoint from a local folder, or as `from_hub` if its name is no folder.
+
+        Args:
+            folder: folder with config.json and safetensors; or a text ``owner/name`` that is no folder here, for a
+                repository of the hub.
+            dtype, device, kernels, strict, progress, shard: see `liger_models.convert.load.load_pretrained`, which also
+                says what is raised.
+            revision, cache_dir, token, local_files_only, force_download: as for `from_hub`; a folder has no use for
+                them.
+        """
+        if is_hub_name(folder):
+            return cls.from_hub(
+                str(folder), revision=revision, dtype=dtype, device=device, kernels=kernels, strict=strict,
+                progress=progress, cache_dir=cache_dir, token=token, local_files_only=local_files_only,
+                force_download=force_download, shard=shard,
+            )  # fmt: skip
+        chosen = cls._class_at(folder)
+        load = partial(load_pretrained, cls) if chosen is cls else chosen.from_pretrained
+        return load(folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard)
 
     @classmethod
+    @foreign_arguments("from_hub")
     def from_hub(
         cls,
         repo_id: str,
@@ -245,7 +283,7 @@ class CausalLM(Decoder):
             strict=strict,
             progress=progress,
         )
-        return cls._class_for(read_json_config(folder)).from_pretrained(
+        return cls._class_at(folder).from_pretrained(
             folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard
         )
 
@@ -254,6 +292,12 @@ class CausalLM(Decoder):
         """The class of the model that the content of a config.json describes."""
         return cls
 
+    @classmethod
+    def _class_at(cls, folder: str | PathLike[str]) -> type["Self"]:
+        """The class of the model in a folder."""
+        return cls
+
+    @foreign_arguments("save_pretrained")
     def save_pretrained(
         self,
         folder: str | PathLike[str],

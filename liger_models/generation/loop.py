@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.generation.options import Options, Settings, resolve, select_inputs
+from liger_models.generation.options import Options, Settings, resolve, select_inputs, shows_options
 from liger_models.generation.prompts import Prompts, batch_prompts
 from liger_models.generation.sampling import choose
 from liger_models.layers.decoder import Decoder
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@shows_options
 def generate(model: Decoder, input_ids: Prompts, *, max_new_tokens: int, **options: "Unpack[Options]") -> Tensor:
     """Continue the prompts.
 
@@ -39,7 +40,7 @@ def generate(model: Decoder, input_ids: Prompts, *, max_new_tokens: int, **optio
         the last row ended.
 
     Raises:
-        TypeError: an argument is not in `Options`.
+        TypeError: an argument is not in `Options`, and no argument of transformers that asks for what happens anyway.
         ValueError: an argument is out of range, a prompt is empty, or the mask has another shape or padding on the
             right.
     """
@@ -48,6 +49,7 @@ def generate(model: Decoder, input_ids: Prompts, *, max_new_tokens: int, **optio
     return torch.cat([ids, torch.stack(list(_steps(model, ids, mask, settings, select_inputs(model, options))), 1)], 1)
 
 
+@shows_options
 def stream(
     model: Decoder, input_ids: Prompts, *, max_new_tokens: int, **options: "Unpack[Options]"
 ) -> Iterator[Tensor]:

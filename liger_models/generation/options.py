@@ -4,17 +4,21 @@ Options that are not given come from the checkpoint's generation_config.json, th
 config.json, so that a chat model samples as its authors intended.
 """
 
+import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
 from liger_models.kernels.checks import check
 from liger_models.layers.decoder import Decoder
+from liger_models.lazy.foreign import translate
 from liger_models.text.json_files import parse_json
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 NOT_HERE = (
     "num_beams", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "min_length",
@@ -68,7 +72,19 @@ class Options(PromptInputs, total=False):
     eos_token_id: int | Sequence[int] | None
     pad_token_id: int | None
     generator: torch.Generator | None
-    use_cache: bool
+    use_cache: bool | None
+
+
+def shows_options(function: Function) -> Function:
+    """Decorate a function with ``**options: Unpack[Options]``, so that ``help`` shows the options one by one."""
+    signature = inspect.signature(function)
+    *usual, _ = signature.parameters.values()
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in Options.__annotations__.items()
+    ]
+    function.__signature__ = signature.replace(parameters=[*usual, *options])  # type: ignore[attr-defined]
+    return function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +121,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
     """Fill in the defaults of the checkpoint, and check that all options are valid."""
     known = [key for key in Options.__annotations__ if key not in PromptInputs.__annotations__]
     known += model.prompt_inputs
-    if options.keys() - known:
-        raise TypeError(
-            f"generate: options must be among max_new_tokens, {', '.join(known)}, "
-            f"got {', '.join(sorted(options.keys() - known))}."
-        )
+    translate("generate", options, ["max_new_tokens", *known])
     stored = _generation_config(model)
 
     def said(name: str, *otherwise: Any) -> Any:
@@ -145,7 +157,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         eos_token_id=eos,
         pad_token_id=next((pad for pad in pads if pad is not None and 0 <= pad < vocab), None),
         generator=generator,
-        use_cache=options.get("use_cache", True),
+        use_cache=_first(options.get("use_cache"), True),
     )
 
 

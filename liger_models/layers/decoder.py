@@ -18,6 +18,7 @@ from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, draw, is_replayable, named_layers, set_policy
 from liger_models.layers.lm_head import LigerLMHead, LossFunction, Targets
 from liger_models.layers.norm import Norm, add_norm
+from liger_models.lazy.foreign import foreign_arguments
 from liger_models.memory.offload import Offload
 from liger_models.memory.recompute import is_compiled, run_again
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class CausalLMOutput(NamedTuple):
-    """The result of `Decoder.forward`; None for everything that was not computed.
+    """The result of `Decoder.forward`; None for everything that was not computed. ``out["loss"]`` is ``out.loss``.
 
     Attributes:
         loss: [] fp32, or what ``loss_function`` returned.
@@ -43,6 +44,10 @@ class CausalLMOutput(NamedTuple):
     log_probs: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     router_logits: tuple[Tensor, ...] = ()
+
+    def __getitem__(self, key: Any) -> Any:
+        """A field by its name or index."""
+        return self._asdict()[key] if isinstance(key, str) else tuple.__getitem__(self, key)
 
 
 class CausalLMConfig(Protocol):
@@ -284,10 +289,16 @@ class Decoder(nn.Module):
         """All blocks in execution order: those of the vision tower, if there is one, then those of the decoder."""
         return [*([] if self.visual is None else self.visual.blocks), *self.layers]
 
-    def num_parameters(self, exclude_embeddings: bool = False) -> int:
-        """Number of parameters, with or without those of the embedding; tied parameters count once."""
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Number of parameters, or of trainable ones, with or without the embedding's; tied parameters count once."""
         excluded = self.embed_tokens.weight if exclude_embeddings else None
-        return sum(parameter.numel() for parameter in self.parameters() if parameter is not excluded)
+        counted = [each for each in self.parameters() if each.requires_grad or not only_trainable]
+        return sum(each.numel() for each in counted if each is not excluded)
+
+    def print_trainable_parameters(self) -> None:
+        """Print how many parameters are trainable, of how many."""
+        trainable, total = self.num_parameters(only_trainable=True), self.num_parameters()
+        print(f"{trainable:,} of {total:,} parameters are trainable ({trainable / total:.3%})")
 
     def set_checkpointing(self, policy: str | list[str], *, offload_layers: int = 0) -> None:
         """Choose which activations are saved for the backward, and where. The gradients are always the same.
@@ -329,6 +340,7 @@ class Decoder(nn.Module):
         for block, each in zip(self.layers, policies, strict=True):
             set_policy(block, each)
 
+    @foreign_arguments("forward")
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -419,6 +431,7 @@ class Decoder(nn.Module):
             shape, embeds.device, rotary, windows=self._windows, dtype=embeds.dtype, **options
         )
 
+    @foreign_arguments("forward")
     def run(
         self,
         embeds: Tensor,

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
+from huggingface_hub import snapshot_download
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from liger_models.kernels.checks import check
+from liger_models.lazy.foreign import foreign_arguments, is_hub_name
 from liger_models.text.chat import Span, render_answers, select_template
 from liger_models.text.json_files import parse_json
 from liger_models.text.templates import render, variables_of
@@ -31,6 +33,21 @@ _FILES = (
 )
 
 
+class ModelInputs(dict[str, Any]):
+    """Inputs of a model by name: a dict whose values are attributes, too."""
+
+    def to(self, device: torch.device | str | int, **options: Any) -> "ModelInputs":
+        """The inputs with their tensors on ``device``; the options are those of `torch.Tensor.to`."""
+        return ModelInputs(
+            {name: each.to(device, **options) if isinstance(each, Tensor) else each for name, each in self.items()}
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"ModelInputs: has no {name}. It has: {', '.join(self)}.")
+        return self[name]
+
+
 class Tokenizer:
     """A tokenizer.json, with the special tokens and the chat template of its checkpoint.
 
@@ -46,7 +63,9 @@ class Tokenizer:
     """
 
     # Attributes of other libraries' tokenizers would be ignored, so that assigning one is an error.
-    __slots__ = ("__weakref__", "_as_read", "_clean_up", "backend", "chat_template", "padding_side", "special_tokens")
+    __slots__ = (
+        "__weakref__", "_as_read", "_clean_up", "_files", "backend", "chat_template", "padding_side", "special_tokens",
+    )  # fmt: skip
 
     def __init__(self, backend: Backend, config: Mapping[str, Any] | None = None) -> None:
         config = config or {}
@@ -70,21 +89,71 @@ class Tokenizer:
         )
         self.chat_template: str | dict[str, str] | None = template
         self._as_read = len(self), dict(self.special_tokens), template
+        self._files = {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
+
+    def __repr__(self) -> str:
+        chat = "a" if self.chat_template else "no"
+        return (
+            f"Tokenizer({len(self):,} tokens, {self.special_tokens}, {chat} chat template, padding on the "
+            f"{self.padding_side})"
+        )
 
     @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike[str]) -> "Tokenizer":
+    @foreign_arguments("Tokenizer.from_pretrained")
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        padding_side: str = "left",
+        pad_token: str | None = None,
+        revision: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+    ) -> "Tokenizer":
         """Read the tokenizer of a checkpoint's folder.
 
+        Args:
+            folder: the folder; or a text ``owner/name`` that is no folder here, for a repository of the hub.
+            padding_side: "left" (for generation) or "right" (for training), where a call does not say.
+            pad_token: the token that pads a batch. Default: that of the checkpoint.
+            revision, cache_dir, token, local_files_only: as in huggingface_hub; a folder has no use for them.
+
         Raises:
-            FileNotFoundError: there is no such folder.
+            FileNotFoundError: there is no such folder, and no such repository.
             ValueError: as for `from_files`.
         """
+        if is_hub_name(folder):
+            folder = snapshot_download(
+                str(folder), revision=revision, cache_dir=None if cache_dir is None else Path(cache_dir), token=token,
+                local_files_only=local_files_only, allow_patterns=list(_FILES),
+            )  # fmt: skip
         folder = Path(folder)
         if not folder.is_dir():
             raise FileNotFoundError(
                 f"{folder}: must be a folder with {TOKENIZER_JSON}, got nothing there. Download it."
             )
-        return cls.from_files({name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()})
+        files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
+        tokenizer = cls.from_files(files)
+        tokenizer.padding_side = padding_side
+        if pad_token is not None:
+            tokenizer.pad_token = pad_token
+        return tokenizer
+
+    @foreign_arguments("Tokenizer.save_pretrained")
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the tokenizer's files, with all changes, to a folder. A model's ``save_pretrained`` writes them, too.
+
+        Args:
+            folder: created if it does not exist; other files in it are kept.
+
+        Raises:
+            ValueError: as for `changed_files`.
+        """
+        files = {TOKENIZER_JSON: self.backend.to_str(pretty=True).encode(), **self._files}
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, content in (files | self.changed_files(files)).items():
+            (Path(folder) / name).write_bytes(content)
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> "Tokenizer":
@@ -113,7 +182,9 @@ class Tokenizer:
         with _naming(f"{TOKENIZER_JSON}: cannot be read"):
             backend = Backend.from_str(files[TOKENIZER_JSON].decode())
         with _naming("tokenizer_config.json: must belong to the tokenizer"):
-            return cls(backend, config)
+            tokenizer = cls(backend, config)
+        tokenizer._files = {name: files[name] for name in _FILES if name in files}
+        return tokenizer
 
     def __len__(self) -> int:
         """Number of token ids, including added tokens."""
@@ -177,55 +248,99 @@ class Tokenizer:
         """The token at the beginning of a text."""
         return self.special_tokens.get("bos_token")
 
+    @bos_token.setter
+    def bos_token(self, token: str) -> None:
+        self._assign("bos_token", token)
+
     @property
     def eos_token(self) -> str | None:
         """The token at the end of a text."""
         return self.special_tokens.get("eos_token")
+
+    @eos_token.setter
+    def eos_token(self, token: str) -> None:
+        self._assign("eos_token", token)
 
     @property
     def pad_token(self) -> str | None:
         """The token that pads a batch."""
         return self.special_tokens.get("pad_token")
 
+    @pad_token.setter
+    def pad_token(self, token: str) -> None:
+        self._assign("pad_token", token)
+
     @property
     def bos_token_id(self) -> int | None:
         """The id of ``bos_token``."""
         return self._id(self.bos_token)
+
+    @bos_token_id.setter
+    def bos_token_id(self, token: int) -> None:
+        self._assign("bos_token", self.backend.id_to_token(token))
 
     @property
     def eos_token_id(self) -> int | None:
         """The id of ``eos_token``."""
         return self._id(self.eos_token)
 
+    @eos_token_id.setter
+    def eos_token_id(self, token: int) -> None:
+        self._assign("eos_token", self.backend.id_to_token(token))
+
     @property
     def pad_token_id(self) -> int | None:
         """The id of ``pad_token``."""
         return self._id(self.pad_token)
+
+    @pad_token_id.setter
+    def pad_token_id(self, token: int) -> None:
+        self._assign("pad_token", self.backend.id_to_token(token))
 
     @property
     def padding_id(self) -> int:
         """The id that pads a batch: of ``pad_token``, else of ``eos_token``, else 0."""
         return next((token for token in (self.pad_token_id, self.eos_token_id) if token is not None), 0)
 
+    def _assign(self, role: str, token: str | None) -> None:
+        check(
+            isinstance(token, str) and self._id(token) is not None,
+            f"Tokenizer: {role} must be a token of the vocabulary, got {token!r}. Add it with add_tokens first.",
+        )
+        self.special_tokens[role] = str(token)
+
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
 
     @overload
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True, return_tensors: None = None) -> list[int]: ...
     @overload
     def encode(self, text: list[str], add_special_tokens: bool = True) -> list[list[int]]: ...
-    def encode(self, text: str | list[str], add_special_tokens: bool = True) -> list[int] | list[list[int]]:
+    @overload
+    def encode(self, text: str, add_special_tokens: bool = True, *, return_tensors: Literal["pt"]) -> Tensor: ...
+    @foreign_arguments("Tokenizer.encode")
+    def encode(
+        self, text: str | list[str], add_special_tokens: bool = True, return_tensors: str | None = None
+    ) -> list[int] | list[list[int]] | Tensor:
         """Token ids of a text, or of each text in a list.
 
         Args:
             text: one text or a list.
             add_special_tokens: add the special tokens that the tokenizer puts around a text, such as ``bos_token``.
+            return_tensors: "pt" returns the ids of one text as [1, T] int64. Call the tokenizer for several texts.
         """
+        check(
+            return_tensors is None or (return_tensors == "pt" and isinstance(text, str)),
+            f"Tokenizer: return_tensors must be None, or 'pt' for one text, got {return_tensors!r}. Call the tokenizer "
+            "to encode and pad several.",
+        )
         with _naming(f"{TOKENIZER_JSON}: must encode any text", ()):
             if isinstance(text, str):
-                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+                ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+                return ids if return_tensors is None else torch.tensor([ids], dtype=torch.int64)
             return [item.ids for item in self.backend.encode_batch(text, add_special_tokens=add_special_tokens)]
 
+    @foreign_arguments("Tokenizer.decode")
     def decode(self, ids: Sequence[int] | Tensor, skip_special_tokens: bool = True) -> str:
         """The text of token ids.
 
@@ -238,24 +353,44 @@ class Tokenizer:
             text = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return _clean_up(text) if self._clean_up else text
 
+    @foreign_arguments("Tokenizer.batch_decode")
+    def batch_decode(
+        self, ids: Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, skip_special_tokens: bool = True
+    ) -> list[str]:
+        """The texts of several rows of token ids; see `decode`."""
+        return [self.decode(row, skip_special_tokens) for row in ids]
+
+    @foreign_arguments("Tokenizer")
     def __call__(
-        self, texts: Sequence[str], *, padding_side: str | None = None, add_special_tokens: bool = True
-    ) -> dict[str, Tensor]:
+        self,
+        texts: str | Sequence[str],
+        *,
+        padding_side: str | None = None,
+        add_special_tokens: bool = True,
+        truncation: bool = False,
+        max_length: int | None = None,
+    ) -> ModelInputs:
         """Encode a batch of texts and pad it to its longest text.
 
         Args:
             texts: the batch.
             padding_side: "left" (for generation) or "right" (for training). Default: ``tokenizer.padding_side``.
             add_special_tokens: as for `encode`.
+            truncation: cut texts of more than ``max_length`` tokens at their end.
+            max_length: with ``truncation``, the largest number of tokens of a text, including its special tokens.
 
         Returns:
             ``input_ids`` and ``attention_mask``, int64 [B, T]; the mask is 0 on padding. Padding is ``pad_token``,
             or ``eos_token`` if the tokenizer has no ``pad_token``.
+
+        Raises:
+            ValueError: an argument is out of range, or ``truncation`` and ``max_length`` are not given together.
         """
         padding_side = self.padding_side if padding_side is None else padding_side
         if padding_side not in ("left", "right"):
             raise ValueError(f"Tokenizer: padding_side must be 'left' or 'right', got {padding_side!r}.")
-        rows = self.encode([texts] if isinstance(texts, str) else list(texts), add_special_tokens)
+        batch = [texts] if isinstance(texts, str) else list(texts)
+        rows = self._rows(batch, add_special_tokens, truncation, max_length)
         length = max(map(len, rows), default=0)
         input_ids = torch.full((len(rows), length), self.padding_id)
         attention_mask = torch.zeros_like(input_ids)
@@ -263,7 +398,28 @@ class Tokenizer:
             place = slice(length - len(row), length) if padding_side == "left" else slice(len(row))
             input_ids[index, place] = torch.tensor(row, dtype=torch.int64)
             attention_mask[index, place] = 1
-        return {"input_ids": input_ids, "attention_mask": attention_mask}
+        return ModelInputs(input_ids=input_ids, attention_mask=attention_mask)
+
+    def _rows(
+        self, texts: list[str], add_special_tokens: bool, truncation: bool, max_length: int | None
+    ) -> list[list[int]]:
+        around = self.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        check(
+            (truncation in (True, "longest_first")) == (max_length is not None),
+            f"Tokenizer: truncation and max_length must be given together, got {truncation!r} and {max_length}. Pass "
+            "truncation=True, max_length=2048, or neither.",
+        )
+        if max_length is None:
+            return self.encode(texts, add_special_tokens)
+        check(
+            max_length > around,
+            f"Tokenizer: max_length must be more than the {around} special tokens around a text, got {max_length}.",
+        )
+        with _naming(f"{TOKENIZER_JSON}: must encode any text", ()):
+            encodings = self.backend.encode_batch(texts, add_special_tokens=False)
+            for encoding in encodings:
+                encoding.truncate(max_length - around)
+            return [self.backend.post_process(each, None, add_special_tokens).ids for each in encodings]
 
     @overload
     def apply_chat_template(
@@ -285,8 +441,21 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = ...,
         tokenize: Literal[True] = ...,
         return_tensors: Literal["pt"],
+        return_dict: Literal[False] = ...,
         **variables: Any,
     ) -> Tensor: ...
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = ...,
+        tools: Sequence[Mapping[str, Any]] | None = ...,
+        tokenize: Literal[True] = ...,
+        return_tensors: Literal["pt"],
+        return_dict: Literal[True],
+        **variables: Any,
+    ) -> ModelInputs: ...
     @overload
     def apply_chat_template(
         self,
@@ -306,8 +475,9 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         tokenize: bool = True,
         return_tensors: Literal["pt"] | None = None,
+        return_dict: bool = False,
         **variables: Any,
-    ) -> list[int] | str | Tensor:
+    ) -> list[int] | str | Tensor | ModelInputs:
         """A conversation in the model's chat format.
 
         Args:
@@ -316,6 +486,8 @@ class Tokenizer:
             tools: JSON schemas of functions that the model may call.
             tokenize: return token ids; False returns text.
             return_tensors: "pt" returns the token ids as [1, T] int64, for ``model.generate``.
+            return_dict: with ``return_tensors="pt"``, return ``input_ids`` and ``attention_mask``, for
+                ``model.generate(**inputs)``.
             **variables: what else the template reads.
 
         Raises:
@@ -327,12 +499,20 @@ class Tokenizer:
             return_tensors is None or (return_tensors == "pt" and tokenize),
             f"apply_chat_template: return_tensors must be None, or 'pt' with tokenize, got {return_tensors!r}.",
         )
+        check(
+            not return_dict or return_tensors == "pt",
+            "apply_chat_template: return_dict must be False, or True with return_tensors='pt', got True with "
+            f"{return_tensors!r}.",
+        )
         template, variables = self._chat_template(tools, variables)
         text = render(template, messages, variables, add_generation_prompt=add_generation_prompt)
         if not tokenize:
             return text
         ids = self.encode(text, add_special_tokens=False)
-        return ids if return_tensors is None else torch.tensor([ids])
+        if return_tensors is None:
+            return ids
+        input_ids = torch.tensor([ids], dtype=torch.int64)
+        return ModelInputs(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)) if return_dict else input_ids
 
     def render_answers(
         self,

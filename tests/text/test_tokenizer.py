@@ -188,7 +188,7 @@ def test_the_side_of_padding_is_an_attribute(make_folder: Callable[..., Path]) -
     ours.padding_side = "middle"
     with pytest.raises(ValueError, match="padding_side must be 'left' or 'right', got 'middle'"):
         ours(TEXTS)
-    for name in ("truncation_side", "model_max_length", "pad_token"):
+    for name in ("truncation_side", "model_max_length", "mask_token"):
         with pytest.raises(AttributeError):  # it would be ignored
             setattr(ours, name, "left")
 

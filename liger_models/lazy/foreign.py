@@ -1,0 +1,183 @@
+"""Arguments of transformers under their own names: those that work here, and what to do in place of the others."""
+
+import difflib
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Foreign(NamedTuple):
+    """What an argument of transformers is here. None always means that it was not given.
+
+    Attributes:
+        todo: what to do instead.
+        idle: values that ask for what happens anyway.
+        rename: the argument that has its value here.
+        convert: from transformers' value to that of ``rename``; None for a value that is not possible here.
+    """
+
+    todo: str
+    idle: tuple[object, ...] = ()
+    rename: str = ""
+    convert: Callable[[Any], Any] = lambda value: value
+
+
+def _device(value: Any) -> Any:
+    """The one device that a ``device_map`` means."""
+    import torch
+
+    if isinstance(value, Mapping):
+        value = value[""] if value.keys() == {""} else "several"
+    if value == "auto":
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError):
+        return None
+
+
+_FOUR_BITS = "Load the model, add adapters with apply_lora, then call quantize_base."
+_SHARD = "To spread a model over GPUs, pass shard=apply_fsdp on all ranks."
+_CACHE = "Pass cache=DecodeCache(tokens) to the forward; generate makes its own cache."
+_GENERATE = "The models of liger_models.hf have transformers' own generate."
+_OUTPUT = "Call the model on the tokens that generate returned."
+
+FOREIGN = {
+    # Loading
+    "torch_dtype": Foreign("Pass dtype.", rename="dtype"),
+    "device_map": Foreign(f'Pass device="cuda". {_SHARD}', rename="device", convert=_device),
+    "attn_implementation": Foreign(
+        "There is nothing to choose: PyTorch's fastest kernel for the masks of the batch runs.",
+        ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
+    ),
+    "load_in_4bit": Foreign(_FOUR_BITS, (False,)),
+    "load_in_8bit": Foreign(_FOUR_BITS, (False,)),
+    "quantization_config": Foreign(_FOUR_BITS),
+    "trust_remote_code": Foreign("Leave it out: no code of a checkpoint is ever run.", (True, False)),
+    "low_cpu_mem_usage": Foreign("Leave it out: weights are always loaded one by one.", (True, False)),
+    "use_safetensors": Foreign("Leave it out: only safetensors are read.", (True,)),
+    "use_auth_token": Foreign("Pass token.", rename="token"),
+    "max_memory": Foreign(_SHARD),
+    "offload_folder": Foreign(_SHARD),
+    "tp_plan": Foreign("Pass shard=lambda model: apply_tp(model, ...)."),
+    "ignore_mismatched_sizes": Foreign("Load the model, then call resize_token_embeddings.", (False,)),
+    "state_dict": Foreign("Build the model with from_config, then call load_hf_tensors."),
+    "safe_serialization": Foreign("Leave it out: only safetensors are written.", (True,)),
+    "is_main_process": Foreign("Leave it out: only rank 0 writes.", (True,)),
+    # Forward
+    "use_cache": Foreign(_CACHE, (False,)),
+    "past_key_values": Foreign(_CACHE),
+    "cache_position": Foreign(_CACHE),
+    "return_dict": Foreign('The output is a named tuple: use out.loss, out["loss"] or out[0].', (True,)),
+    "output_attentions": Foreign("Attention weights never exist as a whole; transformers computes them.", (False,)),
+    "output_router_logits": Foreign("Router logits are always returned; the loss follows config.output_router_logits."),
+    "num_logits_to_keep": Foreign("Pass logits_to_keep.", rename="logits_to_keep"),
+    # Generation
+    "max_length": Foreign("Pass max_new_tokens, which does not count the prompt."),
+    "inputs": Foreign("Pass input_ids."),
+    "streamer": Foreign("Iterate over model.stream(...), which takes the same arguments."),
+    "generation_config": Foreign("Pass its entries as arguments; those of the checkpoint are the defaults."),
+    "num_return_sequences": Foreign("Repeat the prompts: ids.repeat_interleave(n, 0).", (1,)),
+    "num_beams": Foreign(_GENERATE, (1,)),
+    "min_p": Foreign(_GENERATE),
+    "typical_p": Foreign(_GENERATE, (1.0,)),
+    "no_repeat_ngram_size": Foreign(_GENERATE, (0,)),
+    "min_length": Foreign(_GENERATE, (0,)),
+    "min_new_tokens": Foreign(_GENERATE, (0,)),
+    "bad_words_ids": Foreign(_GENERATE),
+    "logits_processor": Foreign(_GENERATE),
+    "stopping_criteria": Foreign(f"Break out of a loop over model.stream(...). {_GENERATE}"),
+    "stop_strings": Foreign(f"Break out of a loop over model.stream(...). {_GENERATE}"),
+    "assistant_model": Foreign(f"LigerMedusa drafts with heads of its own. {_GENERATE}"),
+    "synced_gpus": Foreign(_GENERATE, (False,)),
+    "return_dict_in_generate": Foreign(_OUTPUT, (False,)),
+    "output_scores": Foreign(_OUTPUT, (False,)),
+    "output_logits": Foreign(_OUTPUT, (False,)),
+    # Tokenizers
+    "use_fast": Foreign("Leave it out: every tokenizer is a tokenizer.json.", (True,)),
+    "padding": Foreign(
+        "Batches are always padded to the longest text; encode and apply_chat_template return lists without padding.",
+        (True, "longest"),
+    ),
+    "pad_to_multiple_of": Foreign("Pad the ids yourself: torch.nn.functional.pad."),
+    "return_tensors": Foreign('Batches are always tensors of PyTorch ("pt"); encode returns lists.', ("pt",)),
+    "return_attention_mask": Foreign("The mask is always returned.", (True,)),
+    "return_token_type_ids": Foreign("Leave it out: no model here reads them.", (False,)),
+    "return_offsets_mapping": Foreign("tokenizer.backend.encode(text).offsets has them.", (False,)),
+    "return_special_tokens_mask": Foreign("tokenizer.backend.encode(text).special_tokens_mask has it.", (False,)),
+    "return_assistant_tokens_mask": Foreign("Call render_answers and answer_mask.", (False,)),
+    "continue_final_message": Foreign("Render with tokenize=False, and append the beginning of the answer.", (False,)),
+    "clean_up_tokenization_spaces": Foreign("tokenizer_config.json decides it."),
+    "text_pair": Foreign("Join the texts first."),
+    "text_target": Foreign("Encode the target like any other text."),
+    "model_max_length": Foreign("Pass max_length with truncation=True when you call the tokenizer."),
+    "filename_prefix": Foreign("Save to a folder of its own."),
+}  # fmt: skip
+"""Argument of transformers -> what it is here."""
+
+
+def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Keyword arguments under the names of this package, without those that ask for what happens anyway.
+
+    Args:
+        function: its name, for errors.
+        given: name -> value.
+        known: the names of the function's own arguments.
+
+    Raises:
+        TypeError: there is no such argument here, or it cannot have this value.
+    """
+    taken = {name: value for name, value in given.items() if name in known}
+    for name, value in given.items():
+        if name in known:
+            continue
+        foreign = FOREIGN.get(name)
+        if foreign is not None:
+            if value is None or (isinstance(value, str | int | float) and value in foreign.idle):
+                continue
+            converted = foreign.convert(value) if foreign.rename in known else None
+            if converted is not None:
+                if foreign.rename in taken:
+                    raise TypeError(f"{function}: {name} and {foreign.rename} are the same, got both. Pass one.")
+                taken[foreign.rename] = converted
+                continue
+        near = difflib.get_close_matches(name, known, n=1)
+        todo = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(known)}."
+        got = f" = {value!r}" if isinstance(value, str | int | float) else ""
+        raise TypeError(
+            f"{function}: got an unexpected keyword argument {name!r}{got}. {todo if foreign is None else foreign.todo}"
+        )
+    return taken
+
+
+def foreign_arguments(name: str) -> Callable[[Function], Function]:
+    """Decorator of a method that takes the arguments of `FOREIGN`, too. The signature stays that of the method.
+
+    Args:
+        name: of the method in errors.
+    """
+
+    def decorate(function: Function) -> Function:
+        _, *known = inspect.signature(function).parameters
+        names = frozenset(known)
+
+        @functools.wraps(function)
+        def translated(*args: Any, **options: Any) -> Any:
+            for option in options:
+                if option not in names:
+                    return function(*args, **translate(name, options, known))
+            return function(*args, **options)
+
+        return translated  # type: ignore[return-value]
+
+    return decorate
+
+
+def is_hub_name(folder: str | os.PathLike[str]) -> bool:
+    """Whether ``folder`` is no folder and can be ``owner/name`` on the hub."""
+    return isinstance(folder, str) and not os.path.exists(folder) and bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", folder))
