@@ -187,6 +187,9 @@ def test_convert_merges_adapters(folder):
     ids = torch.arange(20)[None]
     merged = LigerLlama.from_pretrained("merged", progress=False)
     torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert read("merge", "model", "adapter", "again", "--dtype", "float32")["folder"] == "again"
+    again = LigerLlama.from_pretrained("again", progress=False)
+    assert all(map(torch.equal, again.parameters(), merged.parameters()))
 
 
 def test_generate(folder):

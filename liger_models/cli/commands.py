@@ -73,8 +73,8 @@ def options(
     """Open LLMs as native PyTorch models on fused Triton kernels.
 
     Look at models (**list**, **info**), download and check them (**download**, **verify**), rewrite
-    checkpoints (**convert**), **train**, generate text (**generate**), and measure speed (**bench**).
-    Start a new architecture (**new-arch**).
+    checkpoints (**convert**), merge adapters (**merge**), **train**, generate text (**generate**), and measure
+    speed (**bench**). Start a new architecture (**new-arch**).
 
     Exit codes: 0 success, 1 failure, 2 wrong command line, 3 **verify** found differences.
     """
@@ -255,6 +255,21 @@ def convert(
         loaded.save_pretrained(output, dtype=target, max_shard_size=max_shard_size)
     written = sorted(path.name for path in output.iterdir())
     _print_json({"folder": str(output), "files": written}) if as_json else print(output)
+
+
+@app.command()
+def merge(
+    model: Model,
+    adapter: Annotated[Path, typer.Argument(help="Folder of the LoRA adapters (PEFT's files).")],
+    output: Annotated[
+        Path, typer.Argument(file_okay=False, help="Folder to write; an existing checkpoint there is replaced.")
+    ],
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Merge LoRA adapters into their model, and write a plain checkpoint: **convert** with an adapter."""
+    convert(model, output, revision, dtype, adapter, as_json=as_json)
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -487,10 +502,8 @@ def _load(
         "device": device,
         "progress": progress,
     }
-    if Path(model).exists():
-        loaded = AutoLigerModel.from_pretrained(model, **options)
-    else:
-        loaded = AutoLigerModel.from_hub(model, revision=revision, **options)
+    load = AutoLigerModel.from_pretrained if Path(model).exists() else AutoLigerModel.from_hub
+    loaded = load(model, revision=revision, **options)
     return loaded if adapter is None else merge_lora(load_adapter(loaded, adapter))
 
 
