@@ -222,7 +222,7 @@ def next_steps(output: Path, *, model: str, adapters: bool, chat: bool) -> list[
     commands = {"generate": ["liger-models", "generate", *given, *["--chat"] * chat, "Hello"]}
     if adapters:
         merged = output / "model"
-        commands["merge"] = ["liger-models", "convert", model, str(merged), "--adapter", str(folder)]
+        commands["merge"] = ["liger-models", "merge", model, str(folder), str(merged)]
     else:
         commands["convert"] = ["liger-models", "convert", str(folder), f"{folder}-fp16", "--dtype", "fp16"]
     commands["push"] = ["hf", "upload", "USER/NAME", str(folder)]
