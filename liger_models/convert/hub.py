@@ -58,6 +58,7 @@ def naming(repo_id: str) -> Iterator[None]:
     except RepositoryNotFoundError as error:
         if os.path.isdir(repo_id):
             raise FileNotFoundError(here) from error
+        error.append_to_message(f"\n{repo_id} is no folder of this machine, either.")
         raise
     except HfHubHTTPError:
         raise

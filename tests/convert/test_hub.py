@@ -126,6 +126,9 @@ def test_a_private_repository_needs_the_token(hub: HubServer, make_checkpoint: M
     assert_loads(load(cache_dir=tmp_path / "other"), source)
     with pytest.raises(RepositoryNotFoundError, match="nobody/nothing"):
         LigerLlama.from_hub("nobody/nothing")
+    with pytest.raises(RepositoryNotFoundError, match="run/checkpoint is no folder of this machine, either"):
+        AutoLigerModel.from_pretrained("run/checkpoint")
+    assert_loads(AutoLigerModel.from_pretrained(REPO, token=hub.token, progress=False), source)
 
 
 def test_a_broken_connection_is_resumed(hub: HubServer, make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch) -> None:
