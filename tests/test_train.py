@@ -25,12 +25,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from liger_models import LigerLlama, LlamaConfig, PackedDataset
 from liger_models.adapters import load_adapter
 from liger_models.data import collate
-from liger_models.parallel import clip_grad_norm_, save_state
+from liger_models.memory import training_memory
+from liger_models.parallel import clip_grad_norm_, compile_blocks, save_state
 from liger_models.train.loop import TrainOptions, cosine, evaluate, main, train
 from liger_models.train.metrics import Log
 from liger_models.train.optimizer import LigerAdamW
 from liger_models.train.options import read_options
-from liger_models.train.report import Lines, check_turn_end, duration, sample
+from liger_models.train.report import Lines, check_turn_end, duration, estimate, sample
 
 from .arch.families import load, make_folder, tiny
 from .late import transformers
@@ -635,7 +636,6 @@ def test_a_turn_that_does_not_end_is_told(folder):
     assert check_turn_end(model) is None
     model.tokenizer.chat_template = TEMPLATE
     assert check_turn_end(model) is None  # </s> is the end token
-    assert sample(model, "3 times") == sample(model, "3 times")
     model.assets = {**model.assets, "generation_config.json": b'{"eos_token_id": [0, 7]}'}
     model.tokenizer.chat_template = TEMPLATE
     warning = check_turn_end(model)
@@ -643,6 +643,29 @@ def test_a_turn_that_does_not_end_is_told(folder):
     assert "add 1 to eos_token_id" in warning
     model.tokenizer.chat_template = "{{ raise_exception('no') }}"
     assert check_turn_end(model) is None
+
+
+def test_a_sample_and_compiled_blocks(folder):
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    ids = model.tokenizer.encode("3 times")
+    made = model.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=[])[0, len(ids) :].tolist()
+    plain = sample(model, "3 times")
+    assert plain == model.tokenizer.decode(made[: made.index(1)] if 1 in made else made)
+    compiled: list[int] = []
+    compile_blocks(model, backend=lambda graph, _: compiled.append(1) or graph.forward)
+    assert sample(model, "3 times") == plain
+    assert not compiled
+    model.tokenizer.chat_template = TEMPLATE
+    assert sample(model, "3 times") != plain
+
+
+def test_the_estimate_of_a_run_is_that_of_the_model_and_what_is_gathered(folder):
+    model = LigerLlama.from_pretrained(folder / "checkpoint", dtype="bf16", progress=False)
+    block = sum(parameter.numel() for parameter in model.layers[0].parameters())
+    gathered = 2 * (model.embed_tokens.weight.numel() + model.lm_head.weight.numel() + 2 * block)
+    for policy in ("none", "full"):
+        expected = training_memory(model, 512, torch.bfloat16).peak(policy) + gathered
+        assert estimate(model, policy, 512, 1) == expected < estimate(model, policy, 512, 2)
 
 
 def stopped(folder: Path, output: str, number: int, again: bool = False) -> int:

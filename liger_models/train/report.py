@@ -207,11 +207,13 @@ def sample(model: CausalLM, prompt: str) -> str:
         ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
     else:
         ids = tokenizer.encode(prompt)
-    made = model.generate(ids, max_new_tokens=SAMPLE_TOKENS, do_sample=False, eos_token_id=[])[0, len(ids) :].tolist()
+    with torch.compiler.set_stance("force_eager"):  # compiled blocks would be compiled again for growing lengths
+        made = model.generate(ids, max_new_tokens=SAMPLE_TOKENS, do_sample=False, eos_token_id=[])
     reshard(model)
+    tokens = made[0, len(ids) :].tolist()
     stops = resolve(model, 1, {}).eos_token_id
-    end = next((place for place, token in enumerate(made) if token in stops), len(made))
-    text: str = tokenizer.decode(made[:end])
+    end = next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
+    text: str = tokenizer.decode(tokens[:end])
     return text
 
 
