@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from liger_models.data.batch import Batch, collate, make_row
 from liger_models.data.encoding import Encoder
+from liger_models.data.formats import DOCUMENTS, Formats, mark_learnt
 from liger_models.data.packing import WINDOW, PackedRows, has_target, pack, seeded_generator, split_documents
 from liger_models.data.sources import find_files, read_examples
 from liger_models.data.tokens import tokenise
@@ -52,10 +53,11 @@ class PackedDataset(IterableDataset[Batch]):
         batch_size: number of rows in a batch.
         overflow: what happens to documents longer than ``length``. "split" splits them; each piece begins with the last
             token of the piece before, so that no target is lost. "truncate" drops the tokens beyond ``length``.
-        field: the field of an example to read; default: the first of ``messages``, ``text`` and ``input_ids`` that the
-            example has. Its value decides how it is read. A text gets the tokenizer's special tokens and the end
-            token. In a list of messages, optionally with ``tools`` beside it, only the assistant's answers get labels.
-            Token ids are taken unchanged, with ``labels`` beside them if not all tokens are to be learnt.
+        format: the format of all examples; default: recognised by the columns of each file's first example. "chat"
+            (``messages``), "sharegpt" (``conversations``), "prompt-completion", "alpaca" (``instruction``, ``input``,
+            ``output``) and "question-answer" learn the answers only. "text" gets the tokenizer's special tokens and the
+            end token. "input_ids" are taken unchanged, with ``labels`` beside them if not all are to be learnt.
+        field: the field of an example to read instead, whose value decides how it is read: a text, messages or ids.
         shuffle: False keeps the documents in order, as far as packing allows.
         seed: seed of the shuffling.
         rank, ranks: this process's rank, and the number of ranks that share the data; default: those of the process
@@ -82,6 +84,7 @@ class PackedDataset(IterableDataset[Batch]):
         length: int,
         batch_size: int = 1,
         overflow: str = "split",
+        format: str | None = None,
         field: str | None = None,
         shuffle: bool = True,
         seed: int = 0,
@@ -100,7 +103,8 @@ class PackedDataset(IterableDataset[Batch]):
         )
         self.length, self.batch_size, self.overflow = length, batch_size, overflow
         self.shuffle, self.seed = shuffle, seed
-        self.encoder, self._filler = Encoder(tokenizer, field), tokenizer.padding_id
+        check(format is None or field is None, f"PackedDataset: give format or field, got {format!r} and {field!r}.")
+        self.encoder, self._filler = Encoder(tokenizer, field, Formats(DOCUMENTS, format)), tokenizer.padding_id
         self.source = find_files(source)
         self._rows: PackedRows | None = None  # None for a stream
         if isinstance(self.source, tuple) or (hasattr(source, "__len__") and not isinstance(source, DataLoader)):
@@ -150,6 +154,26 @@ class PackedDataset(IterableDataset[Batch]):
                 rows = [self.rows[row] if isinstance(row, int) else self._make_row(row) for row in own]
                 yield collate(rows + [self._make_row([])] * (self.batch_size - len(rows)))
         self.set_epoch(self.epoch + 1)
+
+    def describe(self) -> str:
+        """What the data are: files, formats and number of documents, and the first document with what is learnt marked.
+
+        Raises:
+            ValueError: the source is a stream.
+        """
+        tokens = self.rows.tokens
+        files = [(path.name, (path,)) for path in self.source] if isinstance(self.source, tuple) else []
+        formats: dict[str, list[str]] = {}
+        for name, source in files or [(self._named(), self.source)]:
+            first = next(iter(read_examples(source, self.encoder.fields)), None)
+            if first is not None:
+                known = self.encoder.field or self.encoder.formats.name(*first)
+                formats.setdefault(known, []).append(name)
+        found = "; ".join(
+            f"format {known}: {', '.join(names[:5])}" + ", ..." * (len(names) > 5) for known, names in formats.items()
+        )
+        first_ids = tokens.ids[: int(tokens.ends[0])].tolist()
+        return f"{tokens.documents:,} examples, {found}\n{mark_learnt(self.encoder.tokenizer, first_ids)}"
 
     def set_epoch(self, epoch: int) -> None:
         """Start ``epoch`` with the next iteration. A position that was loaded remains if it is in this epoch."""

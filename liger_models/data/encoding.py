@@ -3,8 +3,9 @@
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from liger_models.data.formats import DOCUMENTS, Formats
 from liger_models.data.sources import MEDIA_COLUMNS, Located, to_plain
 from liger_models.kernels.checks import check
 from liger_models.text.chat import Span, answer_mask
@@ -19,16 +20,28 @@ MEDIA = ("image", "video", "audio")
 """Parts of the names of special tokens and of parts of a message that stand for what is not text."""
 
 
+class Content(NamedTuple):
+    """A text, the spans of it that are learnt (None for all), and whether the tokenizer adds its special tokens."""
+
+    text: str
+    spans: list[Span] | None
+    special: bool
+
+
 class Encoder:
     """Examples to token ids as a `TokenFile` stores them: ``~id`` instead of ``id`` for a token without a label.
 
     Args:
         tokenizer: the tokenizer of the model.
-        field: the field of an example to read; None for the first of `FIELDS` that an example has.
+        field: the field of an example to read, whatever else it has; None to read it by its format.
+        formats: the formats that examples may have. Default: `DOCUMENTS`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, field: str | None) -> None:
-        self.tokenizer, self.fields = tokenizer, FIELDS if field is None else (field,)
+    def __init__(self, tokenizer: Tokenizer, field: str | None, formats: Formats | None = None) -> None:
+        self.tokenizer, self.field = tokenizer, field
+        self.formats = Formats(DOCUMENTS) if formats is None else formats
+        self.fields = tuple(self.formats.columns) if field is None else (field,)
+        self.key: Any = [self.fields, self.formats.format]  # what decides how examples are read
         added = tokenizer.backend.get_added_tokens_decoder()
         self._media = {
             token.content: id
@@ -46,42 +59,54 @@ class Encoder:
         characters = 0
         for where, example in examples:
             content = self._read(where, example)
-            if isinstance(content, tuple):
-                _check_characters(where, content[0])
-                characters += len(content[0])
+            if isinstance(content, Content):
+                _check_characters(where, content.text)
+                characters += len(content.text)
             group.append(content)
             if len(group) == GROUP or characters >= GROUP_CHARACTERS:
                 yield from self._tokenise(group)
                 group, characters = [], 0
         yield from self._tokenise(group)
 
-    def _read(self, where: str, example: Any) -> "tuple[str, list[Span] | None] | array[int]":
-        """A text, with the spans of its answers if it is a chat; or encoded token ids."""
+    def _read(self, where: str, example: Any) -> "Content | array[int]":
+        """A text, with the spans of its answers if it has some; or encoded token ids."""
         if isinstance(example, str):
-            return self._check_text(where, example), None
+            return Content(self._check_text(where, example), None, True)
+        if self.field is None:
+            example = self.formats.convert(where, example, self.tokenizer)
         known = sorted(example) if isinstance(example, Mapping) else type(example).__name__
-        fields = [name for name in self.fields if name in known]
+        field = next((name for name in FIELDS if name in known), "completion") if self.field is None else self.field
         check(
-            isinstance(example, Mapping) and bool(fields),
-            f"{where}: an example must have {' or '.join(self.fields)}, got {known}. Name the field by field=.",
+            isinstance(example, Mapping) and field in example,
+            f"{where}: an example must have {field}, got {known}. Name another column by field=.",
         )
         media = [name for name in MEDIA_COLUMNS if not _is_empty(example.get(name))]
         check(not media, f"{where}: an example must be text, got a field {', '.join(media)}. {_NO_MEDIA}")
-        value = example[fields[0]]
+        value, prompt = example[field], example.get("prompt") if self.field is None else None
+        if isinstance(value, str) and prompt is not None:
+            check(isinstance(prompt, str), f"{where}: prompt must be a text as {field} is, got messages. Convert one.")
+            whole = self._check_text(where, prompt + value)
+            return Content(whole, [(len(prompt), len(whole))], True)
         if isinstance(value, str):
-            return self._check_text(where, value), None
+            return Content(self._check_text(where, value), None, True)
         value = value if isinstance(value, list) else to_plain(value)
         if isinstance(value, Sequence) and value and all(isinstance(message, Mapping) for message in value):
-            messages = read_messages(where, value)
+            check(
+                prompt is None or (isinstance(prompt, Sequence) and all(isinstance(each, Mapping) for each in prompt)),
+                f"{where}: prompt must be messages as {field} is, got {str(prompt)[:60]!r}. Convert one.",
+            )
+            earlier = read_messages(where, prompt or ())
+            messages = earlier + read_messages(where, value)
             try:
                 text, spans = self.tokenizer.render_answers(messages, tools=read_tools(example))
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
+            spans = spans[sum(message.get("role") == "assistant" for message in earlier) :]
             check(bool(spans), f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
-            return self._check_text(where, text), spans
+            return Content(self._check_text(where, text), spans, False)
         check(
             isinstance(value, Sequence) and all(type(token) is int and 0 <= token < 2**31 for token in value),
-            f"{where}: {fields[0]} must be a text, messages, or token ids, got {str(value)[:60]!r}. Correct it.",
+            f"{where}: {field} must be a text, messages, or token ids, got {str(value)[:60]!r}. Correct it.",
         )
         placeholders = [token for token, id in self._media.items() if id in value]
         check(not placeholders, f"{where}: token ids must be of text, got {', '.join(placeholders)}. {_NO_MEDIA}")
@@ -90,7 +115,7 @@ class Encoder:
         check(
             len(labels) == len(value)
             and all(label in (token, -100) for token, label in zip(value, labels, strict=True)),
-            f"{where}: labels must be those of {fields[0]}, unshifted, or -100, got others. Correct them.",
+            f"{where}: labels must be those of {field}, unshifted, or -100, got others. Correct them.",
         )
         return array("i", (token if label == token else ~token for token, label in zip(value, labels, strict=True)))
 
@@ -98,19 +123,24 @@ class Encoder:
         """Replace the texts of a group, as `_read` returns them, by token ids."""
         encoded = list(group)
         backend, eos = self.tokenizer.backend, self.tokenizer.eos_token_id
-        contents = {i: content for i, content in enumerate(group) if isinstance(content, tuple)}
-        for i, (text, spans) in contents.items():
+        contents = {i: content for i, content in enumerate(group) if isinstance(content, Content)}
+        for i, (text, spans, _) in contents.items():
             if len(text) > WINDOW_CHARACTERS:
                 encoded[i] = self._tokenise_long(text, spans) or group[i]
-        texts = [i for i, (_, spans) in contents.items() if spans is None and encoded[i] is group[i]]
-        chats = [i for i, (_, spans) in contents.items() if spans is not None and encoded[i] is group[i]]
-        for i, encoding in zip(texts, backend.encode_batch_fast([group[i][0] for i in texts]), strict=True):
+        texts = [i for i, content in contents.items() if content.spans is None and encoded[i] is group[i]]
+        chats = [i for i, content in contents.items() if content.spans is not None and encoded[i] is group[i]]
+        for i, encoding in zip(texts, backend.encode_batch_fast([group[i].text for i in texts]), strict=True):
             encoded[i] = array("i", encoding.ids)
-        encodings = backend.encode_batch([group[i][0] for i in chats], add_special_tokens=False)
+        encodings = backend.encode_batch([group[i].text for i in chats], add_special_tokens=False)
         for i, encoding in zip(chats, encodings, strict=True):
-            encoded[i] = _masked(encoding.ids, encoding.offsets, group[i][1])
-        for i, (_, spans) in contents.items():
-            if spans is None and eos is not None and (not encoded[i] or encoded[i][-1] != eos):
+            encoded[i] = _masked(encoding.ids, encoding.offsets, group[i].spans)
+        answers = [i for i, content in contents.items() if content.spans is not None and content.special]
+        before, after = self._around() if answers else ([], [])
+        for i in answers:  # special tokens are not learnt, except for the end
+            rest = [token if token == eos else ~token for token in after]
+            encoded[i] = array("i", [*(~token for token in before), *encoded[i], *rest])
+        for i, content in contents.items():
+            if content.special and eos is not None and (not encoded[i] or encoded[i][-1] != eos):
                 encoded[i].append(eos)
         yield from encoded
 

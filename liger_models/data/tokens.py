@@ -22,7 +22,7 @@ from liger_models.data.sources import read_examples, to_plain
 from liger_models.kernels.checks import check
 from liger_models.parallel.groups import is_distributed, raise_on_all_ranks, rank
 
-FORMAT = 4
+FORMAT = 5
 """Version of `TokenFile` and of the encoding of examples in it. Part of a folder's name."""
 TEMPORARY, LOCK = ".tmp", ".lock"
 """Suffixes of a folder that is being written, and of the file that is locked meanwhile."""
@@ -160,7 +160,7 @@ def _remove_leftovers(cache: Path) -> None:
 def _fingerprint(source: Any, encoder: Encoder) -> str:
     """A digest of the encoder and the source: path, size and time of files, the content of other sources."""
     tokenizer = encoder.tokenizer
-    made_by = [FORMAT, encoder.fields, tokenizer.backend.to_str(), tokenizer.chat_template, tokenizer.special_tokens]
+    made_by = [FORMAT, encoder.key, tokenizer.backend.to_str(), tokenizer.chat_template, tokenizer.special_tokens]
     digest = hashlib.sha256(json.dumps(made_by).encode())
     if isinstance(source, tuple):
         for path in source:

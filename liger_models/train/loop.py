@@ -65,9 +65,10 @@ class TrainOptions:
     eval_data: list[str] = option(default_factory=list, metadata={"help": "files or folders to evaluate on"})
     length: int = option(default=4096, metadata={"help": "tokens in a packed row"})
     overflow: str = option(default="split", metadata={"help": "split or truncate documents longer than a row"})
-    field: str | None = option(
-        default=None, metadata={"help": "key of an example; default: messages, text or input_ids"}
+    format: str | None = option(
+        default=None, metadata={"help": "format of the examples, such as alpaca; default: recognised by their columns"}
     )
+    field: str | None = option(default=None, metadata={"help": "column to read instead, whatever others there are"})
     batch_size: int = option(default=1, metadata={"help": "rows per GPU in one forward pass"})
     accumulate: int = option(default=1, metadata={"help": "batches per GPU in one optimizer step"})
     workers: int = option(default=1, metadata={"help": "processes per rank that prepare batches"})
@@ -202,10 +203,13 @@ def train(options: TrainOptions) -> None:
         compile_blocks(model)
 
     packing: dict[str, Any] = {"length": options.length, "overflow": options.overflow, "field": options.field}
+    packing |= {"format": options.format}
     packing |= {"batch_size": options.batch_size, "seed": options.seed, **data_ranks}
     data = PackedDataset(options.data, model.tokenizer, **packing)
     loader = PackedLoader(data, num_workers=options.workers, pin_memory=device.type != "cpu")
     tests = PackedDataset(options.eval_data, model.tokenizer, shuffle=False, **packing) if options.eval_data else None
+    if rank == 0:
+        print(data.describe())
     epoch_steps = options.epochs * len(data) / options.accumulate
     steps = options.steps or math.ceil(epoch_steps)
 

@@ -48,7 +48,7 @@ def test_answers_are_learnt_and_nothing_else(make, tokenizer):
     [
         (['{"text": "a"}', "", '{"text": '], "line 3: must be a JSON object, got: Expecting value"),
         (['{"text": "a"}', "[1]"], r"line 2: must be a JSON object, got: \[1\]. Write one example per line"),
-        (['{"tekst": "a"}'], r"line 1: an example must have messages or text or input_ids, got \['tekst'\]"),
+        (['{"tekst": "a"}'], r"line 1: an example must have the columns of a format .*, got \['tekst'\]"),
         (['{"text": 3}'], "line 1: text must be a text, messages, or token ids, got '3'"),
         (['{"input_ids": [1, -2]}'], "line 1: input_ids must be a text, messages, or token ids"),
         (['{"input_ids": [1, 2147483648]}'], "line 1: input_ids must be a text, messages, or token ids"),
@@ -58,8 +58,12 @@ def test_answers_are_learnt_and_nothing_else(make, tokenizer):
         (['{"input_ids": [1, 2], "labels": [2, -100]}'], "line 1: labels must be those of input_ids"),
         (['{"messages": [{"role": "user", "content": "x"}]}'], "line 1: a chat must have a message of the assistant"),
         (
-            ['{"text": "a"}', '{"messages": [{"role": "assistant", "content": ""}, {"role": "x", "content": {}}]}', ""],
+            ['{"messages": [{"role": "assistant", "content": ""}, {"role": "x", "content": {}}]}', ""],
             None,
+        ),
+        (
+            ['{"text": "a"}', '{"messages": [{"role": "assistant", "content": ""}]}'],
+            "line 2: all examples of a file must have one format, got chat after text. Write them into several files",
         ),
         ([], "the source must hold documents, got none"),
     ],
@@ -142,10 +146,9 @@ def test_what_is_not_text_is_refused(tokenizer, tmp_path):
             with pytest.raises(ValueError, match=pattern):
                 PackedDataset(source, own, **options)
     nulls = {"type": "text", "text": "a", "image": None}
-    for source in sources(
-        tmp_path, [{**fine, "images": None}, fine, {"messages": [{"role": "user", "content": [nulls]}, answer]}]
-    ):
-        assert counted(PackedDataset(source, own, **options)).total() == 3
+    for rows in ([{**fine, "images": None}, fine], [{"messages": [{"role": "user", "content": [nulls]}, answer]}]):
+        for source in sources(tmp_path, rows):
+            assert counted(PackedDataset(source, own, **options)).total() == len(rows)
 
 
 class Recorded:

@@ -69,8 +69,15 @@ def test_keys_that_another_row_of_a_table_has(make, tokenizer, tmp_path):
     expected.add(tokenizer.decode([5, 6]))
     columns = {name: [row.get(name) for row in rows] for name in ("messages", "tools", "text", "input_ids")}
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-    files = write(tmp_path / "a.jsonl", rows), tmp_path / "a.parquet"
-    for source in (*files, datasets.Dataset.from_dict(columns)):
+    with pytest.raises(ValueError, match=r"a\.parquet, row 3: all examples of a file must have one format, got text"):
+        PackedDataset(tmp_path / "a.parquet", own, length=256, cache_dir=tmp_path / "cache", progress=False)
+    files = []
+    for kind, part in {"b": slice(2), "c": slice(2, 3), "d": slice(3, 4)}.items():
+        parquet.write_table(
+            pyarrow.table({name: column[part] for name, column in columns.items()}), tmp_path / f"{kind}.parquet"
+        )
+        files.append([write(tmp_path / f"{kind}.jsonl", rows[part]), tmp_path / f"{kind}.parquet"])
+    for source in (*map(list, zip(*files, strict=True)), datasets.Dataset.from_dict(columns)):
         data = PackedDataset(source, own, length=256, cache_dir=tmp_path / "cache", progress=False)
         found = {own.decode(list(ids), skip_special_tokens=False) for ids in counted(data)}
         assert found == expected

@@ -1,0 +1,147 @@
+"""Formats of examples: each becomes the documents of the format that it means, and is recognised by its columns."""
+
+import pytest
+
+from liger_models import PackedDataset, Tokenizer
+from liger_models.data.formats import ALPACA, ALPACA_INPUT
+
+from .examples import documents, write
+
+ASKED, ANSWERED = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+CALLS = "{% for m in messages %}<{{ m.role }}>{% if m.content is none %}{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"  # noqa: E501
+
+
+@pytest.fixture
+def read(tokenizer, tmp_path):
+    """All text of the documents of a file, and what of it is learnt."""
+
+    def made(example, *more, template=CALLS, **options):
+        own = Tokenizer(tokenizer.backend, {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template})
+        path = write(tmp_path / "a.jsonl", [example, *more])
+        options = {"length": 512, "cache_dir": tmp_path / "cache", "progress": False, "shuffle": False, **options}
+        data = PackedDataset(path, own, **options)
+        found = [document for batch in data for document in documents(batch)]
+        learnt = [[token for token in labels if token != -100] for _, labels in found]
+        texts = [
+            [own.decode(ids, skip_special_tokens=False) for ids in each] for each in ([ids for ids, _ in found], learnt)
+        ]
+        return [pair for pair in zip(*texts, strict=True) if pair[0]], data
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("example", "text", "learnt"),
+    [
+        ({"messages": [ASKED, ANSWERED]}, "<user>2 + 2?</s><assistant>4</s>", "4</s>"),
+        (
+            {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}], "system": "S"},
+            "<system>S</s><user>2 + 2?</s><assistant>4</s>",
+            "4</s>",
+        ),
+        ({"conversations": [ASKED, ANSWERED]}, "<user>2 + 2?</s><assistant>4</s>", "4</s>"),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "S"},
+                    {"from": "human", "value": "?"},
+                    {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+                    {"from": "observation", "value": "1"},
+                    {"from": "gpt", "value": "!"},
+                ]
+            },
+            "<system>S</s><user>?</s><assistant>f</s><tool>1</s><assistant>!</s>",
+            "f</s>!</s>",
+        ),
+        (
+            {"instruction": "Add.", "input": "2, 2", "output": "4", "text": "something else"},
+            "<user>Add.\n\n2, 2</s><assistant>4</s>",
+            "4</s>",
+        ),
+        (
+            {"instruction": "Add.", "input": "", "output": "4", "system": "S", "history": [["a", "b"]]},
+            "<system>S</s><user>a</s><assistant>b</s><user>Add.</s><assistant>4</s>",
+            "4</s>",
+        ),
+        (
+            {"instruction": "Add.", "context": "2, 2", "response": "4"},
+            "<user>Add.\n\n2, 2</s><assistant>4</s>",
+            "4</s>",
+        ),
+        ({"question": "2 + 2?", "answer": "4"}, "<user>2 + 2?</s><assistant>4</s>", "4</s>"),
+        ({"prompt": "2 + 2 = ", "completion": "4"}, "<s>2 + 2 = 4</s>", "4</s>"),
+        (
+            {"prompt": [ASKED, ANSWERED, ASKED], "completion": [{"role": "assistant", "content": "5"}]},
+            "<user>2 + 2?</s><assistant>4</s><user>2 + 2?</s><assistant>5</s>",
+            "5</s>",
+        ),
+        ({"text": "abc"}, "<s>abc</s>", "abc</s>"),
+        ({"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}, None, None),
+    ],
+)
+def test_each_format(read, example, text, learnt):
+    found, _ = read(example)
+    if text is None:
+        assert len(found) == 1
+    else:
+        assert found == [(text, learnt)]
+
+
+def test_alpaca_without_a_chat_template(read):
+    for given in ("", "2, 2"):
+        ((text, learnt),), _ = read({"instruction": "Add.", "input": given, "output": "4"}, template=None)
+        between = "### Input:\n2, 2\n\n" if given else ""
+        asked = f"{ALPACA.format(ALPACA_INPUT if given else '')}\n\n### Instruction:\nAdd.\n\n{between}### Response:\n"
+        assert (text, learnt) == (f"<s>{asked}4</s>", "4</s>")
+    with pytest.raises(ValueError, match=r"line 1: system needs a chat template, and the tokenizer has none"):
+        read({"instruction": "Add.", "output": "4", "system": "S"}, template=None)
+
+
+def test_the_format_is_named(read):
+    example = {"text": "abc", "instruction": "Add.", "output": "4"}
+    assert read(example)[0] == [("<user>Add.</s><assistant>4</s>", "4</s>")]
+    assert read(example, format="text")[0] == [("<s>abc</s>", "abc</s>")]
+    assert read(example, field="output")[0] == [("<s>4</s>", "4</s>")]
+    with pytest.raises(ValueError, match=r"format must be one of chat, .*, got 'alpaka'"):
+        read(example, format="alpaka")
+    with pytest.raises(ValueError, match=r"line 1: an example of format chat must have messages, got \['instruction'"):
+        read(example, format="chat")
+    with pytest.raises(ValueError, match="give format or field, got 'text' and 'text'"):
+        read(example, format="text", field="text")
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "alien", "value": "b"}]},
+            "turn 2 must be from one of",
+        ),
+        ({"conversations": "a"}, "conversations must be a list of turns"),
+        ({"conversations": [{"from": "function_call", "value": "no"}]}, "turn 1 must be a call as JSON"),
+        ({"instruction": 3, "output": "a"}, "instruction must be a text, got '3'"),
+        ({"instruction": "a", "output": ["b"]}, "output must be a text"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "got format preference. Pairs train with objective dpo"),
+        (
+            {"prompt": "a", "completion": "b", "label": False},
+            "got format kto. Labelled answers train with objective kto",
+        ),
+        ({"prompt": "a"}, "got format prompt. Prompts without answers train with objective grpo"),
+        ({"prompt": "a", "completion": [ANSWERED]}, "prompt must be messages as completion is, got 'a'"),
+        ({"prompt": [ASKED], "completion": "a"}, "prompt must be a text as completion is, got messages"),
+    ],
+)
+def test_what_cannot_be_read(read, example, message):
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line 1: .*{message}"):
+        read(example)
+
+
+def test_a_description(read):
+    _, data = read(*[{"instruction": f"Add.\n{'x' * 200}", "output": "4\n" * 30}] * 3)
+    count, *lines = data.describe().splitlines()
+    assert count == "3 examples, format alpaca: a.jsonl"
+    assert lines[0] == "    <user>Add."
+    assert lines[1].startswith("    " + "x" * 157 + "...")
+    assert lines[1].endswith("«4")
+    assert "    ... (20 lines)" in lines
+    assert lines[-1] == "    </s>»"
