@@ -29,6 +29,7 @@ from liger_models.memory import training_memory
 from liger_models.parallel import clip_grad_norm_, compile_blocks, save_state
 from liger_models.train.loop import TrainOptions, cosine, evaluate, main, train
 from liger_models.train.metrics import Log
+from liger_models.train.objective_options import make_objective
 from liger_models.train.optimizer import LigerAdamW
 from liger_models.train.options import read_options
 from liger_models.train.report import Lines, check_turn_end, duration, estimate, sample
@@ -450,13 +451,16 @@ def test_tokens_that_the_model_does_not_have(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("ranks", [1, 64])
 def test_an_evaluation_counts_targets_and_not_rows_without(folder, tmp_path, monkeypatch, ranks):
     """As the rows of a prompt that is longer than a row are; also where there are fewer targets than ranks."""
-    monkeypatch.setattr("liger_models.train.loop.mean_over_ranks", lambda value: value / ranks)  # the others have none
+    none = lambda value: value / ranks  # the others have none
+    monkeypatch.setattr("liger_models.train.objectives.mean_over_ranks", none)
     model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
     ids = [2 + place % 200 for place in range(200)]
     examples = [{"input_ids": ids, "labels": [-100] * 190 + ids[190:]}] * 3
     data = PackedDataset(examples, model.tokenizer, length=64, cache_dir=tmp_path, progress=False)
     rows = collate([data.rows[row] for row in range(len(data.rows))])
-    assert evaluate(model, data, torch.device("cpu")) == pytest.approx(model(**rows).loss.item(), rel=1e-6)
+    objective = make_objective(TrainOptions(model="m", data="d", output="o"))
+    found = evaluate(model, data, torch.device("cpu"), objective)
+    assert found == {"eval_loss": pytest.approx(model(**rows).loss.item(), rel=1e-6)}
 
 
 def test_a_line_of_the_log_that_was_cut(tmp_path):

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,7 +57,9 @@ class PackedDataset(IterableDataset[Batch]):
             (``messages``), "sharegpt" (``conversations``), "prompt-completion", "alpaca" (``instruction``, ``input``,
             ``output``) and "question-answer" learn the answers only. "text" gets the tokenizer's special tokens and the
             end token. "input_ids" are taken unchanged, with ``labels`` beside them if not all are to be learnt.
+        formats: the formats that examples may have; others are refused.
         field: the field of an example to read instead, whose value decides how it is read: a text, messages or ids.
+        max_samples: the most examples to read, for a short try; default: all.
         shuffle: False keeps the documents in order, as far as packing allows.
         seed: seed of the shuffling.
         rank, ranks: this process's rank, and the number of ranks that share the data; default: those of the process
@@ -76,6 +78,9 @@ class PackedDataset(IterableDataset[Batch]):
         ImportError: a Parquet file, and pyarrow is not installed.
     """
 
+    per_example: ClassVar[int] = 1
+    """Number of documents in the token cache for each example."""
+
     def __init__(
         self,
         source: Any,
@@ -85,7 +90,9 @@ class PackedDataset(IterableDataset[Batch]):
         batch_size: int = 1,
         overflow: str = "split",
         format: str | None = None,
+        formats: Sequence[str] = DOCUMENTS,
         field: str | None = None,
+        max_samples: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         rank: int | None = None,
@@ -104,13 +111,21 @@ class PackedDataset(IterableDataset[Batch]):
         self.length, self.batch_size, self.overflow = length, batch_size, overflow
         self.shuffle, self.seed = shuffle, seed
         check(format is None or field is None, f"PackedDataset: give format or field, got {format!r} and {field!r}.")
-        self.encoder, self._filler = Encoder(tokenizer, field, Formats(DOCUMENTS, format)), tokenizer.padding_id
+        check(
+            max_samples is None or max_samples >= 1,
+            f"PackedDataset: max_samples must be at least 1, got {max_samples}.",
+        )
+        self.encoder = self._make_encoder(tokenizer, field, Formats(formats, format), max_samples)
+        self._filler = tokenizer.padding_id
         self.source = find_files(source)
         self._rows: PackedRows | None = None  # None for a stream
         if isinstance(self.source, tuple) or (hasattr(source, "__len__") and not isinstance(source, DataLoader)):
-            tokens = tokenise(self.source, self.encoder, cache_dir, progress)
-            self._rows = PackedRows(tokens, length, self._filler, overflow, shuffle, seed)
+            self._rows = self._load_rows(self.source, cache_dir, progress)
             check(self._rows.has_targets(), f"PackedDataset: {self._named()} {_NO_TARGETS}")
+        check(
+            self._rows is not None or max_samples is None,
+            "PackedDataset: max_samples must be None for a stream. Take the first examples of the stream.",
+        )
         self.epoch = self.passed = 0
         self._loaded = False  # whether the next iteration starts at a position that was loaded
         self._rewind()
@@ -152,7 +167,7 @@ class PackedDataset(IterableDataset[Batch]):
             if turn % workers == number:
                 own = taken[self.rank * self.batch_size :][: self.batch_size]
                 rows = [self.rows[row] if isinstance(row, int) else self._make_row(row) for row in own]
-                yield collate(rows + [self._make_row([])] * (self.batch_size - len(rows)))
+                yield self._batch(rows)
         self.set_epoch(self.epoch + 1)
 
     def describe(self) -> str:
@@ -172,8 +187,9 @@ class PackedDataset(IterableDataset[Batch]):
         found = "; ".join(
             f"format {known}: {', '.join(names[:5])}" + ", ..." * (len(names) > 5) for known, names in formats.items()
         )
-        first_ids = tokens.ids[: int(tokens.ends[0])].tolist()
-        return f"{tokens.documents:,} examples, {found}\n{mark_learnt(self.encoder.tokenizer, first_ids)}"
+        ends = [0, *tokens.ends[: self.per_example].tolist()]
+        shown = self._show([tokens.ids[start:end].tolist() for start, end in itertools.pairwise(ends)])
+        return f"{tokens.documents // self.per_example:,} examples, {found}\n{shown}"
 
     def set_epoch(self, epoch: int) -> None:
         """Start ``epoch`` with the next iteration. A position that was loaded remains if it is in this epoch."""
@@ -206,6 +222,26 @@ class PackedDataset(IterableDataset[Batch]):
         if get_worker_info() is None:  # workers take turns from the start of the iteration, so they keep that
             self._start = self._row
         self._loaded = True
+
+    def _make_encoder(self, tokenizer: Tokenizer, *options: Any) -> Encoder:
+        return Encoder(tokenizer, *options)
+
+    def _load_rows(self, source: Any, cache_dir: str | PathLike[str] | None, progress: bool) -> PackedRows:
+        tokens = tokenise(source, self.encoder, cache_dir, progress)
+        return PackedRows(tokens, self.length, self._filler, self.overflow, self.shuffle, self.seed)
+
+    def _show(self, documents: list[list[int]]) -> str:
+        """The first example, for `describe`."""
+        return mark_learnt(self.encoder.tokenizer, documents[0])
+
+    def _completed(self, rows: list[Any]) -> list[Any]:
+        """This rank's rows of a step, with rows from the beginning of the epoch for those that its end lacks."""
+        first = self.rank * self.batch_size
+        return rows + [self.rows[(first + i) % len(self.rows)] for i in range(len(rows), self.batch_size)]
+
+    def _batch(self, rows: list[Batch]) -> Batch:
+        """This rank's rows of a step as a batch, with padding for rows that the end of the epoch lacks."""
+        return collate(rows + [self._make_row([])] * (self.batch_size - len(rows)))
 
     def _identity(self) -> dict[str, Any]:
         """What must be equal for a position to mean the same row."""

@@ -1,5 +1,6 @@
 """Examples to token ids: texts, chats whose answers are learnt, and ids as they are."""
 
+import itertools
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,13 +36,22 @@ class Encoder:
         tokenizer: the tokenizer of the model.
         field: the field of an example to read, whatever else it has; None to read it by its format.
         formats: the formats that examples may have. Default: `DOCUMENTS`.
+        max_samples: the most examples to read; None for all.
     """
 
-    def __init__(self, tokenizer: Tokenizer, field: str | None, formats: Formats | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        field: str | None,
+        formats: Formats | None = None,
+        max_samples: int | None = None,
+    ) -> None:
         self.tokenizer, self.field = tokenizer, field
         self.formats = Formats(DOCUMENTS) if formats is None else formats
         self.fields = tuple(self.formats.columns) if field is None else (field,)
-        self.key: Any = [self.fields, self.formats.format]  # what decides how examples are read
+        self.max_samples = max_samples
+        # What decides how examples are read.
+        self.key: Any = [type(self).__name__, self.fields, self.formats.allowed, self.formats.format, max_samples]
         added = tokenizer.backend.get_added_tokens_decoder()
         self._media = {
             token.content: id
@@ -57,7 +67,7 @@ class Encoder:
         """
         group: list[Any] = []
         characters = 0
-        for where, example in examples:
+        for where, example in self._limited(examples):
             content = self._read(where, example)
             if isinstance(content, Content):
                 _check_characters(where, content.text)
@@ -67,6 +77,9 @@ class Encoder:
                 yield from self._tokenise(group)
                 group, characters = [], 0
         yield from self._tokenise(group)
+
+    def _limited(self, examples: Iterable[Located]) -> Iterator[Located]:
+        return itertools.islice(examples, self.max_samples)
 
     def _read(self, where: str, example: Any) -> "Content | array[int]":
         """A text, with the spans of its answers if it has some; or encoded token ids."""

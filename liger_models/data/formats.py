@@ -39,7 +39,7 @@ class Format(NamedTuple):
     columns: tuple[str, ...]
     optional: tuple[str, ...] = ()
     convert: Convert | None = None
-    todo: str = "Name another format by format=."
+    todo: str = "It trains with objective sft."
 
     def fits(self, example: Example) -> bool:
         """Whether an example has the columns."""

@@ -59,9 +59,7 @@ def preference_batch(
     if isinstance(pairs, Mapping):
         pairs = _from_columns(pairs)
     check(len(pairs) > 0, "preference_batch: pairs must hold at least one, got none.")
-    encoded = [
-        _encode_pair(f"preference_batch, pair {number}", pair, tokenizer) for number, pair in enumerate(pairs, 1)
-    ]
+    encoded = [encode_pair(f"preference_batch, pair {number}", pair, tokenizer) for number, pair in enumerate(pairs, 1)]
     rows = [chosen for chosen, _ in encoded] + [rejected for _, rejected in encoded]
     filler = 0 if tokenizer is None else tokenizer.padding_id
 
@@ -106,16 +104,18 @@ def _from_columns(pairs: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{name: column[i] for name, column in columns.items()} for i in range(next(iter(sizes.values())))]
 
 
-def _encode_pair(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[Row]:
-    """The rows of the chosen and of the rejected answer."""
+def encode_pair(
+    where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None, answers: Sequence[str] = ANSWERS
+) -> list[Row]:
+    """The rows of the chosen and of the rejected answer, or of other ``answers`` to one prompt."""
     images = [name for name in ("image", "images", *sorted(IMAGE_INPUTS)) if len(pair.get(name) or ()) > 0]
     check(
         not images,
         f"{where}: must be text, got {', '.join(images)}. Collate it with TRL's DataCollatorForVisionPreference.",
     )
-    rows = _read_ids(pair) or _encode_texts(where, pair, tokenizer)
-    for name, (_, answer) in zip(ANSWERS, rows, strict=True):
-        check(bool(answer), f"{where}: {name} must have tokens, got none. Leave the pair out.")
+    rows = _read_ids(pair) or _encode_texts(where, pair, tokenizer, answers)
+    for name, (_, answer) in zip(answers, rows, strict=True):
+        check(bool(answer), f"{where}: {name} must have tokens, got none. Leave it out.")
     return rows
 
 
@@ -140,12 +140,14 @@ def _read_ids(pair: Mapping[str, Any]) -> list[Row]:
     return rows if len(rows) == len(ANSWERS) else []
 
 
-def _encode_texts(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[Row]:
+def _encode_texts(
+    where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None, answers: Sequence[str]
+) -> list[Row]:
     """The rows of a pair of texts or of lists of messages."""
-    parts = (*ANSWERS, "prompt")
+    parts = (*answers, "prompt")
     check(
-        all(part in pair for part in ANSWERS) and ("prompt" in pair or not isinstance(pair[ANSWERS[0]], str)),
-        f"{where}: must have prompt, chosen and rejected, or the same with _ids, got {sorted(pair)}.",
+        all(part in pair for part in answers) and ("prompt" in pair or not isinstance(pair[answers[0]], str)),
+        f"{where}: must have prompt, {' and '.join(answers)}, or the same with _ids, got {sorted(pair)}.",
     )
     check(tokenizer is not None, f"{where}: texts and messages need a tokenizer. Pass it.")
     assert tokenizer is not None
@@ -153,13 +155,13 @@ def _encode_texts(where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | No
     check(all(texts) or not any(texts), f"{where}: must be all texts or all messages, got both. Convert them.")
     if not any(texts):
         pair = {**pair, **{part: read_messages(f"{where}, {part}", pair[part]) for part in parts if part in pair}}
-        shared = 0 if "prompt" in pair else _shared_prefix(pair["chosen"], pair["rejected"])
+        shared = 0 if "prompt" in pair else _shared_prefix(*(pair[answer] for answer in answers))
         prompt = pair["prompt"] if "prompt" in pair else pair["chosen"][:shared]
         variables = {"tools": read_tools(pair), **(pair.get("chat_template_kwargs") or {})}
-        return [_encode_chat(prompt, pair[answer][shared:], tokenizer, variables) for answer in ANSWERS]
+        return [_encode_chat(prompt, pair[answer][shared:], tokenizer, variables) for answer in answers]
     eos = tokenizer.eos_token_id
     end = [] if eos is None else [eos]
-    sequences = [tokenizer.encode(pair["prompt"] + pair[answer]) for answer in ANSWERS]
+    sequences = [tokenizer.encode(pair["prompt"] + pair[answer]) for answer in answers]
     sequences = [ids if ids[-1:] == end else ids + end for ids in sequences]
     prompt = tokenizer.encode(pair["prompt"])
     prompt = prompt[:-1] if prompt[-1:] == end else prompt

@@ -35,9 +35,11 @@ from liger_models.layers.layer import CHECKPOINTING_POLICIES, layers_of
 from liger_models.parallel.context import apply_cp
 from liger_models.parallel.fsdp import apply_fsdp, compile_blocks, reshard
 from liger_models.parallel.state import load_state, save_state
-from liger_models.parallel.step import clip_grad_norm_, mean_over_ranks, targets_per_rank
+from liger_models.parallel.step import clip_grad_norm_, mean_over_ranks
 from liger_models.parallel.tensor import apply_tp
 from liger_models.train.metrics import Log, flops
+from liger_models.train.objective_options import ObjectiveOptions, make_objective
+from liger_models.train.objectives import Metrics, Objective, add_metrics, mean_metrics
 from liger_models.train.optimizer import LigerAdamW
 from liger_models.train.options import read_options
 from liger_models.train.report import banner, check_turn_end, estimate, next_steps, sample, say
@@ -45,7 +47,9 @@ from liger_models.train.seed import seed_all
 from liger_models.train.stopping import Stop, keep_signal_handlers
 
 LEAST = {"length": 2, "workers": 0, "weight_decay": 0, "lora_r": 0, "seed": 0}
-LEAST |= dict.fromkeys(("batch_size", "accumulate", "steps", "tensor_parallel", "context_parallel", "keep"), 1)
+LEAST |= dict.fromkeys(
+    ("batch_size", "accumulate", "steps", "tensor_parallel", "context_parallel", "keep", "max_samples"), 1
+)
 LEAST |= dict.fromkeys(("log_every", "eval_every", "save_every"), 1)
 """The smallest allowed values of options."""
 DTYPES = {"dtype": (torch.float32, torch.bfloat16), "export_dtype": (torch.float32, torch.bfloat16, torch.float16)}
@@ -56,7 +60,7 @@ TRACKERS = ("tensorboard", "wandb")
 
 
 @dataclass(kw_only=True)
-class TrainOptions:
+class TrainOptions(ObjectiveOptions):
     """The options of a run. Each is an option of the command line and a key of a YAML or JSON file."""
 
     model: str = option(metadata={"help": "folder of a checkpoint, or its name on the Hugging Face hub"})
@@ -64,12 +68,15 @@ class TrainOptions:
     output: str = option(metadata={"help": "folder of the run, for checkpoints, log.jsonl and the trained model"})
     eval_data: list[str] = option(default_factory=list, metadata={"help": "files or folders to evaluate on"})
     length: int = option(default=4096, metadata={"help": "tokens in a packed row"})
-    overflow: str = option(default="split", metadata={"help": "split or truncate documents longer than a row"})
+    overflow: str | None = option(
+        default=None, metadata={"help": "split (default) or truncate documents longer than a row"}
+    )
     format: str | None = option(
         default=None, metadata={"help": "format of the examples, such as alpaca; default: recognised by their columns"}
     )
     field: str | None = option(default=None, metadata={"help": "column to read instead, whatever others there are"})
-    batch_size: int = option(default=1, metadata={"help": "rows per GPU in one forward pass"})
+    max_samples: int | None = option(default=None, metadata={"help": "the most examples to train on, for a short try"})
+    batch_size: int = option(default=1, metadata={"help": "rows, or pairs, per GPU in one forward pass"})
     accumulate: int = option(default=1, metadata={"help": "batches per GPU in one optimizer step"})
     workers: int = option(default=1, metadata={"help": "processes per rank that prepare batches"})
     steps: int | None = option(default=None, metadata={"help": "optimizer steps; default: enough for the epochs"})
@@ -132,7 +139,10 @@ class TrainOptions:
             check(value < math.inf, f"TrainOptions: {name} must be finite, got {value}.")
         for name, known in KNOWN.items():
             value = getattr(self, name)
-            check(value in known, f"TrainOptions: {name} must be one of {', '.join(known)}, got {value!r}.")
+            check(
+                value is None or value in known,
+                f"TrainOptions: {name} must be one of {', '.join(known)}, got {value!r}.",
+            )
         for name, dtypes in DTYPES.items():  # "bf16" and torch.bfloat16 become "bfloat16"
             dtype = as_dtype(f"TrainOptions: {name}", getattr(self, name), dtypes)
             setattr(self, name, str(dtype).removeprefix("torch."))
@@ -156,6 +166,19 @@ class TrainOptions:
             self.length % self.sharing == 0,
             f"TrainOptions: length must be a multiple of the {self.sharing} GPUs that share a row, got {self.length}.",
         )
+
+        objective = make_objective(self)
+        check(
+            objective.shares_rows or self.sharing == 1,
+            f"TrainOptions: tensor_parallel and context_parallel must be 1 with objective {self.objective}, whose loss "
+            f"needs whole rows, got {self.tensor_parallel} and {self.context_parallel}.",
+        )
+        for name in ("field", "overflow"):
+            value = getattr(self, name)
+            check(
+                value is None or not objective.compares,
+                f"TrainOptions: {name} must be left out with objective {self.objective}, got {value!r}.",
+            )
 
     @property
     def sharing(self) -> int:
@@ -197,7 +220,8 @@ def train(options: TrainOptions) -> None:
     data_ranks = {"rank": mesh["dp"].get_local_rank(), "ranks": mesh["dp"].size()}
     seed_all(options.seed + data_ranks["rank"], deterministic=options.deterministic)
 
-    model = load_model(options, device, mesh)
+    model, objective = load_model(options, device, mesh), make_objective(options)
+    objective.prepare(model, lambda name: load_frozen(name, device))
     model.set_checkpointing(options.checkpointing)
     if options.compile:
         compile_blocks(model)
@@ -205,12 +229,11 @@ def train(options: TrainOptions) -> None:
     packing: dict[str, Any] = {"length": options.length, "overflow": options.overflow, "field": options.field}
     packing |= {"format": options.format}
     packing |= {"batch_size": options.batch_size, "seed": options.seed, **data_ranks}
-    data = PackedDataset(options.data, model.tokenizer, **packing)
+    data = objective.dataset(options.data, model, max_samples=options.max_samples, **packing)
     loader = PackedLoader(data, num_workers=options.workers, pin_memory=device.type != "cpu")
-    tests = PackedDataset(options.eval_data, model.tokenizer, shuffle=False, **packing) if options.eval_data else None
-    if rank == 0:
-        print(data.describe())
-    epoch_steps = options.epochs * len(data) / options.accumulate
+    tests = objective.dataset(options.eval_data, model, shuffle=False, **packing) if options.eval_data else None
+    say(data.describe())
+    epoch_steps = options.epochs * len(data) / options.accumulate * objective.repeats
     steps = options.steps or math.ceil(epoch_steps)
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -225,7 +248,8 @@ def train(options: TrainOptions) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
 
     start = load_state(output, model, optimizer, scheduler, loader) or 0
-    passed = data.passed / (data_ranks["ranks"] * options.batch_size * options.accumulate)  # in steps of this run
+    passed = data.passed / (data_ranks["ranks"] * options.batch_size * options.accumulate)
+    passed *= objective.repeats  # in steps of this run
     if options.steps is None and passed != start:  # steps had another size before
         steps = start + max(math.ceil(epoch_steps - passed), 0)
     if start >= steps and rank == 0:
@@ -239,40 +263,53 @@ def train(options: TrainOptions) -> None:
         group["weight_decay"] = given["weight_decay"]
     batches, saving = endless(loader), None
     memory = None
-    if device.type != "cpu" and options.tensor_parallel == 1 and not options.lora_r and model.visual is None:
+    if (
+        objective.shares_rows
+        and device.type != "cpu"
+        and options.tensor_parallel == 1
+        and not options.lora_r
+        and model.visual is None
+    ):
         tokens = options.batch_size * options.length // options.sharing
         memory = estimate(model, options.checkpointing, tokens, options.accumulate)
     size = {"rows": options.batch_size, "length": options.length, "accumulate": options.accumulate, "ranks": ranks}
     size |= {"sharing": options.sharing, "start": start, "steps": steps}
-    epochs = steps * options.accumulate / len(data)
+    epochs = steps * options.accumulate / len(data) / objective.repeats
     say(*banner(model, name=options.model, device=device, memory=memory, output=output, epochs=epochs, **size))
     if warning := check_turn_end(model):
         say(warning)
     log = Log(output, start, steps, device, data_ranks["ranks"], report_to=options.report_to, options=asdict(options))
     stop = Stop()
+    accumulated: list[Batch] = []
+    operations = 0.0
     for step in range(start + 1, steps + 1):
-        accumulated = [next(batches) for _ in range(options.accumulate)]
-        log.count(accumulated, flops(model, accumulated))
-        accumulated = [to_device(batch, device, model) for batch in accumulated]
-        num_items = targets_per_rank(accumulated)
-        loss = torch.zeros((), device=device)
+        if not accumulated or (step - 1) % objective.repeats == 0:
+            accumulated = [objective.batch(model, next(batches)) for _ in range(options.accumulate)]
+            operations = flops(model, accumulated)
+            accumulated = [to_device(batch, device, model) for batch in accumulated]
+        log.count(accumulated, operations)
+        num_items = objective.num_items(accumulated)
+        loss, metrics = torch.zeros((), device=device), Metrics()
         for batch in accumulated:
-            part = model(**batch, num_items_in_batch=num_items).loss
+            part, found = objective.loss(model, batch, num_items)
             part.backward()
             loss += part.detach()
+            add_metrics(metrics, found)
         norm = clip_grad_norm_(trained, options.max_norm)
         lr = float(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
 
-        last, stopping = step == steps, stop.check()
+        last, stopping = step == steps, stop.check() and step % objective.repeats == 0
         if step % options.log_every == 0 or last:
             loss = mean_over_ranks(loss)
+            means = mean_metrics(metrics)
             epochs = data.passed / (len(data) * data.ranks * data.batch_size)
-            log.write(step, epochs=epochs, loss=loss.item(), norm=norm.item(), lr=lr, epoch=data.epoch, **log.rates())
+            values = {"loss": loss.item(), "norm": norm.item(), "lr": lr, "epoch": data.epoch, **means}
+            log.write(step, epochs=epochs, **values, **log.rates())
         if tests is not None and (step % options.eval_every == 0 or last):
-            log.write(step, eval_loss=evaluate(model, tests, device))
+            log.write(step, **evaluate(model, tests, device, objective))
             log.restart()
         if options.sample_prompt is not None and (step % options.eval_every == 0 or last):
             log.write(step, sample=sample(model, options.sample_prompt))
@@ -332,6 +369,12 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh) ->
     return quantize_base(apply_lora(load(options.model, **given), adapters))
 
 
+def load_frozen(name: str, device: torch.device) -> CausalLM:
+    """A reference model or teacher, without gradients, sharded over all ranks, in bfloat16 as it computes."""
+    load = AutoLigerModel.from_pretrained if Path(name).is_dir() else AutoLigerModel.from_hub
+    return load(name, shard=apply_fsdp, dtype=torch.bfloat16, device=device).requires_grad_(False).eval()
+
+
 def freeze_images(model: CausalLM) -> CausalLM:
     """Freeze the parameters that only images use. If sharded they get zero gradients, and weight decay shrinks them."""
     unreached = [layer for layer in layers_of(model.layers) if layer.needs_images]
@@ -341,20 +384,16 @@ def freeze_images(model: CausalLM) -> CausalLM:
 
 
 @torch.no_grad()
-def evaluate(model: CausalLM, data: PackedDataset, device: torch.device) -> float:
-    """Mean loss over all targets on all ranks, without the auxiliary loss of mixtures of experts."""
+def evaluate(model: CausalLM, data: PackedDataset, device: torch.device, objective: Objective) -> dict[str, float]:
+    """The metrics of all batches on all ranks, such as ``eval_loss``, without mixtures' auxiliary losses."""
     model.eval()
     data.set_epoch(0)
-    total, targets = torch.zeros((), device=device), torch.zeros((), device=device)
+    total = Metrics()
     for batch in data:
-        batch = to_device(batch, device, model)
-        out = model(**batch, num_items_in_batch=1)  # the sum of the losses
-        total += out.loss - (0 if out.aux_loss is None else out.aux_loss)
-        targets += (batch["labels"] != -100).sum()
+        add_metrics(total, objective.evaluate(model, to_device(objective.batch(model, batch), device, model)))
     reshard(model)
     model.train()
-    total, targets = mean_over_ranks(total), mean_over_ranks(targets)
-    return float(total / targets)
+    return mean_metrics(total, "eval_")
 
 
 def endless(loader: PackedLoader) -> Iterator[Batch]:

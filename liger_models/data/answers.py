@@ -1,0 +1,157 @@
+"""Answers to learn from by comparison: pairs of a chosen and a rejected one, or single ones marked good or bad."""
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from os import PathLike
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from liger_models.data.batch import Batch, collate, make_row
+from liger_models.data.dataset import PackedDataset
+from liger_models.data.encoding import Encoder
+from liger_models.data.formats import mark_learnt
+from liger_models.data.packing import PackedRows, seeded_generator
+from liger_models.data.preference import ANSWERS, encode_pair
+from liger_models.data.sources import Located
+from liger_models.data.tokens import TokenFile, tokenise
+from liger_models.kernels.checks import check
+
+MULTIPLE = 64
+"""Rows are padded to a multiple of this many tokens, so that few shapes occur."""
+
+
+class AnswerEncoder(Encoder):
+    """Each example as two documents: the chosen and the rejected answer, or an answer and its label as a number.
+
+    A document is the prompt, without labels, and the answer.
+    """
+
+    def encode(self, examples: Iterable[Located]) -> "Iterator[array[int]]":
+        """See `Encoder.encode`."""
+        for where, example in self._limited(examples):
+            labelled = self.formats.name(where, example) == "kto"
+            label = example.get("label")
+            check(
+                not labelled or label in (0, 1),
+                f"{where}: label must be true for a good answer and false for a bad one, got {label!r}. Correct it.",
+            )
+            try:
+                rows = encode_pair(where, example, self.tokenizer, ("completion",) if labelled else ANSWERS)
+            except ValueError as error:
+                raise ValueError(f"{where}: {str(error).removeprefix(where).lstrip(',: ')}") from error
+            for prompt, answer in rows:
+                yield array("i", [*(~token for token in prompt), *answer])
+            if labelled:
+                yield array("i", [int(label)])
+
+
+class AnswerRows(PackedRows):
+    """The examples of an epoch by their number, each as its two documents. `AnswerDataset` makes them."""
+
+    def __init__(self, tokens: TokenFile, length: int, filler: int, shuffle: bool, seed: int) -> None:
+        super().__init__(tokens, length, filler, "truncate", shuffle, seed)
+        self._order: Tensor | None = None
+
+    def has_targets(self) -> bool:
+        """Whether an answer begins within ``length`` tokens."""
+        return any((each[: self.length] >= 0).any() for index in range(len(self)) for each in self[index].values())
+
+    def plan(self, epoch: int) -> None:
+        """Make these the examples of ``epoch``."""
+        self._order = self._order if epoch == self.epoch else None
+        self.epoch = epoch
+
+    def number(self, index: int) -> int:
+        """The number of an example in the source, by its number in the epoch."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"{type(self).__name__}: index must be 0 to {len(self) - 1}, got {index}.")
+        if self.shuffle and self._order is None:
+            self._order = torch.randperm(len(self), generator=seeded_generator(self.seed, self.epoch))
+        return index if self._order is None else int(self._order[index])
+
+    def __len__(self) -> int:
+        return len(self.tokens.ends) // 2
+
+    def __getitem__(self, index: int) -> Batch:
+        number = self.number(index)
+        middle, end = self.tokens.ends[2 * number : 2 * number + 2].tolist()
+        start = int(self.tokens.ends[2 * number - 1]) if number else 0
+        return {"first": self.tokens.ids[start:middle], "second": self.tokens.ids[middle:end]}
+
+
+class AnswerDataset(PackedDataset):
+    """Batches of answers to learn from by comparison: this rank's share of the examples, epoch after epoch.
+
+    An example is a pair (``chosen``, ``rejected`` and ``prompt``, or both with the prompt) or a labelled answer
+    (``prompt``, ``completion``, ``label``), each as texts or messages, as TRL's trainers take them. A batch is the
+    arguments of a forward: all chosen sequences, then all rejected ones, a row each, padded on the right; only answers
+    have labels.
+    Of labelled answers it also has ``preference_labels`` [rows] bool, and under names with ``kl_`` the same prompts,
+    each with the answer to the next one, from which KTO estimates its divergence. Sequences are cut at ``length``.
+
+    Order, ranks, position and cache are as in `PackedDataset`, with examples for rows. The last step of an epoch is
+    completed with its first examples.
+
+    Args:
+        source: files or another source with a length, as for `PackedDataset`.
+        tokenizer: the tokenizer of the model.
+        length: largest number of tokens of a sequence.
+        formats: the formats that examples may have: ("preference",) or ("kto",).
+        options: as for `PackedDataset`; ``batch_size`` is the number of examples in a batch.
+
+    Raises:
+        ValueError: as for `PackedDataset`, or the source is a stream.
+    """
+
+    per_example: ClassVar[int] = 2
+
+    def __init__(self, source: Any, tokenizer: Any, *, length: int, formats: Sequence[str], **options: Any) -> None:
+        self.formats = tuple(formats)
+        super().__init__(source, tokenizer, length=length, formats=formats, **{**options, "overflow": "truncate"})
+        check(self._rows is not None, "AnswerDataset: the source must have a length, got a stream. Save it as a file.")
+
+    def _make_encoder(self, tokenizer: Any, *options: Any) -> Encoder:
+        return AnswerEncoder(tokenizer, *options)
+
+    def _load_rows(self, source: Any, cache_dir: str | PathLike[str] | None, progress: bool) -> PackedRows:
+        tokens = tokenise(source, self.encoder, cache_dir, progress)
+        return AnswerRows(tokens, self.length, self._filler, self.shuffle, self.seed)
+
+    def _show(self, documents: list[list[int]]) -> str:
+        shown = mark_learnt(self.encoder.tokenizer, documents[0])
+        if self.formats == ("kto",):
+            return f"{shown}\n    label: {bool(documents[1][0])}"
+        return f"chosen:\n{shown}\nrejected:\n{mark_learnt(self.encoder.tokenizer, documents[1])}"
+
+    def _batch(self, rows: list[Batch]) -> Batch:
+        rows = self._completed(rows)
+        answers, others = [row["first"] for row in rows], [row["second"] for row in rows]
+        if self.formats != ("kto",):
+            return self._padded(answers + others)
+        prompts = [each[: int((each < 0).sum())] for each in answers]
+        replies = [each[int((each < 0).sum()) :] for each in answers]
+        unrelated = [torch.cat(pair) for pair in zip(prompts, replies[1:] + replies[:1], strict=True)]
+        return {
+            **self._padded(answers),
+            "preference_labels": torch.tensor([bool(label) for label in others]),
+            **{f"kl_{name}": tensor for name, tensor in self._padded(unrelated).items()},
+        }
+
+    def _padded(self, documents: list[Tensor]) -> Batch:
+        return padded(documents, self.length, self._filler)
+
+
+def padded(documents: Sequence[Tensor], length: int, filler: int) -> Batch:
+    """A batch with a row for each document, cut at ``length`` and padded to the longest, or some tokens more.
+
+    Args:
+        documents: [n] each; ``~id`` instead of ``id`` for a token without a label, as in a `TokenFile`.
+        length: the most tokens of a row.
+        filler: token id of padding.
+    """
+    documents = [each[:length] for each in documents]
+    longest = max(map(len, documents))
+    rounded = max(min(-(-longest // MULTIPLE) * MULTIPLE, length), 2)
+    return collate([make_row([each.int()], rounded, filler) for each in documents])

@@ -1,0 +1,217 @@
+"""Group-relative policy optimisation: answers are sampled, rewarded by a function, and better ones made more likely."""
+
+import importlib
+import importlib.util
+import itertools
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.base.causal_lm import CausalLM
+from liger_models.data.answers import padded
+from liger_models.data.batch import Batch
+from liger_models.data.dataset import PackedDataset
+from liger_models.data.prompts import PromptDataset
+from liger_models.generation.options import resolve
+from liger_models.kernels.checks import check
+from liger_models.kernels.linear_logprobs import fused_linear_logprobs
+from liger_models.losses.grpo import TOKEN_MEANS, LigerFusedLinearGRPOLoss
+from liger_models.parallel.fsdp import reshard
+from liger_models.parallel.groups import raise_on_all_ranks, world_size
+from liger_models.parallel.step import targets_per_rank
+from liger_models.train.objectives import INPUTS, Load, Metrics, Objective, Reference, pair
+
+Reward = Callable[..., Any]
+
+
+class GRPO(Objective):
+    """Group-relative policy optimisation, on answers that the model samples itself."""
+
+    shares_rows, compares = False, True
+
+    def __init__(self, options: Any, **given: Any) -> None:
+        super().__init__(options)
+        check(
+            "reward" in given,
+            "TrainOptions: objective grpo needs a reward, got none. Name a function: file.py:function.",
+        )
+        self.reward_name = given.pop("reward")
+        self.reward = load_function(self.reward_name)
+        self.reference = Reference(options, given.pop("ref_model", None))
+        self.generations, self.new = given.pop("num_generations", 8), given.pop("max_new_tokens", 256)
+        self.repeats, self.scales = given.pop("num_iterations", 1), given.pop("scale_rewards", True)
+        for name, value, least in (
+            ("num_generations", self.generations, 2),
+            ("max_new_tokens", self.new, 1),
+            ("num_iterations", self.repeats, 1),
+        ):
+            check(value >= least, f"TrainOptions: {name} must be at least {least}, got {value}.")
+        check(
+            options.save_every % self.repeats == 0,
+            f"TrainOptions: save_every must be a multiple of num_iterations, got {options.save_every} and "
+            f"{self.repeats}: a checkpoint does not hold sampled answers.",
+        )
+        check(
+            options.length > self.new,
+            f"TrainOptions: length must be more than max_new_tokens, got {options.length} and {self.new}.",
+        )
+        self.temperature = given.get("temperature", 1.0)
+        low = given.pop("epsilon", 0.2)
+        ranges = {"epsilon_low": low, "epsilon_high": given.pop("epsilon_high", low)}
+        self.settings: dict[str, Any] = {"beta": 0.0, "max_completion_length": self.new, **ranges, **given}
+        self.function = LigerFusedLinearGRPOLoss(**self.settings)
+
+    def prepare(self, model: CausalLM, load: Load) -> None:
+        """See `Objective.prepare`."""
+        self.head: dict[str, Any] = {"softcap": model.lm_head.softcap, "logit_scale": model.lm_head.logit_scale}
+        self.function = LigerFusedLinearGRPOLoss(**self.settings, **self.head)
+        if self.function.beta:
+            self.reference.prepare(load)
+
+    def dataset(self, source: Any, model: CausalLM, *, overflow: str | None, **options: Any) -> PackedDataset:
+        """See `Objective.dataset`."""
+        return PromptDataset(source, model.tokenizer, **{**options, "length": options["length"] - self.new})
+
+    @torch.no_grad()
+    def batch(self, model: CausalLM, rows: Any) -> Batch:
+        """Sampled answers to a batch of prompts, ``num_generations`` to each, with ``rewards`` and ``advantages``."""
+        rows = [row for row in rows for _ in range(self.generations)]
+        prompts, stops = [row["ids"] for row in rows], set(resolve(model, self.new, {}).eos_token_id)
+        # With FSDP all ranks must run the same number of forwards, so that no answer may end the sampling.
+        ends: dict[str, Any] = {"eos_token_id": []} if world_size() > 1 else {}
+        sampled = model.generate(
+            prompts, max_new_tokens=self.new, do_sample=True, temperature=self.temperature, top_k=0, top_p=1.0,
+            repetition_penalty=1.0, pad_token_id=model.tokenizer.padding_id, **ends,
+        )[:, max(map(len, prompts)) :].tolist()  # fmt: skip
+        reshard(model)
+        answers = [_until(ids, stops) for ids in sampled]
+        with raise_on_all_ranks():
+            rewards = torch.tensor(self._rewards(model, [row["example"] for row in rows], answers))
+        groups = rewards.view(-1, self.generations)
+        advantages = groups - groups.mean(1, keepdim=True)
+        if self.scales:
+            advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
+        documents = [
+            torch.tensor([*(~token for token in prompt), *answer])
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        batch = padded(documents, max(map(len, documents)), model.tokenizer.padding_id)
+        return {**batch, "rewards": rewards, "advantages": advantages.flatten()}
+
+    def _rewards(self, model: CausalLM, examples: list[Any], answers: list[list[int]]) -> list[float]:
+        """What the function returns for the answers, as TRL's trainer calls it."""
+        names = dict.fromkeys(name for example in examples for name in example if name != "prompt")
+        texts: list[Any] = [model.tokenizer.decode(answer) for answer in answers]
+        texts = [
+            text if isinstance(example["prompt"], str) else [{"role": "assistant", "content": text}]
+            for text, example in zip(texts, examples, strict=True)
+        ]
+        rewards = self.reward(
+            prompts=[example["prompt"] for example in examples],
+            completions=texts,
+            completion_ids=answers,
+            **{name: [example.get(name) for example in examples] for name in names},
+        )
+        rewards = rewards.tolist() if isinstance(rewards, Tensor) else list(rewards)
+        check(
+            len(rewards) == len(answers) and all(_is_number(reward) for reward in rewards),
+            f"{self.reward_name}: must return {len(answers)} finite numbers, one for each completion, got "
+            f"{str(rewards)[:60]}. Correct the function.",
+        )
+        return [float(reward) for reward in rewards]
+
+    def num_items(self, batches: list[Batch]) -> Tensor | None:
+        """See `Objective.num_items`."""
+        return targets_per_rank(batches) * world_size() if self.function.loss_type in TOKEN_MEANS else None
+
+    def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
+        """See `Objective.loss`. What the policy that sampled and the reference said is kept in ``batch``."""
+        inputs = {name: batch[name] for name in INPUTS}
+
+        def log_probs(model: CausalLM) -> Tensor:
+            found: Tensor = model(**inputs, loss_function=self._log_probs).loss
+            return found
+
+        if self.repeats > 1 and "old" not in batch:
+            with torch.no_grad():
+                batch["old"] = log_probs(model)
+            reshard(model)
+        if self.function.beta and "reference" not in batch:
+            batch["reference"] = self.reference(model, log_probs)
+        out = model(
+            **inputs,
+            loss_function=lambda x, weight, target: self.function(
+                x, weight, target, target != -100, batch["advantages"], num_items_in_batch=num_items,
+                ref_per_token_logps=batch.get("reference"), old_per_token_logps=batch.get("old"),
+            ),
+        )  # fmt: skip
+        loss, metrics = out.loss
+        loss = loss / (1 if num_items is not None else self.accumulate)
+        loss = loss if out.aux_loss is None else loss + out.aux_loss / self.accumulate
+        tokens = (batch["labels"] != -100).sum()
+        names = ("kl", "clip_ratio") if self.function.beta else ("clip_ratio",)
+        found = {name: pair(value * tokens, tokens) for name, value in zip(names, metrics, strict=True)}
+        return loss, {**self.evaluate(model, batch), **found}
+
+    def _log_probs(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = fused_linear_logprobs(x, weight, target, temperature=self.temperature, **self.head)
+        return found
+
+    def evaluate(self, model: CausalLM, batch: Batch) -> Metrics:
+        """See `Objective.evaluate`: rewards, and no loss."""
+        groups = batch["rewards"].view(-1, self.generations)
+        lengths = (batch["labels"] != -100).sum()
+        return {
+            "reward": pair(groups.sum(), groups.numel()),
+            "reward_std": pair(groups.std(1).sum(), len(groups)),
+            "completions/mean_length": pair(lengths, groups.numel()),
+        }
+
+
+def load_function(name: str) -> Reward:
+    """A function by ``module:function``, where the module may be in the current folder, or by ``file.py:function``.
+
+    Raises:
+        ValueError: there is no such file, module or function.
+    """
+    place, _, function = name.rpartition(":")
+    check(bool(place and function), f"reward: must be module:function or file.py:function, got {name!r}.")
+    if place.endswith(".py"):
+        check(Path(place).is_file(), f"reward: {place} must be a file, got nothing there. Correct the path.")
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        if os.getcwd() not in sys.path:  # a console script does not search there
+            sys.path.append(os.getcwd())
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"reward: {place} must be a module, got: {error}. Name the file: file.py:{function}."
+            ) from error
+    found: Any = getattr(module, function, None)
+    check(callable(found), f"reward: {place} must have a function {function}, got none.")
+    reward: Reward = found
+    return reward
+
+
+def _until(ids: list[int], stops: set[int]) -> list[int]:
+    """Ids up to the first that is in ``stops``, with it."""
+    before = list(itertools.takewhile(lambda token: token not in stops, ids))
+    return ids[: len(before) + 1]
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,92 @@
+"""The options of the training objectives, and which objective reads which."""
+
+from dataclasses import dataclass, fields
+from dataclasses import field as option
+from typing import Any
+
+from liger_models.kernels.checks import check
+from liger_models.train.grpo import GRPO
+from liger_models.train.objectives import CPO, DPO, KTO, ORPO, Distill, Objective, Pretrain, SimPO
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "sft": Objective,
+    "pretrain": Pretrain,
+    "dpo": DPO,
+    "orpo": ORPO,
+    "cpo": CPO,
+    "simpo": SimPO,
+    "kto": KTO,
+    "distill": Distill,
+    "grpo": GRPO,
+}
+
+
+def _of(objectives: str, help: str) -> Any:
+    """An option that some objectives read."""
+    return option(default=None, metadata={"help": f"{objectives}: {help}", "objectives": objectives.split(", ")})
+
+
+@dataclass(kw_only=True)
+class ObjectiveOptions:
+    """The objective and its options, under TRL's names. None means the default of the objective."""
+
+    objective: str = option(
+        default="sft", metadata={"help": "what is learnt: sft, pretrain, dpo, orpo, cpo, simpo, kto, distill or grpo"}
+    )
+    beta: float | None = _of(
+        "dpo, orpo, cpo, simpo, kto, distill, grpo",
+        "strength of the preference (default: 0.1); place of the Jensen-Shannon divergence between forward and reverse "
+        "KL (0.5); weight of the KL divergence from the reference (0)",
+    )
+    loss_type: str | None = _of("dpo, cpo, grpo", "form of the loss (default: sigmoid; for grpo dapo)")
+    label_smoothing: float | None = _of("dpo, cpo, simpo", "probability that a label is wrong (default: 0)")
+    ref_model: str | None = _of(
+        "dpo, kto, grpo", "reference model (default: the model before training; with adapters, without them)"
+    )
+    cpo_alpha: float | None = _of("cpo, simpo", "weight of the chosen answers' NLL (default: 1; for simpo 0)")
+    simpo_gamma: float | None = _of("simpo", "margin of the rewards (default: 0.5)")
+    desirable_weight: float | None = _of("kto", "weight of good answers (default: 1)")
+    undesirable_weight: float | None = _of("kto", "weight of bad answers (default: 1)")
+    teacher: str | None = _of("distill", "model whose distributions are learnt: a folder, or a name on the hub")
+    divergence: str | None = _of("distill", "jsd (default), forward_kl, reverse_kl, tvd or cosine")
+    temperature: float | None = _of("distill, grpo", "divisor of the logits (default: 1)")
+    weight_hard_loss: float | None = _of("distill", "weight of the cross entropy (default: 0.5)")
+    weight_soft_loss: float | None = _of("distill", "weight of the divergence (default: 0.5)")
+
+    reward: str | None = _of("grpo", "function that rewards answers: module:function or file.py:function")
+    num_generations: int | None = _of("grpo", "answers to each prompt (default: 8)")
+    max_new_tokens: int | None = _of("grpo", "the most tokens of an answer (default: 256)")
+    epsilon: float | None = _of("grpo", "how far the ratio of probabilities is clipped (default: 0.2)")
+    epsilon_high: float | None = _of("grpo", "the same upwards (default: epsilon)")
+    num_iterations: int | None = _of("grpo", "steps on the same answers (default: 1)")
+    scale_rewards: bool | None = _of("grpo", "divide by the rewards' deviation in a group (default: true)")
+
+    def given(self) -> dict[str, Any]:
+        """The options of the objective that are not None.
+
+        Raises:
+            ValueError: the objective is unknown, or does not read one of them.
+        """
+        name = self.objective
+        check(name in OBJECTIVES, f"TrainOptions: objective must be one of {', '.join(OBJECTIVES)}, got {name!r}.")
+        found = {}
+        for each in fields(ObjectiveOptions):
+            value, readers = getattr(self, each.name), each.metadata.get("objectives")
+            if readers is not None and value is not None:
+                check(
+                    name in readers,
+                    f"TrainOptions: {each.name} is an option of objective {', '.join(readers)}, got {value!r} with "
+                    f"{name}. Leave it out.",
+                )
+                found[each.name] = value
+        return found
+
+
+def make_objective(options: Any) -> Objective:
+    """The objective of a run.
+
+    Raises:
+        ValueError: the objective is unknown, does not read an option, or an option is out of range.
+    """
+    given = options.given()
+    return OBJECTIVES[options.objective](options, **given)

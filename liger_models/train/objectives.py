@@ -1,0 +1,355 @@
+"""Training objectives: how each reads its data, and how it computes the loss of a batch; the loop is the same."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from liger_models.adapters.lora import without_adapters
+from liger_models.base.causal_lm import CausalLM
+from liger_models.data.answers import AnswerDataset
+from liger_models.data.batch import Batch
+from liger_models.data.dataset import PackedDataset
+from liger_models.data.formats import DOCUMENTS
+from liger_models.kernels.checks import check
+from liger_models.losses.cosine import LigerFusedLinearCosineSimilarityLoss
+from liger_models.losses.cpo import LigerFusedLinearCPOLoss
+from liger_models.losses.dpo import LigerFusedLinearDPOLoss
+from liger_models.losses.jsd import LigerFusedLinearJSDLoss
+from liger_models.losses.kl import LigerFusedLinearForwardKLLoss, LigerFusedLinearReverseKLLoss
+from liger_models.losses.kto import LigerFusedLinearKTOLoss
+from liger_models.losses.orpo import LigerFusedLinearORPOLoss
+from liger_models.losses.simpo import LigerFusedLinearSimPOLoss
+from liger_models.losses.tvd import LigerFusedLinearTVDLoss
+from liger_models.parallel.fsdp import reshard
+from liger_models.parallel.step import mean_over_ranks, targets_per_rank
+
+Metrics: TypeAlias = dict[str, Tensor]
+"""Name -> [2], a sum on this rank and the number of what was added; a metric is the quotient of both over all ranks."""
+Load = Callable[[str], CausalLM]
+"""Loads a frozen model by its folder or name, sharded as the trained one is."""
+DIVERGENCES: dict[str, type[Any]] = {
+    "jsd": LigerFusedLinearJSDLoss,
+    "forward_kl": LigerFusedLinearForwardKLLoss,
+    "reverse_kl": LigerFusedLinearReverseKLLoss,
+    "tvd": LigerFusedLinearTVDLoss,
+    "cosine": LigerFusedLinearCosineSimilarityLoss,
+}
+
+
+class Reference:
+    """The reference model: a frozen one, or with adapters the model without them, if ``name`` is None.
+
+    Args:
+        options: all options of the run.
+        name: folder or name of the reference model; None for the model that is trained, as it was.
+    """
+
+    def __init__(self, options: Any, name: str | None) -> None:
+        self.name = name or options.model
+        self.by_adapters = options.lora_r > 0 and self.name == options.model
+        self.model: CausalLM | None = None
+
+    def prepare(self, load: Load) -> None:
+        """Load the model, if there must be one."""
+        if not self.by_adapters:
+            self.model = load(self.name)
+
+    @torch.no_grad()
+    def __call__(self, model: CausalLM, run: Callable[[CausalLM], Tensor]) -> Tensor:
+        """What ``run`` returns for the reference of ``model``."""
+        with without_adapters(model) if self.by_adapters else nullcontext():
+            found = run(self.model or model)
+        reshard(self.model or model)
+        return found
+
+
+INPUTS = ("input_ids", "labels", "cu_seqlens")
+"""What a model's forward takes of a batch."""
+
+
+class Objective:
+    """Learning texts: the mean cross entropy of all tokens that have a label.
+
+    Args:
+        options: all options of the run, of which it has its own and ``accumulate``.
+        **given: its own options that are not None.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    formats: tuple[str, ...] = DOCUMENTS
+    """Formats that examples may have."""
+    shares_rows = True
+    """Whether ranks may share a row (tensor and context parallelism)."""
+    repeats = 1
+    """Number of steps on the same batches."""
+    compares = False
+    """Whether examples are answers to compare, which are not packed into rows."""
+
+    def __init__(self, options: Any, **given: Any) -> None:
+        self.name, self.accumulate, self.given = options.objective, options.accumulate, given
+
+    def prepare(self, model: CausalLM, load: Load) -> None:
+        """Load what is needed besides the model."""
+
+    def dataset(self, source: Any, model: CausalLM, *, overflow: str | None, **options: Any) -> PackedDataset:
+        """The data of the run. Every rank must call it."""
+        return PackedDataset(source, model.tokenizer, overflow=overflow or "split", formats=self.formats, **options)
+
+    def batch(self, model: CausalLM, batch: Any) -> Batch:
+        """What is trained on, of a batch of the data. Every rank must call it."""
+        given: Batch = batch
+        return given
+
+    def num_items(self, batches: list[Batch]) -> Tensor | None:
+        """What the losses of a step's batches are divided by, from all of these batches."""
+        return targets_per_rank(batches)
+
+    def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
+        """The share of a batch in the loss of a step, and metrics."""
+        return model(**batch, num_items_in_batch=num_items).loss, {}
+
+    def evaluate(self, model: CausalLM, batch: Batch) -> Metrics:
+        """The metrics of a batch, with its "loss" among them, without gradients or auxiliary losses."""
+        out = model(**batch, num_items_in_batch=1)  # the sum of the losses
+        loss = out.loss - (0 if out.aux_loss is None else out.aux_loss)
+        return {"loss": pair(loss, (batch["labels"] != -100).sum())}
+
+
+class Pretrain(Objective):
+    """Learning texts or token ids; chats and other formats are refused, so that none is trained on by mistake."""
+
+    formats = ("text", "input_ids")
+
+
+class Compared(Objective):
+    """A loss of whole answers, in a batch of them, computed by one of `liger_models.losses`."""
+
+    formats = ("preference",)
+    shares_rows, compares = False, True
+    make: Callable[..., Any]
+    """The class of the loss."""
+    needs_reference = False
+
+    def __init__(self, options: Any, **given: Any) -> None:
+        super().__init__(options, **given)
+        self.reference = Reference(options, given.pop("ref_model", None))
+        self.settings = self._settings(given)
+        self.function = type(self).make(**self.settings)  # refuses options before a model is loaded
+
+    def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the loss."""
+        return given
+
+    def prepare(self, model: CausalLM, load: Load) -> None:
+        """See `Objective.prepare`."""
+        head = {"softcap": model.lm_head.softcap, "logit_scale": model.lm_head.logit_scale}
+        self.function = type(self).make(**self.settings, **head)
+        if self.needs_reference:
+            self.reference.prepare(load)
+
+    def dataset(self, source: Any, model: CausalLM, *, overflow: str | None, **options: Any) -> PackedDataset:
+        """See `Objective.dataset`."""
+        return AnswerDataset(source, model.tokenizer, formats=self.formats, **options)
+
+    def num_items(self, batches: list[Batch]) -> Tensor | None:
+        """None: each batch has the same number of examples."""
+        return None
+
+    def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
+        """See `Objective.loss`."""
+        out, metrics = self._run(model, batch)
+        loss = out.loss[0] if out.aux_loss is None else out.loss[0] + out.aux_loss
+        return loss / self.accumulate, metrics
+
+    def evaluate(self, model: CausalLM, batch: Batch) -> Metrics:
+        """See `Objective.evaluate`."""
+        out, metrics = self._run(model, batch)
+        return {"loss": pair(out.loss[0], 1), **metrics}
+
+    def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
+        """The output of the model, whose loss is the loss and its metrics, and the metrics."""
+        reference = {"ref_log_probs": self.reference(model, _log_probs(batch))} if self.needs_reference else {}
+        # The loss runs inside the head, where FSDP has gathered its weight.
+        out = model(**batch, loss_function=lambda x, weight, target: self.function(weight, x, target, **reference))
+        found = out.loss[1]
+        means = {
+            "rewards/chosen": found.chosen_rewards,
+            "rewards/rejected": found.rejected_rewards,
+            "rewards/accuracies": found.accuracies,
+            "logps/chosen": found.chosen_logps,
+            "logps/rejected": found.rejected_logps,
+        }
+        if self.function.compute_nll_loss:
+            means["nll_loss"] = found.nll_loss
+        means |= {name: getattr(found, name) for name in ("log_odds_ratio", "log_odds_chosen") if hasattr(found, name)}
+        return out, {name: pair(values.float().mean(), 1) for name, values in means.items()}
+
+
+class DPO(Compared):
+    """Direct preference optimisation."""
+
+    make, needs_reference = LigerFusedLinearDPOLoss, True
+
+
+class ORPO(Compared):
+    """Odds-ratio preference optimisation."""
+
+    make = LigerFusedLinearORPOLoss
+
+
+class CPO(Compared):
+    """Contrastive preference optimisation."""
+
+    make: Callable[..., Any] = LigerFusedLinearCPOLoss
+    alpha = 1.0
+
+    def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
+        alpha = given.pop("cpo_alpha", self.alpha)
+        names = {"simpo_gamma": "gamma"}
+        settings = {names.get(name, name): value for name, value in given.items()}
+        return {**settings, "alpha": alpha or 1.0, "compute_nll_loss": alpha != 0}
+
+
+class SimPO(CPO):
+    """SimPO: `CPO` of mean log-probabilities with a margin, and by default without NLL."""
+
+    make = LigerFusedLinearSimPOLoss
+    alpha = 0.0
+
+
+class KTO(Compared):
+    """Kahneman-Tversky optimisation."""
+
+    formats = ("kto",)
+    make, needs_reference = LigerFusedLinearKTOLoss, True
+
+    def __init__(self, options: Any, **given: Any) -> None:
+        check(
+            options.batch_size >= 2,
+            f"TrainOptions: batch_size must be at least 2 with objective kto, which compares the answers of a batch, "
+            f"got {options.batch_size}.",
+        )
+        super().__init__(options, **given)
+
+    def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {**given, "use_ref_model": True}
+
+    def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
+        unrelated = {name.removeprefix("kl_"): tensor for name, tensor in batch.items() if name.startswith("kl_")}
+        answers = {name: batch[name] for name in INPUTS}
+        good = batch["preference_labels"]
+        with torch.no_grad():
+            moved = _log_probs(unrelated)(model).sum(-1)
+            reshard(model)
+            moved = moved - self.reference(model, _log_probs(unrelated)).sum(-1)
+            z = mean_over_ranks(moved.mean()).clamp(min=0)
+        log_probs = self.reference(model, _log_probs(answers))
+        out = model(
+            **answers,
+            loss_function=lambda x, weight, target: self.function(
+                x, weight, target, preference_labels=good, kl=z, ref_log_probs=log_probs
+            ),
+        )
+        found, goods, bads = out.loss[1], good.sum(), (~good).sum()
+        return out, {
+            "rewards/chosen": pair(found.chosen_rewards_sum, goods),
+            "rewards/rejected": pair(found.rejected_rewards_sum, bads),
+            "logps/chosen": pair(found.chosen_logps_sum, goods),
+            "logps/rejected": pair(found.rejected_logps_sum, bads),
+            "kl": pair(z, 1),
+        }
+
+
+class Distill(Objective):
+    """Learning the distributions of a larger model's tokens beside the tokens themselves."""
+
+    shares_rows = False
+
+    def __init__(self, options: Any, **given: Any) -> None:
+        super().__init__(options)
+        check("teacher" in given, "TrainOptions: objective distill needs a teacher, got none. Name a model.")
+        self.teacher_name, divergence = given.pop("teacher"), given.pop("divergence", "jsd")
+        check(
+            divergence in DIVERGENCES,
+            f"TrainOptions: divergence must be one of {', '.join(DIVERGENCES)}, got {divergence!r}.",
+        )
+        self.make = DIVERGENCES[divergence]
+        self.settings = {**given, "return_soft_hard_loss": True}
+        self.function = self.make(**self.settings)
+
+    def prepare(self, model: CausalLM, load: Load) -> None:
+        """See `Objective.prepare`."""
+        self.teacher = load(self.teacher_name)
+        ours, theirs = model.config.vocab_size, self.teacher.config.vocab_size
+        check(
+            ours == theirs,
+            f"train: the teacher must have the model's vocabulary, got vocab_size {theirs} instead of {ours}. Choose a "
+            "teacher of the same family, or resize the embeddings of one of them.",
+        )
+        heads = ("", model.lm_head), ("teacher_", self.teacher.lm_head)
+        scales = {
+            f"{prefix}{name}": getattr(head, name) for prefix, head in heads for name in ("softcap", "logit_scale")
+        }
+        self.function = self.make(**self.settings, **scales)
+
+    def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
+        """See `Objective.loss`."""
+        out, metrics = self._run(model, batch)
+        (loss, _, _), count = out.loss
+        loss = loss if out.aux_loss is None else loss + out.aux_loss
+        return loss * (count / num_items), {name: metrics[name] for name in ("soft_loss", "hard_loss")}
+
+    def evaluate(self, model: CausalLM, batch: Batch) -> Metrics:
+        """See `Objective.evaluate`."""
+        return self._run(model, batch)[1]
+
+    def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
+        """The output of the model, whose loss is the mean losses and the number of targets, and the metrics."""
+        with torch.no_grad():
+            hidden, head, _ = self.teacher(**batch, loss_function=lambda *given: given).loss
+
+        def compare(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Any, Tensor]:
+            return self.function(x, weight, hidden, head, target), (target != -100).sum()
+
+        # Without a backward the teacher's head stays gathered, so the student's loss can use it.
+        out = model(**batch, loss_function=compare)
+        reshard(self.teacher)
+        losses, count = out.loss
+        names = "loss", "soft_loss", "hard_loss"
+        return out, {name: pair(loss * count, count) for name, loss in zip(names, losses, strict=True)}
+
+
+def _log_probs(batch: Batch) -> Callable[[CausalLM], Tensor]:
+    """A function from a model to the log-probabilities [rows, T] of the targets of a batch."""
+
+    def run(model: CausalLM) -> Tensor:
+        found: Tensor = model(**batch, return_log_probs=True).log_probs
+        return found
+
+    return run
+
+
+def add_metrics(total: Metrics, found: Metrics) -> None:
+    """Add the sums and numbers of ``found`` to those of ``total``, in place."""
+    for name, pair in found.items():
+        total[name] = total[name] + pair if name in total else pair.detach()
+
+
+def mean_metrics(total: Mapping[str, Tensor], prefix: str = "") -> dict[str, float]:
+    """The metrics over all ranks, of which every one must call it. One that nothing was added to is left out."""
+    if not total:
+        return {}
+    pairs = mean_over_ranks(torch.stack([pair.float() for pair in total.values()])).tolist()
+    found = {prefix + name: added / number for name, (added, number) in zip(total, pairs, strict=True) if number}
+    chosen, rejected = (found.get(f"{prefix}rewards/{name}") for name in ("chosen", "rejected"))
+    return found if chosen is None or rejected is None else {**found, f"{prefix}rewards/margins": chosen - rejected}
+
+
+def pair(total: Tensor, number: Tensor | float) -> Tensor:
+    """A metric of `Metrics`: [2], a sum [] and the number of what was added."""
+    return torch.stack([total.detach().float(), torch.as_tensor(number, device=total.device).float()])

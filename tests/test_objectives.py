@@ -1,0 +1,389 @@
+"""Objectives of the training command: each learns, from the loss that a loop of one's own has, and resumes exactly."""
+
+import json
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from liger_models import (
+    LigerFusedLinearCPOLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LigerFusedLinearJSDLoss,
+    LigerFusedLinearKTOLoss,
+    LigerFusedLinearORPOLoss,
+    LigerFusedLinearSimPOLoss,
+    LigerLlama,
+    LlamaConfig,
+    PackedDataset,
+    preference_batch,
+)
+from liger_models.data.answers import AnswerDataset
+from liger_models.train.loop import TrainOptions, train
+from liger_models.train.objective_options import make_objective
+
+from .packing.conftest import tokenizer  # noqa: F401
+from .parallel.conftest import two  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left():
+    """A run that fails leaves its process group."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer) -> Path:  # noqa: F811
+    """A checkpoint, a larger one as its teacher, and data of each kind."""
+    folder = tmp_path_factory.mktemp("objectives")
+    for seed, (name, size) in enumerate({"checkpoint": 32, "teacher": 48}.items()):
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": size, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = LigerLlama.from_config(LlamaConfig(vocab_size=258, bos_token_id=0, eos_token_id=1, **sizes))
+        files = {"tokenizer.json": tokenizer.backend.to_str()}
+        files["tokenizer_config.json"] = json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+        model.assets = {name: content.encode() for name, content in files.items()}
+        model.save_pretrained(folder / name)
+    good, bad = "{}, gladly".format, "Why {}?".format
+    rows = {
+        "text": [{"text": f"{n} + {n} = {2 * n}"} for n in range(30)],
+        "pairs": [{"prompt": f"{n}+{n}=", "chosen": good(2 * n), "rejected": bad(n)} for n in range(30)],
+        "prompts": [{"prompt": f"{n}+{n}=", "want": "e", "id": n} for n in range(12)],
+        "marked": [
+            {"prompt": f"{n}+{n}=", "completion": (good if n % 3 else bad)(n), "label": n % 3 > 0} for n in range(30)
+        ],
+    }
+    for name, examples in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in examples))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+REWARD = """
+def share(prompts, completions, completion_ids, want, **columns):
+    assert list(columns) == ["id"]
+    assert [prompt.partition("+")[0] for prompt in prompts] == list(map(str, columns["id"]))
+    return [text.count(letter) / len(ids) for text, ids, letter in zip(completions, completion_ids, want, strict=True)]
+
+def short(prompts, completions, **columns):
+    return [1.0]
+"""
+
+
+def train_on(folder: Path, output: str, objective: str, data: str, **options: Any) -> None:
+    """As the command, on a rank of a process group or alone."""
+    given = {"model": str(folder / "checkpoint"), "data": [str(folder / f"{data}.jsonl")], "length": 128, "workers": 0}
+    given |= {"steps": 6, "lr": 3e-3, "save_every": 3, "log_every": 1, "batch_size": 4, "checkpointing": "none"}
+    given |= {"objective": objective, "output": str(folder / output), "export_dtype": "float32"}
+    if objective == "grpo":
+        given |= {"reward": f"{folder}/reward.py:share", "num_generations": 4, "max_new_tokens": 6, "length": 32}
+    if options.get("teacher"):
+        options["teacher"] = str(folder / options["teacher"])
+    place = {"XDG_CACHE_HOME": str(folder / "cache")}
+    with mock.patch.dict(os.environ, place), mock.patch("torch.accelerator.current_accelerator", return_value=None):
+        train(TrainOptions(**{**given, **options}))
+
+
+def log(run: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name != "tokens_per_s"} for line in lines]
+
+
+def result(run: Path) -> dict[str, bytes]:
+    place = next(path for path in (run / "adapter", run / "model") if path.is_dir())
+    return {path.name: path.read_bytes() for path in place.iterdir()}
+
+
+def by_hand(folder: Path, objective: str, options: dict[str, Any]) -> torch.Tensor:
+    """The loss of the first batch, as the examples compute it; in bfloat16, as FSDP does."""
+    load = partial(LigerLlama.from_pretrained, dtype=torch.bfloat16, progress=False)
+    model, place = load(folder / "checkpoint"), {"cache_dir": folder / "cache", "progress": False}
+    source = {"kto": "marked", "distill": "text", "pretrain": "text"}.get(objective, "pairs")
+    sized = {"length": 128, "batch_size": 4, "seed": 0, **place}
+    if source == "text":
+        batch = next(iter(PackedDataset(folder / "text.jsonl", model.tokenizer, **sized)))
+        if objective == "pretrain":
+            return model(**batch).loss
+        hidden, head, _ = load(folder / "teacher")(**batch, loss_function=lambda *given: given).loss
+        loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.2, weight_soft_loss=0.8, beta=0.3, temperature=1.5)
+        return model(**batch, loss_function=lambda x, w, target: loss(x, w, hidden, head, target)).loss
+    formats = ("kto",) if objective == "kto" else ("preference",)
+    batch = next(iter(AnswerDataset(folder / f"{source}.jsonl", model.tokenizer, formats=formats, **sized)))
+    losses = {
+        "dpo": LigerFusedLinearDPOLoss(beta=0.3, label_smoothing=0.1),
+        "orpo": LigerFusedLinearORPOLoss(beta=0.3),
+        "cpo": LigerFusedLinearCPOLoss(beta=0.3, alpha=0.5, label_smoothing=0.1),
+        "simpo": LigerFusedLinearSimPOLoss(beta=0.3, gamma=0.7, compute_nll_loss=False),
+        "kto": LigerFusedLinearKTOLoss(beta=0.3, desirable_weight=1.5, use_ref_model=True),
+    }
+    answers = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens")}
+    reference = {}
+    if objective in ("dpo", "kto"):
+        frozen = load(folder / ("teacher" if "ref_model" in options else "checkpoint"))
+        reference = {"ref_log_probs": frozen(**answers, return_log_probs=True).log_probs}
+    if objective == "kto":
+        unrelated = {name: batch[f"kl_{name}"] for name in answers}
+        moved = (each(**unrelated, return_log_probs=True).log_probs.sum(-1) for each in (model, frozen))
+        reference |= {
+            "preference_labels": batch["preference_labels"],
+            "kl": (next(moved) - next(moved)).mean().clamp(0),
+        }
+        return model(**answers, loss_function=lambda x, w, target: losses["kto"](x, w, target, **reference)).loss[0]
+    return model(**answers, loss_function=lambda x, w, target: losses[objective](w, x, target, **reference)).loss[0]
+
+
+@pytest.mark.parametrize(
+    ("objective", "data", "options", "metrics"),
+    [
+        ("pretrain", "text", {}, set()),
+        ("dpo", "pairs", {"beta": 0.3, "label_smoothing": 0.1}, {"rewards/margins", "rewards/accuracies"}),
+        ("dpo", "pairs", {"beta": 0.3, "label_smoothing": 0.1, "ref_model": "teacher"}, {"logps/chosen"}),
+        ("orpo", "pairs", {"beta": 0.3}, {"nll_loss", "log_odds_ratio"}),
+        ("cpo", "pairs", {"beta": 0.3, "cpo_alpha": 0.5, "label_smoothing": 0.1}, {"nll_loss"}),
+        ("simpo", "pairs", {"beta": 0.3, "simpo_gamma": 0.7}, {"rewards/rejected"}),
+        ("kto", "marked", {"beta": 0.3, "desirable_weight": 1.5, "ref_model": "teacher"}, {"rewards/margins", "kl"}),
+        (
+            "distill",
+            "text",
+            {"teacher": "teacher", "weight_hard_loss": 0.2, "weight_soft_loss": 0.8, "beta": 0.3, "temperature": 1.5},
+            {"soft_loss", "hard_loss"},
+        ),
+    ],
+)
+def test_each_objective_learns(folder, tmp_path, objective, data, options, metrics):
+    given = dict(options, ref_model=str(folder / "teacher")) if "ref_model" in options else options
+    output = str(tmp_path / "run")
+    train_on(
+        folder,
+        output,
+        objective,
+        data,
+        **given,
+        eval_data=[str(folder / f"{data}.jsonl")],
+        eval_every=6,
+        steps=10,
+        save_every=99,
+    )
+    lines = log(tmp_path / "run")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[0] == pytest.approx(by_hand(folder, objective, options).item(), rel=1e-4)
+    assert sum(losses[-3:]) < sum(losses[:3])
+    assert metrics <= lines[-2].keys()
+    first, last = (line for line in lines if "eval_loss" in line)
+    assert last["eval_loss"] < first["eval_loss"]
+    assert {f"eval_{name}" for name in metrics} <= last.keys()
+    before, after = (
+        LigerLlama.from_pretrained(place, progress=False).state_dict()
+        for place in (folder / "checkpoint", tmp_path / "run" / "model")
+    )
+    assert all(not tensor.equal(before[name]) for name, tensor in after.items())
+
+
+@pytest.mark.parametrize(
+    ("objective", "data", "options"),
+    [
+        ("dpo", "pairs", {"accumulate": 2}),
+        ("kto", "marked", {"lora_r": 4, "lora_dropout": 0.1}),
+        ("distill", "text", {"teacher": "teacher", "lora_r": 4}),
+        ("grpo", "prompts", {"num_iterations": 2, "beta": 0.1, "save_every": 2, "accumulate": 2, "batch_size": 1}),
+    ],
+)
+def test_two_ranks_go_on(folder, two, objective, data, options):  # noqa: F811
+    """With exactly the bits of a run that nothing stopped."""
+    run = partial(train_on, objective=objective, data=data, eval_data=[str(folder / f"{data}.jsonl")], **options)
+    run = partial(run, eval_every=3)
+    name, again = f"two-{objective}", f"two-{objective}-again"
+    two(run, folder, name)
+    shutil.copytree(folder / name, folder / again, ignore=shutil.ignore_patterns("adapter", "model", "step-00000006"))
+    before = sorted(path.name for path in (folder / again).glob("step-*"))[-1]
+    (folder / again / "latest").write_text(before)
+    two(run, folder, again)
+    assert log(folder / again) == log(folder / name)
+    assert result(folder / again) == result(folder / name)
+    if objective not in ("kto", "grpo"):  # whose batches of a rank are compared within
+        run(folder, f"{name}-alone", batch_size=8)
+        alone, losses = (
+            [line["loss"] for line in log(folder / each) if "loss" in line] for each in (f"{name}-alone", name)
+        )
+        assert alone == pytest.approx(losses, rel=2e-3)
+
+
+def test_the_reference_of_adapters_is_the_base(folder):
+    train_on(folder, "adapters", "dpo", "pairs", lora_r=4, lr=3e-2)
+    lines = log(folder / "adapters")
+    assert lines[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert lines[0]["rewards/margins"] == 0
+    assert lines[-1]["loss"] < 0.69
+    assert lines[-1]["rewards/margins"] > 0
+
+
+def test_answers_are_those_of_preference_batch(folder, tokenizer):  # noqa: F811
+    pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    place = {"cache_dir": folder / "cache", "progress": False, "formats": ("preference",)}
+    data = AnswerDataset(folder / "pairs.jsonl", tokenizer, length=64, batch_size=4, shuffle=False, **place)
+    assert len(data) == 8
+    batches = [*data]
+    for index in (0, 7):
+        chosen = [pairs[i if i < 30 else i - 28] for i in range(4 * index, 4 * index + 4)]  # two are seen again
+        want = preference_batch(chosen, tokenizer)
+        for row, (ids, labels, mask) in enumerate(zip(*want.values(), strict=True)):
+            size = int(mask.sum())
+            assert batches[index]["input_ids"][row, :size].tolist() == ids[:size].tolist()
+            assert batches[index]["labels"][row, :size].tolist() == labels[:size].tolist()
+            assert (batches[index]["labels"][row, size:] == -100).all()
+            assert batches[index]["cu_seqlens"][2 * row : 2 * row + 3].tolist() == [
+                64 * row,
+                64 * row + size,
+                64 * row + 64,
+            ]
+    half = AnswerDataset(folder / "pairs.jsonl", tokenizer, length=64, batch_size=2, rank=1, ranks=2, **place)
+    whole = AnswerDataset(folder / "pairs.jsonl", tokenizer, length=64, batch_size=4, **place)
+    for ours, all_rows in zip(half, whole, strict=True):
+        T = ours["input_ids"].shape[1]
+        assert all_rows["input_ids"][[2, 3, 6, 7], :T].equal(ours["input_ids"])
+    described = data.describe()
+    assert described.startswith("30 examples, format preference: pairs.jsonl\nchosen:\n    <s>0+0=«0, gladly</s>»")
+    short = AnswerDataset(folder / "pairs.jsonl", tokenizer, length=8, batch_size=4, shuffle=False, **place)
+    assert next(iter(short))["input_ids"].shape == (8, 8)
+
+
+def test_labelled_answers(folder, tokenizer):  # noqa: F811
+    place = {"cache_dir": folder / "cache", "progress": False, "formats": ("kto",), "shuffle": False}
+    data = AnswerDataset(folder / "marked.jsonl", tokenizer, length=64, batch_size=3, **place)
+    batch = next(iter(data))
+    assert batch["preference_labels"].tolist() == [False, True, True]
+    read = lambda name: [tokenizer.decode(row[row != -100].tolist()) for row in batch[name]]
+    assert read("labels") == ["Why 0?", "1, gladly", "2, gladly"]
+    assert read("kl_labels") == ["1, gladly", "2, gladly", "Why 0?"]
+    starts = [tokenizer.decode(row[:4].tolist()) for row in batch["kl_input_ids"]]
+    assert starts == ["0+0", "1+1", "2+2"]
+    assert "label: False" in data.describe()
+
+
+def test_options_that_an_objective_does_not_read(folder):
+    def options(**given: Any) -> None:
+        TrainOptions(**{"model": "m", "data": "d", "output": "o", **given})
+
+    for given, message in (
+        ({"objective": "ppo"}, "objective must be one of sft, pretrain, dpo, .*, got 'ppo'"),
+        ({"beta": 0.1}, r"beta is an option of objective dpo, orpo, .*, got 0\.1 with sft\. Leave it out"),
+        (
+            {"objective": "orpo", "loss_type": "ipo"},
+            "loss_type is an option of objective dpo, cpo, grpo, got 'ipo' with orpo",
+        ),
+        ({"objective": "dpo", "beta": -1.0}, r"beta must not be negative, got -1\.0"),
+        ({"objective": "dpo", "loss_type": "ppo"}, "loss_type must be one of .*, got 'ppo'"),
+        ({"objective": "dpo", "field": "text"}, "field must be left out with objective dpo, got 'text'"),
+        ({"objective": "dpo", "overflow": "split"}, "overflow must be left out with objective dpo, got 'split'"),
+        (
+            {"objective": "dpo", "tensor_parallel": 2},
+            "tensor_parallel and context_parallel must be 1 with objective dpo",
+        ),
+        ({"objective": "kto"}, "batch_size must be at least 2 with objective kto"),
+        ({"objective": "distill"}, "objective distill needs a teacher, got none"),
+        ({"objective": "distill", "teacher": "t", "divergence": "x"}, "divergence must be one of jsd, .*, got 'x'"),
+        ({"max_samples": 0}, "max_samples must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            options(**given)
+    with pytest.raises(
+        ValueError, match=r"pairs\.jsonl, line 1: .* got format preference\. Pairs train with objective dpo"
+    ):
+        train_on(folder, "nothing", "sft", "pairs")
+    dist.destroy_process_group()
+    with pytest.raises(
+        ValueError, match=r"text\.jsonl, line 1: .* format preference, got format text\. .* objective sft"
+    ):
+        train_on(folder, "nothing", "dpo", "text")
+
+
+def test_the_most_samples(folder, capfd):
+    train_on(folder, "few", "dpo", "pairs", max_samples=5, steps=None, epochs=2)
+    assert "5 examples, format preference" in capfd.readouterr().out
+    assert [line["epoch"] for line in log(folder / "few")] == [0, 0, 1, 1]
+
+
+def test_grpo_learns(folder):
+    train_on(folder, "grpo", "grpo", "prompts", lr=3e-2, steps=20, save_every=99, num_generations=8, temperature=0.9)
+    lines = log(folder / "grpo")
+    rewards = [line["reward"] for line in lines]
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
+    assert lines[0].keys() >= {"reward_std", "completions/mean_length", "clip_ratio"}
+    assert all(1 <= line["completions/mean_length"] <= 6 for line in lines)
+
+
+@pytest.mark.parametrize(("loss_type", "beta"), [("dapo", 0.0), ("grpo", 0.2)])
+def test_a_batch_of_grpo(folder, loss_type, beta):
+    """Rows, advantages and loss, as examples/grpo.py computes them."""
+    name = f"{folder}/reward.py:share"
+    given = {"model": str(folder / "teacher"), "data": "d", "output": "o", "objective": "grpo", "length": 32}
+    given |= {"reward": name, "num_generations": 4, "max_new_tokens": 6, "loss_type": loss_type, "beta": beta}
+    objective = make_objective(TrainOptions(**given, accumulate=2))
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    frozen = LigerLlama.from_pretrained(folder / "teacher", progress=False)
+    objective.prepare(model, lambda name: frozen)
+    data = objective.dataset(folder / "prompts.jsonl", model, length=32, overflow=None, batch_size=2, shuffle=False)
+    rows = next(iter(data))
+    batch = objective.batch(model, rows)
+    ids, labels = batch["input_ids"], batch["labels"]
+    answers = [row[row != -100].tolist() for row in labels]
+    assert all(1 not in answer[:-1] for answer in answers)  # cut at the end token
+    assert max(map(len, answers)) == 6
+    starts = [model.tokenizer.decode(row[:5].tolist()) for row in ids]
+    assert starts == ["0+0="] * 4 + ["1+1="] * 4
+    texts = [model.tokenizer.decode(answer) for answer in answers]
+    rewards = torch.tensor([text.count("e") / len(answer) for text, answer in zip(texts, answers, strict=True)])
+    assert batch["rewards"].equal(rewards)
+    groups = rewards.view(2, 4)
+    advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+    torch.testing.assert_close(batch["advantages"], advantages)
+    inputs = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens")}
+    function = LigerFusedLinearGRPOLoss(beta=beta, loss_type=loss_type)
+    reference = frozen(**inputs, return_log_probs=True).log_probs if beta else None
+    want, metrics = model(
+        **inputs,
+        loss_function=lambda x, w, target: function(
+            x, w, target, target != -100, advantages, ref_per_token_logps=reference
+        ),
+    ).loss
+    loss, found = objective.loss(model, batch, objective.num_items([batch, batch]))
+    torch.testing.assert_close(loss, want / 2)
+    assert (found["reward"][0] / found["reward"][1]).item() == pytest.approx(rewards.mean().item())
+    if beta:
+        assert (found["kl"][0] / found["kl"][1]).item() == pytest.approx(metrics[0].item())
+
+
+def test_rewards_that_cannot_be(folder, monkeypatch):
+    given = {"model": "m", "data": "d", "output": "o", "objective": "grpo"}
+    for reward, message in (
+        (None, "objective grpo needs a reward, got none"),
+        ("share", "reward: must be module:function or file.py:function, got 'share'"),
+        ("nothing.py:share", r"reward: nothing\.py must be a file, got nothing there"),
+        (f"{folder}/reward.py:long", r"reward\.py must have a function long, got none"),
+        ("no_such_module:share", "reward: no_such_module must be a module, got: No module named"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TrainOptions(**given, reward=reward)
+    monkeypatch.chdir(folder)
+    assert make_objective(TrainOptions(**given, reward="reward:short")).reward([], []) == [1.0]
+    for options, message in (
+        ({"num_generations": 1}, "num_generations must be at least 2, got 1"),
+        ({"num_iterations": 3}, "save_every must be a multiple of num_iterations, got 500 and 3"),
+        ({"length": 256}, "length must be more than max_new_tokens, got 256 and 256"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TrainOptions(**given, reward="reward:short", **options)
+    with pytest.raises(ValueError, match=r"reward\.py:short: must return 16 finite numbers, .* got \[1\.0\]"):
+        train_on(folder, "nothing", "grpo", "prompts", reward=f"{folder}/reward.py:short")
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match=r"text\.jsonl, line 1: .* of format prompt, got format text"):
+        train_on(folder, "nothing", "grpo", "text")
