@@ -46,7 +46,7 @@ def sharded(config: dict[str, Any], policy: str, compiled: bool, folder: str) ->
     model = apply_fsdp(adapted(**config), param_dtype=None)
     model.set_checkpointing(policy)
     if compiled:
-        compile_blocks(model, backend="aot_eager")
+        compile_blocks(model, backend="eager")
     got = run(model, dist.get_rank(), dist.get_world_size())
     save_adapter(model, folder)
     return got, all(isinstance(parameter, DTensor) for parameter in model.parameters())
