@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import sys
+import types
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from liger_models import (
     LigerFusedLinearCPOLoss,
@@ -28,6 +31,7 @@ from liger_models import (
 from liger_models.data.answers import AnswerDataset
 from liger_models.train.loop import TrainOptions, train
 from liger_models.train.objective_options import make_objective
+from liger_models.train.options import read_options
 
 from .packing.conftest import tokenizer  # noqa: F401
 from .parallel.conftest import two  # noqa: F401
@@ -79,9 +83,10 @@ def short(prompts, completions, **columns):
 """
 
 
-def train_on(folder: Path, output: str, objective: str, data: str, **options: Any) -> None:
+def train_on(folder: Path, output: str, objective: str, data: str | list[str], **options: Any) -> None:
     """As the command, on a rank of a process group or alone."""
-    given = {"model": str(folder / "checkpoint"), "data": [str(folder / f"{data}.jsonl")], "length": 128, "workers": 0}
+    files = [str(folder / f"{data}.jsonl")] if isinstance(data, str) else data
+    given = {"model": str(folder / "checkpoint"), "data": files, "length": 128, "workers": 0}
     given |= {"steps": 6, "lr": 3e-3, "save_every": 3, "log_every": 1, "batch_size": 4, "checkpointing": "none"}
     given |= {"objective": objective, "output": str(folder / output), "export_dtype": "float32"}
     if objective == "grpo":
@@ -387,3 +392,63 @@ def test_rewards_that_cannot_be(folder, monkeypatch):
     dist.destroy_process_group()
     with pytest.raises(ValueError, match=r"text\.jsonl, line 1: .* of format prompt, got format text"):
         train_on(folder, "nothing", "grpo", "text")
+
+
+def test_lora_plus(folder):
+    """The first step of AdamW moves every element by its learning rate."""
+    moved = {}
+    for name, options in {"plain": {}, "plus": {"lora_plus_ratio": 8.0}}.items():
+        options |= {"lora_r": 4, "steps": 1, "lr": 1e-3, "warmup": 0, "save_every": 1, "weight_decay": 0.0}
+        train_on(folder, name, "sft", "text", **options)
+        moved[name] = load_file(folder / name / "adapter" / "adapter_model.safetensors")
+    for key, tensor in moved["plus"].items():
+        ratio = 8 if "lora_B" in key else 1
+        if "lora_B" in key:
+            assert tensor.abs().max().item() == pytest.approx(8e-3, rel=1e-2)
+            assert moved["plain"][key].abs().max().item() == pytest.approx(8e-3 / ratio, rel=1e-2)
+        else:
+            assert tensor.equal(moved["plain"][key])
+    with pytest.raises(ValueError, match=r"lora_plus_ratio needs lora_r, got 2\.0 and 0"):
+        TrainOptions(model="m", data="d", output="o", lora_plus_ratio=2.0)
+
+
+def test_shares_of_several_files(folder):
+    files = [str(folder / "text.jsonl"), str(folder / "text.jsonl")]
+    train_on(folder, "shares", "pretrain", files, length=16, data_shares=[0.7, 0.3])
+    shutil.copytree(folder / "shares", folder / "shares-again", ignore=shutil.ignore_patterns("model", "step-00000006"))
+    (folder / "shares-again" / "latest").write_text("step-00000003")
+    train_on(folder, "shares-again", "pretrain", files, length=16, data_shares=[0.7, 0.3])
+    assert log(folder / "shares-again") == log(folder / "shares")
+    assert read_options(
+        TrainOptions, ["--model=m", "--data", "a", "b", "--output=o", "--data-shares", "0.7", "0.3"]
+    ).data_shares == [0.7, 0.3]
+    with pytest.raises(
+        ValueError, match=r"data_shares must be 1 positive numbers, one for each of data, got \[0\.5, 0\.5\]"
+    ):
+        TrainOptions(model="m", data="d", output="o", data_shares=[0.5, 0.5])
+
+
+def test_names_of_modelscope(folder, tmp_path, monkeypatch):
+    client = types.ModuleType("modelscope.hub.snapshot_download")
+    asked = []
+
+    def download(name: str) -> str:
+        asked.append(name)
+        return str(folder / "checkpoint")
+
+    (tmp_path / "data").mkdir()
+    shutil.copy(folder / "text.jsonl", tmp_path / "data")
+    client.snapshot_download = download
+    client.dataset_snapshot_download = lambda name: asked.append(name) or str(tmp_path / "data")
+    names = ["modelscope", "modelscope.hub", "modelscope.hub.snapshot_download"]
+    given = {"model": "modelscope:org/name", "steps": 1, "save_every": 9}
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"modelscope:org/texts needs ModelScope's client, .* pip install modelscope"):
+        train_on(folder, str(tmp_path / "run"), "sft", ["modelscope:org/texts"], **given)
+    dist.destroy_process_group()
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, client)
+    train_on(folder, str(tmp_path / "run"), "sft", ["modelscope:org/texts"], **given)
+    assert asked == ["org/texts", "org/name"]
+    assert len(log(tmp_path / "run")) == 1

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from liger_models.data.batch import Batch, collate, make_row
 from liger_models.data.encoding import Encoder
 from liger_models.data.formats import DOCUMENTS, Formats, mark_learnt
+from liger_models.data.mixture import MixedRows
 from liger_models.data.packing import WINDOW, PackedRows, has_target, pack, seeded_generator, split_documents
 from liger_models.data.sources import find_files, read_examples
 from liger_models.data.tokens import tokenise
@@ -59,7 +60,9 @@ class PackedDataset(IterableDataset[Batch]):
             end token. "input_ids" are taken unchanged, with ``labels`` beside them if not all are to be learnt.
         formats: the formats that examples may have; others are refused.
         field: the field of an example to read instead, whose value decides how it is read: a text, messages or ids.
-        max_samples: the most examples to read, for a short try; default: all.
+        max_samples: the most examples to read, for a short try; default: all. With ``shares``, of each source.
+        shares: of each source in a list of them, how much of the rows of an epoch it provides. An epoch ends when the
+            first source has been used up; the others go on in the next epoch. Default: all rows of all sources.
         shuffle: False keeps the documents in order, as far as packing allows.
         seed: seed of the shuffling.
         rank, ranks: this process's rank, and the number of ranks that share the data; default: those of the process
@@ -93,6 +96,7 @@ class PackedDataset(IterableDataset[Batch]):
         formats: Sequence[str] = DOCUMENTS,
         field: str | None = None,
         max_samples: int | None = None,
+        shares: Sequence[float] | None = None,
         shuffle: bool = True,
         seed: int = 0,
         rank: int | None = None,
@@ -112,6 +116,10 @@ class PackedDataset(IterableDataset[Batch]):
         self.shuffle, self.seed = shuffle, seed
         check(format is None or field is None, f"PackedDataset: give format or field, got {format!r} and {field!r}.")
         check(
+            shares is None or isinstance(source, list | tuple),
+            f"PackedDataset: shares need a list of sources, got {type(source).__name__}.",
+        )
+        check(
             max_samples is None or max_samples >= 1,
             f"PackedDataset: max_samples must be at least 1, got {max_samples}.",
         )
@@ -120,11 +128,15 @@ class PackedDataset(IterableDataset[Batch]):
         self.source = find_files(source)
         self._rows: PackedRows | None = None  # None for a stream
         if isinstance(self.source, tuple) or (hasattr(source, "__len__") and not isinstance(source, DataLoader)):
-            self._rows = self._load_rows(self.source, cache_dir, progress)
+            if shares is None:
+                self._rows = self._load_rows(self.source, cache_dir, progress)
+            else:
+                parts = [self._load_rows(find_files(each), cache_dir, progress) for each in source]
+                self._rows = MixedRows(parts, shares, shuffle, seed)
             check(self._rows.has_targets(), f"PackedDataset: {self._named()} {_NO_TARGETS}")
         check(
-            self._rows is not None or max_samples is None,
-            "PackedDataset: max_samples must be None for a stream. Take the first examples of the stream.",
+            self._rows is not None or (max_samples is None and shares is None),
+            "PackedDataset: max_samples and shares must be None for a stream. Prepare the stream.",
         )
         self.epoch = self.passed = 0
         self._loaded = False  # whether the next iteration starts at a position that was loaded
@@ -176,7 +188,7 @@ class PackedDataset(IterableDataset[Batch]):
         Raises:
             ValueError: the source is a stream.
         """
-        tokens = self.rows.tokens
+        tokens, documents = self.rows.tokens, sum(each.documents for each in self.rows.sources)
         files = [(path.name, (path,)) for path in self.source] if isinstance(self.source, tuple) else []
         formats: dict[str, list[str]] = {}
         for name, source in files or [(self._named(), self.source)]:
@@ -189,7 +201,7 @@ class PackedDataset(IterableDataset[Batch]):
         )
         ends = [0, *tokens.ends[: self.per_example].tolist()]
         shown = self._show([tokens.ids[start:end].tolist() for start, end in itertools.pairwise(ends)])
-        return f"{tokens.documents // self.per_example:,} examples, {found}\n{shown}"
+        return f"{documents // self.per_example:,} examples, {found}\n{shown}"
 
     def set_epoch(self, epoch: int) -> None:
         """Start ``epoch`` with the next iteration. A position that was loaded remains if it is in this epoch."""
@@ -246,9 +258,7 @@ class PackedDataset(IterableDataset[Batch]):
     def _identity(self) -> dict[str, Any]:
         """What must be equal for a position to mean the same row."""
         options = {"length": self.length, "overflow": self.overflow, "shuffle": self.shuffle, "seed": self.seed}
-        tokens = None if self._rows is None else self._rows.tokens
-        found = None if tokens is None else [tokens.documents, len(tokens.ids), tokens.checksum]
-        return {**options, "documents, tokens and checksum": found}
+        return {**options, "documents, tokens and checksum": None if self._rows is None else self._rows.identity()}
 
     def _named(self) -> str:
         """The source, for errors."""

@@ -5,6 +5,7 @@ import json
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,6 +104,15 @@ class PackedRows(Dataset[Batch]):
         sizes = tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
         self._starts, self._sizes = split_documents(sizes, length, overflow)
         self._packed: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def sources(self) -> list[TokenFile]:
+        """The tokens of all documents."""
+        return [self.tokens]
+
+    def identity(self) -> Any:
+        """What must be equal for a number to mean the same row, besides the options."""
+        return [self.tokens.documents, len(self.tokens.ids), self.tokens.checksum]
 
     def has_targets(self) -> bool:
         """Whether any token has a label and a token before it in its piece, from which it is predicted."""

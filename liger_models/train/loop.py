@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from dataclasses import field as option
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from liger_models.parallel.state import load_state, save_state
 from liger_models.parallel.step import clip_grad_norm_, mean_over_ranks
 from liger_models.parallel.tensor import apply_tp
 from liger_models.train.metrics import Log, flops
+from liger_models.train.modelscope import PREFIX, fetch
 from liger_models.train.objective_options import ObjectiveOptions, make_objective
 from liger_models.train.objectives import Metrics, Objective, add_metrics, mean_metrics
 from liger_models.train.optimizer import LigerAdamW
@@ -63,7 +64,9 @@ TRACKERS = ("tensorboard", "wandb")
 class TrainOptions(ObjectiveOptions):
     """The options of a run. Each is an option of the command line and a key of a YAML or JSON file."""
 
-    model: str = option(metadata={"help": "folder of a checkpoint, or its name on the Hugging Face hub"})
+    model: str = option(
+        metadata={"help": "folder of a checkpoint, or its name on the Hugging Face hub or modelscope:owner/name"}
+    )
     data: list[str] = option(metadata={"help": "files or folders to train on: .jsonl, .txt, .parquet"})
     output: str = option(metadata={"help": "folder of the run, for checkpoints, log.jsonl and the trained model"})
     eval_data: list[str] = option(default_factory=list, metadata={"help": "files or folders to evaluate on"})
@@ -75,6 +78,10 @@ class TrainOptions(ObjectiveOptions):
         default=None, metadata={"help": "format of the examples, such as alpaca; default: recognised by their columns"}
     )
     field: str | None = option(default=None, metadata={"help": "column to read instead, whatever others there are"})
+    data_shares: list[float] = option(
+        default_factory=list,
+        metadata={"help": "share of each entry of data in an epoch, such as 0.7 0.3; default: all of each"},
+    )
     max_samples: int | None = option(default=None, metadata={"help": "the most examples to train on, for a short try"})
     batch_size: int = option(default=1, metadata={"help": "rows, or pairs, per GPU in one forward pass"})
     accumulate: int = option(default=1, metadata={"help": "batches per GPU in one optimizer step"})
@@ -94,6 +101,9 @@ class TrainOptions(ObjectiveOptions):
     lora_dropout: float = option(default=0.0, metadata={"help": "dropout probability of the adapters' input"})
     lora_targets: list[str] = option(
         default_factory=list, metadata={"help": "adapted layers; default: all linear ones"}
+    )
+    lora_plus_ratio: float | None = option(
+        default=None, metadata={"help": "LoRA+: learning rate of B divided by that of A, such as 16; default: 1"}
     )
     lora_4bit: bool = option(default=False, metadata={"help": "4-bit weights under the adapters; on one device only"})
     tensor_parallel: int = option(default=1, metadata={"help": "GPUs that share the layers, and the batch"})
@@ -131,9 +141,14 @@ class TrainOptions(ObjectiveOptions):
         for name, least in LEAST.items():
             value = getattr(self, name)
             check(value is None or value >= least, f"TrainOptions: {name} must be at least {least}, got {value}.")
-        for name in ("epochs", "lr", "max_norm"):
+        check(
+            len(self.data_shares) in (0, len(self.data)) and all(0 < share < math.inf for share in self.data_shares),
+            f"TrainOptions: data_shares must be {len(self.data)} positive numbers, one for each of data, got "
+            f"{self.data_shares}.",
+        )
+        for name in ("epochs", "lr", "max_norm", "lora_plus_ratio"):
             value = getattr(self, name)
-            check(value > 0, f"TrainOptions: {name} must be more than 0, got {value}.")
+            check(value is None or value > 0, f"TrainOptions: {name} must be more than 0, got {value}.")
         for name in ("epochs", "lr", "weight_decay"):
             value = getattr(self, name)
             check(value < math.inf, f"TrainOptions: {name} must be finite, got {value}.")
@@ -149,7 +164,7 @@ class TrainOptions(ObjectiveOptions):
         for name in ("warmup", "min_lr", "lora_dropout"):
             value = getattr(self, name)
             check(0 <= value <= 1, f"TrainOptions: {name} must be a share from 0 to 1, got {value}.")
-        for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_4bit"):
+        for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_plus_ratio", "lora_4bit"):
             value = getattr(self, name)
             check(self.lora_r > 0 or not value, f"TrainOptions: {name} needs lora_r, got {value} and {self.lora_r}.")
         check(
@@ -200,7 +215,8 @@ def train(options: TrainOptions) -> None:
         OSError: ``options.output`` cannot be written, or its newest checkpoint is damaged.
     """
     for path in (*options.data, *options.eval_data):  # fail before a large model is loaded
-        check(Path(path).exists(), f"train: data must be files or folders, got {path}, which does not exist.")
+        there = Path(path).exists() or path.startswith(PREFIX)
+        check(there, f"train: data must be files or folders, got {path}, which does not exist.")
     output = Path(options.output)
     output.mkdir(parents=True, exist_ok=True)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -220,8 +236,11 @@ def train(options: TrainOptions) -> None:
     data_ranks = {"rank": mesh["dp"].get_local_rank(), "ranks": mesh["dp"].size()}
     seed_all(options.seed + data_ranks["rank"], deterministic=options.deterministic)
 
+    if any(name.startswith(PREFIX) for name in (options.model, *options.data, *options.eval_data)):
+        files = [[fetch(name, dataset=True) for name in names] for names in (options.data, options.eval_data)]
+        options = replace(options, model=fetch(options.model), data=files[0], eval_data=files[1])
     model, objective = load_model(options, device, mesh), make_objective(options)
-    objective.prepare(model, lambda name: load_frozen(name, device))
+    objective.prepare(model, lambda name: load_frozen(fetch(name), device))
     model.set_checkpointing(options.checkpointing)
     if options.compile:
         compile_blocks(model)
@@ -229,7 +248,8 @@ def train(options: TrainOptions) -> None:
     packing: dict[str, Any] = {"length": options.length, "overflow": options.overflow, "field": options.field}
     packing |= {"format": options.format}
     packing |= {"batch_size": options.batch_size, "seed": options.seed, **data_ranks}
-    data = objective.dataset(options.data, model, max_samples=options.max_samples, **packing)
+    chosen: dict[str, Any] = {"max_samples": options.max_samples, "shares": options.data_shares or None}
+    data = objective.dataset(options.data, model, **chosen, **packing)
     loader = PackedLoader(data, num_workers=options.workers, pin_memory=device.type != "cpu")
     tests = objective.dataset(options.eval_data, model, shuffle=False, **packing) if options.eval_data else None
     say(data.describe())
@@ -237,9 +257,7 @@ def train(options: TrainOptions) -> None:
     steps = options.steps or math.ceil(epoch_steps)
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.dim() > 1]
-    vectors = [parameter for parameter in trained if parameter.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = parameter_groups(model, options)
     optimizer = LigerAdamW(groups, lr=options.lr, betas=(0.9, 0.95), stochastic_rounding=options.dtype == "bfloat16")
 
     def share(step: int) -> float:
@@ -257,9 +275,9 @@ def train(options: TrainOptions) -> None:
             f"{output}: the run is finished after {start} steps, {steps} were asked for. Nothing is trained; what was "
             "trained is written again. Raise steps or epochs to train on, or use another output for a new run."
         )
-    scheduler.base_lrs = [options.lr] * len(groups)  # the current options override the saved ones
+    scheduler.base_lrs = [group["lr"] for group in groups]  # the current options override the saved ones
     for group, given in zip(optimizer.param_groups, groups, strict=True):
-        group["lr"] = options.lr * share(start)
+        group["lr"] = given["lr"] * share(start)
         group["weight_decay"] = given["weight_decay"]
     batches, saving = endless(loader), None
     memory = None
@@ -381,6 +399,22 @@ def freeze_images(model: CausalLM) -> CausalLM:
     for module in [*unreached, *([] if model.visual is None else [model.visual])]:
         module.requires_grad_(False)
     return model
+
+
+def parameter_groups(model: CausalLM, options: TrainOptions) -> list[dict[str, Any]]:
+    """The trained parameters in the optimizer's groups: matrices, vectors without weight decay, and B of LoRA+."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    ratio = options.lora_plus_ratio
+    raised = {name: each for name, each in trained.items() if ratio and name.endswith("lora_B")}
+    plain = [each for name, each in trained.items() if name not in raised]
+    decayed: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
+    groups = [
+        {**decayed, "params": [each for each in plain if each.dim() > 1]},
+        {**decayed, "params": [each for each in plain if each.dim() == 1], "weight_decay": 0.0},
+    ]
+    if ratio is not None:
+        groups.append({**decayed, "params": [*raised.values()], "lr": options.lr * ratio})
+    return groups
 
 
 @torch.no_grad()

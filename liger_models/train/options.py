@@ -21,7 +21,7 @@ def read_options(cls: type[Options], arguments: Sequence[str] | None = None, com
     Exits with a message if an option is unknown or invalid, or the file cannot be read.
 
     Args:
-        cls: a dataclass whose fields have type str, int, float or bool, optionally ``| None``, or list[str].
+        cls: a dataclass whose fields have type str, int, float or bool, optionally ``| None``, or a list.
             ``metadata["help"]`` of a field is its help text.
         arguments: default: the arguments of the process.
         command: name of the command in messages. Default: that of the process.
@@ -32,7 +32,7 @@ def read_options(cls: type[Options], arguments: Sequence[str] | None = None, com
     for each in _fields(cls):
         kind = _kind(types[each.name])
         settings: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        if types[each.name] == list[str]:
+        if typing.get_origin(types[each.name]) is list:
             settings["nargs"] = "+"
         name, help = "--" + each.name.replace("_", "-"), each.metadata["help"]
         if each.default is not dataclasses.MISSING and each.default is not None:
@@ -64,7 +64,7 @@ def options_from(cls: type[Options], values: Mapping[str, Any]) -> Options:
             raise ValueError(_unknown(cls, str(name), list(types)))
         kind = _kind(types[name])
         try:
-            if types[name] == list[str]:
+            if typing.get_origin(types[name]) is list:
                 made[name] = [_scalar(each, kind) for each in ([value] if isinstance(value, str) else _items(value))]
             elif value is None and types[name] != kind:
                 made[name] = None

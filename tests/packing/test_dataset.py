@@ -135,3 +135,50 @@ def test_batches_without_a_target_among_others(make):
     for source in (examples, Stream(examples)):
         batches = list(make(source))
         assert sorted(int((batch["labels"] != -100).sum()) for batch in batches) == [0] * 5 + [30]
+
+
+def test_shares_of_several_sources(make, tmp_path):
+    """An epoch has so much of each; the longer source goes on in the next, and all of it is seen before any again."""
+    long = write(tmp_path / "a.jsonl", [{"input_ids": [10 + n] * 32} for n in range(40)])
+    short = write(tmp_path / "b.jsonl", [{"input_ids": [100 + n] * 32} for n in range(6)])
+    options = {"shares": [0.7, 0.3], "seed": 3}
+    data = make([long, short], **options)
+    seen = [[int(batch["input_ids"][0, 0]) for batch in data] for _ in range(4)]
+    assert [sum(id < 100 for id in epoch) for epoch in seen] == [14] * 4
+    assert all(sorted(id for id in epoch if id >= 100) == list(range(100, 106)) for epoch in seen)
+    first = [id for epoch in seen for id in epoch if id < 100]
+    assert len(set(first[:28])) == 28
+    assert len(set(first[:42])) == 40
+    assert seen[0] != sorted(seen[0])
+    assert [id for id in seen[0] if id >= 100] != [id for id in seen[1] if id >= 100]
+    ranks = [make([long, short], **options, rank=rank, ranks=2, batch_size=2) for rank in range(2)]
+    together = [batch["input_ids"][:, 0].tolist() for pair in zip(*ranks, strict=True) for batch in pair]
+    assert [*chain(*together)] == seen[0]
+    resumed = make([long, short], **options)
+    list(resumed)
+    part = iter(resumed)
+    for _ in range(5):
+        next(part)
+    again = make([long, short], **options)
+    again.load_state_dict(resumed.state_dict())
+    assert [int(batch["input_ids"][0, 0]) for batch in again] == seen[1][5:]
+    assert "46 examples, format input_ids: a.jsonl, b.jsonl" in data.describe()
+    other = make([long, short], shares=[0.5, 0.5], seed=3)
+    with pytest.raises(ValueError, match="the data must be that of the saved state, got other documents"):
+        other.load_state_dict(resumed.state_dict())
+    for shares, source, message in (
+        ([1.0], [long, short], r"shares must be 2 positive numbers, one for each source, got \[1\.0\]"),
+        ([1.0, 0.0], [long, short], "shares must be 2 positive numbers"),
+        ([1.0], long, "shares need a list of sources, got PosixPath"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(source, shares=shares)
+
+
+def test_the_most_samples(make, tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"input_ids": [10 + n] * 32} for n in range(40)])
+    assert len(make(path, max_samples=3)) == 3
+    assert len(make(path)) == 40
+    assert len(make([path, path], max_samples=3, shares=[1, 3])) == 4
+    with pytest.raises(ValueError, match="max_samples and shares must be None for a stream"):
+        make(Stream(texts(3)), max_samples=3)

@@ -1,0 +1,84 @@
+"""Several data sets in given shares: which of their rows an epoch has, and in which order."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.data.packing import PackedRows, seeded_generator
+from liger_models.data.tokens import TokenFile
+from liger_models.kernels.checks import check
+
+
+class MixedRows(PackedRows):
+    """Rows of several data sets, of which each has its share of an epoch.
+
+    An epoch ends when the first of the data sets, relative to its share, has been used up. The others go on in the next
+    epoch with rows that were not used yet, and begin again, in another order, when all were.
+
+    Args:
+        parts: the rows of each data set; their own epochs are not used.
+        shares: of each data set, positive; they need not add up to 1.
+        shuffle, seed: as for `PackedDataset`.
+
+    Raises:
+        ValueError: the shares do not fit the parts.
+    """
+
+    def __init__(self, parts: Sequence[PackedRows], shares: Sequence[float], shuffle: bool, seed: int) -> None:
+        check(
+            len(shares) == len(parts) and all(0 < share < float("inf") for share in shares),
+            f"PackedDataset: shares must be {len(parts)} positive numbers, one for each source, got {list(shares)}.",
+        )
+        self.parts, self.shares, self.shuffle, self.seed, self.epoch = list(parts), list(shares), shuffle, seed, 0
+        self.tokens = parts[0].tokens
+        sizes = [len(part) for part in parts]
+        rows = min(size / share for size, share in zip(sizes, shares, strict=True))
+        self.counts = [max(round(rows * share), 1) for share in shares]
+        self._chosen: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def sources(self) -> list[TokenFile]:
+        """The tokens of each data set."""
+        return [part.tokens for part in self.parts]
+
+    def identity(self) -> Any:
+        """What must be equal for a number to mean the same row."""
+        return [*(part.identity() for part in self.parts), self.shares]
+
+    def has_targets(self) -> bool:
+        """Whether any token has a label and is predicted."""
+        return any(part.has_targets() for part in self.parts)
+
+    def plan(self, epoch: int) -> None:
+        """Make these the rows of ``epoch``."""
+        self._chosen = self._chosen if epoch == self.epoch else None
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return sum(self.counts)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"MixedRows: index must be 0 to {len(self) - 1}, got {index}.")
+        if self._chosen is None:
+            self._chosen = self._choose()
+        parts, rows = self._chosen
+        return self.parts[int(parts[index])][int(rows[index])]
+
+    def _choose(self) -> tuple[Tensor, Tensor]:
+        """The part of each row of the epoch, and its number there."""
+        chosen = []
+        for number, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
+            size, places = len(part), torch.arange(count) + self.epoch * count
+            cycles = {cycle: self._order(size, number, cycle) for cycle in (places // size).unique().tolist()}
+            rows = [int(cycles[place // size][place % size]) for place in places.tolist()]
+            chosen.append((torch.full((count,), number), torch.tensor(rows)))
+        parts, numbers = (torch.cat(each) for each in zip(*chosen, strict=True))
+        order = self._order(len(self), len(self.parts), self.epoch)
+        return parts[order], numbers[order]
+
+    def _order(self, size: int, number: int, cycle: int) -> Tensor:
+        generator = seeded_generator(self.seed, number, cycle)
+        return torch.randperm(size, generator=generator) if self.shuffle else torch.arange(size)
