@@ -151,15 +151,9 @@ class LigerModel(LigerPreTrainedModel):
             ``MoeModelOutputWithPast``; without ``return_dict`` a tuple.
         """
         prepared, cache = self.prepare(
-            input_ids,
-            attention_mask,
-            position_ids,
-            past_key_values,
-            inputs_embeds,
-            use_cache,
-            output_attentions,
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
             inputs,
-        )
+        )  # fmt: skip
         every = _resolve(output_hidden_states, self.config, "output_hidden_states")
         out = self.decoder(**prepared, return_logits=False, output_hidden_states=every)
         outputs = MoeModelOutputWithPast(

@@ -361,6 +361,61 @@ def test_sft_of_images(tmp_path, monkeypatch):
         assert error(*(model(**batch, attention_mask=kept.long()).logits[kept] for model in (loaded, trained))) <= LIMIT
 
 
+def qwen_processor(folder: Path) -> Any:
+    """Transformers' processor of Qwen2.5-VL without its part for videos, which needs torchvision."""
+    from ..processing.conftest import SPECIAL, TEMPLATE, make_model
+
+    pil = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    make_model("qwen2_5_vl").save_pretrained(folder)
+
+    class ImageProcessor(transformers.Qwen2_5_VLProcessor):
+        def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str) -> None:
+            self.image_token, self.video_token = SPECIAL[:2]
+            self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids(SPECIAL[:2])
+            transformers.ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
+    size = {"shortest_edge": 64, "longest_edge": 400}
+    return ImageProcessor(pil.Qwen2VLImageProcessorPil(patch_size=4, size=size), tokenizer, TEMPLATE)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_preferences_and_completions_of_images(tmp_path, monkeypatch, kind):
+    """Images of several sizes, with positions in time, height and width; GRPO takes them apart by prompts."""
+    from ..processing.conftest import picture
+
+    monkeypatch.chdir(tmp_path)
+    folder = Path("model")
+    processor = qwen_processor(folder)
+    answers = {"DPO": ("chosen", "rejected")}.get(kind, ())
+    data = datasets.Dataset.from_list(
+        [
+            {"image": picture(12 + 8 * n, 24), "prompt": [{"role": "user", "content": f"What is {n}?"}]}
+            | {name: [{"role": "assistant", "content": name[0] * (n + 1)}] for name in answers}
+            for n in range(4)
+        ]
+    )
+
+    def make(ours: bool) -> Any:
+        own: dict[str, Any] = {"ref_model": load(folder, ours, vision=True)} if kind == "DPO" else {}
+        if kind == "GRPO":
+            own["reward_funcs"] = lambda completions, **_: [len({*each[0]["content"]}) for each in completions]
+        options = GROUPS if kind == "GRPO" else {}
+        model = load(folder, ours, vision=True)
+        model.register_forward_pre_hook(lambda *call: seen.append({*call[2]}), with_kwargs=True)
+        return getattr(trl, f"{kind}Trainer")(
+            model, args=getattr(trl, f"{kind}Config")(kind, **SHARED | options), train_dataset=data,
+            processing_class=processor, **own,
+        )  # fmt: skip
+
+    seen: list[set[str]] = []
+    run = assert_trains_the_same(make, falls=kind == "DPO")
+    assert {"pixel_values", "image_grid_thw", "mm_token_type_ids"} <= seen[-1]
+    assert kind == "DPO" or abs(lines(run)[1]["loss"]) > 0.01
+
+
 @pytest.mark.parametrize("targets", [TARGETS, ["self_attn.v_proj", "o_proj"], r".*\.(up_proj|down_proj)"], ids=str)
 def test_adapters_of_packed_projections_are_refused(folder, targets):
     """PEFT would adapt the other names alone."""
