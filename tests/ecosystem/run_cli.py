@@ -22,6 +22,18 @@ if importlib.util.find_spec("torchaudio") is None:
     sys.modules["torchaudio"] = ModuleType("torchaudio")
     sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
 
+if importlib.util.find_spec("openrlhf") is not None:
+    # OpenRLHF imports flash-attn, which cannot be built without CUDA, for packed batches. It asks PyTorch for the GPU.
+    import deepspeed  # noqa: F401  after the lines below these two would take flash-attn for installed
+    import transformers.modeling_utils  # noqa: F401
+
+    parts = {"": "", ".bert_padding": "index_first_axis pad_input rearrange unpad_input", ".utils": ""}
+    for part, names in (parts | {".utils.distributed": "all_gather"}).items():
+        sys.modules[f"flash_attn{part}"] = ModuleType(f"flash_attn{part}")
+        vars(sys.modules[f"flash_attn{part}"]).update(dict.fromkeys(names.split()))
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.synchronize = lambda: None
+
 if __name__ == "__main__":
     torch.nn.modules.module.register_module_forward_pre_hook(note)
     del sys.argv[0]

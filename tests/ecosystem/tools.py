@@ -55,7 +55,7 @@ def run(folder: Path, module: str, *arguments: str) -> str:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     variables |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
-    variables |= {"HF_HOME": str(folder / "cache"), "AXOLOTL_DO_NOT_TRACK": "1", "COLUMNS": "200"}
+    variables |= {"HF_HOME": str(folder / "cache"), "AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "COLUMNS": "200"}
     command = [sys.executable, str(Path(__file__).with_name("run_cli.py")), module, *arguments]
     done = subprocess.run(
         command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500
@@ -77,13 +77,25 @@ def assert_trained_alike(folder: Path, theirs: str, ours: str, output: str) -> N
         ours: what it printed with that of this package.
         output: folder that the second wrote.
     """
-    assert "models of: transformers\n" in theirs
-    assert "models of: liger_models\n" in ours
+    assert_models(theirs, ours)
     assert len(losses(ours)) == 3
     torch.testing.assert_close(torch.tensor(losses(ours)), torch.tensor(losses(theirs)), rtol=0, atol=2e-3)
+    assert_is_a_checkpoint(folder, output)
+
+
+def assert_models(theirs: str, ours: str) -> None:
+    """By what the tool printed, the one ran transformers' model, and the other that of this package."""
+    assert "models of: transformers\n" in theirs
+    assert "models of: liger_models\n" in ours
+
+
+def assert_is_a_checkpoint(folder: Path, output: str) -> None:
+    """The folder that the tool wrote loads in transformers and here, and its weights were trained."""
     ids = torch.arange(3, 20)[None]
-    trained, before = (AutoModelForCausalLM.from_pretrained(folder / name) for name in (output, "theirs"))
+    trained, before = (
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32) for name in (output, "theirs")
+    )
     assert type(trained).__module__.startswith("transformers.")
     own = AutoLigerModel.from_pretrained(folder / output, dtype=torch.float32).eval()
-    torch.testing.assert_close(own(ids).logits, trained(ids).logits.float(), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(trained(ids).logits.float(), before(ids).logits, atol=1e-2)
+    torch.testing.assert_close(own(ids).logits, trained(ids).logits, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(trained(ids).logits, before(ids).logits, atol=1e-2)
