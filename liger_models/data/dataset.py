@@ -47,8 +47,9 @@ class PackedDataset(IterableDataset[Batch]):
     next epoch.
 
     Args:
-        source: a file (.jsonl, .ndjson or .json: one example per line; .txt: one text per line; .parquet), a folder of
-            such files or a list of paths; a data set of `datasets` or PyTorch, or any other iterable.
+        source: a file (.jsonl, .ndjson or .json: one example per line; .json also: an array of examples; .txt: one text
+            per line; .parquet), a folder of such files or a list of paths; a data set of `datasets` or PyTorch, or any
+            other iterable.
         tokenizer: the tokenizer of the model.
         length: number of tokens in a row.
         batch_size: number of rows in a batch.

@@ -70,7 +70,10 @@ def read_examples(source: Any, fields: Sequence[str], start: int = 0) -> Iterato
     """
     if isinstance(source, tuple):
         for path in source:
-            yield from _read_parquet(path, fields) if path.suffix == ".parquet" else _read_lines(path)
+            if path.suffix == ".parquet":
+                yield from _read_parquet(path, fields)
+            else:
+                yield from _read_array(path) if path.suffix == ".json" and _is_array(path) else _read_lines(path)
         return
     examples: Iterable[Any] = source
     if isinstance(source, DataLoader) and source.batch_size is not None:
@@ -93,6 +96,23 @@ def _unbatch(batch: Any) -> Iterator[Any]:
         yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
     else:
         yield from batch
+
+
+def _is_array(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(1024).decode("utf-8-sig", "replace").lstrip().startswith("[")
+
+
+def _read_array(path: Path) -> Iterator[Located]:
+    """The objects of one JSON array, as Alpaca and ShareGPT are published."""
+    try:
+        examples = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: must be a JSON array of objects, got: {error}. Correct the file.") from error
+    for number, example in enumerate(examples, 1):
+        where = f"{path}, row {number}"
+        check(isinstance(example, dict), f"{where}: must be a JSON object, got: {str(example)[:60]}. Correct it.")
+        yield where, example
 
 
 def _read_lines(path: Path) -> Iterator[Located]:

@@ -1,5 +1,6 @@
 """Files and data sets of all kinds give the same examples."""
 
+import json
 import sys
 from itertools import islice
 from typing import Any
@@ -25,6 +26,8 @@ def test_files_of_all_kinds(make, tmp_path):
     write(tmp_path / "folder" / "1.json", examples[:2])
     assert counted(make(tmp_path / "folder")) == expected
     assert counted(make([tmp_path / "folder", tmp_path / "c.txt"])).total() == 6
+    (tmp_path / "array.json").write_text(json.dumps(examples, indent=2), encoding="utf-8")
+    assert counted(make(tmp_path / "array.json")) == expected
 
 
 def test_parquet(make, tmp_path):
@@ -136,6 +139,13 @@ def test_bad_sources(make, tmp_path):
         make(tmp_path / "a.txt")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         make(tmp_path / "nowhere.jsonl")
+    for name, content, message in (
+        ("cut", '[{"text": "a"},', r"cut\.json: must be a JSON array of objects, got: "),
+        ("texts", '[{"text": "a"}, "b"]', r"texts\.json, row 2: must be a JSON object, got: b"),
+    ):
+        (tmp_path / f"{name}.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            make(tmp_path / f"{name}.json")
     (tmp_path / "a.csv").touch()
     with pytest.raises(ValueError, match=r"a\.csv must end in one of \.jsonl"):
         make(tmp_path / "a.csv")
