@@ -252,7 +252,6 @@ def train(options: TrainOptions) -> None:
     data = objective.dataset(options.data, model, **chosen, **packing)
     loader = PackedLoader(data, num_workers=options.workers, pin_memory=device.type != "cpu")
     tests = objective.dataset(options.eval_data, model, shuffle=False, **packing) if options.eval_data else None
-    say(data.describe())
     epoch_steps = options.epochs * len(data) / options.accumulate * objective.repeats
     steps = options.steps or math.ceil(epoch_steps)
 
@@ -294,6 +293,8 @@ def train(options: TrainOptions) -> None:
     size |= {"sharing": options.sharing, "start": start, "steps": steps}
     epochs = steps * options.accumulate / len(data) / objective.repeats
     say(*banner(model, name=options.model, device=device, memory=memory, output=output, epochs=epochs, **size))
+    if rank == 0:
+        say(f"data        {data.describe()}")
     if warning := check_turn_end(model):
         say(warning)
     log = Log(output, start, steps, device, data_ranks["ranks"], report_to=options.report_to, options=asdict(options))
