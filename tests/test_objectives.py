@@ -259,6 +259,8 @@ def test_answers_are_those_of_preference_batch(folder, tokenizer):  # noqa: F811
     assert described.startswith("30 examples, format preference: pairs.jsonl\nchosen:\n    <s>0+0=«0, gladly</s>»")
     short = AnswerDataset(folder / "pairs.jsonl", tokenizer, length=8, batch_size=4, shuffle=False, **place)
     assert next(iter(short))["input_ids"].shape == (8, 8)
+    assert short.describe().endswith("\n60 sequences are longer than 8 tokens and are cut.")
+    assert "are cut" not in described
 
 
 def test_labelled_answers(folder, tokenizer):  # noqa: F811
@@ -318,7 +320,7 @@ def test_the_most_samples(folder, capfd):
 
 
 def test_grpo_learns(folder):
-    train_on(folder, "grpo", "grpo", "prompts", lr=3e-2, steps=20, save_every=99, num_generations=8, temperature=0.9)
+    train_on(folder, "grpo", "grpo", "prompts", lr=3e-2, steps=20, save_every=99, num_generations=8, workers=1)
     lines = log(folder / "grpo")
     rewards = [line["reward"] for line in lines]
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5

@@ -185,7 +185,8 @@ def test_a_single_process(folder, tmp_path, monkeypatch, capfd, device):
     assert shown[1] == "parameters  34,080, of which 34,080 (100.00%) are trained"
     assert shown[2] == "batch       1 sequences of 64 tokens: 64 tokens a step"
     assert ("memory" in shown[4]) == (device == "cuda")
-    assert "data        380 examples, format text: train.jsonl" in shown
+    place = shown.index("data        380 examples, format text: train.jsonl")
+    assert shown[place + 1] == "    « 1 times 0 is 0.</s>»"
     header = next(line for line in shown if "loss" in line)
     assert header.split()[:6] == ["step", "epoch", "loss", "lr", "norm", "tokens/s"]
     assert header.split()[6:] == (["MFU", "memory", "ETA"] if device == "cuda" else ["ETA"])

@@ -112,6 +112,13 @@ class AnswerDataset(PackedDataset):
         super().__init__(source, tokenizer, length=length, formats=formats, **{**options, "overflow": "truncate"})
         check(self._rows is not None, "AnswerDataset: the source must have a length, got a stream. Save it as a file.")
 
+    def describe(self) -> str:
+        """See `PackedDataset.describe`; also how many sequences are cut."""
+        sizes = [tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)) for tokens in self.rows.sources]
+        cut = sum(int((each > self.length).sum()) for each in sizes)
+        note = f"\n{cut:,} sequences are longer than {self.length} tokens and are cut." if cut else ""
+        return super().describe() + note
+
     def _make_encoder(self, tokenizer: Any, *options: Any) -> Encoder:
         return AnswerEncoder(tokenizer, *options)
 

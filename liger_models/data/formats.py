@@ -20,6 +20,9 @@ ROLES = {
 ALPACA = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
 ALPACA_INPUT = ", paired with an input that provides further context"
 
+SHOWN = 4096
+"""Tokens of a document that are read to show it."""
+
 Example = Mapping[str, Any]
 Convert = Callable[[str, Example, bool], Example]
 """Takes where an example is, the example, and whether the tokenizer has a chat template."""
@@ -223,11 +226,11 @@ def mark_learnt(tokenizer: Tokenizer, ids: Sequence[int], lines: int = 12) -> st
 
     Args:
         tokenizer: decodes the ids.
-        ids: as in a `TokenFile`: ``~id`` for a token without a label.
+        ids: as in a `TokenFile`: ``~id`` for a token without a label. The first `SHOWN` are read.
         lines: the most lines of each part that are shown; a long line is cut, too.
     """
     text = ""
-    for learnt, run in itertools.groupby(ids, lambda token: token >= 0):
+    for learnt, run in itertools.groupby(ids[:SHOWN], lambda token: token >= 0):
         part = tokenizer.decode([token if learnt else ~token for token in run], skip_special_tokens=False)
         rows = [row if len(row) <= 160 else row[:157] + "..." for row in part.split("\n")]
         if len(rows) > lines:

@@ -351,5 +351,6 @@ def mean_metrics(total: Mapping[str, Tensor], prefix: str = "") -> dict[str, flo
 
 
 def pair(total: Tensor, number: Tensor | float) -> Tensor:
-    """A metric of `Metrics`: [2], a sum [] and the number of what was added."""
-    return torch.stack([total.detach().float(), torch.as_tensor(number, device=total.device).float()])
+    """A metric of `Metrics`: [2], a sum [] and the number of what was added, without waiting for the device."""
+    total = total.detach().float()
+    return torch.stack([total, number.float() if isinstance(number, Tensor) else torch.full_like(total, number)])

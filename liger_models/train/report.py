@@ -1,6 +1,7 @@
 """What a training run says on the screen: a banner, a line for each line of the log, a sample of text, and its end."""
 
 import shlex
+import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,8 @@ HEADERS = {"tokens_per_s": "tokens/s", "mfu": "MFU", "memory_gib": "memory", "et
 def say(*lines: str) -> None:
     """Print lines on rank 0, above the progress bar."""
     if rank() == 0:
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # texts of any language must not end a run
+        lines = tuple(line.encode(encoding, "replace").decode(encoding) for line in lines)
         with tqdm.external_write_mode():
             print(*lines, sep="\n", flush=True)
 
