@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from liger_models.hf.auto import unregister as unregister
     from liger_models.hf.auto import wrap as wrap
     from liger_models.hf.cache import LigerCache as LigerCache
+    from liger_models.hf.classification import LigerForSequenceClassification as LigerForSequenceClassification
     from liger_models.hf.model import LigerForCausalLM as LigerForCausalLM
 
     def __getattr__(name: str) -> Any: ...
@@ -23,13 +24,15 @@ else:
         __name__,
         {
             "cache": ["LigerCache"],
+            "classification": ["LigerForSequenceClassification"],
             "model": ["LigerForCausalLM"],
             "auto": ["register", "registered", "unregister", "wrap"],
         },
     )
 
     def __getattr__(name: str) -> Any:
-        if name in __all__ or not name.endswith(("ForCausalLM", "ForConditionalGeneration")):
+        ends = ("ForCausalLM", "ForConditionalGeneration", "ForSequenceClassification")
+        if name in __all__ or not name.endswith(ends):
             return _get(name)
         from liger_models.hf.auto import find_class
 

@@ -17,11 +17,13 @@ from liger_models.convert.config_map import write_config
 from liger_models.convert.format import format_of
 from liger_models.convert.save import AUTO_CLASSES as AUTO_CLASSES_OF
 from liger_models.hf.checkpoint import GENERATION_CONFIG
+from liger_models.hf.classification import LigerForSequenceClassification
 from liger_models.hf.config import config_class
 from liger_models.hf.model import LigerForCausalLM
 from liger_models.kernels.checks import check
 
-AUTO_CLASSES = tuple(name for names in AUTO_CLASSES_OF.values() for name in names)
+CLASSIFIER = "AutoModelForSequenceClassification"
+AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names), CLASSIFIER)
 """Transformers' auto classes that `register` changes."""
 
 
@@ -49,6 +51,27 @@ def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
     return type(_name_of(arch), (LigerForCausalLM, GenerationMixin), members)
 
 
+def classifier_class(model_type: str) -> type[LigerForSequenceClassification] | None:
+    """The class of a model type with a head for classification; None if transformers has none, or there are images."""
+    arch: Any = get_arch(model_type)
+    name = _named(getattr(transformers, CLASSIFIER), model_type)
+    return None if name is None or arch.prompt_inputs else _classifier_of(arch, model_type, name)
+
+
+@functools.cache
+def _classifier_of(arch: type[CausalLM], model_type: str, name: str) -> type[LigerForSequenceClassification]:
+    members = {
+        "__doc__": f"`{arch.__name__}` with a head for classification; see `LigerForSequenceClassification`.",
+        "__module__": "liger_models.hf",
+        "config_class": config_class(model_type),
+    }
+    return type(name, (LigerForSequenceClassification,), members)
+
+
+def _classes_of(model_type: str) -> list[Any]:
+    return [found for found in (model_class(model_type), classifier_class(model_type)) if found is not None]
+
+
 def _name_of(arch: type[CausalLM]) -> str:
     name = format_of(arch).hf_class
     return name if name.endswith(tuple(AUTO_CLASSES_OF)) else f"{name}ForCausalLM"
@@ -68,15 +91,16 @@ def _forward_with(names: tuple[str, ...]) -> Any:
     return forward
 
 
-def find_class(name: str) -> type[LigerForCausalLM]:
+def find_class(name: str) -> Any:
     """The class of this name.
 
     Raises:
         AttributeError: there is none.
     """
     for model_type in (*built_in(), *list_archs()):
-        if name == _name_of(get_arch(model_type)):
-            return model_class(model_type)
+        for found in _classes_of(model_type):
+            if name == found.__name__:
+                return found
     raise AttributeError(
         f"module 'liger_models.hf' has no attribute {name!r}. It has a class for each of list_archs()."
     )
@@ -98,10 +122,10 @@ def wrap(model: CausalLM) -> LigerForCausalLM:
 def register() -> None:
     """Let transformers' auto classes return the models of this package, for every model type that it has.
 
-    Afterwards ``AutoModelForCausalLM``, ``AutoModelForImageTextToText`` and ``AutoModelForMultimodalLM`` return them
-    from ``from_pretrained`` and ``from_config``. Model types that this package lacks still give transformers' own
-    models, and so do its classes, such as ``transformers.LlamaForCausalLM.from_pretrained``. A second call changes
-    nothing.
+    Afterwards ``AutoModelForCausalLM``, ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` and
+    ``AutoModelForSequenceClassification`` return them from ``from_pretrained`` and ``from_config``. Model types that
+    this package lacks still give transformers' own models, and so do its classes, such as
+    ``transformers.LlamaForCausalLM.from_pretrained``. A second call changes nothing.
 
     Raises:
         ValueError: another class has been registered for one of the model types.
@@ -143,11 +167,10 @@ def registered() -> Iterator[None]:
         unregister()
 
 
-def _entries() -> list[tuple[Any, type[PreTrainedConfig], type[LigerForCausalLM], Any]]:
+def _entries() -> list[tuple[Any, type[PreTrainedConfig], Any, Any]]:
     """Auto class, class of configurations, our class, and that of transformers, for each model type."""
     found = []
-    for model_type in list_archs():
-        ours = model_class(model_type)
+    for model_type, ours in ((each, ours) for each in list_archs() for ours in _classes_of(each)):
         added = ours.config_class.__module__ == config_class.__module__  # transformers has no such model type
         theirs = None if added else getattr(transformers, ours.__name__, None)
         for name in AUTO_CLASSES:

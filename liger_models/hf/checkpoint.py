@@ -135,12 +135,10 @@ class Checkpoint:
             f"{', '.join(unknown)}. Leave them out, or load with the class of transformers.",
         )
         device = torch.device("meta") if _without_values() else _device(device_map)
-        decoder = load_pretrained(
-            get_arch(chosen.model_type), folder, dtype=dtype, device=device, hf_config=to_json(chosen)
-        )
+        model: Any = cls._load(chosen, folder, dtype, device)
+        decoder = model.model.decoder
         chosen.dtype = decoder.dtype
         chosen.name_or_path = str(pretrained_model_name_or_path)
-        model: Any = cls(chosen, decoder)  # type: ignore[call-arg]
         if generation_config is not None:
             model.generation_config = copy.deepcopy(generation_config)
         elif GENERATION_CONFIG in decoder.assets:
@@ -154,6 +152,15 @@ class Checkpoint:
         model.eval()
         empty: dict[str, Any] = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
         return (model, empty) if output_loading_info else model
+
+    @classmethod
+    def _load(
+        cls, config: PreTrainedConfig, folder: Path, dtype: torch.dtype | str | None, device: torch.device
+    ) -> Any:
+        """The model with the weights in a folder."""
+        arch = get_arch(config.model_type)
+        decoder = load_pretrained(arch, folder, dtype=dtype, device=device, hf_config=to_json(config))
+        return cls(config, decoder)  # type: ignore[call-arg]
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:

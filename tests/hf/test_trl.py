@@ -210,6 +210,27 @@ def test_preferences(folder, kind):
     assert_saves_a_checkpoint(assert_trains_the_same(make))
 
 
+def test_rewards(folder):
+    """The class for classification, of a causal model's checkpoint; its scores are those of transformers' model."""
+    load(folder, ours=False).save_pretrained("causal")
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForSequenceClassification
+    auto.from_pretrained("causal", num_labels=1, pad_token_id=0, dtype=torch.float32).save_pretrained("rewards")
+
+    def make(ours: bool) -> Any:
+        made = liger_models.hf.LlamaForSequenceClassification if ours else auto
+        model = made.from_pretrained("rewards", dtype=torch.float32)
+        arguments = trl.RewardConfig("reward", **SHARED)
+        return trl.RewardTrainer(model, arguments, train_dataset=pairs(), processing_class=words_tokenizer())
+
+    run = assert_trains_the_same(make)
+    run.save_model("saved")
+    ids = torch.arange(3, 12)[None]
+    saved = auto.from_pretrained("saved", dtype=torch.float32)
+    assert type(saved).__module__.startswith("transformers.")
+    assert error(saved(ids).logits, run.model.eval()(ids).logits) <= LIMIT
+
+
 PROMPTS = [{"prompt": words(3, seed)} for seed in range(8)]
 GROUPS = {
     "num_generations": 4,

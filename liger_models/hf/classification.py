@@ -1,0 +1,167 @@
+"""Models with a head that classifies whole texts, such as reward models, under the interface of transformers."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+from liger_models.arch.auto import get_arch
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.config_map import read_config
+from liger_models.convert.files import FLOATS, open_safetensors, read_headers
+from liger_models.convert.tensors import as_stored, load_hf_tensors
+from liger_models.hf.cache import LigerCache
+from liger_models.hf.checkpoint import OWN, Checkpoint
+from liger_models.hf.config import to_json
+from liger_models.hf.model import LigerModel, LigerPreTrainedModel
+from liger_models.kernels.checks import check
+from liger_models.layers.linear import is_sharded
+
+SCORE = "score.weight"
+
+
+class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
+    """A body with a linear head on the last token of each text; `liger_models.hf` has a class for each model type.
+
+    The decoder is one whose head is tied to the embedding, so that it adds no parameter, and this head is not used.
+
+    Args:
+        config: configuration of transformers, as for the class of the same name there.
+        decoder: a model of this package with ``tie_word_embeddings``. Default: a new one, with drawn weights.
+    """
+
+    peft_config = CausalLM.peft_config
+
+    def __init__(self, config: PreTrainedConfig, decoder: CausalLM | None = None) -> None:
+        super().__init__(config)
+        self.model = LigerModel(config, _decoder(config) if decoder is None else decoder)
+        self.num_labels = config.num_labels
+        text = config.get_text_config()
+        self.score = nn.Linear(text.hidden_size, config.num_labels, bias=False)
+        nn.init.normal_(self.score.weight, std=getattr(text, "initializer_range", 0.02))
+        self.score.to(self.model.decoder.device, self.model.decoder.dtype)
+        self.loss_type = "ForSequenceClassification"
+        self._no_split_modules = {type(block).__name__ for block in self.model.decoder.blocks}
+        self.post_init()
+
+    @classmethod
+    def _load(
+        cls, config: PreTrainedConfig, folder: Path, dtype: torch.dtype | str | None, device: torch.device
+    ) -> "LigerForSequenceClassification":
+        stored = read_headers(folder)
+        own = FLOATS[next(iter(stored.values())).dtype]
+        with device:
+            model = cls(config, _decoder(config).to(dtype if isinstance(dtype, torch.dtype) else own))
+
+        def read() -> Iterator[tuple[str, Tensor]]:
+            for name, (file, *_) in stored.items():
+                if name != SCORE and not name.endswith("lm_head.weight"):
+                    with open_safetensors(file) as opened:
+                        yield name, opened.get_tensor(name)
+
+        load_hf_tensors(model.model.decoder, read())
+        if SCORE in stored:
+            with open_safetensors(stored[SCORE].file) as opened, torch.no_grad():
+                model.score.weight.copy_(opened.get_tensor(SCORE))
+        return model
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        auto_map: bool = False,
+        **options: Any,
+    ) -> None:
+        """As transformers' method: writes a checkpoint that its class of the same name loads.
+
+        Raises:
+            ValueError: parameters have no name in a checkpoint, or ``auto_map`` is True.
+        """
+        check(
+            not auto_map,
+            "save_pretrained: auto_map must be False for a head for classification, got True. Load the folder with "
+            f"liger_models.hf.{type(self).__name__}, or call liger_models.hf.register() first.",
+        )
+        given = dict(self.named_parameters()) if state_dict is None else state_dict
+        body = {name.removeprefix(OWN): each for name, each in given.items() if name.startswith(OWN)}
+        body.pop("lm_head.weight", None)
+        stored = as_stored("save_pretrained", self.model.decoder, merge=False, parameters=body)
+        score: Any = given[SCORE].detach()
+        tensors = dict(stored.unpack(stored.gather(), None))
+        tensors[SCORE] = score.full_tensor() if is_sharded(score) else score
+        PreTrainedModel.save_pretrained(
+            self, save_directory, is_main_process, tensors, push_to_hub, max_shard_size, **options
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As `LigerForCausalLM.load_state_dict`."""
+        if SCORE in state_dict and not any(name.startswith(OWN) for name in state_dict):
+            self.score.load_state_dict({"weight": state_dict[SCORE]}, assign=assign)
+            state_dict = {name: tensor for name, tensor in state_dict.items() if name != SCORE}
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: LigerCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """Scores of the last token of each text, and the loss if ``labels`` are given.
+
+        Args:
+            labels: [B] int64 classes, [B] floats with one label (regression), or [B, num_labels] floats (several
+                classes at once), as ``problem_type`` of the configuration says.
+            Others: as in `LigerForCausalLM.forward`. The last token is the last one that is not ``pad_token_id``; of
+                ``inputs_embeds`` it is the last one.
+
+        Returns:
+            ``SequenceClassifierOutputWithPast`` with ``logits`` [B, num_labels]; without ``return_dict`` a tuple.
+
+        Raises:
+            ValueError: there are several texts and no ``pad_token_id``; otherwise as `LigerForCausalLM.forward`.
+        """
+        inputs.pop("num_items_in_batch", None)
+        out = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True,
+            **inputs,
+        )  # fmt: skip
+        hidden, pad = out.last_hidden_state, self.config.get_text_config().pad_token_id
+        rows = torch.arange(len(hidden), device=hidden.device)
+        check(
+            pad is not None or len(rows) == 1,
+            f"forward: config.pad_token_id must be set for several texts, got None and {len(rows)} texts. Set it to "
+            "the token that pads them.",
+        )
+        last: Any = -1
+        if input_ids is not None and pad is not None:
+            last = (torch.arange(input_ids.shape[1], device=input_ids.device) * (input_ids != pad)).argmax(1)
+        logits = self.score(hidden[rows, last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=None, labels=labels, pooled_logits=logits, config=self.config)
+        outputs = SequenceClassifierOutputWithPast(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
+        given = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
+        return outputs if given else outputs.to_tuple()
+
+
+def _decoder(config: PreTrainedConfig) -> CausalLM:
+    """A new decoder whose head has no weight of its own."""
+    arch = get_arch(config.model_type)
+    made: CausalLM = arch(read_config(arch.config_class, to_json(config) | {"tie_word_embeddings": True}))
+    return made

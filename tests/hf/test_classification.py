@@ -1,0 +1,105 @@
+"""Models with a head for classification, beside transformers': logits, losses, gradients, files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import liger_models.hf
+
+from ..arch.families import LIMIT, error, hf_gradients, make_folder, tokens
+from ..late import transformers
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
+CASES = [("llama", "gqa"), ("gemma2", "gqa"), ("qwen3", "gqa"), ("mixtral", "aux"), ("phi3", "gqa")]
+
+
+def make(folder: Path, labels: int = 3) -> tuple[Any, Any]:
+    """Transformers' model, with drawn scores, and this package's from its files in ``classifier``."""
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForSequenceClassification
+    theirs = auto.from_pretrained(folder, num_labels=labels, dtype=torch.float32, attn_implementation="eager")
+    theirs.config.pad_token_id = theirs.config.get_text_config().pad_token_id = 0
+    theirs.save_pretrained("classifier")
+    ours = getattr(liger_models.hf, type(theirs).__name__).from_pretrained("classifier", dtype=torch.float32)
+    return theirs, ours
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("arch", "variant"), CASES)
+def test_as_transformers(root, arch, variant):
+    """With padding on both sides; the saved files are transformers' bit for bit, of a causal model without its head."""
+    theirs, ours = make(make_folder(arch, variant, root))
+    assert type(ours).__module__ == "liger_models.hf"
+    ids = tokens(arch, variant, 3, 12).clamp(min=1)
+    ids[1, :3], ids[2, -4:] = 0, 0
+    labels = torch.tensor([0, 2, 1])
+    want = theirs(ids, attention_mask=(ids != 0).long(), labels=labels)
+    got = ours(ids, attention_mask=(ids != 0).long(), labels=labels)
+    assert got.logits.shape == (3, 3)
+    assert error(got.logits, want.logits) <= LIMIT
+    assert error(got.loss, want.loss) <= LIMIT
+    want.loss.backward()
+    got.loss.backward()
+    gradients = dict(liger_models.hf_gradients(ours.model.decoder)) | {"score.weight": ours.score.weight.grad}
+    expected = hf_gradients(theirs)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert error(gradients[name], gradient) <= LIMIT, name
+
+    with pytest.raises(ValueError, match=rf"auto_map must be False .* liger_models.hf.{type(ours).__name__}"):
+        ours.save_pretrained("saved", auto_map=True)
+    ours.save_pretrained("saved")
+    read, written = load_file("classifier/model.safetensors"), load_file("saved/model.safetensors")
+    assert read.keys() == written.keys()
+    assert all(torch.equal(tensor, written[name]) for name, tensor in read.items())
+    again = transformers.AutoModelForSequenceClassification.from_pretrained("saved", dtype=torch.float32)
+    assert type(again) is type(theirs)
+    assert error(again(ids).logits, theirs(ids).logits) <= LIMIT
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_losses(root, labels):
+    """Of a score, and of several classes at once; one text needs no padding."""
+    theirs, ours = make(make_folder("llama", "gqa", root), labels)
+    ids = tokens("llama", "gqa", 4, 9).clamp(min=1)
+    target = torch.rand(4, labels).squeeze(1)
+    for model in (theirs, ours):
+        model.config.problem_type = None
+    want, got = (model(ids, labels=target, return_dict=False) for model in (theirs, ours))
+    assert error(got[0], want[0]) <= LIMIT
+    assert error(got[1], want[1]) <= LIMIT
+    ours.config.pad_token_id = None
+    assert error(ours(ids[:1]).logits, theirs(ids[:1]).logits) <= LIMIT
+    with pytest.raises(ValueError, match="pad_token_id must be set for several texts, got None and 4"):
+        ours(ids)
+
+
+def test_the_auto_class(root):
+    """Transformers' auto class returns it where it is registered, and state dicts load under both kinds of names."""
+    theirs, ours = make(make_folder("llama", "gqa", root))
+    with liger_models.hf.registered():
+        found = transformers.AutoModelForSequenceClassification.from_pretrained("classifier", dtype=torch.float32)
+    assert type(found) is type(ours)
+    assert type(ours) is liger_models.hf.LlamaForSequenceClassification
+    for state in (theirs.state_dict(), ours.state_dict()):
+        new = type(ours)(ours.config)
+        new.load_state_dict(state)
+        assert all(torch.equal(new.get_parameter(name), each) for name, each in ours.named_parameters())
+
+
+def test_of_a_causal_model(root):
+    """Its head is left out, and scores are drawn."""
+    folder = make_folder("llama", "gqa", root)
+    ours = liger_models.hf.LlamaForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    body = liger_models.hf.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = tokens("llama", "gqa", 2, 9)
+    assert error(ours.model(ids).last_hidden_state, body.model(ids).last_hidden_state) <= LIMIT
+    assert ours.score.weight.shape[0] == 1
+    assert ours.score.weight.std().item() == pytest.approx(ours.config.initializer_range, rel=0.5)
