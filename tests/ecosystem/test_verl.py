@@ -17,7 +17,8 @@ def test_fsdp_engine(tmp_path):
     """Two ranks: the second one loads no values, and gets them from the first. The rest is asserted on the ranks."""
     make_files(tmp_path)
     page = (ROOT / "docs" / "in-your-tools.md").read_text(encoding="utf-8")
-    (lines,) = re.findall(r"^```py\n(.*?EngineRegistry.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (lines,) = [block for block in blocks if "EngineRegistry" in block]
     (tmp_path / "liger_engine.py").write_text(lines)
     path = os.pathsep.join(filter(None, [str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH")]))
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
