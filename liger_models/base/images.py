@@ -1,5 +1,6 @@
 """Reading, resizing and normalising images, with results bit-identical to transformers' Pillow backend."""
 
+import base64
 import io
 import math
 import os
@@ -7,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.request import url2pathname
 
 import torch
 from torch import Tensor
@@ -17,55 +20,117 @@ from liger_models.text.json_files import parse_json
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    Source = Image | str | os.PathLike[str] | bytes
-    """A PIL image, the path of a file, or the content of a file."""
+    Source = Image | str | os.PathLike[str] | bytes | Mapping[str, Any]
+    """A PIL image, a path, a file:// URL, a data URI, the content of a file, or a mapping with one of these; see
+    `locate_image`."""
 
 
-def read_image(source: "Source") -> "Image":
-    """Read an image as RGB, with transparent pixels made white.
+def locate_image(source: "Source") -> "Image | Path | bytes":
+    """What an image's spelling names: a PIL image, the path of a file, or the content of a file. Nothing is opened.
 
-    Files are rotated by their EXIF orientation. PIL images are not, as in transformers. Images of 16 bits per pixel are
-    scaled to 8 bits.
+    Args:
+        source: a PIL image; a path; a ``file://`` URL; a data URI such as ``data:image/png;base64,...``; the bytes of a
+            file; or a mapping with one of these, where "bytes" comes before "path", as in an undecoded image column of
+            ``datasets``, or under "url", as in OpenAI's ``image_url`` parts.
+
+    Raises:
+        TypeError: ``source`` is none of these.
+        ValueError: ``source`` is a URL of another kind, a data URI that cannot be decoded, or a mapping without an
+            image.
+    """
+    if isinstance(source, Mapping):
+        found = [source[key] for key in ("bytes", "path", "url") if source.get(key) is not None]
+        check(
+            bool(found),
+            f"open_image: a mapping must have the key bytes, path or url, got {sorted(map(str, source))}.",
+        )
+        return locate_image(found[0])
+    if isinstance(source, bytes | bytearray | memoryview):
+        return bytes(source)
+    if isinstance(source, os.PathLike):
+        return Path(source)
+    if not isinstance(source, str):
+        # Whatever has pixels was made by Pillow, which then needs no import here.
+        if hasattr(source, "getbands"):
+            return source
+        raise TypeError(f"open_image: an image must be {_SPELLINGS}, got {type(source).__name__}.")
+    kind = re.match(r"(?i)(data):|([a-z][a-z0-9+.-]*)://", source)
+    if kind is None:
+        return Path(source)
+    if kind[1]:
+        header, comma, content = source[len("data:") :].partition(",")
+        try:
+            check(bool(comma), "no comma")
+            raw = unquote_to_bytes(content)
+            return base64.b64decode(b"".join(raw.split()), validate=True) if header.endswith(";base64") else raw
+        except ValueError as error:
+            raise ValueError(
+                f"open_image: a data URI must be data:image/png;base64, and the encoded file, got {source[:60]} "
+                f"({error}). Encode it again."
+            ) from error
+    url = urlsplit(source)
+    check(
+        kind[2].lower() == "file" and url.netloc in ("", "localhost"),
+        f"open_image: an image must be {_SPELLINGS}, got the URL {source[:60]}. Download it and pass its bytes.",
+    )
+    return Path(url2pathname(url.path))
+
+
+_SPELLINGS = "a PIL image, a path, a file:// URL, a data URI or a file's bytes"
+
+
+def open_image(source: "Source") -> "Image":
+    """Read an image from any of the spellings that `locate_image` takes, with its pixels decoded.
+
+    Files are rotated by their EXIF orientation. PIL images are not, as in transformers.
 
     Raises:
         ImportError: Pillow is not installed.
+        OSError: there is no such file, or it cannot be read.
         TypeError: ``source`` is not an image.
-        ValueError: Pillow cannot read the file, ``source`` is a URL instead of a path, the image has no pixels, more
-            than ``PIL.Image.MAX_IMAGE_PIXELS``, or pixels of an unknown range (floats and 32-bit integers).
+        ValueError: Pillow cannot read the file, ``source`` is a URL that is neither ``file://`` nor a data URI, the
+            image has no pixels, or more than ``PIL.Image.MAX_IMAGE_PIXELS``.
     """
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
         raise ImportError(
-            "read_image: needs Pillow, which is not installed. Run pip install 'liger_models[vision]'."
+            "open_image: needs Pillow, which is not installed. Run pip install 'liger_models[vision]'."
         ) from error
-    check(
-        not isinstance(source, str) or re.match(r"(?i)[a-z]+://|data:", source) is None,
-        f"read_image: an image must be a PIL image, a path or a file's bytes, got the URL {str(source)[:60]}. "
-        "Download it and pass its bytes.",
-    )
-    if isinstance(source, (str, os.PathLike, bytes)):
-        content = source if isinstance(source, bytes) else Path(source).read_bytes()
-        name = f"{len(source)} bytes" if isinstance(source, bytes) else str(source)
+    found = locate_image(source)
+    if isinstance(found, Path | bytes):
+        content = found if isinstance(found, bytes) else found.read_bytes()
+        name = f"{len(found)} bytes" if isinstance(found, bytes) else str(found)
         try:
             image: Image.Image = Image.open(io.BytesIO(content))
             _check_size(image, name)
             image.load()
             image = ImageOps.exif_transpose(image)
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise ValueError(f"read_image: {name} must have fewer pixels, got: {error} {_LARGER}") from error
+            raise ValueError(f"open_image: {name} must have fewer pixels, got: {error} {_LARGER}") from error
         except ImageSizeError:
             raise
         except Exception as error:  # Pillow's decoders raise SyntaxError, struct.error, IndexError and others
-            raise ValueError(f"read_image: {name} must be a whole image file, got: {error}.") from error
-    elif isinstance(source, Image.Image):
-        image = source
-        _check_size(image, "an image")
+            raise ValueError(f"open_image: {name} must be a whole image file, got: {error}.") from error
     else:
-        raise TypeError(
-            f"read_image: an image must be a PIL image, a path or a file's bytes, got {type(source).__name__}."
-        )
-    check(min(image.size) > 0, f"read_image: an image must have pixels, got {image.width} x {image.height}.")
+        image = found
+        _check_size(image, "an image")
+    check(min(image.size) > 0, f"open_image: an image must have pixels, got {image.width} x {image.height}.")
+    return image
+
+
+def read_image(source: "Source") -> "Image":
+    """Read an image as RGB, with transparent pixels made white; see `open_image`.
+
+    Images of 16 bits per pixel are scaled to 8 bits.
+
+    Raises:
+        ImportError, OSError, TypeError: as for `open_image`.
+        ValueError: as for `open_image`, or the image has pixels of an unknown range (floats and 32-bit integers).
+    """
+    image = open_image(source)
+    from PIL import Image
+
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # "I" before Pillow 11
         return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L").convert("RGB")
     check(
@@ -93,7 +158,7 @@ def _check_size(image: "Image", name: str) -> None:
     most = Image.MAX_IMAGE_PIXELS
     if most is not None and image.width * image.height > most:
         size = f"{image.width} x {image.height}"
-        raise ImageSizeError(f"read_image: {name} must have at most {most} pixels, got {size}. {_LARGER}")
+        raise ImageSizeError(f"open_image: {name} must have at most {most} pixels, got {size}. {_LARGER}")
 
 
 def to_tensor(image: "Image", size: tuple[int, int], resample: int) -> Tensor:

@@ -1,10 +1,21 @@
+import base64
 import sys
+from urllib.parse import quote
 
 import pytest
 import torch
 from PIL import Image
 
-from liger_models.base.images import Normalize, check_settings, one_list, read_image, settings_of, to_tensor
+from liger_models.base.images import (
+    Normalize,
+    check_settings,
+    locate_image,
+    one_list,
+    open_image,
+    read_image,
+    settings_of,
+    to_tensor,
+)
 from liger_models.base.processor import image_parts
 
 from .conftest import encoded, picture
@@ -12,10 +23,21 @@ from .conftest import encoded, picture
 
 def test_every_way_to_give_an_image(tmp_path):
     image = picture(7, 5)
-    (tmp_path / "a.png").write_bytes(encoded(image))
-    for source in (image, tmp_path / "a.png", str(tmp_path / "a.png"), encoded(image)):
+    path, content = tmp_path / "a b.png", encoded(image)
+    path.write_bytes(content)
+    data = base64.b64encode(content).decode()
+    for source in (
+        image, path, str(path), content, bytearray(content), path.as_uri(), f"FILE://localhost{quote(str(path))}",
+        f"data:image/png;base64,{data}", f"data:;base64,{data[:9]}\n{quote(data[9:])}", f"data:,{quote(content)}",
+        {"bytes": content, "path": "elsewhere.png"}, {"bytes": None, "path": str(path)}, {"url": path.as_uri()},
+    ):  # fmt: skip
         got = read_image(source)
         assert (got.mode, got.tobytes()) == ("RGB", image.tobytes())
+        opened = open_image(source)
+        assert (opened.size, opened.tobytes()) == (image.size, image.tobytes())
+    assert open_image(encoded(picture(7, 5, "RGBA"))).mode == "RGBA"
+    assert locate_image(path.as_uri()) == path
+    assert locate_image({"bytes": content}) == content
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "LA", "CMYK"])
@@ -89,8 +111,13 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(monkeypatch, most):
 
 
 def test_what_is_no_image():
-    with pytest.raises(TypeError, match="a PIL image, a path or a file's bytes, got int"):
+    with pytest.raises(TypeError, match="a PIL image, a path, a file:// URL, a data URI or a file's bytes, got int"):
         read_image(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a mapping must have the key bytes, path or url, got \['bytes', 'name'\]"):
+        read_image({"bytes": None, "name": "a.png"})
+    for broken in ("data:image/png;base64,iV*O", "data:image/png;base64", "data:image/png;base64,i"):
+        with pytest.raises(ValueError, match=r"a data URI must be .*, got data:image/png;base64.*Encode it again\."):
+            read_image(broken)
     with pytest.raises(ValueError, match="5 bytes must be a whole image file"):
         read_image(b"nonsense"[:5])
     with pytest.raises(ValueError, match="must be a whole image file"):
@@ -99,7 +126,7 @@ def test_what_is_no_image():
         read_image("nowhere.png")
     with pytest.raises(ValueError, match="an image must have pixels, got 0 x 5"):
         read_image(picture(9, 5).crop((3, 0, 3, 5)))
-    for address in ("https://example.com/a.png", "HTTPS://example.com/a.png", "data:image/png;base64,iVBO"):
+    for address in ("https://example.com/a.png", "HTTPS://example.com/a.png", "file://server/a.png"):
         with pytest.raises(ValueError, match=f"got the URL {address}. Download it and pass its bytes"):
             read_image(address)
 
