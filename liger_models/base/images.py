@@ -1,11 +1,12 @@
 """Reading, resizing and normalising images, with results bit-identical to transformers' Pillow backend."""
 
 import base64
+import contextlib
 import io
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -91,32 +92,70 @@ def open_image(source: "Source") -> "Image":
         ValueError: Pillow cannot read the file, ``source`` is a URL that is neither ``file://`` nor a data URI, the
             image has no pixels, or more than ``PIL.Image.MAX_IMAGE_PIXELS``.
     """
-    try:
-        from PIL import Image, ImageOps
-    except ImportError as error:
-        raise ImportError(
-            "open_image: needs Pillow, which is not installed. Run pip install 'liger_models[vision]'."
-        ) from error
+    _check_pillow()
+    from PIL import Image, ImageOps
+
     found = locate_image(source)
     if isinstance(found, Path | bytes):
         content = found if isinstance(found, bytes) else found.read_bytes()
-        name = f"{len(found)} bytes" if isinstance(found, bytes) else str(found)
-        try:
+        with _naming(found) as name:
             image: Image.Image = Image.open(io.BytesIO(content))
             _check_size(image, name)
             image.load()
             image = ImageOps.exif_transpose(image)
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise ValueError(f"open_image: {name} must have fewer pixels, got: {error} {_LARGER}") from error
-        except ImageSizeError:
-            raise
-        except Exception as error:  # Pillow's decoders raise SyntaxError, struct.error, IndexError and others
-            raise ValueError(f"open_image: {name} must be a whole image file, got: {error}.") from error
     else:
         image = found
         _check_size(image, "an image")
     check(min(image.size) > 0, f"open_image: an image must have pixels, got {image.width} x {image.height}.")
     return image
+
+
+def image_size(source: "Source") -> tuple[int, int]:
+    """Width and height of what `open_image` returns, from the header alone: no pixels are decoded.
+
+    Raises:
+        ImportError, OSError, TypeError, ValueError: as for `open_image`, if the header is at fault.
+    """
+    _check_pillow()
+    from PIL import ExifTags, Image
+
+    found = locate_image(source)
+    if not isinstance(found, Path | bytes):
+        return found.size
+    if isinstance(found, Path):
+        found.stat()  # a missing file is an OSError
+    with _naming(found) as name, Image.open(io.BytesIO(found) if isinstance(found, bytes) else found) as image:
+        _check_size(image, name)
+        size = image.size
+        # A PNG's own method decodes all pixels if no orientation comes before them.
+        turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+        # Pillow turns a TIFF itself, and then has turned its size.
+        return size[::-1] if turned and image.format != "TIFF" else size
+
+
+def _check_pillow() -> None:
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "open_image: needs Pillow, which is not installed. Run pip install 'liger_models[vision]'."
+        ) from error
+
+
+@contextlib.contextmanager
+def _naming(found: "Path | bytes") -> "Iterator[str]":
+    """The name of an image for errors; errors inside become those of `open_image`."""
+    from PIL import Image
+
+    name = f"{len(found)} bytes" if isinstance(found, bytes) else str(found)
+    try:
+        yield name
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"open_image: {name} must have fewer pixels, got: {error} {_LARGER}") from error
+    except ImageSizeError:
+        raise
+    except Exception as error:  # Pillow's decoders raise SyntaxError, struct.error, IndexError and others
+        raise ValueError(f"open_image: {name} must be a whole image file, got: {error}.") from error
 
 
 def read_image(source: "Source") -> "Image":

@@ -1,14 +1,18 @@
 """The base class of processors, which turn texts, images and videos into the inputs of vision-language models."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.checks import check
 from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from typing_extensions import Self
 
 RESIZING = frozenset({"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes"})
@@ -70,6 +74,25 @@ def image_parts(conversations: Sequence[Any], *, videos: bool = False) -> list[t
     return found
 
 
+class MediaSize(NamedTuple):
+    """What decides how many tokens an image or a video has, besides the processor.
+
+    Attributes:
+        width, height: in pixels.
+        frames, fps: of a video, number of sampled frames and their rate; None for an image.
+    """
+
+    width: int
+    height: int
+    frames: int | None = None
+    fps: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """ "image" or "video"."""
+        return "image" if self.frames is None else "video"
+
+
 class Processor(ABC):
     """Turns texts with placeholders, and images, into the inputs of ``forward`` and ``generate``.
 
@@ -94,6 +117,34 @@ class Processor(ABC):
 
     __call__: Callable[..., dict[str, Any]]
     """Turn a batch of texts, and the images of their placeholders in order, into model inputs."""
+
+    @property
+    @abstractmethod
+    def placeholders(self) -> dict[str, str]:
+        """By kind ("image", "video"), the regular expression of what `written` replaces in a text."""
+
+    @property
+    def placeholder(self) -> re.Pattern[str]:
+        """What finds all `placeholders`; ``lastgroup`` of a match is the kind."""
+        return re.compile("|".join(f"(?P<{kind}>{each})" for kind, each in self.placeholders.items()))
+
+    @property
+    @abstractmethod
+    def media_tokens(self) -> tuple[str, ...]:
+        """The tokens that stand for parts of an image or a video in the text that a model gets."""
+
+    @abstractmethod
+    def written(self, size: MediaSize) -> tuple[str, int]:
+        """What a call writes in place of a placeholder, and how many of `media_tokens` that has, without pixels."""
+
+    @abstractmethod
+    def pixels(
+        self, images: "Sequence[Image]", videos: "Sequence[Sequence[Image]]" = (), fps: Sequence[float] = ()
+    ) -> dict[str, Tensor]:
+        """The inputs of ``forward`` besides text, for one row of text.
+
+        Rows are joined along the first dimension, after their second ones are padded to the longest with zeros.
+        """
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
         """The arguments of a call, besides the texts, for the parts that `image_parts` found."""

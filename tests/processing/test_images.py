@@ -9,6 +9,7 @@ from PIL import Image
 from liger_models.base.images import (
     Normalize,
     check_settings,
+    image_size,
     locate_image,
     one_list,
     open_image,
@@ -73,6 +74,30 @@ def test_a_file_is_turned_upright_as_in_transformers(tmp_path, orientation):
         assert (got.size, got.tobytes()) == (want.size, want.tobytes())
     opened = Image.open(tmp_path / "a.jpg")  # not a file any more: its pixels count
     assert read_image(opened).tobytes() == opened.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_sizes_without_decoding(tmp_path, monkeypatch, kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / "a"
+    picture(8, 5).save(path, kind, exif=exif)
+    want = open_image(path).size
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: pytest.fail("decoded"))
+    assert image_size(path) == image_size(path.read_bytes()) == want
+
+
+def test_sizes_of_what_is_no_image(tmp_path, monkeypatch):
+    assert image_size(picture(7, 5)) == image_size(encoded(picture(7, 5))) == (7, 5)
+    assert image_size(encoded(picture(64, 64))[:200]) == (64, 64)  # only the header is read
+    with pytest.raises(ValueError, match="5 bytes must be a whole image file"):
+        image_size(b"nonsense"[:5])
+    with pytest.raises(FileNotFoundError):
+        image_size(tmp_path / "nowhere.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
+    with pytest.raises(ValueError, match="must have (fewer|at most 30) pixels"):
+        image_size(encoded(picture(7, 5)))
 
 
 @pytest.mark.parametrize("mode", ["I;16", "I;16B"])

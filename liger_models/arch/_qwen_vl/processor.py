@@ -22,11 +22,13 @@ from liger_models.base.images import (
     settings_of,
     to_tensor,
 )
-from liger_models.base.processor import Processor
+from liger_models.base.processor import MediaSize, Processor
 from liger_models.kernels.checks import check
 from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from liger_models.base.images import Source
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -124,20 +126,9 @@ class QwenVLImages:
         """
         images = [read_image(frame) for frame in frames]
         check(bool(images), "QwenVLImages: a video must have at least one frame, got none.")
-        width, height = images[0].size
         sizes = sorted({image.size for image in images})
         check(len(sizes) == 1, f"QwenVLImages: the frames of a video must have one size, got {sizes}.")
-        count, factor = len(images), self.patch * self.merge
-        whole = self.of == "video"
-        check(
-            count >= self.frames or not whole,
-            f"QwenVLImages: a video must have at least {self.frames} frames, got {count}. Pass an image as an image.",
-        )
-        deep = (count, round(count / self.frames) * self.frames) if whole else (1, 1)
-        if whole and min(height, width) < factor:
-            scale = factor / min(height, width)
-            height, width = int(height * scale), int(width * scale)
-        size = smart_resize(height, width, factor, self.min_pixels, self._most_pixels(count), deep)
+        count, size = len(images), self.resized(*images[0].size, len(images))
         if self.of == "image":
             resized = to_tensor(images[0], size, BICUBIC)[None]
         else:
@@ -147,6 +138,23 @@ class QwenVLImages:
         pixels = self.normalize(resized)
         pixels = torch.cat([pixels, pixels[-1:].expand(-count % self.frames, -1, -1, -1)])
         return self._patches(pixels)
+
+    def resized(self, width: int, height: int, count: int = 1) -> tuple[int, int]:
+        """Height and width to which an image, or ``count`` frames of a video, of this size are resized.
+
+        Raises:
+            ValueError: too few frames, or too elongated ones.
+        """
+        factor, whole = self.patch * self.merge, self.of == "video"
+        check(
+            count >= self.frames or not whole,
+            f"QwenVLImages: a video must have at least {self.frames} frames, got {count}. Pass an image as an image.",
+        )
+        deep = (count, round(count / self.frames) * self.frames) if whole else (1, 1)
+        if whole and min(height, width) < factor:
+            scale = factor / min(height, width)
+            height, width = int(height * scale), int(width * scale)
+        return smart_resize(height, width, factor, self.min_pixels, self._most_pixels(count), deep)
 
     def _most_pixels(self, count: int) -> int:
         """``max_pixels`` for an image or ``count`` frames; ``cap_pixels_per_frame`` divides a video's token budget."""
@@ -291,35 +299,57 @@ class QwenVLProcessor(Processor):
             f"{found}.",
         )
         listed = one_list("QwenVLProcessor", self.image_token, texts, images)
-        out: dict[str, Any] = {}
-        written: dict[str, list[str]] = {}
-        for kind, token, items, make in (
-            ("image", self.image_token, [[image] for image in listed], self.images),
-            ("video", self.video_token, videos, self.videos),
-        ):
-            made = [make(item) for item in items]
-            if made:
-                out["pixel_values" if kind == "image" else "pixel_values_videos"] = torch.cat([p for p, _ in made])
-                out[f"{kind}_grid_thw"] = torch.stack([grid for _, grid in made])
-            tokens = [token * int(grid[1:].prod() // make.merge**2) for _, grid in made]
-            if kind == "image" or not self.frames_apart:
-                written[token] = [frame * int(grid[0]) for frame, (_, grid) in zip(tokens, made, strict=True)]
-            else:
-                written[token] = [
-                    self._timed(frame, len(video), float(rate or 0))
-                    for frame, video, rate in zip(tokens, videos, rates, strict=True)
-                ]
-        if videos and self.times:
-            out["second_per_grid_ts"] = [self.videos.frames / float(rate or 0) for rate in rates]
-        queues = {token: iter(expanded) for token, expanded in written.items()}
-        wrapped = re.escape(f"<|vision_start|>{self.video_token}<|vision_end|>") if self.frames_apart else "(?!)"
-        pattern = re.compile(f"{wrapped}|{re.escape(self.image_token)}|{re.escape(self.video_token)}")
-
-        def expand(match: re.Match[str]) -> str:
-            return next(queues[self.image_token if match[0] == self.image_token else self.video_token])
-
-        expanded = [pattern.sub(expand, text) for text in texts]
+        pictures = [read_image(image) for image in listed]
+        clips = [[read_image(frame) for frame in video] for video in videos]
+        out: dict[str, Any] = self.pixels(pictures, clips, [float(rate or 0) for rate in rates])
+        if "second_per_grid_ts" in out:
+            out["second_per_grid_ts"] = out["second_per_grid_ts"].tolist()  # as in transformers
+        sizes = [MediaSize(*image.size) for image in pictures]
+        sizes += [MediaSize(*clip[0].size, len(clip), rate) for clip, rate in zip(clips, rates, strict=True)]
+        of_kind = {
+            kind: iter([self.written(size)[0] for size in sizes if size.kind == kind]) for kind in self.placeholders
+        }
+        expanded = [self.placeholder.sub(lambda match: next(of_kind[str(match.lastgroup)]), text) for text in texts]
         return {**self.tokenizer(expanded, padding_side=padding_side, add_special_tokens=False), **out}
+
+    @property
+    def placeholders(self) -> dict[str, str]:
+        """As `Processor.placeholders`; with timestamps also the tokens around a video, which `written` has."""
+        image, video = re.escape(self.image_token), re.escape(self.video_token)
+        wrapped = re.escape(f"<|vision_start|>{self.video_token}<|vision_end|>")
+        return {"image": image, "video": f"{wrapped}|{video}" if self.frames_apart else video}
+
+    @property
+    def media_tokens(self) -> tuple[str, ...]:
+        """As `Processor.media_tokens`."""
+        return self.image_token, self.video_token
+
+    def written(self, size: MediaSize) -> tuple[str, int]:
+        """As `Processor.written`."""
+        make, token = (self.images, self.image_token) if size.frames is None else (self.videos, self.video_token)
+        height, width = make.resized(size.width, size.height, size.frames or 1)
+        per_frame = height * width // (make.patch * make.merge) ** 2
+        deep = -(-(size.frames or 1) // make.frames)
+        if size.frames is None or not self.frames_apart:
+            return token * per_frame * deep, per_frame * deep
+        return self._timed(token * per_frame, size.frames, float(size.fps or 0)), per_frame * deep
+
+    def pixels(
+        self, images: "Sequence[Image]", videos: "Sequence[Sequence[Image]]" = (), fps: Sequence[float] = ()
+    ) -> dict[str, Tensor]:
+        """As `Processor.pixels`: ``pixel_values`` [N, P] and ``image_grid_thw`` [images, 3]; ``pixel_values_videos``,
+        ``video_grid_thw`` and, for Qwen2.5-VL, ``second_per_grid_ts`` [videos]."""
+        out: dict[str, Tensor] = {}
+        for kind, names, made in (
+            ("image", "pixel_values", [self.images([image]) for image in images]),
+            ("video", "pixel_values_videos", [self.videos(frames) for frames in videos]),
+        ):
+            if made:
+                out[names] = torch.cat([patches for patches, _ in made])
+                out[f"{kind}_grid_thw"] = torch.stack([grid for _, grid in made])
+        if videos and self.times:
+            out["second_per_grid_ts"] = self.videos.frames / torch.tensor(fps, dtype=torch.float64)
+        return out
 
     def _timed(self, frame: str, count: int, rate: float) -> str:
         """Each frame of patches, preceded by its timestamp: the mean of the times of its first and last frame."""

@@ -4,6 +4,7 @@ Source: transformers ``image_processing_pil_gemma3.py``, ``processing_gemma3.py`
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from liger_models.base.images import (
     settings_of,
     to_tensor,
 )
-from liger_models.base.processor import Processor
+from liger_models.base.processor import MediaSize, Processor
 from liger_models.kernels.checks import check
 from liger_models.text.tokenizer import Tokenizer
 
@@ -32,31 +33,32 @@ if TYPE_CHECKING:
 BILINEAR = 2
 
 
-def pan_and_scan(image: "Image", least: int, most: int, ratio: float) -> "list[Image]":
-    """Crop an elongated image into pieces, from left to right or from top to bottom.
+def pan_and_scan(size: tuple[int, int], least: int, most: int, ratio: float) -> list[tuple[int, int, int, int]]:
+    """Where an elongated image is cropped into pieces, from left to right or from top to bottom.
 
     Args:
-        image: the image.
+        size: width and height of the image.
         least: minimum width and height of a piece, in pixels.
         most: maximum number of pieces.
         ratio: ratio of the longer to the shorter side from which on an image is cropped.
 
     Returns:
-        The pieces; empty if the image is not elongated or the pieces would be too small.
+        Left, upper, right and lower border of each piece; empty if the image is not elongated or the pieces would be
+        too small.
     """
-    width, height = image.size
+    width, height = size
     longer, shorter = max(width, height), min(width, height)
     if longer / shorter < ratio:
         return []
     pieces = min(math.floor(longer / least), math.floor(longer / shorter + 0.5))
     pieces = min(most, max(2, pieces))
-    size = math.ceil(longer / pieces)
-    if min(size, shorter) < least:
+    part = math.ceil(longer / pieces)
+    if min(part, shorter) < least:
         return []
-    starts = [size * i for i in range(pieces)]
+    starts = [part * i for i in range(pieces)]
     if width >= height:
-        return [image.crop((start, 0, min(start + size, width), height)) for start in starts]
-    return [image.crop((0, start, width, min(start + size, height))) for start in starts]
+        return [(start, 0, min(start + part, width), height) for start in starts]
+    return [(0, start, width, min(start + part, height)) for start in starts]
 
 
 class Gemma3Images:
@@ -80,10 +82,14 @@ class Gemma3Images:
         self.ratio = settings.get("pan_and_scan_min_ratio_to_activate") or 1.2
         self.normalize = Normalize(settings, [0.5] * 3, [0.5] * 3)
 
+    def crops(self, size: tuple[int, int]) -> list[tuple[int, int, int, int]]:
+        """The borders of the crops of an image of this width and height; see `pan_and_scan`."""
+        return pan_and_scan(size, self.least, self.most, self.ratio) if self.scans else []
+
     def __call__(self, source: "Source") -> Tensor:
         """The image followed by its crops: [1 + crops, 3, image_size, image_size] fp32."""
         image = read_image(source)
-        pieces = pan_and_scan(image, self.least, self.most, self.ratio) if self.scans else []
+        pieces = [image.crop(box) for box in self.crops(image.size)]
         return self.normalize(torch.stack([to_tensor(each, self.size, BILINEAR) for each in (image, *pieces)]))
 
 
@@ -101,7 +107,7 @@ class Gemma3Processor(Processor):
         self, tokenizer: Tokenizer, images: Gemma3Images, *, begin: str, image: str, end: str, tokens: int
     ) -> None:
         super().__init__(tokenizer)
-        self.images, self.begin = images, begin
+        self.images, self.begin, self.image, self.tokens = images, begin, image, tokens
         self.expanded = f"\n\n{begin}{image * tokens}{end}\n\n"
 
     @classmethod
@@ -156,6 +162,27 @@ class Gemma3Processor(Processor):
             whole.append(first + "".join(next(written) + part for part in rest))
         out: dict[str, Any] = {**self.tokenizer(whole, padding_side=padding_side, add_special_tokens=bos)}
         return out | ({"pixel_values": torch.cat(pixels)} if pixels else {})
+
+    @property
+    def placeholders(self) -> dict[str, str]:
+        """As `Processor.placeholders`."""
+        return {"image": re.escape(self.begin)}
+
+    @property
+    def media_tokens(self) -> tuple[str, ...]:
+        """As `Processor.media_tokens`."""
+        return (self.image,)
+
+    def written(self, size: MediaSize) -> tuple[str, int]:
+        """As `Processor.written`."""
+        pieces = len(self.images.crops((size.width, size.height)))
+        return self._written(pieces), (1 + pieces) * self.tokens
+
+    def pixels(
+        self, images: "Sequence[Image]", videos: "Sequence[Sequence[Image]]" = (), fps: Sequence[float] = ()
+    ) -> dict[str, Tensor]:
+        """As `Processor.pixels`: ``pixel_values`` [n, 3, image_size, image_size]."""
+        return {"pixel_values": torch.cat([self.images(image) for image in images])} if images else {}
 
     def _written(self, pieces: int) -> str:
         if not pieces:

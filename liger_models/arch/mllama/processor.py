@@ -4,6 +4,7 @@ Source: transformers ``image_processing_pil_mllama.py``, ``processing_mllama.py`
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,13 @@ from liger_models.base.images import (
     settings_of,
     to_tensor,
 )
-from liger_models.base.processor import Processor
+from liger_models.base.processor import MediaSize, Processor
 from liger_models.kernels.checks import check
 from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from liger_models.base.images import Source
 
 BILINEAR = 2
@@ -171,6 +174,32 @@ class MllamaProcessor(Processor):
         lengths = torch.tensor([1, *(math.prod(ratio) for ratio in self.images.ratios)])
         used = (torch.arange(tiles) < lengths[kinds][..., None]).long()
         return out | {"pixel_values": pixels, "aspect_ratio_ids": kinds, "aspect_ratio_mask": used}
+
+    @property
+    def placeholders(self) -> dict[str, str]:
+        """As `Processor.placeholders`."""
+        return {"image": re.escape(self.image)}
+
+    @property
+    def media_tokens(self) -> tuple[str, ...]:
+        """As `Processor.media_tokens`."""
+        return (self.image,)
+
+    def written(self, size: MediaSize) -> tuple[str, int]:
+        """As `Processor.written`: an image is one token, whatever its size."""
+        return self.image, 1
+
+    def pixels(
+        self, images: "Sequence[Image]", videos: "Sequence[Sequence[Image]]" = (), fps: Sequence[float] = ()
+    ) -> dict[str, Tensor]:
+        """As `Processor.pixels`: ``pixel_values`` [1, M, tiles, 3, image_size, image_size], ``aspect_ratio_ids``
+        [1, M], also if M is 0."""
+        made = [self.images(image) for image in images]
+        empty = torch.zeros(0, self.images.max_tiles, 3, self.images.side, self.images.side)
+        return {
+            "pixel_values": torch.cat([empty, *(tiles[None] for tiles, _ in made)])[None],
+            "aspect_ratio_ids": torch.tensor([[kind for _, kind in made]], dtype=torch.int64),
+        }
 
     def _begun(self, text: str) -> str:
         if self.bos in text:
