@@ -10,9 +10,10 @@ from torch import Tensor
 
 from liger_models.data.batch import Batch, collate, make_row
 from liger_models.data.dataset import PackedDataset
-from liger_models.data.encoding import Encoder
+from liger_models.data.encoding import Document, Encoder
 from liger_models.data.formats import mark_learnt
 from liger_models.data.packing import PackedRows, seeded_generator
+from liger_models.data.pixels import RowMaker
 from liger_models.data.preference import ANSWERS, encode_pair
 from liger_models.data.sources import Located
 from liger_models.data.tokens import TokenFile, tokenise
@@ -28,7 +29,7 @@ class AnswerEncoder(Encoder):
     A document is the prompt, without labels, and the answer.
     """
 
-    def encode(self, examples: Iterable[Located]) -> "Iterator[array[int]]":
+    def encode(self, examples: Iterable[Located]) -> Iterator[Document]:
         """See `Encoder.encode`."""
         for where, example in self._limited(examples):
             labelled = self.formats.name(where, example) == "kto"
@@ -42,16 +43,16 @@ class AnswerEncoder(Encoder):
             except ValueError as error:
                 raise ValueError(f"{where}: {str(error).removeprefix(where).lstrip(',: ')}") from error
             for prompt, answer in rows:
-                yield array("i", [*(~token for token in prompt), *answer])
+                yield Document(array("i", [*(~token for token in prompt), *answer]))
             if labelled:
-                yield array("i", [int(label)])
+                yield Document(array("i", [int(label)]))
 
 
 class AnswerRows(PackedRows):
     """The examples of an epoch by their number, each as its two documents. `AnswerDataset` makes them."""
 
     def __init__(self, tokens: TokenFile, length: int, filler: int, shuffle: bool, seed: int) -> None:
-        super().__init__(tokens, length, filler, "truncate", shuffle, seed)
+        super().__init__(tokens, RowMaker(length, filler), "truncate", shuffle, seed)
         self._order: Tensor | None = None
 
     def has_targets(self) -> bool:

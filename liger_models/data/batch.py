@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 Batch = dict[str, Tensor]
-"""Inputs of a model: ``input_ids`` [B, T] int64, ``labels`` [B, T] int64, ``cu_seqlens`` [n + 1] int32."""
+"""Inputs of a model: ``input_ids`` [B, T] int64, ``labels`` [B, T] int64, ``cu_seqlens`` [n + 1] int32, and pixels."""
 
 
 def make_row(pieces: Sequence[Tensor], length: int, filler: int) -> Batch:
@@ -42,5 +43,20 @@ def collate(rows: Sequence[Batch]) -> Batch:
     for row in rows:
         bounds.append(row["cu_seqlens"][1:] + tokens)
         tokens += row["input_ids"].numel()
-    joined = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "labels")}
-    return {**joined, "cu_seqlens": torch.cat(bounds)}
+    names = dict.fromkeys(name for row in rows for name in row)
+    joined = {name: _join([row[name] for row in rows if name in row]) for name in names if name != "cu_seqlens"}
+    return {**{name: tensor for name, tensor in joined.items() if tensor.numel()}, "cu_seqlens": torch.cat(bounds)}
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate along the first dimension, after zeros are added to the second: rows have unequal numbers of images.
+
+    Only Llama 3.2 Vision has a dimension for these; elsewhere the second ones are equal.
+    """
+    longest = max((tensor.shape[1] for tensor in tensors if tensor.dim() > 1), default=0)
+    return torch.cat(
+        [
+            pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, longest - tensor.shape[1])) if tensor.dim() > 1 else tensor
+            for tensor in tensors
+        ]
+    )

@@ -1,19 +1,22 @@
 """`PackedDataset`: a rank's share of the packed batches, epoch after epoch, resumable after every batch."""
 
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from liger_models.data.batch import Batch, collate, make_row
-from liger_models.data.encoding import Encoder
+from liger_models.base.processor import Processor
+from liger_models.data.batch import Batch, collate
+from liger_models.data.encoding import Document, Encoder
 from liger_models.data.formats import DOCUMENTS, Formats, mark_learnt
+from liger_models.data.media import keep_whole
 from liger_models.data.mixture import MixedRows
 from liger_models.data.packing import WINDOW, PackedRows, has_target, pack, seeded_generator, split_documents
+from liger_models.data.pixels import Piece, RowMaker
 from liger_models.data.sources import find_files, read_examples
 from liger_models.data.tokens import tokenise
 from liger_models.kernels.checks import check
@@ -50,11 +53,13 @@ class PackedDataset(IterableDataset[Batch]):
         source: a file (.jsonl, .ndjson or .json: one example per line; .json also: an array of examples; .txt: one text
             per line; .parquet), a folder of such files or a list of paths; a data set of `datasets` or PyTorch, or any
             other iterable.
-        tokenizer: the tokenizer of the model.
+        tokenizer: the tokenizer of the model; or its processor (``model.processor``), which also takes images.
         length: number of tokens in a row.
         batch_size: number of rows in a batch.
         overflow: what happens to documents longer than ``length``. "split" splits them; each piece begins with the last
             token of the piece before, so that no target is lost. "truncate" drops the tokens beyond ``length``.
+            Documents with images are truncated in either case, before an image that does not end in the row, and left
+            out if no target remains; a warning counts them.
         format: the format of all examples; default: recognised by the columns of each file's first example. "chat"
             (``messages``), "sharegpt" (``conversations``), "prompt-completion", "alpaca" (``instruction``, ``input``,
             ``output``) and "question-answer" learn the answers only. "text" gets the tokenizer's special tokens and the
@@ -64,6 +69,9 @@ class PackedDataset(IterableDataset[Batch]):
         max_samples: the most examples to read, for a short try; default: all. With ``shares``, of each source.
         shares: of each source in a list of them, how much of the rows of an epoch it provides. An epoch ends when the
             first source has been used up; the others go on in the next epoch. Default: all rows of all sources.
+        broken_media: what happens if an image is missing or cannot be read: "error"; or "skip". Sizes are read from
+            headers before training starts; an example for which that fails is left out. If pixels cannot be decoded
+            later, the image becomes black and its document loses its labels. A warning has the first such image.
         shuffle: False keeps the documents in order, as far as packing allows.
         seed: seed of the shuffling.
         rank, ranks: this process's rank, and the number of ranks that share the data; default: those of the process
@@ -88,7 +96,7 @@ class PackedDataset(IterableDataset[Batch]):
     def __init__(
         self,
         source: Any,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | Processor,
         *,
         length: int,
         batch_size: int = 1,
@@ -98,6 +106,7 @@ class PackedDataset(IterableDataset[Batch]):
         field: str | None = None,
         max_samples: int | None = None,
         shares: Sequence[float] | None = None,
+        broken_media: str = "error",
         shuffle: bool = True,
         seed: int = 0,
         rank: int | None = None,
@@ -124,8 +133,9 @@ class PackedDataset(IterableDataset[Batch]):
             max_samples is None or max_samples >= 1,
             f"PackedDataset: max_samples must be at least 1, got {max_samples}.",
         )
-        self.encoder = self._make_encoder(tokenizer, field, Formats(formats, format), max_samples)
-        self._filler = tokenizer.padding_id
+        self.encoder = self._make_encoder(tokenizer, field, Formats(formats, format), max_samples, broken_media)
+        self._filler = self.encoder.tokenizer.padding_id
+        self._make_row = RowMaker(length, self._filler, self.encoder.processor, broken_media)
         self.source = find_files(source)
         self._rows: PackedRows | None = None  # None for a stream
         if isinstance(self.source, tuple) or (hasattr(source, "__len__") and not isinstance(source, DataLoader)):
@@ -154,6 +164,20 @@ class PackedDataset(IterableDataset[Batch]):
             raise ValueError("PackedDataset: rows must have a source with a length, got a stream. Save it as a file.")
         return self._rows
 
+    @property
+    def broken(self) -> int:
+        """Documents whose labels were removed so far, because their images could not be decoded."""
+        return int(self._make_row.broken.sum())
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any document has an image; of a stream, whether they may."""
+        return (
+            self.encoder.processor is not None
+            if self._rows is None
+            else any(len(each.media) for each in self._rows.sources)
+        )
+
     def __len__(self) -> int:
         """Number of batches per rank in a whole epoch; TypeError for a stream."""
         if self._rows is None:
@@ -168,7 +192,7 @@ class PackedDataset(IterableDataset[Batch]):
         stream = self._stream() if self._rows is None else None
         step = self.ranks * self.batch_size
         for turn in itertools.count((self._row - self._start) // step):
-            taken: Sequence[int | list[Tensor]]
+            taken: Sequence[int | list[Piece]]
             if stream is not None:
                 taken = list(itertools.islice(stream, step))
             else:
@@ -236,12 +260,14 @@ class PackedDataset(IterableDataset[Batch]):
             self._start = self._row
         self._loaded = True
 
-    def _make_encoder(self, tokenizer: Tokenizer, *options: Any) -> Encoder:
+    def _make_encoder(self, tokenizer: Tokenizer | Processor, *options: Any) -> Encoder:
         return Encoder(tokenizer, *options)
 
     def _load_rows(self, source: Any, cache_dir: str | PathLike[str] | None, progress: bool) -> PackedRows:
         tokens = tokenise(source, self.encoder, cache_dir, progress)
-        return PackedRows(tokens, self.length, self._filler, self.overflow, self.shuffle, self.seed)
+        rows = PackedRows(tokens, self._make_row, self.overflow, self.shuffle, self.seed)
+        self._warn(*tokens.skipped, rows.truncated)
+        return rows
 
     def _show(self, documents: list[list[int]]) -> str:
         """The first example, for `describe`."""
@@ -292,10 +318,18 @@ class PackedDataset(IterableDataset[Batch]):
         self.passed, self._start, self._row = (position[key] for key in ("passed", "start", "row"))
         self._read, self._first = position["read"], position["first"]
 
-    def _make_row(self, pieces: Sequence[Tensor]) -> Batch:
-        return make_row(pieces, self.length, self._filler)
+    def _warn(self, skipped: int, why: str, truncated: int) -> None:
+        """Warn of examples that were left out or truncated because of their images."""
+        if skipped:
+            warnings.warn(f"PackedDataset: {skipped} examples have broken images and are left out. {why}", stacklevel=3)
+        if truncated:
+            warnings.warn(
+                f"PackedDataset: {truncated} documents with images are longer than a row (length={self.length}). They "
+                "are truncated before an image that does not fit, or left out if no target remains. Raise length.",
+                stacklevel=3,
+            )
 
-    def _stream(self) -> Iterator[list[Tensor]]:
+    def _stream(self) -> Iterator[list[Piece]]:
         """The pieces of each row of a stream from the current position on. Advances `_read` and `_first`."""
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(self.epoch)
@@ -308,16 +342,16 @@ class PackedDataset(IterableDataset[Batch]):
                 examples = read_examples(skip(self._read), self.encoder.fields, self._read)
         taken = self._row - self._first
         while window := list(itertools.islice(examples, WINDOW)):
-            documents = [torch.tensor(ids, dtype=torch.int32) for ids in self.encoder.encode(window) if ids]
+            documents = [document for document in self.encoder.encode(window) if document.ids]
             if self.shuffle:
                 order = torch.randperm(len(documents), generator=seeded_generator(self.seed, self.epoch, self._read))
                 documents = [documents[i] for i in order.tolist()]
             pieces = [piece for document in documents for piece in self._split(document)]
             check(
-                self._first > 0 or not pieces or any(map(has_target, pieces)),
+                self._first > 0 or not pieces or any(has_target(ids) for ids, _ in pieces),
                 f"PackedDataset: the first {len(window)} examples of {self._named()} {_NO_TARGETS}",
             )
-            packed = pack([len(piece) for piece in pieces], self.length)
+            packed = pack([len(ids) for ids, _ in pieces], self.length)
             for row in packed[taken:]:
                 yield [pieces[i] for i in row]
             taken = 0
@@ -329,6 +363,14 @@ class PackedDataset(IterableDataset[Batch]):
             "be iterated more than once, not an iterator.",
         )
 
-    def _split(self, document: Tensor) -> list[Tensor]:
-        starts, sizes = split_documents(torch.tensor([len(document)]), self.length, self.overflow)
-        return [document[start : start + size] for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
+    def _split(self, document: Document) -> list[Piece]:
+        ids = torch.tensor(document.ids, dtype=torch.int32)
+        if document.media and len(ids) > self.length:
+            end = keep_whole([(medium.first, medium.end) for medium in document.media], self.length)
+            self._warn(0, "", 1)
+            media = [medium for medium in document.media if medium.end <= end]
+            return [(ids[:end], media)] if has_target(ids[:end]) else []
+        if document.media:
+            return [(ids, document.media)]
+        starts, sizes = split_documents(torch.tensor([len(ids)]), self.length, self.overflow)
+        return [(ids[start : start + size], ()) for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]

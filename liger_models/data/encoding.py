@@ -4,9 +4,12 @@ import itertools
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from liger_models.base.processor import Processor
 from liger_models.data.formats import DOCUMENTS, Formats
+from liger_models.data.media import BrokenMediaError, Medium, columns_of, fill, find_tokens, place_media, write_media
 from liger_models.data.sources import MEDIA_COLUMNS, Located, to_plain
 from liger_models.kernels.checks import check
 from liger_models.text.chat import Span, answer_mask
@@ -21,57 +24,109 @@ MEDIA = ("image", "video", "audio")
 """Parts of the names of special tokens and of parts of a message that stand for what is not text."""
 
 
-class Content(NamedTuple):
-    """A text, the spans of it that are learnt (None for all), and whether the tokenizer adds its special tokens."""
+class Document(NamedTuple):
+    """An example as tokens.
 
+    Attributes:
+        ids: ``~id`` instead of ``id`` for a token without a label, as in a `TokenFile`.
+        media: its images, in order.
+    """
+
+    ids: "array[int]"
+    media: Sequence[Medium] = ()
+
+
+class Content(NamedTuple):
+    """An example as text.
+
+    Attributes:
+        where: where it is, for errors.
+        text: with the tokens of its images.
+        spans: what of it is learnt; None for all.
+        special: whether the tokenizer adds its special tokens.
+        media, counts: its images, and the number of tokens of each.
+    """
+
+    where: str
     text: str
     spans: list[Span] | None
     special: bool
+    media: Sequence[Medium] = ()
+    counts: Sequence[int] = ()
+
+
+@dataclass
+class Skipped:
+    """Examples that were left out because of broken images: their number, and the first error."""
+
+    count: int = 0
+    why: str = ""
+
+    def add(self, error: Exception) -> None:
+        """Count one more."""
+        self.count, self.why = self.count + 1, self.why or str(error)
 
 
 class Encoder:
-    """Examples to token ids as a `TokenFile` stores them: ``~id`` instead of ``id`` for a token without a label.
+    """Examples to token ids.
 
     Args:
-        tokenizer: the tokenizer of the model.
+        tokenizer: the tokenizer of the model, or its processor, which also takes images.
         field: the field of an example to read, whatever else it has; None to read it by its format.
         formats: the formats that examples may have. Default: `DOCUMENTS`.
         max_samples: the most examples to read; None for all.
+        broken_media: "error", or "skip" to leave out examples whose images are missing or have no readable header.
+
+    Attributes:
+        skipped: what was left out.
     """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | Processor,
         field: str | None,
         formats: Formats | None = None,
         max_samples: int | None = None,
+        broken_media: str = "error",
     ) -> None:
-        self.tokenizer, self.field = tokenizer, field
-        self.formats = Formats(DOCUMENTS) if formats is None else formats
+        self.processor = tokenizer if isinstance(tokenizer, Processor) else None
+        self.tokenizer = tokenizer.tokenizer if isinstance(tokenizer, Processor) else tokenizer
+        self.field, self.formats = field, Formats(DOCUMENTS) if formats is None else formats
         self.fields = tuple(self.formats.columns) if field is None else (field,)
-        self.max_samples = max_samples
+        self.max_samples, self.broken_media, self.skipped = max_samples, broken_media, Skipped()
         # What decides how examples are read.
         self.key: Any = [type(self).__name__, self.fields, self.formats.allowed, self.formats.format, max_samples]
-        added = tokenizer.backend.get_added_tokens_decoder()
+        added = self.tokenizer.backend.get_added_tokens_decoder()
         self._media = {
             token.content: id
             for id, token in added.items()
             if token.special and any(name in token.content for name in MEDIA)
         }
+        self.kinds = () if self.processor is None else tuple(self.processor.placeholders)
+        tokens = () if self.processor is None else self.processor.media_tokens
+        ids = (self.tokenizer.backend.token_to_id(token) for token in tokens)
+        self._media_ids = {id for id in ids if id is not None}
 
-    def encode(self, examples: Iterable[Located]) -> "Iterator[array[int]]":
-        """The token ids of each example, in order.
+    def encode(self, examples: Iterable[Located]) -> Iterator[Document]:
+        """The documents of the examples, in order.
 
         Raises:
             ValueError: an example is malformed. The message begins with where it is.
         """
-        group: list[Any] = []
+        group: list[Content | Document] = []
         characters = 0
         for where, example in self._limited(examples):
-            content = self._read(where, example)
+            try:
+                content = self._read(where, example)
+            except BrokenMediaError as error:
+                if self.broken_media == "error":
+                    raise
+                self.skipped.add(error)
+                continue
             if isinstance(content, Content):
                 _check_characters(where, content.text)
                 characters += len(content.text)
+                characters += sum(len(each.source) for each in content.media if isinstance(each.source, bytes))
             group.append(content)
             if len(group) == GROUP or characters >= GROUP_CHARACTERS:
                 yield from self._tokenise(group)
@@ -81,10 +136,10 @@ class Encoder:
     def _limited(self, examples: Iterable[Located]) -> Iterator[Located]:
         return itertools.islice(examples, self.max_samples)
 
-    def _read(self, where: str, example: Any) -> "Content | array[int]":
-        """A text, with the spans of its answers if it has some; or encoded token ids."""
+    def _read(self, where: str, example: Any) -> Content | Document:
+        """An example as text, with the spans of its answers if it has some; or as tokens if it has them."""
         if isinstance(example, str):
-            return Content(self._check_text(where, example), None, True)
+            return Content(where, self._check_text(where, example), None, True)
         if self.field is None:
             example = self.formats.convert(where, example, self.tokenizer)
         known = sorted(example) if isinstance(example, Mapping) else type(example).__name__
@@ -93,36 +148,45 @@ class Encoder:
             isinstance(example, Mapping) and field in example,
             f"{where}: an example must have {field}, got {known}. Name another column by field=.",
         )
-        media = [name for name in MEDIA_COLUMNS if not _is_empty(example.get(name))]
-        check(not media, f"{where}: an example must be text, got a field {', '.join(media)}. {_NO_MEDIA}")
+        unread = [name for name in MEDIA_COLUMNS if name.rstrip("s") not in self.kinds]
+        media = [name for name in unread if not _is_empty(example.get(name))]
+        taken = " and ".join(("text", *self.kinds))
+        check(not media, f"{where}: an example must be {taken}, got a field {', '.join(media)}. {self._advice}")
+        columns = columns_of(example, self.kinds)
         value, prompt = example[field], example.get("prompt") if self.field is None else None
-        if isinstance(value, str) and prompt is not None:
-            check(isinstance(prompt, str), f"{where}: prompt must be a text as {field} is, got messages. Convert one.")
-            whole = self._check_text(where, prompt + value)
-            return Content(whole, [(len(prompt), len(whole))], True)
         if isinstance(value, str):
-            return Content(self._check_text(where, value), None, True)
+            check(
+                prompt is None or isinstance(prompt, str),
+                f"{where}: prompt must be a text as {field} is, got messages. Convert one.",
+            )
+            whole = (prompt or "") + value
+            places = () if self.processor is None else self.processor.placeholder.finditer(whole)
+            kinds = [str(place.lastgroup) for place in places]
+            found = list(zip(kinds, fill(where, kinds, columns), strict=True))
+            return self._write(where, whole, None if prompt is None else [(len(prompt), len(whole))], True, found)
         value = value if isinstance(value, list) else to_plain(value)
         if isinstance(value, Sequence) and value and all(isinstance(message, Mapping) for message in value):
             check(
                 prompt is None or (isinstance(prompt, Sequence) and all(isinstance(each, Mapping) for each in prompt)),
                 f"{where}: prompt must be messages as {field} is, got {str(prompt)[:60]!r}. Convert one.",
             )
-            earlier = read_messages(where, prompt or ())
-            messages = earlier + read_messages(where, value)
+            messages, found = place_media(where, [*(prompt or ()), *value], columns)
+            messages = read_messages(where, messages, self.kinds)
+            earlier = messages[: len(prompt or ())]
             try:
                 text, spans = self.tokenizer.render_answers(messages, tools=read_tools(example))
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
             spans = spans[sum(message.get("role") == "assistant" for message in earlier) :]
             check(bool(spans), f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
-            return Content(self._check_text(where, text), spans, False)
+            return self._write(where, text, spans, False, found)
         check(
             isinstance(value, Sequence) and all(type(token) is int and 0 <= token < 2**31 for token in value),
             f"{where}: {field} must be a text, messages, or token ids, got {str(value)[:60]!r}. Correct it.",
         )
         placeholders = [token for token, id in self._media.items() if id in value]
-        check(not placeholders, f"{where}: token ids must be of text, got {', '.join(placeholders)}. {_NO_MEDIA}")
+        given = placeholders or [kind for kind, column in columns.items() if column]
+        check(not given, f"{where}: token ids must be of text, got {', '.join(given)}. {_NO_MEDIA}")
         labels = example.get("labels", value)
         labels = labels if isinstance(labels, list) else to_plain(labels)
         check(
@@ -130,32 +194,54 @@ class Encoder:
             and all(label in (token, -100) for token, label in zip(value, labels, strict=True)),
             f"{where}: labels must be those of {field}, unshifted, or -100, got others. Correct them.",
         )
-        return array("i", (token if label == token else ~token for token, label in zip(value, labels, strict=True)))
+        ids = (token if label == token else ~token for token, label in zip(value, labels, strict=True))
+        return Document(array("i", ids))
 
-    def _tokenise(self, group: list[Any]) -> "Iterator[array[int]]":
+    def _write(
+        self, where: str, text: str, spans: list[Span] | None, special: bool, found: Sequence[tuple[str, Any]]
+    ) -> Content:
+        """A text with the tokens of the images that were found, each with its kind."""
+        if self.processor is None or not found:
+            return Content(where, self._check_text(where, text), spans, special)
+        media = [Medium.open(where, source) for _, source in found]
+        text, spans, counts = write_media(where, text, spans, media, self.processor)
+        return Content(where, text, spans, special, media, counts)
+
+    def _tokenise(self, group: Sequence[Content | Document]) -> Iterator[Document]:
         """Replace the texts of a group, as `_read` returns them, by token ids."""
-        encoded = list(group)
         backend, eos = self.tokenizer.backend, self.tokenizer.eos_token_id
         contents = {i: content for i, content in enumerate(group) if isinstance(content, Content)}
-        for i, (text, spans, _) in contents.items():
-            if len(text) > WINDOW_CHARACTERS:
-                encoded[i] = self._tokenise_long(text, spans) or group[i]
-        texts = [i for i, content in contents.items() if content.spans is None and encoded[i] is group[i]]
-        chats = [i for i, content in contents.items() if content.spans is not None and encoded[i] is group[i]]
-        for i, encoding in zip(texts, backend.encode_batch_fast([group[i].text for i in texts]), strict=True):
-            encoded[i] = array("i", encoding.ids)
-        encodings = backend.encode_batch([group[i].text for i in chats], add_special_tokens=False)
+        encoded: dict[int, array[int]] = {}
+        for i, content in contents.items():
+            if len(content.text) > WINDOW_CHARACTERS:
+                ids = self._tokenise_long(content.text, content.spans)
+                encoded |= {} if ids is None else {i: ids}
+        texts = [i for i, content in contents.items() if content.spans is None and i not in encoded]
+        chats = [i for i, content in contents.items() if content.spans is not None and i not in encoded]
+        encodings: Any = backend.encode_batch_fast([contents[i].text for i in texts])
+        encoded |= {i: array("i", encoding.ids) for i, encoding in zip(texts, encodings, strict=True)}
+        encodings = backend.encode_batch([contents[i].text for i in chats], add_special_tokens=False)
         for i, encoding in zip(chats, encodings, strict=True):
-            encoded[i] = _masked(encoding.ids, encoding.offsets, group[i].spans)
+            encoded[i] = _masked(encoding.ids, encoding.offsets, contents[i].spans)
         answers = [i for i, content in contents.items() if content.spans is not None and content.special]
         before, after = self._around() if answers else ([], [])
         for i in answers:  # special tokens are not learnt, except for the end
             rest = [token if token == eos else ~token for token in after]
             encoded[i] = array("i", [*(~token for token in before), *encoded[i], *rest])
-        for i, content in contents.items():
-            if content.special and eos is not None and (not encoded[i] or encoded[i][-1] != eos):
-                encoded[i].append(eos)
-        yield from encoded
+        for i, each in enumerate(group):
+            if isinstance(each, Document):
+                yield each
+                continue
+            ids = encoded[i]
+            if each.special and eos is not None and (not ids or ids[-1] != eos):
+                ids.append(eos)
+            yield self._with_media(ids, each) if each.media else Document(ids)
+
+    def _with_media(self, ids: "array[int]", content: Content) -> Document:
+        """A document without labels on the tokens of its images."""
+        known = self._media_ids | {~id for id in self._media_ids}
+        media = find_tokens(content.where, ids, content.media, content.counts, known)
+        return Document(array("i", (~id if id in self._media_ids else id for id in ids)), media)
 
     def _tokenise_long(self, text: str, spans: list[Span] | None) -> "array[int] | None":
         """The token ids of a long text in bounded memory; None if its windows cannot be joined exactly.
@@ -205,25 +291,35 @@ class Encoder:
     def _check_text(self, where: str, text: str) -> str:
         """The text; raises ValueError if it holds placeholders, whose images would be missing."""
         placeholders = [token for token in self._media if token in text]
-        check(not placeholders, f"{where}: a text must be without images, got {', '.join(placeholders)}. {_NO_MEDIA}")
+        check(
+            not placeholders, f"{where}: a text must be without images, got {', '.join(placeholders)}. {self._advice}"
+        )
         return text
 
+    @property
+    def _advice(self) -> str:
+        return _NO_MEDIA if self.processor is None else "Give an image for each placeholder, and nothing else."
 
-_NO_MEDIA = "Images, videos and audio are not supported in training data. Remove them."
+
+_NO_MEDIA = (
+    "A tokenizer reads texts: pass the model's processor (model.processor) for images, and leave out what it does not "
+    "take."
+)
 
 
-def read_messages(where: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Messages for a chat template, alike from all sources: without nulls, which a column of a table adds.
 
     Args:
         where: where the messages are, for errors.
         messages: dicts with ``role`` and ``content``.
+        kinds: kinds of parts that are allowed besides text, such as "image".
 
     Returns:
         The messages. The content of an assistant's message that only calls tools may be None.
 
     Raises:
-        ValueError: another message has no content, or a part of a message is not text.
+        ValueError: another message has no content, or a part of a message is neither text nor of these kinds.
     """
     read = []
     for number, message in enumerate(messages, 1):
@@ -236,8 +332,9 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]]) -> list[dic
             "have none.",
         )
         for part in content if isinstance(content, list) else ():
-            found = _media_in(part)
-            check(not found, f"{where}: message {number} must be text, got a part {', '.join(found)}. {_NO_MEDIA}")
+            found = [] if isinstance(part, Mapping) and part.get("type") in kinds else _media_in(part)
+            taken = " and ".join(("text", *kinds))
+            check(not found, f"{where}: message {number} must be {taken}, got a part {', '.join(found)}. {_NO_MEDIA}")
         read.append({**present, "content": content})
     return read
 

@@ -11,25 +11,30 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from liger_models.data.batch import Batch, make_row
+from liger_models.data.batch import Batch
+from liger_models.data.media import keep_whole
+from liger_models.data.pixels import RowMaker
 from liger_models.data.tokens import TokenFile
 
 WINDOW = 4096
 """Number of documents that are packed together. A stream reads as many examples ahead."""
 
 
-def split_documents(sizes: Tensor, length: int, overflow: str) -> tuple[Tensor, Tensor]:
+def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """First token and size of the pieces of documents that are stored one after another.
 
     Args:
         sizes: [n] int64, tokens of each document, at least 1.
         length: the most tokens of a piece.
         overflow: what happens to longer documents: "split" or "truncate", see `PackedDataset`.
+        kept: [n] int64, how many of its first tokens are used of each document; those with 0 have no piece.
 
     Returns:
         Two tensors [pieces] int64. First tokens are counted from the first document's.
     """
     starts = sizes.cumsum(0) - sizes
+    if kept is not None:
+        starts, sizes = starts[kept > 0], kept[kept > 0]
     if overflow == "truncate":
         return starts, sizes.clamp(max=length)
     parts = ((sizes - 1 + length - 2) // (length - 1)).clamp(min=1)
@@ -91,18 +96,22 @@ class PackedRows(Dataset[Batch]):
 
     Args:
         tokens: the documents.
-        length: number of tokens in a row.
-        filler: token id of padding.
+        make_row: makes a row of pieces of documents.
         overflow, shuffle, seed: as for `PackedDataset`.
+
+    Attributes:
+        truncated: number of documents with images that are longer than a row.
     """
 
     def __init__(
-        self, tokens: TokenFile, length: int, filler: int, overflow: str, shuffle: bool = True, seed: int = 0
+        self, tokens: TokenFile, make_row: RowMaker, overflow: str, shuffle: bool = True, seed: int = 0
     ) -> None:
-        self.tokens, self.length, self.filler, self.shuffle, self.seed = tokens, length, filler, shuffle, seed
-        self.epoch = 0
+        self.tokens, self.make_row, self.shuffle, self.seed = tokens, make_row, shuffle, seed
+        self.epoch, self.length = 0, make_row.length
         sizes = tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
-        self._starts, self._sizes = split_documents(sizes, length, overflow)
+        kept = self._keep_whole(sizes)
+        self.truncated = int((kept < sizes).sum())
+        self._starts, self._sizes = split_documents(sizes, self.length, overflow, kept)
         self._packed: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -112,7 +121,21 @@ class PackedRows(Dataset[Batch]):
 
     def identity(self) -> Any:
         """What must be equal for a number to mean the same row, besides the options."""
-        return [self.tokens.documents, len(self.tokens.ids), self.tokens.checksum]
+        images = [len(self.tokens.media), self.tokens.media_checksum] if len(self.tokens.media) else []
+        return [self.tokens.documents, len(self.tokens.ids), self.tokens.checksum, *images]
+
+    def _keep_whole(self, sizes: Tensor) -> Tensor:
+        """How many of its tokens are used of each document: of one with images only those of one row.
+
+        It ends before an image that does not fit, and is left out if no target remains.
+        """
+        kept, media = sizes.clone(), self.tokens.media
+        owners = torch.searchsorted(self.tokens.ends, media[:, 0].contiguous(), right=True)
+        for owner in owners[sizes[owners] > self.length].unique().tolist():
+            start = int(self.tokens.ends[owner] - sizes[owner])
+            end = keep_whole((media[owners == owner] - start).tolist(), self.length)
+            kept[owner] = end if has_target(self.tokens.ids[start : start + end]) else 0
+        return kept
 
     def has_targets(self) -> bool:
         """Whether any token has a label and a token before it in its piece, from which it is predicted."""
@@ -152,4 +175,5 @@ class PackedRows(Dataset[Batch]):
             raise IndexError(f"PackedRows: index must be 0 to {len(ends) - 1}, got {index}.")
         pieces = members[ends[index - 1] if index else 0 : ends[index]]
         spans = zip(self._starts[pieces].tolist(), self._sizes[pieces].tolist(), strict=True)
-        return make_row([self.tokens.ids[start : start + size] for start, size in spans], self.length, self.filler)
+        bounds = [(start, start + size) for start, size in spans]
+        return self.make_row([(self.tokens.ids[start:end], self.tokens.media_in(start, end)) for start, end in bounds])

@@ -21,6 +21,23 @@ Located = tuple[str, Any]
 """Where an example is, such as "train.jsonl, line 7", and the example."""
 
 
+class Place(str):
+    """Where an example is in a file.
+
+    Attributes:
+        folder: of the file, from which relative paths in the example start.
+    """
+
+    folder: Path
+
+    @classmethod
+    def of(cls, path: Path, place: str) -> "Place":
+        """A place in a file, such as "line 7"."""
+        made = cls(f"{path}, {place}")
+        made.folder = path.parent
+        return made
+
+
 def find_files(source: Any) -> Any:
     """A tuple of absolute paths if ``source`` names files or folders; otherwise ``source`` unchanged.
 
@@ -81,12 +98,22 @@ def read_examples(source: Any, fields: Sequence[str], start: int = 0) -> Iterato
     elif not hasattr(source, "__iter__"):
         examples = (source[i] for i in range(len(source)))
     has_columns = hasattr(source, "features")  # a data set of `datasets`
+    if has_columns and any(f"{kind}(" in repr(source.features) for kind in ("Image", "Video")) and not _format(source):
+        tables = source.with_format("arrow").iter(PARQUET_ROWS // 16)  # images are not decoded in Arrow
+        examples = itertools.chain.from_iterable(table.to_pylist() for table in tables)
     for number, example in enumerate(examples, start + 1):
         yield f"{type(source).__name__}, example {number}", _drop_nulls(example) if has_columns else example
 
 
+def _format(source: Any) -> Any:
+    """The format that the user has set for a data set of `datasets`."""
+    return getattr(source, "format", {}).get("type")
+
+
 def to_plain(value: Any) -> Any:
-    """A list for a tensor or an array; the repr of anything else."""
+    """A list for a tensor or an array, size and bytes of a PIL image; the repr of anything else."""
+    if hasattr(value, "getbands"):
+        return repr([value.mode, value.size, value.tobytes()])
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
@@ -118,7 +145,7 @@ def _read_array(path: Path) -> Iterator[Located]:
 def _read_lines(path: Path) -> Iterator[Located]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            where = f"{path}, line {number}"
+            where = Place.of(path, f"line {number}")
             try:
                 text = line.decode("utf-8-sig").rstrip("\r\n")
                 if not text.strip():
@@ -151,7 +178,7 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Located]:
             batches = file.iter_batches(count, columns=[name for name in names if name in columns])
             rows = (row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
-                yield f"{path}, row {number}", _drop_nulls(row)
+                yield Place.of(path, f"row {number}"), _drop_nulls(row)
     except (ArrowException, OSError) as error:
         raise ValueError(f"{path}: must be a Parquet file, got: {error}. Write it again.") from error
 

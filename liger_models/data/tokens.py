@@ -17,7 +17,9 @@ import torch
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import tqdm
 
-from liger_models.data.encoding import Encoder
+from liger_models.base.processor import MediaSize
+from liger_models.data.encoding import Document, Encoder, Skipped
+from liger_models.data.media import Medium
 from liger_models.data.sources import read_examples, to_plain
 from liger_models.kernels.checks import check
 from liger_models.parallel.groups import is_distributed, raise_on_all_ranks, rank
@@ -27,6 +29,9 @@ FORMAT = 5
 TEMPORARY, LOCK = ".tmp", ".lock"
 """Suffixes of a folder that is being written, and of the file that is locked meanwhile."""
 SIZES, IDS, ENDS = "sizes.json", "ids.bin", "ends.bin"
+PLACES, HEADERS, CONTENTS = "media.bin", "media.jsonl", "media.contents"
+"""Of each image [4] int64: its first token, the one after its last, the end of its header and of its content; the
+headers, one a line; and the contents of images that are not files."""
 
 
 class TokenFile:
@@ -35,6 +40,14 @@ class TokenFile:
     Args:
         folder: written by `TokenFile.write`.
 
+    Attributes:
+        documents: number of documents.
+        ids: [tokens] int32.
+        ends: [documents] int64, where each document ends.
+        media: [images, 2] int64, first token of each image in ``ids``, and the one after its last.
+        checksum, media_checksum: of the tokens, and of the images' places, sizes and contents.
+        skipped: number of examples with broken images that were left out, and the first error.
+
     Raises:
         ValueError: the folder lacks a file, or a file does not have the size with which it was written.
     """
@@ -42,30 +55,75 @@ class TokenFile:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.documents, tokens, self.checksum, self._ends_checksum = json.loads((folder / SIZES).read_text())
-            sizes = {IDS: 4 * tokens, ENDS: 8 * self.documents}
-            found = {name: (folder / name).stat().st_size for name in sizes}
-        except (OSError, TypeError, ValueError) as error:
+            sizes = json.loads((folder / SIZES).read_text())
+            self._files: dict[str, list[int]] = sizes["files"]
+            self.skipped: tuple[int, str] = sizes["skipped"], sizes["why"]
+            self.media_checksum, self.checksum = sizes["media_checksum"], self._files[IDS][1]
+            for name, (size, _) in self._files.items():  # PyTorch maps what is not there, and reading it kills
+                found = (folder / name).stat().st_size
+                if found != size:
+                    raise ValueError(f"{name} of {found} bytes instead of {size}")
+            self.documents = self._files[ENDS][0] // 8
+        except (KeyError, OSError, TypeError, ValueError) as error:
             raise self._damaged(str(error)) from error
-        for name, size in sizes.items():  # PyTorch maps what is not there, and reading it kills the process
-            if found[name] != size:
-                raise self._damaged(f"{name} of {found[name]} bytes instead of {size}")
-        self.ids = torch.from_file(str(folder / IDS), size=tokens, dtype=torch.int32)
+        self.ids = torch.from_file(str(folder / IDS), size=self._files[IDS][0] // 4, dtype=torch.int32)
         self.ends = torch.from_file(str(folder / ENDS), size=self.documents, dtype=torch.int64)
+        images = self._files[PLACES][0] // 32
+        places = torch.from_file(str(folder / PLACES), size=4 * images, dtype=torch.int64) if images else torch.empty(0)
+        self._places = places.long().view(-1, 4)
+        self.media = self._places[:, :2]
 
     def verify(self) -> None:
-        """Read the files and compare their checksums.
+        """Read the files, except the contents of images, and compare their checksums.
 
         Raises:
             ValueError: a file was changed after it was written.
         """
-        for name, expected in ((IDS, self.checksum), (ENDS, self._ends_checksum)):
+        for name, (_, expected) in self._files.items():
             checksum = 0
             with (self.folder / name).open("rb") as file:
-                while block := file.read(1 << 24):
+                while name != CONTENTS and (block := file.read(1 << 24)):
                     checksum = zlib.crc32(block, checksum)
             if checksum != expected:
                 raise self._damaged(f"{name} with other bytes")
+
+    def verify_images(self) -> None:
+        """Look whether the files of the images are there, with the sizes of when their headers were read.
+
+        Raises:
+            ValueError: an image is missing or has another size.
+        """
+        with (self.folder / HEADERS).open(encoding="utf-8") as lines:
+            for header in map(json.loads, lines):
+                path, size = header["path"], header["bytes"]
+                found = os.stat(path).st_size if path and os.path.isfile(path) else None
+                check(
+                    path is None or found == size,
+                    f"{header['where']}: {path} must have the {size} bytes of when its header was read, got {found}. "
+                    f"Restore it, or delete {self.folder}; the next run reads all headers again.",
+                )
+
+    def media_in(self, start: int, end: int) -> list[Medium]:
+        """The images whose first tokens are from ``start`` to ``end`` - 1."""
+        if not len(self.media):
+            return []
+        first, last = torch.searchsorted(self.media[:, 0].contiguous(), torch.tensor([start, end])).tolist()
+        if first == last:
+            return []
+        places = self._places[max(first - 1, 0) : last].tolist()
+        before = [0, 0, 0, 0] if first == 0 else places.pop(0)
+        found = []
+        with (self.folder / HEADERS).open("rb") as headers, (self.folder / CONTENTS).open("rb") as contents:
+            for place in places:
+                headers.seek(before[2])
+                header = json.loads(headers.read(place[2] - before[2]))
+                contents.seek(before[3])
+                content = contents.read(place[3] - before[3])
+                source = content if header["path"] is None else Path(header["path"])
+                size = MediaSize(*header["size"])
+                found.append(Medium(header["where"], source, size, place[0] - start, place[1] - start))
+                before = place
+        return found
 
     def _damaged(self, found: str) -> ValueError:
         return ValueError(
@@ -77,24 +135,58 @@ class TokenFile:
         return TokenFile, (self.folder,)
 
     @staticmethod
-    def write(folder: Path, documents: "Iterable[array[int]]") -> None:
+    def write(folder: Path, documents: "Iterable[Document]", skipped: Skipped) -> None:
         """Write documents into an empty folder; documents without tokens are left out.
+
+        Args:
+            folder: where to write.
+            documents: read one by one.
+            skipped: counts examples that were left out while ``documents`` are read.
 
         Raises:
             ValueError: there are no documents.
         """
-        count = total = checksum = ends_checksum = 0
-        with (folder / IDS).open("wb") as ids, (folder / ENDS).open("wb") as ends:
+        total = media_checksum = 0
+        with contextlib.ExitStack() as stack:
+            files = {name: _Counted(stack, folder / name) for name in (IDS, ENDS, PLACES, HEADERS, CONTENTS)}
             for document in documents:
-                if document:
-                    count, total = count + 1, total + len(document)
-                    document.tofile(ids)
-                    checksum = zlib.crc32(document, checksum)
-                    end = array("q", [total])
-                    end.tofile(ends)
-                    ends_checksum = zlib.crc32(end, ends_checksum)
-        check(count > 0, "PackedDataset: the source must hold documents, got none.")
-        (folder / SIZES).write_text(json.dumps([count, total, checksum, ends_checksum]))
+                if not document.ids:
+                    continue
+                for medium in document.media:
+                    header: dict[str, Any] = {"where": medium.where, "path": None, "size": medium.size}
+                    if isinstance(medium.source, Path):
+                        header |= {"path": str(medium.source), "bytes": medium.source.stat().st_size}
+                        content = b""
+                    else:
+                        content = medium.source
+                        header |= {"bytes": len(content)}
+                    files[HEADERS].write(json.dumps(header).encode() + b"\n")
+                    files[CONTENTS].write(content)
+                    place = (total + medium.first, total + medium.end, files[HEADERS].size, files[CONTENTS].size)
+                    files[PLACES].write(array("q", place))
+                    known = json.dumps([place[:2], medium.size, header["bytes"]]).encode()
+                    media_checksum = zlib.crc32(content, zlib.crc32(known, media_checksum))
+                total += len(document.ids)
+                files[IDS].write(document.ids)
+                files[ENDS].write(array("q", [total]))
+        check(total > 0, f"PackedDataset: the source must hold documents, got none. {skipped.why}".rstrip())
+        files[CONTENTS].checksum = 0  # they may be large, and each is checked when it is decoded
+        sizes: dict[str, Any] = {"files": {name: [file.size, file.checksum] for name, file in files.items()}}
+        sizes |= {"media_checksum": media_checksum, "skipped": skipped.count, "why": skipped.why}
+        (folder / SIZES).write_text(json.dumps(sizes))
+
+
+class _Counted:
+    """A file that is written, with its size and checksum."""
+
+    def __init__(self, stack: contextlib.ExitStack, path: Path) -> None:
+        self.file = stack.enter_context(path.open("wb"))
+        self.size = self.checksum = 0
+
+    def write(self, data: "bytes | array[int]") -> None:
+        view = memoryview(data).cast("B")
+        self.file.write(view)
+        self.size, self.checksum = self.size + len(view), zlib.crc32(view, self.checksum)
 
 
 def tokenise(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | None, progress: bool) -> TokenFile:
@@ -110,7 +202,7 @@ def tokenise(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
         progress: show a progress bar, on rank 0.
 
     Raises:
-        ValueError: an example is malformed, or the tokens in the cache are damaged.
+        ValueError: an example is malformed, the tokens in the cache are damaged, or its images have changed.
     """
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "liger_models"
     cache = Path(cache_dir or default).absolute()
@@ -119,6 +211,8 @@ def tokenise(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
         writes = not is_distributed() or int(os.environ.get("LOCAL_RANK", rank())) == 0
         if writes and folder.is_dir():
             TokenFile(folder).verify()
+            if encoder.broken_media == "error":
+                TokenFile(folder).verify_images()
         elif writes:
             cache.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(cache)
@@ -126,7 +220,8 @@ def tokenise(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
                 bar: Any = tqdm  # not typed
                 examples = read_examples(source, encoder.fields)
                 examples = bar(examples, desc="Tokenising", unit=" examples", disable=not (progress and rank() == 0))
-                TokenFile.write(temporary, encoder.encode(examples))
+                encoder.skipped = Skipped()
+                TokenFile.write(temporary, encoder.encode(examples), encoder.skipped)
                 try:
                     temporary.rename(folder)
                 except OSError:
@@ -161,7 +256,12 @@ def _fingerprint(source: Any, encoder: Encoder) -> str:
     """A digest of the encoder and the source: path, size and time of files, the content of other sources."""
     tokenizer = encoder.tokenizer
     made_by = [FORMAT, encoder.key, tokenizer.backend.to_str(), tokenizer.chat_template, tokenizer.special_tokens]
-    digest = hashlib.sha256(json.dumps(made_by).encode())
+    if encoder.processor is not None:
+        settings = {name: value for name, value in vars(encoder.processor).items() if value is not tokenizer}
+        made_by += [type(encoder.processor).__name__, settings, encoder.broken_media, os.getcwd()]
+    digest = hashlib.sha256(
+        json.dumps(made_by, default=lambda value: getattr(value, "__dict__", None) or repr(value)).encode()
+    )
     if isinstance(source, tuple):
         for path in source:
             status = path.stat()

@@ -142,7 +142,7 @@ def test_what_is_not_text_is_refused(tokenizer, tmp_path):
         ({"input_ids": [5, backend.token_to_id("<|image|>")]}, "token ids must be of text, got"),
     ):
         for source in ([fine, row], *sources(tmp_path, [row, row])[1:]):
-            pattern = rf"(line|row|example) [12]: {message}.* are not supported in training data"
+            pattern = rf"(line|row|example) [12]: {message}.*pass the model's processor"
             with pytest.raises(ValueError, match=pattern):
                 PackedDataset(source, own, **options)
     nulls = {"type": "text", "text": "a", "image": None}
@@ -232,9 +232,9 @@ def test_a_long_text_is_tokenised_in_windows(kind, monkeypatch):
     own.backend = Recorded(own.backend)
     assert list(Encoder(own, None).encode(examples)) == expected
     assert own.backend.longest == 1000 < len(long)
-    assert expected[0][0] == 0
-    assert expected[0][-1] == 1
-    assert 0 < sum(id < 0 for id in expected[2]) < len(expected[2])
+    assert expected[0].ids[0] == 0
+    assert expected[0].ids[-1] == 1
+    assert 0 < sum(id < 0 for id in expected[2].ids) < len(expected[2].ids)
 
 
 def test_a_long_text_whose_windows_do_not_join_is_tokenised_as_a_whole(monkeypatch):

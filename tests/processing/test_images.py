@@ -96,7 +96,7 @@ def test_sizes_of_what_is_no_image(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         image_size(tmp_path / "nowhere.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
-    with pytest.raises(ValueError, match="must have (fewer|at most 30) pixels"):
+    with pytest.raises(ValueError, match=r"must have (fewer|at most 30) pixels"):
         image_size(encoded(picture(7, 5)))
 
 

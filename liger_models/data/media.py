@@ -1,0 +1,286 @@
+"""Images of examples: where they are and how they are spelled, their sizes from headers, and their pixels."""
+
+import io
+import os
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from liger_models.base.images import image_size, locate_image, read_image
+from liger_models.base.processor import RESIZING, MediaSize, Processor
+from liger_models.kernels.checks import check
+from liger_models.text.chat import Span
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class BrokenMediaError(ValueError):
+    """A file that is missing or cannot be decoded."""
+
+
+@dataclass(frozen=True)
+class Medium:
+    """An image of a document.
+
+    Attributes:
+        where: where its example is, for errors.
+        source: the absolute path of the file, or its content.
+        size: what decides how many tokens it has.
+        first, end: its first token in the document, and the one after its last.
+    """
+
+    where: str
+    source: Path | bytes
+    size: MediaSize
+    first: int = 0
+    end: int = 0
+
+    @classmethod
+    def open(cls, where: str, source: Any) -> "Medium":
+        """Read the header of an image.
+
+        Args:
+            where: where its example is. Its ``folder``, if it has one, is that of relative paths.
+            source: any spelling that `locate_image` takes.
+
+        Raises:
+            ValueError: ``source`` is a URL of the web or not an image.
+            BrokenMediaError: there is no such file, or its header cannot be read.
+        """
+        try:
+            found = locate_image(source)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from error
+        if isinstance(found, Path):
+            found = Path(os.path.abspath(getattr(where, "folder", Path()) / found))
+        try:
+            size = MediaSize(*image_size(found))
+            return cls(where, found if isinstance(found, Path | bytes) else _to_png(found), size)
+        except (OSError, TypeError, ValueError) as error:
+            raise BrokenMediaError(f"{where}: an image must be a file that can be read, got: {error}") from error
+
+    def decode(self) -> "Image":
+        """The image in RGB.
+
+        Raises:
+            BrokenMediaError: the file cannot be read, or its image has another size than its header had.
+        """
+        try:
+            image = read_image(self.source)
+        except (OSError, ValueError) as error:
+            raise BrokenMediaError(f"{self.where}: an image must be a file that can be read, got: {error}") from error
+        if image.size != self.size[:2]:
+            raise BrokenMediaError(
+                f"{self.where}: an image must have the size {self.size[:2]} of its header, got {image.size}"
+                + (f" in {self.source}." if isinstance(self.source, Path) else ".")
+            )
+        return image
+
+    def blank(self) -> "Image":
+        """A black image of the same size."""
+        from PIL import Image
+
+        return Image.new("RGB", self.size[:2])
+
+
+def _to_png(image: Any) -> bytes:
+    content = io.BytesIO()
+    read_image(image).save(content, "PNG", compress_level=1)
+    return content.getvalue()
+
+
+def columns_of(example: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, list[Any]]:
+    """The images in fields of their own, such as ``images``, by kind.
+
+    Args:
+        example: what was read.
+        kinds: kinds that the model takes, such as "image".
+    """
+    columns: dict[str, list[Any]] = {}
+    for kind in kinds:
+        given = (example.get(name) for name in (kind, f"{kind}s"))
+        columns[kind] = [each for value in given if value for each in (value if _is_list(value) else [value])]
+    return columns
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def place_media(
+    where: str, messages: Sequence[Mapping[str, Any]], columns: Mapping[str, Sequence[Any]]
+) -> tuple[list[dict[str, Any]], list[tuple[str, Any]]]:
+    """Messages as a chat template reads them, and their images.
+
+    An image is a part of a message, and holds the image itself or stands for the next one of a column. In a message
+    that is a text ``<image>`` stands for the next one of the column. If nothing stands for them, the images of a column
+    come before the text of the user's first message.
+
+    Args:
+        where: where the example is, for errors.
+        messages: dicts with ``role`` and ``content``.
+        columns: the images in fields of their own, by kind.
+
+    Returns:
+        The messages with parts ``{"type": "image"}``; kind and spelling of each image, in order.
+
+    Raises:
+        ValueError: the number of places in the messages is not that of the images in the columns, or a part has a size
+            of its own.
+    """
+    placed, found = [], []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str) and any(f"<{kind}>" in content for kind, given in columns.items() if given):
+            content = _split_marks(content, columns)
+        if isinstance(content, list | tuple):
+            parts: list[Any] = []
+            for part in content:
+                kind, source = _read_part(where, part, columns)
+                found += [(kind, source)] if kind else []
+                parts.append({"type": kind} if kind else part)
+            content = parts
+        placed.append({**message, "content": content})
+    for kind, given in columns.items():
+        users = [message for message in placed if message.get("role") == "user"]
+        if given and users and not any(kind == each for each, _ in found):
+            text = users[0].get("content")
+            parts = list(text) if isinstance(text, list | tuple) else [{"type": "text", "text": text}]
+            users[0]["content"] = [{"type": kind}] * len(given) + parts
+            found = [(kind, None)] * len(given) + found
+    sources = iter(fill(where, [kind for kind, source in found if source is None], columns))
+    return placed, [(kind, next(sources) if source is None else source) for kind, source in found]
+
+
+def fill(where: str, kinds: Sequence[str | None], columns: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """The next image of its column for each place.
+
+    Args:
+        where: where the example is, for errors.
+        kinds: of the places.
+        columns: the images, by kind.
+
+    Raises:
+        ValueError: there are more places than images, or fewer.
+    """
+    for kind, given in columns.items():
+        check(
+            kinds.count(kind) == len(given),
+            f'{where}: an example must have a place for each of its {len(given)} {kind}s, a part {{"type": "{kind}"}} '
+            f"or the model's placeholder, got {kinds.count(kind)}. Correct it.",
+        )
+    queues = {kind: iter(given) for kind, given in columns.items()}
+    return [next(queues[str(kind)]) for kind in kinds]
+
+
+def _split_marks(text: str, columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """A text as parts, in which ``<image>`` stands for an image of a column that is not empty."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
+    for kind in [kind for kind, given in columns.items() if given]:
+        split = []
+        for part in parts:
+            pieces = part["text"].split(f"<{kind}>") if "text" in part else []
+            split += [part] if not pieces else [{"type": "text", "text": pieces[0]}]
+            for piece in pieces[1:]:
+                split += [{"type": kind}, {"type": "text", "text": piece}]
+        parts = split
+    return [part for part in parts if part.get("text") != ""]
+
+
+def _read_part(where: str, part: Any, kinds: Mapping[str, Any]) -> tuple[str, Any]:
+    """Kind and spelling of the image in a part of a message; "" if it has none, None if it stands for one."""
+    if not isinstance(part, Mapping):
+        return "", None
+    present = {key: value for key, value in part.items() if value is not None}
+    named = str(present.get("type", next((key for key in present if key.removesuffix("_url") in kinds), "")))
+    kind = named.removesuffix("_url")
+    if kind not in kinds:
+        return "", None
+    sizes = sorted(RESIZING & {*present})
+    check(
+        not sizes,
+        f"{where}: a part of type {kind} must not have a size of its own, got {', '.join(sizes)}. Resize it first, or "
+        "set bounds on the processor: processor.images.max_pixels = ...",
+    )
+    spellings = [present[key] for key in (kind, f"{kind}_url", "path", "url", "bytes") if key in present]
+    return kind, spellings[0] if spellings else None
+
+
+def write_media(
+    where: str, text: str, spans: Sequence[Span] | None, media: Sequence[Medium], processor: Processor
+) -> tuple[str, list[Span] | None, list[int]]:
+    """A text with the tokens of its images in place of their placeholders.
+
+    Args:
+        where: where the example is, for errors.
+        text: as a chat template renders it.
+        spans: of the answers in it; None for a text that is no chat.
+        media: its images, in order.
+        processor: of the model.
+
+    Returns:
+        The text, the spans in it, and the number of tokens of each image.
+
+    Raises:
+        ValueError: the placeholders in the text are not those of the images.
+        BrokenMediaError: the processor takes no image of such a size.
+    """
+    places = list(processor.placeholder.finditer(text))
+    kinds = [place.lastgroup for place in places]
+    check(
+        kinds == [medium.size.kind for medium in media],
+        f"{where}: a text must have a placeholder for each of its {len(media)} images, got {len(kinds)}. Does the chat "
+        "template write them, or does a message have them by mistake?",
+    )
+    try:
+        written = [processor.written(medium.size) for medium in media]
+    except ValueError as error:
+        raise BrokenMediaError(f"{where}: {error}") from error
+    ends = [place.end() for place in places]
+    moved = [0, *accumulate(len(new) - len(place[0]) for (new, _), place in zip(written, places, strict=True))]
+    new = iter([new for new, _ in written])
+    text = processor.placeholder.sub(lambda _: next(new), text)
+    if spans is not None:
+        first, last = ([each + moved[bisect_right(ends, each)] for each in side] for side in zip(*spans, strict=True))
+        spans = list(zip(first, last, strict=True))
+    return text, None if spans is None else list(spans), [count for _, count in written]
+
+
+def find_tokens(
+    where: str, ids: Sequence[int], media: Sequence[Medium], counts: Sequence[int], tokens: set[int]
+) -> list[Medium]:
+    """The images with their first and last tokens in a document.
+
+    Args:
+        where: where the example is, for errors.
+        ids: token ids of the document.
+        media, counts: its images, and the number of tokens of each.
+        tokens: ids of the tokens that stand for parts of images.
+
+    Raises:
+        ValueError: the document has another number of these tokens.
+    """
+    places = [place for place, id in enumerate(ids) if id in tokens]
+    ends = [0, *accumulate(counts)]
+    check(
+        len(places) == ends[-1],
+        f"{where}: a document must have {ends[-1]} image tokens, got {len(places)}. Is it the model's tokenizer?",
+    )
+    return [
+        replace(medium, first=places[start], end=places[end - 1] + 1)
+        for medium, start, end in zip(media, ends, ends[1:], strict=False)
+    ]
+
+
+def keep_whole(media: Sequence[tuple[int, int]], length: int) -> int:
+    """How many of the first ``length`` tokens of a document come before an image that does not end in them.
+
+    Args:
+        media: first token of each image, and the one after its last.
+        length: number of tokens.
+    """
+    return next((first for first, end in media if first < length < end), length)

@@ -1,0 +1,71 @@
+"""Rows with the pixels of their images, which are decoded where a row is made: in the loader's workers."""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from liger_models.base.processor import Processor
+from liger_models.data.batch import Batch, make_row
+from liger_models.data.media import BrokenMediaError, Medium
+from liger_models.kernels.checks import check
+
+BROKEN_MEDIA = ("error", "skip")
+WORKERS = 256
+"""Workers that count broken images separately."""
+
+Piece = tuple[Tensor, Sequence[Medium]]
+"""Tokens of a piece of a document, [n] int32 as in a `TokenFile`, and the images in it."""
+
+
+class RowMaker:
+    """Makes a row of pieces of documents.
+
+    Args:
+        length: number of tokens in a row.
+        filler: token id of padding.
+        processor: turns images into pixels; None for texts.
+        broken_media: what happens to an image that cannot be decoded: "error", or "skip", which makes it black and
+            removes the labels of its document.
+
+    Attributes:
+        broken: documents whose labels were removed, counted by each worker of this process, [WORKERS] int64.
+    """
+
+    def __init__(
+        self, length: int, filler: int, processor: Processor | None = None, broken_media: str = "error"
+    ) -> None:
+        check(
+            broken_media in BROKEN_MEDIA,
+            f"PackedDataset: broken_media must be one of {BROKEN_MEDIA}, got {broken_media!r}.",
+        )
+        self.length, self.filler, self.processor, self.broken_media = length, filler, processor, broken_media
+        self.broken = torch.zeros(WORKERS, dtype=torch.int64).share_memory_()
+
+    def __call__(self, pieces: Sequence[Piece]) -> Batch:
+        """A batch of one row.
+
+        Raises:
+            ValueError: an image cannot be decoded, with ``broken_media="error"``.
+        """
+        tokens, images = [], []
+        for ids, media in pieces:
+            try:
+                images += [medium.decode() for medium in media]
+            except BrokenMediaError as error:
+                if self.broken_media == "error":
+                    raise
+                self._count(error)
+                images += [medium.blank() for medium in media]
+                ids = torch.minimum(ids, ~ids)  # no labels
+            tokens.append(ids)
+        row = make_row(tokens, self.length, self.filler)
+        return row if self.processor is None else row | self.processor.pixels(images)
+
+    def _count(self, error: Exception) -> None:
+        if not self.broken.any():
+            warnings.warn(f"{error} The labels of documents with broken images are removed.", stacklevel=2)
+        worker = get_worker_info()
+        self.broken[0 if worker is None else worker.id % WORKERS] += 1
