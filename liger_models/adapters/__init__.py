@@ -7,6 +7,7 @@ from liger_models.lazy import lazy_exports
 if TYPE_CHECKING:
     from liger_models.adapters.float8 import convert_to_float8 as convert_to_float8
     from liger_models.adapters.lora import apply_lora as apply_lora
+    from liger_models.adapters.lora import language_targets as language_targets
     from liger_models.adapters.lora import merge_lora as merge_lora
     from liger_models.adapters.lora import unmerge_lora as unmerge_lora
     from liger_models.adapters.lora import without_adapters as without_adapters
@@ -22,7 +23,7 @@ else:
         __name__,
         {
             "float8": ["convert_to_float8"],
-            "lora": ["apply_lora", "merge_lora", "unmerge_lora", "without_adapters"],
+            "lora": ["apply_lora", "language_targets", "merge_lora", "unmerge_lora", "without_adapters"],
             "lora_layers": ["LoRAConfig", "adapter_config"],
             "medusa": ["LigerMedusa"],
             "nf4": ["quantize_base"],

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from einops import EinopsError
@@ -79,6 +79,24 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
         if names:
             model.set_submodule(path, ADAPTED[type(linear)].of(linear, expression, names, config))
     return model
+
+
+def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear") -> list[str]:
+    """The layers that ``targets`` means, without those of the vision tower and its projection to image tokens.
+
+    Args:
+        model: with images; without adapters.
+        targets: as ``LoRAConfig.target_modules``.
+
+    Returns:
+        Whole names in the Hugging Face checkpoint, for ``LoRAConfig(target_modules=...)``.
+
+    Raises:
+        ValueError: a name matches no linear layer.
+    """
+    paths = {name: path for path, (_, expression) in adaptable_layers(model).items() for name in expression.names()}
+    chosen = _choose(list(paths), model, LoRAConfig(target_modules=targets))
+    return sorted(name.removesuffix(".weight") for name in chosen if not paths[name].startswith("visual."))
 
 
 @contextlib.contextmanager

@@ -68,7 +68,6 @@ class PromptDataset(PackedDataset):
             ids=torch.tensor([~token for ids in prompts for token in ids], dtype=torch.int32),
             ends=torch.tensor(list(itertools.accumulate(map(len, prompts)))),
             media=torch.empty(0, 2, dtype=torch.int64),
-            skipped=(0, ""),
             checksum=zlib.crc32(json.dumps([each for _, each in examples], default=to_plain).encode()),
         )
         rows = PromptRows(tokens, self.length, self._filler, self.shuffle, self.seed)

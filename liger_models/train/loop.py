@@ -20,16 +20,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from liger_models.adapters.lora import apply_lora
+from liger_models.adapters.lora import apply_lora, language_targets
 from liger_models.adapters.lora_layers import LoRAConfig
 from liger_models.adapters.nf4 import quantize_base
 from liger_models.adapters.peft_files import save_adapter
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
+from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.convert.files import as_dtype
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import OVERFLOWS, PackedDataset
 from liger_models.data.loader import PackedLoader
+from liger_models.data.pixels import BROKEN_MEDIA
 from liger_models.kernels.checks import check
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, layers_of
 from liger_models.parallel.context import apply_cp
@@ -49,13 +51,13 @@ from liger_models.train.stopping import Stop, keep_signal_handlers
 
 LEAST = {"length": 2, "workers": 0, "weight_decay": 0, "lora_r": 0, "seed": 0}
 LEAST |= dict.fromkeys(
-    ("batch_size", "accumulate", "steps", "tensor_parallel", "context_parallel", "keep", "max_samples"), 1
+    ("batch_size", "accumulate", "steps", "tensor_parallel", "context_parallel", "keep", "max_samples", "max_pixels"), 1
 )
 LEAST |= dict.fromkeys(("log_every", "eval_every", "save_every"), 1)
 """The smallest allowed values of options."""
 DTYPES = {"dtype": (torch.float32, torch.bfloat16), "export_dtype": (torch.float32, torch.bfloat16, torch.float16)}
 """The allowed dtypes of options. Weights in float16 are not among them: small gradients would be lost."""
-KNOWN = {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES}
+KNOWN = {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES, "broken_media": BROKEN_MEDIA}
 TRACKERS = ("tensorboard", "wandb")
 """The allowed values of options."""
 
@@ -83,6 +85,12 @@ class TrainOptions(ObjectiveOptions):
         metadata={"help": "share of each entry of data in an epoch, such as 0.7 0.3; default: all of each"},
     )
     max_samples: int | None = option(default=None, metadata={"help": "the most examples to train on, for a short try"})
+    broken_media: str = option(
+        default="error", metadata={"help": "error, or skip examples with images that are broken"}
+    )
+    max_pixels: int | None = option(
+        default=None, metadata={"help": "most pixels of an image (Qwen-VL); default: the checkpoint's"}
+    )
     batch_size: int = option(default=1, metadata={"help": "rows, or pairs, per GPU in one forward pass"})
     accumulate: int = option(default=1, metadata={"help": "batches per GPU in one optimizer step"})
     workers: int = option(default=1, metadata={"help": "processes per rank that prepare batches"})
@@ -105,6 +113,7 @@ class TrainOptions(ObjectiveOptions):
     lora_plus_ratio: float | None = option(
         default=None, metadata={"help": "LoRA+: learning rate of B divided by that of A, such as 16; default: 1"}
     )
+    lora_tower: bool = option(default=False, metadata={"help": "adapt the vision tower, too"})
     lora_4bit: bool = option(default=False, metadata={"help": "4-bit weights under the adapters; on one device only"})
     tensor_parallel: int = option(default=1, metadata={"help": "GPUs that share the layers, and the batch"})
     context_parallel: int = option(default=1, metadata={"help": "GPUs that share the tokens of a row, and the batch"})
@@ -164,7 +173,7 @@ class TrainOptions(ObjectiveOptions):
         for name in ("warmup", "min_lr", "lora_dropout"):
             value = getattr(self, name)
             check(0 <= value <= 1, f"TrainOptions: {name} must be a share from 0 to 1, got {value}.")
-        for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_plus_ratio", "lora_4bit"):
+        for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_tower", "lora_plus_ratio", "lora_4bit"):
             value = getattr(self, name)
             check(self.lora_r > 0 or not value, f"TrainOptions: {name} needs lora_r, got {value} and {self.lora_r}.")
         check(
@@ -246,10 +255,13 @@ def train(options: TrainOptions) -> None:
         compile_blocks(model)
 
     packing: dict[str, Any] = {"length": options.length, "overflow": options.overflow, "field": options.field}
-    packing |= {"format": options.format}
+    packing |= {"format": options.format, "broken_media": options.broken_media}
     packing |= {"batch_size": options.batch_size, "seed": options.seed, **data_ranks}
     chosen: dict[str, Any] = {"max_samples": options.max_samples, "shares": options.data_shares or None}
+    bound_images(model, options.max_pixels)
     data = objective.dataset(options.data, model, **chosen, **packing)
+    if not options.lora_r and not data.has_images:
+        freeze_images(model)
     loader = PackedLoader(data, num_workers=options.workers, pin_memory=device.type != "cpu")
     tests = objective.dataset(options.eval_data, model, shuffle=False, **packing) if options.eval_data else None
     epoch_steps = options.epochs * len(data) / options.accumulate * objective.repeats
@@ -377,15 +389,21 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh) ->
     load = AutoLigerModel.from_pretrained if Path(options.model).is_dir() else AutoLigerModel.from_hub
     given: dict[str, Any] = {"dtype": options.dtype, "device": device}
     if options.lora_r == 0:
-        return freeze_images(load(options.model, shard=shard, **given))
+        return load(options.model, shard=shard, **given)
     alpha = 2 * options.lora_r if options.lora_alpha is None else options.lora_alpha
-    targets = options.lora_targets or "all-linear"
-    adapters = LoRAConfig(r=options.lora_r, lora_alpha=alpha, lora_dropout=options.lora_dropout, target_modules=targets)
+
+    def adapt(model: CausalLM) -> CausalLM:
+        targets: Sequence[str] | str = options.lora_targets or "all-linear"
+        if model.visual is not None and not options.lora_tower:
+            targets = language_targets(model, targets)
+        sizes: dict[str, Any] = {"r": options.lora_r, "lora_alpha": alpha, "lora_dropout": options.lora_dropout}
+        return apply_lora(model, LoRAConfig(target_modules=targets, **sizes))
+
     if not options.lora_4bit:
-        return load(options.model, shard=lambda model: shard(apply_lora(model, adapters)), **given)
+        return load(options.model, shard=lambda model: shard(adapt(model)), **given)
     ranks = dist.get_world_size()
     check(ranks == 1, f"train: with lora_4bit there must be one rank, got {ranks}. Start one, or leave lora_4bit out.")
-    return quantize_base(apply_lora(load(options.model, **given), adapters))
+    return quantize_base(adapt(load(options.model, **given)))
 
 
 def load_frozen(name: str, device: torch.device) -> CausalLM:
@@ -394,12 +412,27 @@ def load_frozen(name: str, device: torch.device) -> CausalLM:
     return load(name, shard=apply_fsdp, dtype=torch.bfloat16, device=device).requires_grad_(False).eval()
 
 
-def freeze_images(model: CausalLM) -> CausalLM:
+def bound_images(model: CausalLM, max_pixels: int | None) -> None:
+    """Set the most pixels of an image, if they are given.
+
+    Raises:
+        ValueError: the model's images have no such bound.
+    """
+    if max_pixels is None:
+        return
+    images: Any = model.processor.images if isinstance(model, VisionLanguageModel) else None
+    check(
+        hasattr(images, "max_pixels"),
+        f"train: max_pixels is a bound on images of Qwen-VL, got {type(model.config).__name__}. Leave it out.",
+    )
+    images.max_pixels = max_pixels
+
+
+def freeze_images(model: CausalLM) -> None:
     """Freeze the parameters that only images use. If sharded they get zero gradients, and weight decay shrinks them."""
     unreached = [layer for layer in layers_of(model.layers) if layer.needs_images]
     for module in [*unreached, *([] if model.visual is None else [model.visual])]:
         module.requires_grad_(False)
-    return model
 
 
 def parameter_groups(model: CausalLM, options: TrainOptions) -> list[dict[str, Any]]:
@@ -443,7 +476,7 @@ def to_device(batch: Batch, device: torch.device, model: CausalLM) -> Batch:
     Raises:
         ValueError: a token id is not in the model's vocabulary.
     """
-    words, largest = model.config.vocab_size, int(batch["input_ids"].max())
+    words, largest = model.embed_tokens.num_embeddings, int(batch["input_ids"].max())
     check(
         largest < words,
         f"train: token ids must be less than the model's vocab_size ({words}), got {largest}. Were tokens added "

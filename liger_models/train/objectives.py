@@ -9,6 +9,9 @@ from torch import Tensor
 
 from liger_models.adapters.lora import without_adapters
 from liger_models.base.causal_lm import CausalLM
+from liger_models.base.images import settings_of
+from liger_models.base.processor import Processor
+from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.data.answers import AnswerDataset
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
@@ -25,6 +28,7 @@ from liger_models.losses.simpo import LigerFusedLinearSimPOLoss
 from liger_models.losses.tvd import LigerFusedLinearTVDLoss
 from liger_models.parallel.fsdp import reshard
 from liger_models.parallel.step import mean_over_ranks, targets_per_rank
+from liger_models.text.tokenizer import Tokenizer
 
 Metrics: TypeAlias = dict[str, Tensor]
 """Name -> [2], a sum on this rank and the number of what was added; a metric is the quotient of both over all ranks."""
@@ -37,6 +41,14 @@ DIVERGENCES: dict[str, type[Any]] = {
     "tvd": LigerFusedLinearTVDLoss,
     "cosine": LigerFusedLinearCosineSimilarityLoss,
 }
+
+
+def reader_of(model: CausalLM) -> Tokenizer | Processor:
+    """What reads the data: the processor of a model with images whose checkpoint has its settings, or the tokenizer."""
+    if isinstance(model, VisionLanguageModel) and settings_of(model.assets, "image_processor"):
+        processor: Processor = model.processor
+        return processor
+    return model.tokenizer
 
 
 class Reference:
@@ -98,7 +110,7 @@ class Objective:
 
     def dataset(self, source: Any, model: CausalLM, *, overflow: str | None, **options: Any) -> PackedDataset:
         """The data of the run. Every rank must call it."""
-        return PackedDataset(source, model.tokenizer, overflow=overflow or "split", formats=self.formats, **options)
+        return PackedDataset(source, reader_of(model), overflow=overflow or "split", formats=self.formats, **options)
 
     def batch(self, model: CausalLM, batch: Any) -> Batch:
         """What is trained on, of a batch of the data. Every rank must call it."""
