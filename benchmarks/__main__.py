@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from . import curves, families, fsdp, load, longest, profile, report, train, weights
+from . import curves, families, fsdp, images, load, longest, profile, report, train, weights
 from .ops import benchmark as ops
 from .rows import RESULTS
 from .training.modes import Mode
@@ -18,6 +18,7 @@ BENCHMARKS = {
     "longest": longest,
     "fsdp": fsdp,
     "load": load,
+    "images": images,
     "weights": weights,
     "curves": curves,
     "ops": ops,

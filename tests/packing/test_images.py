@@ -79,6 +79,32 @@ def test_packed_rows_have_the_loss_of_their_documents_alone(model, make, tmp_pat
     torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
 
 
+def test_packed_rows_have_the_loss_of_transformers(make, tmp_path):
+    """Its processor and its model, each document by itself."""
+    from transformers import AutoModelForImageTextToText, Gemma3Processor, PreTrainedTokenizerFast
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    ours = make_model("gemma3").double()
+    ours.save_pretrained(tmp_path / "model")
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    names = {"boi_token": "<boi>", "image_token": "<img>", "eoi_token": "<eoi>"}
+    file = str(tmp_path / "model" / "tokenizer.json")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=file, extra_special_tokens=names)
+    images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, resample=2)
+    processor = Gemma3Processor(images, tokenizer, image_seq_length=4)
+    paths = save_pictures(tmp_path, 4)
+    chats = [chat(paths[0]), chat(paths[1], paths[2], answer="Two."), chat(question="None?"), chat(paths[3])]
+    want = 0.0
+    for messages in chats:
+        text = ours.tokenizer.apply_chat_template(messages, tokenize=False)
+        pictures = [Image.open(part["image"]).convert("RGB") for part in messages[0]["content"] if "image" in part]
+        batch = processor(text=[text], images=[pictures] if pictures else None, return_tensors="pt")
+        labels = alone(ours, messages)["labels"]
+        want += theirs(**batch, labels=labels).loss * (labels != -100).sum()
+    got = sum(summed(ours, batch) for batch in make([{"messages": messages} for messages in chats], ours, length=160))
+    torch.testing.assert_close(got, want.double(), rtol=1e-5, atol=0)
+
+
 def test_tokens_and_pixels_are_those_of_the_processor(model, make, tmp_path):
     """Without a second image in the row: the very inputs of a call."""
     for index, path in enumerate(save_pictures(tmp_path)):

@@ -13,6 +13,8 @@ from ..processing import test_mllama as mllama
 from ..processing.conftest import picture
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mllama")
+BOUNDS = {"min_pixels": 64, "max_pixels": 1024}
+"""From 1 to 16 tokens of Qwen-VL."""
 SIZES = ((40, 28), (90, 30), (23, 61), (64, 64), (33, 57))
 
 
@@ -31,7 +33,7 @@ def make_model(family: str, **settings: Any) -> VisionLanguageModel:
                 if "gate" in name:
                     parameter.fill_(0.5)
         return model
-    bounds = {"patch_size": 4, "min_pixels": 64, "max_pixels": 1024, **settings}  # from 1 to 16 tokens
+    bounds = {"patch_size": 4, **BOUNDS, **settings}
     return qwen.make_model(family, preprocessor_config=bounds, video_preprocessor_config=bounds)
 
 
