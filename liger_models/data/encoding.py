@@ -102,7 +102,7 @@ class Encoder:
             for id, token in added.items()
             if token.special and any(name in token.content for name in MEDIA)
         }
-        self.kinds = () if self.processor is None else tuple(self.processor.placeholders)
+        self.kinds = () if self.processor is None else ("image",)  # videos are frames that somebody has chosen
         tokens = () if self.processor is None else self.processor.media_tokens
         ids = (self.tokenizer.backend.token_to_id(token) for token in tokens)
         self._media_ids = {id for id in ids if id is not None}

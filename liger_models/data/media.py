@@ -103,7 +103,9 @@ def columns_of(example: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, li
     columns: dict[str, list[Any]] = {}
     for kind in kinds:
         given = (example.get(name) for name in (kind, f"{kind}s"))
-        columns[kind] = [each for value in given if value for each in (value if _is_list(value) else [value])]
+        columns[kind] = [
+            each for value in given if value is not None for each in (value if _is_list(value) else [value])
+        ]
     return columns
 
 
@@ -167,7 +169,8 @@ def fill(where: str, kinds: Sequence[str | None], columns: Mapping[str, Sequence
     Raises:
         ValueError: there are more places than images, or fewer.
     """
-    for kind, given in columns.items():
+    for kind in dict.fromkeys([*columns, *map(str, kinds)]):
+        given = columns.get(kind, ())
         check(
             kinds.count(kind) == len(given),
             f'{where}: an example must have a place for each of its {len(given)} {kind}s, a part {{"type": "{kind}"}} '

@@ -129,12 +129,15 @@ class PackedRows(Dataset[Batch]):
 
         It ends before an image that does not fit, and is left out if no target remains.
         """
-        kept, media = sizes.clone(), self.tokens.media
-        owners = torch.searchsorted(self.tokens.ends, media[:, 0].contiguous(), right=True)
+        kept, ends = sizes.clone(), self.tokens.ends
+        first, last = self.tokens.media.T.contiguous()
+        owners = torch.searchsorted(ends, first, right=True)
         for owner in owners[sizes[owners] > self.length].unique().tolist():
-            start = int(self.tokens.ends[owner] - sizes[owner])
-            end = keep_whole((media[owners == owner] - start).tolist(), self.length)
-            kept[owner] = end if has_target(self.tokens.ids[start : start + end]) else 0
+            start, end = int(ends[owner] - sizes[owner]), int(ends[owner])
+            own = slice(*torch.searchsorted(first, torch.tensor([start, end])).tolist())
+            bounds = zip((first[own] - start).tolist(), (last[own] - start).tolist(), strict=True)
+            size = keep_whole(list(bounds), self.length)
+            kept[owner] = size if has_target(self.tokens.ids[start : start + size]) else 0
         return kept
 
     def has_targets(self) -> bool:
