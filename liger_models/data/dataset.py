@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from liger_models.base.processor import Processor
 from liger_models.data.batch import Batch, collate
-from liger_models.data.encoding import Document, Encoder
+from liger_models.data.encoding import Document, Encoder, Skipped
 from liger_models.data.formats import DOCUMENTS, Formats, mark_learnt
 from liger_models.data.media import keep_whole
 from liger_models.data.mixture import MixedRows
@@ -343,6 +343,8 @@ class PackedDataset(IterableDataset[Batch]):
         taken = self._row - self._first
         while window := list(itertools.islice(examples, WINDOW)):
             documents = [document for document in self.encoder.encode(window) if document.ids]
+            skipped, self.encoder.skipped = self.encoder.skipped, Skipped()
+            self._warn(skipped.count, skipped.why, 0)
             if self.shuffle:
                 order = torch.randperm(len(documents), generator=seeded_generator(self.seed, self.epoch, self._read))
                 documents = [documents[i] for i in order.tolist()]

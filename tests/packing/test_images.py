@@ -267,6 +267,8 @@ def test_what_is_broken_is_named_or_skipped(qwen, make, tmp_path):
             with pytest.warns(UserWarning, match=r"1 examples have broken images and are left out.*line 2"):
                 data = make(source, qwen, length=64, broken_media="skip")
             assert sum("pixel_values" in batch for batch in data) == 2
+        with pytest.warns(UserWarning, match=r"1 examples have broken images and are left out.*Stream, example 2"):
+            list(make(Stream([{"messages": chat(path)} for path in paths]), qwen, length=64, broken_media="skip"))
         shutil.rmtree(tmp_path / "cache")
     paths[1].write_bytes(good[: len(good) // 2])  # the header is whole
     with pytest.raises(ValueError, match=r"train.jsonl, line 2: an image must be a file that can be read.*1\.jpg"):
