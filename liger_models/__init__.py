@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from liger_models.adapters.peft_files import save_adapter as save_adapter
     from liger_models.adapters.unpacked import unpack_projections as unpack_projections
     from liger_models.arch.auto import AutoLigerModel as AutoLigerModel
+    from liger_models.arch.auto import AutoLigerProcessor as AutoLigerProcessor
     from liger_models.arch.auto import list_archs as list_archs
     from liger_models.arch.cohere2 import Cohere2Config as Cohere2Config
     from liger_models.arch.cohere2 import LigerCohere2 as LigerCohere2
@@ -104,7 +105,7 @@ else:
             "adapters.nf4": ["quantize_base"],
             "adapters.peft_files": ["load_adapter", "save_adapter"],
             "adapters.unpacked": ["unpack_projections"],
-            "arch.auto": ["AutoLigerModel", "list_archs"],
+            "arch.auto": ["AutoLigerModel", "AutoLigerProcessor", "list_archs"],
             "arch.cohere2": ["Cohere2Config", "LigerCohere2"],
             "arch.exaone4": ["Exaone4Config", "LigerExaone4"],
             "arch.gemma": ["LigerGemma"],

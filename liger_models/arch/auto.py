@@ -12,9 +12,13 @@ import torch
 
 from liger_models.arch.registry import MODEL_CLASSES, built_in
 from liger_models.base.causal_lm import CausalLM
+from liger_models.base.processor import Processor
+from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.convert.config_map import read_config
 from liger_models.convert.files import read_json_config, read_model_type
 from liger_models.convert.format import format_of
+from liger_models.convert.load import read_assets
+from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 
 if TYPE_CHECKING:
@@ -111,3 +115,33 @@ class AutoLigerModel:
             model_class = get_arch(format_of(type(config)).model_type)
             parsed = config
         return model_class.from_config(parsed, dtype=dtype, device=device, kernels=kernels)
+
+
+class AutoLigerProcessor:
+    """Reads the processor of a vision-language model, which turns texts and images into inputs, without its weights."""
+
+    def __init__(self) -> None:
+        raise TypeError("AutoLigerProcessor: has no instances. Use from_pretrained.")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str]) -> Processor:
+        """The processor of a checkpoint's folder, or of one that `Processor.save_pretrained` has written.
+
+        It is what ``model.processor`` is, and needs config.json, the tokenizer's files and the image settings.
+
+        Raises:
+            FileNotFoundError: there is no such folder, or no config.json in it.
+            ValueError: the model takes no images, a file is missing, or the files do not fit each other.
+        """
+        hf_config = read_json_config(Path(folder))
+        model_class = get_arch(read_model_type(hf_config))
+        check(
+            issubclass(model_class, VisionLanguageModel),
+            f"AutoLigerProcessor: {folder} must be a model with images, got {model_class.__name__}, which takes text "
+            "only. Use Tokenizer.from_pretrained.",
+        )
+        with torch.device("meta"):
+            model: Any = model_class(read_config(model_class.config_class, hf_config))
+        model.hf_config, model.assets = hf_config, read_assets(Path(folder), hf_config)
+        processor: Processor = model.processor
+        return processor

@@ -3,10 +3,11 @@
 import base64
 import contextlib
 import io
+import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -254,10 +255,25 @@ def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
 
     transformers 5 writes both to processor_config.json and looks there first; earlier versions have one file for each.
     """
-    own = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}[part]
-    common = "processor_config.json"
-    found = parse_json(assets.get(common, b"{}"), common).get(part)
+    own = _OWN_FILES[part]
+    found = parse_json(assets.get(_COMMON_FILE, b"{}"), _COMMON_FILE).get(part)
     return found if isinstance(found, dict) else parse_json(assets.get(own, b"{}"), own)
+
+
+def settings_file(assets: Mapping[str, bytes], part: str, changes: Mapping[str, Any]) -> dict[str, bytes]:
+    """The file from which `settings_of` reads, with other values: name -> content.
+
+    A checkpoint without settings for videos uses those for images, so these are what is changed.
+    """
+    common = parse_json(assets.get(_COMMON_FILE, b"{}"), _COMMON_FILE)
+    settings = {**(settings_of(assets, part) or settings_of(assets, "image_processor")), **changes}
+    nested = isinstance(common.get(part), dict)
+    content = common | {part: settings} if nested else settings
+    return {_COMMON_FILE if nested else _OWN_FILES[part]: (json.dumps(content, indent=2) + "\n").encode()}
+
+
+_COMMON_FILE = "processor_config.json"
+_OWN_FILES = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
 
 
 def check_given(settings: Mapping[str, Any]) -> None:
@@ -296,6 +312,16 @@ def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list
         f"{owner}: the texts must have one {token} for each of the {len(images)} images, got {sum(counts)}.",
     )
     return list(images)
+
+
+def each_once(make: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
+    """``make`` of each row of the columns, computed once for rows of the same objects, as the images of answers are."""
+    made: dict[tuple[int, ...], Any] = {}
+    for row in zip(*columns, strict=True):
+        key = tuple(map(id, row))
+        if key not in made:
+            made[key] = make(*row)
+    return [made[tuple(map(id, row))] for row in zip(*columns, strict=True)]
 
 
 def _given(settings: Mapping[str, Any], key: str, otherwise: Any) -> Any:

@@ -1,14 +1,22 @@
 """The base class of processors, which turn texts, images and videos into the inputs of vision-language models."""
 
+import itertools
+import os
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
+import torch
 from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
+from liger_models.base.images import settings_file
+from liger_models.convert.files import ASSETS, CONFIG, write_json
 from liger_models.kernels.checks import check
+from liger_models.text.chat import Span, answer_mask
 from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -18,17 +26,74 @@ if TYPE_CHECKING:
 RESIZING = frozenset({"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes"})
 """Keys that qwen_vl_utils reads in a part of a message, next to the image or the video."""
 
+NOT_OF_PROCESSORS = ("generation_config.json", "README.md")
+"""Files of a checkpoint that `Processor.save_pretrained` does not write, besides weights and code."""
+
+
+class TextOptions(TypedDict, total=False):
+    """Keyword arguments that every processor takes besides texts and images; their meaning is that in transformers.
+
+    Attributes:
+        padding: True or "longest" pads to the longest row, "max_length" to ``max_length``, False not at all. (True)
+        padding_side: "left" (generation) or "right" (training). (``processor.tokenizer.padding_side``)
+        truncation: cut rows at their end, to ``max_length`` tokens. A row whose image tokens do not all fit is an
+            error, as in transformers: an image is neither cut nor left out. (False)
+        max_length: number of tokens; needs ``truncation=True`` or ``padding="max_length"``.
+        return_tensors: "pt", or None for ``input_ids``, ``attention_mask`` and ``assistant_masks`` as lists of rows.
+            What is made of images is tensors in both cases. ("pt")
+        answers: first and last + 1 character of each answer in each text, from `Tokenizer.render_answers`. The result
+            then has ``assistant_masks``, which are 1 on tokens of answers.
+        text: the texts, under their name in transformers.
+    """
+
+    padding: bool | str
+    padding_side: str | None
+    truncation: bool
+    max_length: int | None
+    return_tensors: str | None
+    answers: Sequence[Sequence[Span]] | None
+    text: str | Sequence[str] | None
+
+
+class Edit(NamedTuple):
+    """A part of a text, from its first to its last + 1 character, and what replaces it."""
+
+    start: int
+    end: int
+    text: str
+
+
+def edited(text: str, edits: Sequence[Edit], spans: Sequence[Span] = ()) -> tuple[str, list[Span]]:
+    """A text with its parts replaced, and where spans of the text are in the new one.
+
+    Args:
+        text: the text.
+        edits: what is replaced, in order and without overlaps.
+        spans: first and last + 1 character of parts that no edit crosses.
+    """
+    pieces, last = [], 0
+    for edit in edits:
+        pieces += [text[last : edit.start], edit.text]
+        last = edit.end
+    ends = [edit.end for edit in edits]
+    gains = [0, *itertools.accumulate(len(edit.text) - (edit.end - edit.start) for edit in edits)]
+    moved = [(start + gains[bisect_right(ends, start)], end + gains[bisect_right(ends, end)]) for start, end in spans]
+    return "".join(pieces) + text[last:], moved
+
 
 def _batch(conversations: Sequence[Any]) -> Sequence[Any]:
     return [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
 
 
-def image_parts(conversations: Sequence[Any], *, videos: bool = False) -> list[tuple[str, Any, Mapping[str, Any]]]:
+def image_parts(
+    conversations: Sequence[Any], *, videos: bool = False, bounds: bool = False
+) -> list[tuple[str, Any, Mapping[str, Any]]]:
     """The images and videos in the messages of one or several conversations, in order.
 
     Args:
         conversations: a list of messages, or a list of such lists.
         videos: whether the model takes videos.
+        bounds: whether an image may have ``min_pixels`` and ``max_pixels`` of its own.
 
     Returns:
         For each: "image" or "video", the image or video itself, and the whole part of the message.
@@ -58,7 +123,7 @@ def image_parts(conversations: Sequence[Any], *, videos: bool = False) -> list[t
             kind in names,
             f"apply_chat_template: a part of a message must be of type text or {' or '.join(names)}, got {kind!r}.",
         )
-        unread = sorted(keys & RESIZING)
+        unread = sorted(keys & RESIZING - ({"min_pixels", "max_pixels"} if bounds and kind == "image" else set()))
         check(
             not unread,
             f"apply_chat_template: a part of type {kind} must not have a size of its own, got {', '.join(unread)}. "
@@ -80,12 +145,15 @@ class MediaSize(NamedTuple):
     Attributes:
         width, height: in pixels.
         frames, fps: of a video, number of sampled frames and their rate; None for an image.
+        min_pixels, max_pixels: bounds of the area after resizing, of an image that has bounds of its own.
     """
 
     width: int
     height: int
     frames: int | None = None
     fps: float | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
     @property
     def kind(self) -> str:
@@ -98,12 +166,19 @@ class Processor(ABC):
 
     Args:
         tokenizer: tokenizer of the checkpoint.
+
+    Attributes:
+        files: the checkpoint's files besides its weights, and ``hf_config`` the content of its config.json. A
+            processor that was made by its constructor has none, and cannot be saved.
     """
 
-    takes_videos: bool = False
+    takes_videos: ClassVar[bool] = False
+    takes_bounds: ClassVar[bool] = False
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self.files: Mapping[str, bytes] = {}
+        self.hf_config: Mapping[str, Any] = {}
 
     @classmethod
     @abstractmethod
@@ -114,6 +189,13 @@ class Processor(ABC):
             ValueError: the checkpoint has no tokenizer, no settings, a tokenizer without the placeholders, or settings
                 that are not implemented.
         """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._described()}, tokenizer=<{len(self.tokenizer)} tokens>)"
+
+    def _described(self) -> str:
+        """What makes the pixels, for `repr`."""
+        return f"images={vars(self).get('images')}"
 
     __call__: Callable[..., dict[str, Any]]
     """Turn a batch of texts, and the images of their placeholders in order, into model inputs."""
@@ -150,47 +232,227 @@ class Processor(ABC):
         """The arguments of a call, besides the texts, for the parts that `image_parts` found."""
         return {"images": [image for _, image, _ in parts]}
 
+    def changed_settings(self) -> dict[str, dict[str, Any]]:
+        """Settings that were assigned to since they were read, by "image_processor" or "video_processor"."""
+        return {}
+
     def apply_chat_template(
         self,
         conversations: Sequence[Any],
         *,
         add_generation_prompt: bool = False,
-        padding_side: str | None = None,
         tokenize: bool = True,
         return_dict: bool = True,
-        return_tensors: str = "pt",
+        return_assistant_tokens_mask: bool = False,
+        return_labels: bool = False,
+        padding: bool | str = True,
+        padding_side: str | None = None,
+        truncation: bool = False,
+        max_length: int | None = None,
+        return_tensors: str | None = "pt",
         **variables: Any,
-    ) -> dict[str, Any]:
+    ) -> Any:
         """Render conversations with images (and videos if the model takes them) by the chat template, as model inputs.
 
         Args:
             conversations: a list of messages, or a list of such lists. The ``content`` of a message is a text, or a
-                list of parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}`` (or ``"path"``),
-                ``{"type": "video", "video": [frames], "fps": ...}``.
+                list of parts: ``{"type": "text", "text": ...}``, ``{"type": "image", "image": ...}`` (or ``"path"`` or
+                ``"url"``), ``{"type": "video", "video": [frames], "fps": ...}``. With Qwen-VL an image may have
+                ``"min_pixels"`` and ``"max_pixels"``, the bounds of its area after resizing.
             add_generation_prompt: end with the beginning of an answer.
-            padding_side: "left" (generation) or "right" (training). Default: ``processor.tokenizer.padding_side``.
-            tokenize, return_dict, return_tensors: as in transformers, where the result is what it is here only for
-                these values.
+            tokenize: False returns the rendered text, or a list of texts for a list of conversations.
+            return_dict: False returns ``input_ids`` alone.
+            return_assistant_tokens_mask: return ``assistant_masks`` [B, T], which are 1 on the tokens of answers. The
+                template needs no marks for this; `Tokenizer.render_answers` says how answers are found.
+            return_labels: return ``labels`` [B, T] for training: the tokens of answers, and −100 for all others and
+                for tokens of images.
+            padding, padding_side, truncation, max_length, return_tensors: see `TextOptions`.
             **variables: further variables of the template.
 
         Returns:
             What calling the processor returns.
 
         Raises:
-            TypeError: the template reads no variable of this name. Nothing is truncated here.
-            ValueError: as when calling the processor; a part has an unknown type; there is no chat template; or
-                tensors are not wanted.
+            TypeError: the template reads no variable of this name.
+            ValueError: as when calling the processor; a part has an unknown type; there is no chat template; or the
+                positions of answers cannot be determined.
+        """
+        batch = _batch(conversations)
+        learns = return_labels or return_assistant_tokens_mask
+        check(
+            not learns or (tokenize and return_dict and not add_generation_prompt),
+            "apply_chat_template: answers must be complete and in a dict, got add_generation_prompt=True, "
+            "tokenize=False or return_dict=False. Leave it out, or leave out return_labels and "
+            "return_assistant_tokens_mask.",
+        )
+        answers: list[list[Span]] | None = None
+        if learns:
+            rendered = [self.tokenizer.render_answers(messages, **variables) for messages in batch]
+            texts, answers = [text for text, _ in rendered], [spans for _, spans in rendered]
+        else:
+            variables["add_generation_prompt"] = add_generation_prompt
+            texts = [
+                str(self.tokenizer.apply_chat_template(messages, tokenize=False, **variables)) for messages in batch
+            ]
+        if not tokenize:
+            return texts if batch is conversations else texts[0]
+        out = self(
+            texts, padding=padding, padding_side=padding_side, truncation=truncation, max_length=max_length,
+            return_tensors=return_tensors, answers=answers,
+            **self.media(image_parts(conversations, videos=self.takes_videos, bounds=self.takes_bounds)),
+        )  # fmt: skip
+        if return_labels:
+            out["labels"] = self._labels(out["input_ids"], out["assistant_masks"])
+        if not return_assistant_tokens_mask:
+            out.pop("assistant_masks", None)
+        return out if return_dict else out["input_ids"]
+
+    def _labels(self, ids: Any, masks: Any) -> Any:
+        media = sorted(self._media_ids())
+        if isinstance(ids, Tensor):
+            return ids.masked_fill((masks == 0) | torch.isin(ids, torch.tensor(media)), -100)
+        return [
+            [token if learns and token not in media else -100 for token, learns in zip(row, mask, strict=True)]
+            for row, mask in zip(ids, masks, strict=True)
+        ]
+
+    def _media_ids(self) -> set[int]:
+        return {id for id in map(self.tokenizer.backend.token_to_id, self.media_tokens) if id is not None}
+
+    def decode(self, ids: Sequence[int] | Tensor, skip_special_tokens: bool = True) -> str:
+        """The text of token ids; see `Tokenizer.decode`. Image tokens are special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens)
+
+    def batch_decode(
+        self, sequences: Sequence[Sequence[int]] | Sequence[Tensor] | Tensor, skip_special_tokens: bool = True
+    ) -> list[str]:
+        """The text of each row of token ids.
+
+        Args:
+            sequences: rows of token ids, as a list or as a tensor [B, T].
+            skip_special_tokens: omit special tokens, among them padding and image tokens.
+        """
+        return [self.decode(row, skip_special_tokens) for row in sequences]
+
+    def texts(self, texts: str | Sequence[str] | None, options: TextOptions) -> list[str]:
+        """The texts of a call, which may be one, and which transformers calls ``text``."""
+        given = [each for each in (texts, options.pop("text", None)) if each is not None]
+        check(
+            len(given) == 1,
+            f"{type(self).__name__}: texts must be given once, got {len(given)} of texts and text. Images alone have "
+            "no placeholder to stand in.",
+        )
+        return [given[0]] if isinstance(given[0], str) else list(given[0])
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        edits: Sequence[Sequence[Edit]],
+        *,
+        add_special_tokens: bool = False,
+        padding: bool | str = True,
+        padding_side: str | None = None,
+        truncation: bool = False,
+        max_length: int | None = None,
+        return_tensors: str | None = "pt",
+        answers: Sequence[Sequence[Span]] | None = None,
+    ) -> dict[str, Any]:
+        """Token ids of texts in which placeholders are written out as image tokens.
+
+        Args:
+            texts: the texts before the edits.
+            edits: for each text, what is replaced in it.
+            add_special_tokens: add the tokenizer's special tokens.
+            padding, padding_side, truncation, max_length, return_tensors, answers: see `TextOptions`.
+
+        Raises:
+            ValueError: an option has another value, image tokens do not fit into ``max_length``, or rows of different
+                lengths shall be a tensor.
+        """
+        name = type(self).__name__
+        side = self.tokenizer.padding_side if padding_side is None else padding_side
+        check(side in ("left", "right"), f"{name}: padding_side must be 'left' or 'right', got {padding_side!r}.")
+        padding = {"longest": True, "do_not_pad": False}.get(padding, padding) if isinstance(padding, str) else padding
+        check(
+            padding in (True, False, "max_length"),
+            f"{name}: padding must be True, False, 'longest' or 'max_length', got {padding!r}.",
+        )
+        check(truncation in (True, False), f"{name}: truncation must be True or False, got {truncation!r}.")
+        check(
+            (max_length is not None and max_length > 0) == (truncation or padding == "max_length"),
+            f"{name}: max_length must be a positive number of tokens, with truncation=True or padding='max_length', "
+            f"got {max_length}, truncation={truncation} and padding={padding!r}.",
+        )
+        check(return_tensors in ("pt", None), f"{name}: return_tensors must be 'pt' or None, got {return_tensors!r}.")
+        spans = answers if answers is not None else [()] * len(texts)
+        check(len(spans) == len(texts), f"{name}: answers must be one list for each text, got {len(spans)} lists.")
+        written = [edited(*each) for each in zip(texts, edits, spans, strict=True)]
+        encodings = self.tokenizer.backend.encode_batch(
+            [text for text, _ in written], add_special_tokens=add_special_tokens
+        )
+        rows: dict[str, list[list[int]]] = {"input_ids": [encoding.ids for encoding in encodings]}
+        rows["attention_mask"] = [[1] * len(row) for row in rows["input_ids"]]
+        if answers is not None:
+            rows["assistant_masks"] = [
+                [int(learns) for learns in answer_mask(encoding.offsets, moved)]
+                for encoding, (_, moved) in zip(encodings, written, strict=True)
+            ]
+        if truncation:
+            media = self._media_ids()
+            for row in rows["input_ids"]:
+                lost = sum(token in media for token in row[max_length:])
+                check(
+                    not lost,
+                    f"{name}: max_length must leave room for all image tokens, got {max_length}, which cuts off {lost} "
+                    f"of them in a text of {len(row)} tokens. Raise it, take smaller images, or leave the text out.",
+                )
+            rows = {key: [row[:max_length] for row in column] for key, column in rows.items()}
+        lengths = [len(row) for row in rows["input_ids"]]
+        if padding:
+            length = max([*lengths, *([max_length or 0] if padding == "max_length" else [])], default=0)
+            for key, column in rows.items():
+                filler = self.tokenizer.padding_id if key == "input_ids" else 0
+                fill = [[filler] * (length - len(row)) for row in column]
+                rows[key] = [
+                    more + row if side == "left" else row + more for row, more in zip(column, fill, strict=True)
+                ]
+        if return_tensors is None:
+            return dict(rows)
+        check(
+            bool(padding) or len(set(lengths)) < 2,
+            f"{name}: rows of a tensor must have one length, got {sorted(set(lengths))}. Set padding=True.",
+        )
+        return {key: torch.tensor(column, dtype=torch.int64) for key, column in rows.items()}
+
+    def changed_files(self) -> dict[str, bytes]:
+        """The new content of the files that changes to the processor's settings affect: name -> content."""
+        changed: dict[str, bytes] = {}
+        for part, settings in self.changed_settings().items():
+            changed |= settings_file({**self.files, **changed}, part, settings)
+        return changed
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the files of the processor and the tokenizer, with changes to them, for `AutoLigerProcessor`.
+
+        The files are those of the checkpoint, so that transformers' ``AutoProcessor`` reads them as well. config.json
+        is written if the folder has none, since it says which processor the files belong to.
+
+        Raises:
+            ValueError: the processor does not come from a checkpoint, or the chat template is not a text.
         """
         check(
-            tokenize is True and return_dict is True and return_tensors == "pt",
-            "apply_chat_template: tokenize and return_dict must be True and return_tensors 'pt', got "
-            f"{tokenize!r}, {return_dict!r} and {return_tensors!r}. For texts use the tokenizer's apply_chat_template.",
+            bool(self.files),
+            f"{type(self).__name__}: must come from a checkpoint to be saved, got one without files. Take "
+            "model.processor, or AutoLigerProcessor.from_pretrained(folder).",
         )
-        variables["add_generation_prompt"] = add_generation_prompt
-        texts = [
-            str(self.tokenizer.apply_chat_template(messages, tokenize=False, **variables))
-            for messages in _batch(conversations)
-        ]
-        return self(
-            texts, padding_side=padding_side, **self.media(image_parts(conversations, videos=self.takes_videos))
-        )
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        changed = self.tokenizer.changed_files(self.files) | self.changed_files()
+        template = self.tokenizer.chat_template
+        if isinstance(template, str) and "chat_template.jinja" not in self.files:
+            changed["chat_template.jinja"] = template.encode()  # where transformers' processors look for it
+        for name, content in {**self.files, **changed}.items():
+            if name in ASSETS and name not in NOT_OF_PROCESSORS:
+                (folder / name).write_bytes(content)
+        if not (folder / CONFIG).exists():
+            write_json(folder / CONFIG, self.hf_config)

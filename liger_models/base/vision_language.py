@@ -6,6 +6,7 @@ from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.processor import Processor
+from liger_models.convert.config_map import write_config
 from liger_models.kernels.checks import check
 from liger_models.layers.decoder import check_policy
 from liger_models.layers.layer import set_policy
@@ -58,8 +59,16 @@ class VisionLanguageModel(CausalLM):
             ValueError: the checkpoint has no tokenizer or no settings, or they do not fit the model.
         """
         if "_processor" not in self.__dict__:
-            self.__dict__["_processor"] = self.processor_class.of(self)
+            processor = self.processor_class.of(self)
+            processor.files = self.assets
+            processor.hf_config = write_config(self.config, self.hf_config, self.dtype)
+            self.__dict__["_processor"] = processor
         return self.__dict__["_processor"]
+
+    def current_assets(self) -> dict[str, bytes]:
+        """The files that are saved with the checkpoint, including changes to the tokenizer and the processor."""
+        processor: Processor | None = self.__dict__.get("_processor")
+        return super().current_assets() | (processor.changed_files() if processor else {})
 
 
 def repeated_items(counts: list[int], times: int) -> list[int]:

@@ -98,11 +98,16 @@ def load_pretrained(
     else:
         _load_whole(model, weights, stored, target, device, progress)
     model.hf_config = hf_config
-    paths = {path for pattern in asset_patterns(hf_config) for path in folder.glob(pattern) if path.is_file()}
-    model.assets = {path.name: _read_asset(path) for path in sorted(paths)}
+    model.assets = read_assets(folder, hf_config)
     if not (folder / CONFIG).is_file() or (folder / CONFIG).stat().st_mtime_ns != written:
         raise OSError(f"{folder}: must not be written to while it is loaded, got a new {CONFIG}. Load it again.")
     return model
+
+
+def read_assets(folder: Path, hf_config: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of a folder that are saved with the model unchanged, name -> content."""
+    paths = {path for pattern in asset_patterns(hf_config) for path in folder.glob(pattern) if path.is_file()}
+    return {path.name: _read_asset(path) for path in sorted(paths)}
 
 
 def _read_asset(path: Path) -> bytes:

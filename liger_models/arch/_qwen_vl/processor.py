@@ -5,7 +5,7 @@ Source: transformers ``image_processing_pil_qwen2_vl.py``, ``video_processing_qw
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,17 +17,19 @@ from liger_models.base.images import (
     Normalize,
     check_given,
     check_settings,
+    each_once,
     one_list,
     read_image,
     settings_of,
     to_tensor,
 )
-from liger_models.base.processor import MediaSize, Processor
+from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions
 from liger_models.kernels.checks import check
 from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from typing_extensions import Unpack
 
     from liger_models.base.images import Source
 
@@ -105,30 +107,41 @@ class QwenVLImages:
         )
         self.min_pixels = settings.get("min_pixels") or size.get("shortest_edge") or min_pixels
         self.max_pixels = settings.get("max_pixels") or size.get("longest_edge") or max_pixels
+        self.as_read = self.min_pixels, self.max_pixels
         self.of, self.caps = of, bool(settings.get("cap_pixels_per_frame"))
         self.most_tokens = settings.get("max_video_tokens") or (768 if of == "video" else 128000)
         self.normalize = Normalize(settings, *((HALF, HALF) if of == "video" else (CLIP_MEAN, CLIP_STD)))
 
-    def __call__(self, frames: "Sequence[Source]") -> tuple[Tensor, Tensor]:
+    def __repr__(self) -> str:
+        return (
+            f"QwenVLImages(of={self.of!r}, min_pixels={self.min_pixels}, max_pixels={self.max_pixels}, "
+            f"patch={self.patch}, merge={self.merge}, frames={self.frames})"
+        )
+
+    def __call__(
+        self, frames: "Sequence[Source]", min_pixels: int | None = None, max_pixels: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The patches of an image, or of the frames of a video, which must have one size.
 
         Patches span several frames. An image is repeated to fill them, and so is the last frame of a video whose number
         of frames is not a multiple.
 
         Args:
-            frames: PIL images, paths or bytes; one for an image.
+            frames: PIL images, or what `locate_image` takes; one for an image.
+            min_pixels, max_pixels: bounds of the area of this image. Default: those of all images.
 
         Returns:
             ``(patches, grid)``: [frames · rows · columns, 3 · depth · side · side] fp32, [3] int64.
 
         Raises:
-            ValueError: no frames, too few of them, or frames of different sizes.
+            ValueError: no frames, too few of them, frames of different sizes, or bounds that leave no size.
         """
         images = [read_image(frame) for frame in frames]
         check(bool(images), "QwenVLImages: a video must have at least one frame, got none.")
         sizes = sorted({image.size for image in images})
         check(len(sizes) == 1, f"QwenVLImages: the frames of a video must have one size, got {sizes}.")
-        count, size = len(images), self.resized(*images[0].size, len(images))
+        count = len(images)
+        size = self.resized(*images[0].size, count, min_pixels, max_pixels)
         if self.of == "image":
             resized = to_tensor(images[0], size, BICUBIC)[None]
         else:
@@ -139,22 +152,42 @@ class QwenVLImages:
         pixels = torch.cat([pixels, pixels[-1:].expand(-count % self.frames, -1, -1, -1)])
         return self._patches(pixels)
 
-    def resized(self, width: int, height: int, count: int = 1) -> tuple[int, int]:
+    def resized(
+        self,
+        width: int,
+        height: int,
+        count: int = 1,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> tuple[int, int]:
         """Height and width to which an image, or ``count`` frames of a video, of this size are resized.
 
         Raises:
-            ValueError: too few frames, or too elongated ones.
+            ValueError: too few frames, too elongated ones, or bounds of the area that leave none.
         """
         factor, whole = self.patch * self.merge, self.of == "video"
         check(
             count >= self.frames or not whole,
             f"QwenVLImages: a video must have at least {self.frames} frames, got {count}. Pass an image as an image.",
         )
+        given = [bound for bound in (min_pixels, max_pixels) if bound is not None]
+        check(
+            all(isinstance(bound, int) and bound > 0 for bound in given) and given == sorted(given),
+            "QwenVLImages: min_pixels and max_pixels must be positive numbers of pixels, the second at least the "
+            f"first, got {min_pixels!r} and {max_pixels!r}.",
+        )
         deep = (count, round(count / self.frames) * self.frames) if whole else (1, 1)
         if whole and min(height, width) < factor:
             scale = factor / min(height, width)
             height, width = int(height * scale), int(width * scale)
-        return smart_resize(height, width, factor, self.min_pixels, self._most_pixels(count), deep)
+        least = self.min_pixels if min_pixels is None else min_pixels
+        most = self._most_pixels(count) if max_pixels is None else max_pixels
+        return smart_resize(height, width, factor, least, most, deep)
+
+    def bounds(self) -> dict[str, Any]:
+        """The bounds of the area as settings, under the names of all versions of transformers."""
+        bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        return bounds | {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
 
     def _most_pixels(self, count: int) -> int:
         """``max_pixels`` for an image or ``count`` frames; ``cap_pixels_per_frame`` divides a video's token budget."""
@@ -189,6 +222,7 @@ class QwenVLProcessor(Processor):
     """
 
     takes_videos = True
+    takes_bounds = True
 
     def __init__(
         self,
@@ -245,23 +279,30 @@ class QwenVLProcessor(Processor):
             times=hasattr(vision, "tokens_per_second"),
         )
 
+    def _described(self) -> str:
+        return f"images={self.images}, videos={self.videos}"
+
     def __call__(
         self,
-        texts: Sequence[str],
+        texts: str | Sequence[str] | None = None,
         *,
         images: "Sequence[Source]" = (),
         videos: "Sequence[Sequence[Source]] | None" = (),
         fps: float | Sequence[float | None] | None = None,
-        padding_side: str | None = None,
+        min_pixels: int | Sequence[int | None] | None = None,
+        max_pixels: int | Sequence[int | None] | None = None,
+        **options: "Unpack[TextOptions]",
     ) -> dict[str, Any]:
         """Turn a batch of texts, and the images and videos of their placeholders in order, into model inputs.
 
         Args:
             texts: one or several, with one placeholder per image or video, as the chat template writes them.
-            images: PIL images, paths or bytes; in one list, or in a list for each text.
+            images: PIL images, or what `locate_image` takes; in one list, or in a list for each text.
             videos: the sampled frames of each video, all of one size.
             fps: sampled frames per second of each video; required by Qwen2.5-VL and Qwen3-VL.
-            padding_side: "left" (generation) or "right" (training). Default: that of the tokenizer.
+            min_pixels, max_pixels: bounds of an image's area after resizing, for all images or one for each of them,
+                where None is the bound of the processor: ``processor.images.max_pixels``.
+            **options: how texts become rows; see `TextOptions`.
 
         Returns:
             ``input_ids`` and ``attention_mask`` [B, T]; with images ``pixel_values`` [N, P] and ``image_grid_thw``
@@ -270,9 +311,9 @@ class QwenVLProcessor(Processor):
 
         Raises:
             ValueError: the number of placeholders does not match that of the images or videos; ``fps`` is required but
-                missing; a video is not a list of frames.
+                missing; a video is not a list of frames; image tokens do not fit into ``max_length``.
         """
-        texts, videos = [texts] if isinstance(texts, str) else list(texts), () if videos is None else videos
+        texts, videos = self.texts(texts, options), () if videos is None else videos
         rates = list(fps) if isinstance(fps, Sequence) else [fps] * len(videos)
         check(
             len(rates) == len(videos),
@@ -299,18 +340,33 @@ class QwenVLProcessor(Processor):
             f"{found}.",
         )
         listed = one_list("QwenVLProcessor", self.image_token, texts, images)
-        pictures = [read_image(image) for image in listed]
-        clips = [[read_image(frame) for frame in video] for video in videos]
-        out: dict[str, Any] = self.pixels(pictures, clips, [float(rate or 0) for rate in rates])
+        bounds = [
+            [given] * len(listed) if given is None or isinstance(given, int) else list(given)
+            for given in (min_pixels, max_pixels)
+        ]
+        check(
+            all(len(given) == len(listed) for given in bounds),
+            f"QwenVLProcessor: min_pixels and max_pixels must be one number, or one for each of the {len(listed)} "
+            f"images, got {' and '.join(str(len(given)) for given in bounds)}.",
+        )
+        pictures: list[Image] = each_once(read_image, listed)
+        clips: list[list[Image]] = [each_once(read_image, video) for video in videos]
+        out: dict[str, Any] = self.pixels(pictures, clips, [float(rate or 0) for rate in rates], bounds)
         if "second_per_grid_ts" in out:
             out["second_per_grid_ts"] = out["second_per_grid_ts"].tolist()  # as in transformers
-        sizes = [MediaSize(*image.size) for image in pictures]
+        sizes = [
+            MediaSize(image.width, image.height, min_pixels=least, max_pixels=most)
+            for image, least, most in zip(pictures, *bounds, strict=True)
+        ]
         sizes += [MediaSize(*clip[0].size, len(clip), rate) for clip, rate in zip(clips, rates, strict=True)]
         of_kind = {
             kind: iter([self.written(size)[0] for size in sizes if size.kind == kind]) for kind in self.placeholders
         }
-        expanded = [self.placeholder.sub(lambda match: next(of_kind[str(match.lastgroup)]), text) for text in texts]
-        return {**self.tokenizer(expanded, padding_side=padding_side, add_special_tokens=False), **out}
+        edits = [
+            [Edit(*found.span(), next(of_kind[str(found.lastgroup)])) for found in self.placeholder.finditer(text)]
+            for text in texts
+        ]
+        return {**self.encode(texts, edits, **cast(Any, options)), **out}
 
     @property
     def placeholders(self) -> dict[str, str]:
@@ -327,7 +383,7 @@ class QwenVLProcessor(Processor):
     def written(self, size: MediaSize) -> tuple[str, int]:
         """As `Processor.written`."""
         make, token = (self.images, self.image_token) if size.frames is None else (self.videos, self.video_token)
-        height, width = make.resized(size.width, size.height, size.frames or 1)
+        height, width = make.resized(*size[:2], size.frames or 1, size.min_pixels, size.max_pixels)
         per_frame = height * width // (make.patch * make.merge) ** 2
         deep = -(-(size.frames or 1) // make.frames)
         if size.frames is None or not self.frames_apart:
@@ -335,13 +391,21 @@ class QwenVLProcessor(Processor):
         return self._timed(token * per_frame, size.frames, float(size.fps or 0)), per_frame * deep
 
     def pixels(
-        self, images: "Sequence[Image]", videos: "Sequence[Sequence[Image]]" = (), fps: Sequence[float] = ()
+        self,
+        images: "Sequence[Image]",
+        videos: "Sequence[Sequence[Image]]" = (),
+        fps: Sequence[float] = (),
+        bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
         """As `Processor.pixels`: ``pixel_values`` [N, P] and ``image_grid_thw`` [images, 3]; ``pixel_values_videos``,
-        ``video_grid_thw`` and, for Qwen2.5-VL, ``second_per_grid_ts`` [videos]."""
+        ``video_grid_thw`` and, for Qwen2.5-VL, ``second_per_grid_ts`` [videos].
+
+        ``bounds`` are ``min_pixels`` of all images and ``max_pixels`` of all images, if they have their own.
+        """
         out: dict[str, Tensor] = {}
+        of_image: Callable[..., Any] = lambda image, *own: self.images([image], *own)
         for kind, names, made in (
-            ("image", "pixel_values", [self.images([image]) for image in images]),
+            ("image", "pixel_values", each_once(of_image, images, *bounds)),
             ("video", "pixel_values_videos", [self.videos(frames) for frames in videos]),
         ):
             if made:
@@ -361,8 +425,20 @@ class QwenVLProcessor(Processor):
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
         """The arguments of a call, besides the texts, for the parts that `image_parts` found."""
         videos = [(video, part.get("fps")) for kind, video, part in parts if kind == "video"]
+        images = [(image, part) for kind, image, part in parts if kind == "image"]
         return {
-            "images": [image for kind, image, _ in parts if kind == "image"],
+            "images": [image for image, _ in images],
+            "min_pixels": [part.get("min_pixels") for _, part in images],
+            "max_pixels": [part.get("max_pixels") for _, part in images],
             "videos": [video for video, _ in videos],
             "fps": [fps for _, fps in videos],
         }
+
+    def changed_settings(self) -> dict[str, dict[str, Any]]:
+        """The bounds of images and videos, if any of them was assigned to."""
+        parts = {"image_processor": self.images, "video_processor": self.videos}
+        return {part: each.bounds() for part, each in parts.items()} if any(map(_changed, parts.values())) else {}
+
+
+def _changed(images: QwenVLImages) -> bool:
+    return images.as_read != (images.min_pixels, images.max_pixels)

@@ -6,7 +6,7 @@ Source: transformers ``image_processing_pil_gemma3.py``, ``processing_gemma3.py`
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -16,17 +16,19 @@ from liger_models.base.images import (
     Normalize,
     check_given,
     check_settings,
+    each_once,
     one_list,
     read_image,
     settings_of,
     to_tensor,
 )
-from liger_models.base.processor import MediaSize, Processor
+from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions
 from liger_models.kernels.checks import check
 from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from typing_extensions import Unpack
 
     from liger_models.base.images import Source
 
@@ -81,6 +83,19 @@ class Gemma3Images:
         self.most = settings.get("pan_and_scan_max_num_crops") or 4
         self.ratio = settings.get("pan_and_scan_min_ratio_to_activate") or 1.2
         self.normalize = Normalize(settings, [0.5] * 3, [0.5] * 3)
+        self.as_read = self.scanning()
+
+    def __repr__(self) -> str:
+        return f"Gemma3Images(size={self.size}, scans={self.scans})"
+
+    def scanning(self) -> dict[str, Any]:
+        """What may be assigned to, as settings."""
+        return {
+            "do_pan_and_scan": self.scans,
+            "pan_and_scan_min_crop_size": self.least,
+            "pan_and_scan_max_num_crops": self.most,
+            "pan_and_scan_min_ratio_to_activate": self.ratio,
+        }
 
     def crops(self, size: tuple[int, int]) -> list[tuple[int, int, int, int]]:
         """The borders of the crops of an image of this width and height; see `pan_and_scan`."""
@@ -133,34 +148,32 @@ class Gemma3Processor(Processor):
 
     def __call__(
         self,
-        texts: Sequence[str],
+        texts: str | Sequence[str] | None = None,
         *,
         images: "Sequence[Source]" = (),
-        padding_side: str | None = None,
         bos: bool = True,
+        **options: "Unpack[TextOptions]",
     ) -> dict[str, Any]:
         """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
 
         Args:
             texts: one or several, with one placeholder per image, as the chat template writes them.
-            images: PIL images, paths or bytes; in one list, or in a list for each text.
-            padding_side: "left" (generation) or "right" (training). Default: that of the tokenizer.
+            images: PIL images, or what `locate_image` takes; in one list, or in a list for each text.
             bos: add the tokenizer's special tokens. False if a chat template has already written them.
+            **options: how texts become rows; see `TextOptions`.
 
         Returns:
             ``input_ids`` and ``attention_mask`` [B, T]; with images ``pixel_values`` [n, 3, image_size, image_size].
 
         Raises:
-            ValueError: the number of placeholders does not match the number of images.
+            ValueError: the number of placeholders does not match the number of images, or image tokens do not fit into
+                ``max_length``.
         """
-        texts = [texts] if isinstance(texts, str) else list(texts)
-        pixels = [self.images(image) for image in one_list("Gemma3Processor", self.begin, texts, images)]
+        texts = self.texts(texts, options)
+        pixels = each_once(self.images, one_list("Gemma3Processor", self.begin, texts, images))
         written = iter([self._written(len(each) - 1) for each in pixels])
-        whole = []
-        for text in texts:
-            first, *rest = text.split(self.begin)
-            whole.append(first + "".join(next(written) + part for part in rest))
-        out: dict[str, Any] = {**self.tokenizer(whole, padding_side=padding_side, add_special_tokens=bos)}
+        edits = [[Edit(*found.span(), next(written)) for found in self.placeholder.finditer(text)] for text in texts]
+        out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
         return out | ({"pixel_values": torch.cat(pixels)} if pixels else {})
 
     @property
@@ -193,3 +206,8 @@ class Gemma3Processor(Processor):
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
         """As `Processor.media`, without special tokens: the chat template has already written them."""
         return super().media(parts) | {"bos": False}
+
+    def changed_settings(self) -> dict[str, dict[str, Any]]:
+        """Pan and scan, if it was assigned to."""
+        settings = self.images.scanning()
+        return {} if settings == self.images.as_read else {"image_processor": settings}

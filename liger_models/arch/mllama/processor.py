@@ -6,7 +6,7 @@ Source: transformers ``image_processing_pil_mllama.py``, ``processing_mllama.py`
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from einops import rearrange
@@ -17,17 +17,19 @@ from liger_models.base.images import (
     Normalize,
     check_given,
     check_settings,
+    each_once,
     one_list,
     read_image,
     settings_of,
     to_tensor,
 )
-from liger_models.base.processor import MediaSize, Processor
+from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions
 from liger_models.kernels.checks import check
 from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from typing_extensions import Unpack
 
     from liger_models.base.images import Source
 
@@ -88,6 +90,9 @@ class MllamaImages:
         self.side, self.max_tiles, self.ratios = image_size, max_tiles, ratios
         self.normalize = Normalize(settings, [0.5] * 3, [0.5] * 3)
 
+    def __repr__(self) -> str:
+        return f"MllamaImages(side={self.side}, max_tiles={self.max_tiles})"
+
     def __call__(self, source: "Source") -> tuple[Tensor, int]:
         """The tiles of an image [max_tiles, 3, image_size, image_size] fp32, and 1 + the index of its arrangement."""
         image = read_image(source)
@@ -139,7 +144,11 @@ class MllamaProcessor(Processor):
         return cls(model.tokenizer, images, image=image, bos=bos)
 
     def __call__(
-        self, texts: Sequence[str], *, images: "Sequence[Source]" = (), padding_side: str | None = None
+        self,
+        texts: str | Sequence[str] | None = None,
+        *,
+        images: "Sequence[Source]" = (),
+        **options: "Unpack[TextOptions]",
     ) -> dict[str, Any]:
         """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
 
@@ -147,8 +156,8 @@ class MllamaProcessor(Processor):
 
         Args:
             texts: one or several, with one placeholder per image, as the chat template writes them.
-            images: PIL images, paths or bytes; in one list, or in a list for each text.
-            padding_side: "left" (generation) or "right" (training). Default: that of the tokenizer.
+            images: PIL images, or what `locate_image` takes; in one list, or in a list for each text.
+            **options: how texts become rows; see `TextOptions`.
 
         Returns:
             ``input_ids`` and ``attention_mask`` [B, T]; with images ``pixel_values`` [B, M, tiles, 3, image_size,
@@ -156,20 +165,21 @@ class MllamaProcessor(Processor):
             number of images in one text.
 
         Raises:
-            ValueError: the number of placeholders does not match the number of images.
+            ValueError: the number of placeholders does not match the number of images, or a placeholder lies beyond
+                ``max_length``.
         """
-        texts = [self._begun(text) for text in ([texts] if isinstance(texts, str) else texts)]
+        texts = self.texts(texts, options)
         images = one_list("MllamaProcessor", self.image, texts, images)
         counts = [text.count(self.image) for text in texts]
-        out: dict[str, Any] = {**self.tokenizer(texts, padding_side=padding_side, add_special_tokens=False)}
+        out = self.encode(texts, [self._begun(text) for text in texts], **cast(Any, options))
         if not images:
             return out
         tiles, side = self.images.max_tiles, self.images.side
         pixels = torch.zeros(len(texts), max(counts), tiles, 3, side, side)
         kinds = torch.zeros(len(texts), max(counts), dtype=torch.int64)
         places = [(row, place) for row, count in enumerate(counts) for place in range(count)]
-        for image, place in zip(images, places, strict=True):
-            pixels[place], kinds[place] = self.images(image)
+        for made, place in zip(each_once(self.images, images), places, strict=True):
+            pixels[place], kinds[place] = made
         # A missing image counts as an image of one tile, as in transformers.
         lengths = torch.tensor([1, *(math.prod(ratio) for ratio in self.images.ratios)])
         used = (torch.arange(tiles) < lengths[kinds][..., None]).long()
@@ -201,10 +211,10 @@ class MllamaProcessor(Processor):
             "aspect_ratio_ids": torch.tensor([[kind for _, kind in made]], dtype=torch.int64),
         }
 
-    def _begun(self, text: str) -> str:
-        if self.bos in text:
-            return text
+    def _begun(self, text: str) -> list[Edit]:
+        """The insertion of ``bos`` after the placeholders that a text begins with, if it has none."""
         rest = text
         while rest.startswith(self.image):
             rest = rest[len(self.image) :]
-        return text[: len(text) - len(rest)] + self.bos + rest
+        start = len(text) - len(rest)
+        return [] if self.bos in text else [Edit(start, start, self.bos)]
