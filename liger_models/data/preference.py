@@ -7,14 +7,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from liger_models.base.processor import Processor
 from liger_models.data.batch import Batch
 from liger_models.data.encoding import read_messages, read_tools
+from liger_models.data.media import place_media
 from liger_models.generation.options import PromptInputs
 from liger_models.kernels.checks import check
 from liger_models.text.chat import answer_mask
 from liger_models.text.tokenizer import Tokenizer
 
 ANSWERS = ("chosen", "rejected")
+IMAGE_FIELDS = ("images", "image")
+"""Fields of a pair that hold images; TRL's names."""
 IMAGE_INPUTS = frozenset(PromptInputs.__annotations__)
 """Arguments of a model's forward besides text."""
 
@@ -23,7 +27,10 @@ Row = tuple[list[int], list[int]]
 
 
 def preference_batch(
-    pairs: Mapping[str, Any] | Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None = None
+    pairs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer | None = None,
+    *,
+    processor: Processor | None = None,
 ) -> Batch:
     """Pairs of a chosen and a rejected answer as one batch: all chosen sequences, then all rejected ones.
 
@@ -43,24 +50,40 @@ def preference_batch(
               also with ``chosen_attention_mask`` and so on.
 
             Or a collated batch: tensors ``input_ids``, ``attention_mask`` and ``completion_mask`` (also of TRL's
-            unpaired data). Pixels and other inputs of a vision-language model are passed on. Images themselves are
-            not read; collate them by TRL's collator first.
+            unpaired data). Pixels and other inputs of a vision-language model are passed on.
         tokenizer: not needed for token ids.
+        processor: of a vision-language model, instead of the tokenizer. The pairs are then lists of messages, with
+            images in the parts of the prompt's messages, or in a field ``images`` (or ``image``), whose images stand
+            where the prompt has parts ``{"type": "image"}``, or else before the text of the user's first message. An
+            image is whatever `locate_image` takes.
 
     Returns:
         ``input_ids``, ``labels`` (−100 for prompt and padding) and ``attention_mask``, each [2 · pairs, T] int64, for a
         model's forward with ``return_log_probs``. Rows are padded on the right, with the tokenizer's padding id or 0.
+        With images also what the processor makes of them, for all 2 · pairs rows, since both answers need them.
 
     Raises:
-        ValueError: no pairs, a missing key, a tensor of token ids without its mask, an answer without tokens, images.
+        ValueError: no pairs, a missing key, a tensor of token ids without its mask, an answer without tokens, images
+            without a processor, or more or fewer images than places for them.
     """
+    check(
+        tokenizer is None or processor is None,
+        "preference_batch: tokenizer or processor must be given, got both. The processor has a tokenizer.",
+    )
     if isinstance(pairs, Mapping) and "completion_mask" in pairs:
         return _from_collated(pairs)
     if isinstance(pairs, Mapping):
-        pairs = _from_columns(pairs)
+        pairs = _from_columns(pairs, () if processor is None else IMAGE_FIELDS)
     check(len(pairs) > 0, "preference_batch: pairs must hold at least one, got none.")
-    encoded = [encode_pair(f"preference_batch, pair {number}", pair, tokenizer) for number, pair in enumerate(pairs, 1)]
-    rows = [chosen for chosen, _ in encoded] + [rejected for _, rejected in encoded]
+    images: Batch = {}
+    if processor is None:
+        encoded = [
+            encode_pair(f"preference_batch, pair {number}", pair, tokenizer) for number, pair in enumerate(pairs, 1)
+        ]
+        rows = [chosen for chosen, _ in encoded] + [rejected for _, rejected in encoded]
+    else:
+        rows, images = _encode_with_images(pairs, processor)
+        tokenizer = processor.tokenizer
     filler = 0 if tokenizer is None else tokenizer.padding_id
 
     def padded(value: int, of_row: Callable[[list[int], list[int]], list[int]]) -> Tensor:
@@ -70,6 +93,7 @@ def preference_batch(
         "input_ids": padded(filler, lambda prompt, answer: prompt + answer),
         "labels": padded(-100, lambda prompt, answer: [-100] * len(prompt) + answer),
         "attention_mask": padded(0, lambda prompt, answer: [1] * len(prompt + answer)),
+        **images,
     }
 
 
@@ -84,9 +108,9 @@ def _from_collated(batch: Mapping[str, Any]) -> Batch:
     return {"input_ids": ids, "labels": ids.masked_fill(answers == 0, -100), "attention_mask": mask, **images}
 
 
-def _from_columns(pairs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One dict per pair out of columns by name."""
-    known = (*ANSWERS, "prompt", "tools", "chat_template_kwargs")
+def _from_columns(pairs: Mapping[str, Any], fields: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """One dict per pair out of columns by name, ``fields`` among them."""
+    known = (*ANSWERS, "prompt", "tools", "chat_template_kwargs", *fields)
     columns = {name: column for name, column in pairs.items() if name.startswith(known)}
     sizes = {name: len(column) for name, column in columns.items()}
     check(
@@ -111,12 +135,54 @@ def encode_pair(
     images = [name for name in ("image", "images", *sorted(IMAGE_INPUTS)) if len(pair.get(name) or ()) > 0]
     check(
         not images,
-        f"{where}: must be text, got {', '.join(images)}. Collate it with TRL's DataCollatorForVisionPreference.",
+        f"{where}: must be text, got {', '.join(images)}. Pass the model's processor: processor=model.processor.",
     )
     rows = _read_ids(pair) or _encode_texts(where, pair, tokenizer, answers)
     for name, (_, answer) in zip(answers, rows, strict=True):
         check(bool(answer), f"{where}: {name} must have tokens, got none. Leave it out.")
     return rows
+
+
+def _encode_with_images(pairs: Sequence[Mapping[str, Any]], processor: Processor) -> tuple[list[Row], Batch]:
+    """The rows of all chosen, then of all rejected answers, and the inputs that their images become."""
+    tokenizer, texts, answers = processor.tokenizer, [], []
+    found: list[tuple[str, Any, Mapping[str, Any]]] = []
+    for side in ANSWERS:
+        for number, pair in enumerate(pairs, 1):
+            where = f"preference_batch, pair {number}"
+            parts = [part for part in (*ANSWERS, "prompt") if pair.get(part) is not None]
+            check(
+                {*ANSWERS} <= {*parts} and not any(isinstance(pair[part], str) for part in parts),
+                f"{where}: must have prompt, chosen and rejected as lists of messages, got {sorted(pair)}. With a "
+                "processor pairs are chats.",
+            )
+            shared = 0 if "prompt" in parts else _shared_prefix(*(pair[name] for name in ANSWERS))
+            prompt = pair["prompt"] if "prompt" in parts else pair[side][:shared]
+            columns = {"image": [image for name in IMAGE_FIELDS for image in _listed(pair.get(name))]}
+            messages, images = place_media(where, prompt, columns)
+            messages = read_messages(where, [*messages, *pair[side][shared:]], ["image"])
+            _, pictured = place_media(where, messages[len(prompt) :], {"image": []})
+            check(not pictured, f"{where}: {side} must be text, got an image. Only prompts may have images.")
+            variables = {"tools": read_tools(pair), **(pair.get("chat_template_kwargs") or {})}
+            text, spans = tokenizer.render_answers(messages, **variables)
+            earlier = sum(message.get("role") == "assistant" for message in messages[: len(prompt)])
+            texts.append(text)
+            answers.append(spans[earlier:])
+            found += [("image", image, {}) for _, image in images]
+    out = processor(texts, answers=answers, return_tensors=None, padding=False, **processor.media(found))
+    rows = []
+    for number, (ids, mask) in enumerate(zip(out.pop("input_ids"), out.pop("assistant_masks"), strict=True)):
+        where = f"preference_batch, pair {number % len(pairs) + 1}"
+        check(any(mask), f"{where}: an answer must be a message of the assistant that is not empty, got none.")
+        first, last = mask.index(1), len(mask) - mask[::-1].index(1)
+        rows.append((ids[:first], ids[first:last]))
+    del out["attention_mask"]
+    return rows, out
+
+
+def _listed(images: Any) -> Sequence[Any]:
+    """The images of a field, which may be a list, one image, or None."""
+    return images if isinstance(images, list | tuple) else [] if images is None else [images]
 
 
 def _read_ids(pair: Mapping[str, Any]) -> list[Row]:
