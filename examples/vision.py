@@ -3,8 +3,8 @@
     python examples/vision.py [--output FOLDER] [--steps N] [--device cpu|cuda]
 
 Needs Pillow and Jinja2 (pip install 'liger_models[vision]'), but no network and no GPU. It writes a Hugging Face
-checkpoint with random weights, trains it on drawings, saves, loads again, and describes new drawings. One picture with
-some of these is saved next to the checkpoints.
+checkpoint with random weights, trains it on drawings, saves, loads again, and describes new drawings, which it saves
+as files and reads again. One picture with some of these is saved next to the checkpoints.
 """
 
 import argparse
@@ -37,9 +37,9 @@ TEMPLATE = (
 
 
 class Drawing(NamedTuple):
-    """An image and its caption."""
+    """An image, or the path of its file, and its caption."""
 
-    image: Image.Image
+    image: Image.Image | Path
     caption: str
 
 
@@ -95,19 +95,16 @@ def write_checkpoint(folder: Path) -> None:
 
 def train(model: LigerQwen2VL, steps: int) -> None:
     """Train with AdamW on new drawings in each step; linear warm-up, then cosine decay."""
-    chance, tokenizer = random.Random(0), model.tokenizer.backend
+    chance = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     start, losses = time.perf_counter(), []
     for step in range(1, steps + 1):
         rate = PEAK_LR * min(step / 50, 0.52 + 0.48 * math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = rate
         drawings = [conversation(draw(chance), answered=True) for _ in range(BATCH)]
-        batch = model.processor.apply_chat_template(drawings, padding_side="right")
+        batch = model.processor.apply_chat_template(drawings, return_labels=True, padding_side="right")
         batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        ids = batch["input_ids"]
-        # The labels are the tokens after the answer's mark, without the padding.
-        answers = (ids == tokenizer.token_to_id(ANSWER)).cumsum(1).bool() & (batch["attention_mask"] != 0)
-        loss = model(**batch, labels=ids.masked_fill(~answers, -100)).loss
+        loss = model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -125,7 +122,7 @@ def describe(model: LigerQwen2VL, drawings: list[Drawing]) -> list[str]:
     batch = model.processor.apply_chat_template(questions, add_generation_prompt=True)
     batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
     answers = model.generate(**batch, max_new_tokens=10)[:, batch["input_ids"].shape[1] :]
-    return [model.tokenizer.decode(answer) for answer in answers]
+    return model.processor.batch_decode(answers)
 
 
 def side_by_side(drawings: list[Drawing], zoom: int = 3) -> Image.Image:
@@ -159,14 +156,21 @@ def main() -> None:
 
     model = LigerQwen2VL.from_pretrained(args.output / "trained", device=args.device, progress=False)
     chance = random.Random(1)  # other drawings than in training
-    unseen = [draw(chance) for _ in range(100)]
+    drawn = [draw(chance) for _ in range(100)]
+    folder = args.output / "unseen"
+    folder.mkdir(exist_ok=True)
+    unseen = []  # read from files, as photographs are
+    for number, drawing in enumerate(drawn):
+        drawing.image.save(folder / f"{number}.png")
+        unseen.append(Drawing(folder / f"{number}.png", drawing.caption))
     said = describe(model, unseen)
     right = sum(drawing.caption == caption for drawing, caption in zip(unseen, said, strict=True))
     print(f"new images described right: {right} of {len(unseen)}")
-    side_by_side(unseen[:6]).save(args.output / "unseen.png")
+    side_by_side(drawn[:6]).save(args.output / "unseen.png")
     print(f"{args.output / 'unseen.png'}, from left to right:")
     for caption in said[:6]:
         print(f"  {caption}")
+    print(f'liger-models generate {args.output / "trained"} "what is it" --image {unseen[0].image}')
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The command line: what each command prints and writes, its JSON, its exit codes, and its errors in one line."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from liger_models.adapters import LoRAConfig, apply_lora, save_adapter
 from liger_models.cli import commands
 
 from .processes import environment
+from .processing.conftest import encoded, picture
+from .processing.test_transformers import make
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = (
@@ -211,6 +214,63 @@ def test_chat(folder):
     lines = run(*options, input=b"\xff Hi\nAnd?\n")  # not UTF-8
     assert lines.count("> ") >= 3
     run("generate", "model", code=2)
+
+
+@pytest.fixture
+def seeing(tmp_path, monkeypatch):
+    """A tiny Qwen2-VL and an image, in the working directory."""
+    model = make("qwen2_vl")
+    with torch.no_grad():
+        for parameter in model.visual.parameters():
+            parameter.mul_(4)  # so that the answers of random weights depend on what is seen
+    model.save_pretrained(tmp_path / "seeing")
+    picture(20, 12).save(tmp_path / "a b.png")
+    monkeypatch.chdir(tmp_path)
+    return model
+
+
+def test_generate_with_images(seeing):
+    data = "data:image/png;base64," + base64.b64encode(encoded(picture(9, 40))).decode()
+    parts = [{"type": "image", "image": "a b.png"}, {"type": "image", "image": data}, {"type": "text", "text": "What?"}]
+    asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": parts}]
+    options = ["--max-new-tokens", "5", "--no-sample", "--device", "cpu", "--system", "Be short."]
+
+    def answer(messages):
+        batch = seeing.processor.apply_chat_template(messages, add_generation_prompt=True)
+        ids = seeing.generate(**batch, max_new_tokens=5, do_sample=False)[0, batch["input_ids"].shape[1] :]
+        return seeing.tokenizer.decode(ids)
+
+    both = ["--image", (Path("a b.png").absolute()).as_uri(), "--image", data]
+    want = answer(asked)
+    assert want != answer([asked[0], {"role": "user", "content": [parts[0], parts[2]]}])
+    assert read("generate", "seeing", "What?", *both, *options) == {"prompt": "What?", "text": want}
+    # the first message has the images of the command line, the second its own
+    more = [
+        *asked,
+        {"role": "assistant", "content": want},
+        {"role": "user", "content": [parts[0], {**parts[2], "text": "And?"}]},
+    ]
+    lines = run("generate", "seeing", "--chat", *both, *options, input="What?\n/image a b.png\nAnd?\n")
+    assert lines.replace("> ", "") == f"{want}\n{answer(more)}\n"
+    heard = CliRunner().invoke(
+        commands.app, ["generate", "seeing", "--chat", *options], input="/image nowhere.png\n/image\nHi\n"
+    )
+    assert "nowhere.png" in heard.stderr
+    plain = answer([asked[0], {"role": "user", "content": "Hi"}])
+    assert heard.stdout == f"> > > {plain}\n> "
+    assert "nowhere.png" in run("generate", "seeing", "Hi", "--image", "nowhere.png", code=1)
+
+
+def test_images_for_a_model_of_texts(folder):
+    picture(9, 9).save("a.png")
+    output = run("generate", "model", "Hi", "--image", "a.png", "--device", "cpu", code=1)
+    assert "--image needs a model with images, got LigerLlama. Leave it out" in output
+    heard = CliRunner().invoke(
+        commands.app,
+        ["generate", "model", "--chat", "--max-new-tokens", "2", "--device", "cpu"],
+        input="/image a.png\n",
+    )
+    assert "/image needs a model with images, got LigerLlama" in heard.stderr
 
 
 def test_train(folder):

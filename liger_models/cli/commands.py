@@ -293,6 +293,12 @@ def generate(
         bool, typer.Option(help="Use the chat template. Without a prompt, read messages line by line.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Image for a model with images, before the prompt: a path, file:// URL or data URI. Repeatable."
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 256,
     sample: Annotated[
         bool | None, typer.Option(help="Sample tokens, or take the most probable. Default: the checkpoint's setting.")
@@ -306,24 +312,36 @@ def generate(
     adapter: Adapter = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt, or chat. The text is printed as it is generated. End of input (Ctrl-D) ends a chat."""
-    if prompt is None and (not chat or as_json):
+    """Continue a prompt, or chat. The text is printed as it is generated. End of input (Ctrl-D) ends a chat.
+
+    With --image the prompt is a question about the images, which the chat template renders. In a conversation,
+    **/image PATH** adds an image to the next message.
+    """
+    if prompt is None and (not (chat or image) or as_json):
         raise typer.BadParameter("give a prompt, or --chat without --json to converse")
-    if system is not None and not chat:
+    if system is not None and not (chat or image):
         raise typer.BadParameter("--system needs --chat: give both")
     import torch
 
+    from liger_models.base.images import open_image
+    from liger_models.base.vision_language import VisionLanguageModel
+
+    images = [open_image(each) for each in image or ()]
     if seed is not None:
         torch.manual_seed(seed)
     loaded = _load(model, revision, dtype, _device(device), adapter, progress=not as_json)
     tokenizer = loaded.tokenizer
+    processor: Any = loaded.processor if isinstance(loaded, VisionLanguageModel) else None
+    if images and processor is None:
+        raise ValueError(f"generate: --image needs a model with images, got {type(loaded).__name__}. Leave it out.")
+    chat = chat or bool(images)
     settings: dict[str, Any] = {"do_sample": sample, "temperature": temperature, "top_p": top_p}
 
-    def answer(ids: list[int]) -> Iterator[str]:
+    def answer(ids: Any, inputs: dict[str, Any]) -> Iterator[str]:
         """The generated text, in pieces of whole characters."""
         made: list[int] = []
         shown = ""
-        for step in loaded.stream(ids, max_new_tokens=max_new_tokens, **settings):
+        for step in loaded.stream(ids, max_new_tokens=max_new_tokens, **inputs, **settings):
             made.append(int(step))
             text = tokenizer.decode(made)
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -331,8 +349,8 @@ def generate(
                 shown = text
         yield tokenizer.decode(made)[len(shown) :]
 
-    history: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
-    asked = prompt
+    history: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    asked, pictured = prompt, False
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 that is typed must not end the chat
     while True:
@@ -341,13 +359,32 @@ def generate(
                 asked = input("> ")
             except EOFError:
                 return
+            if asked.split(" ")[0] == "/image":
+                try:
+                    if processor is None:
+                        raise ValueError(f"/image needs a model with images, got {type(loaded).__name__}.")
+                    images.append(open_image(asked.removeprefix("/image").strip()))
+                except (OSError, ValueError) as error:
+                    messages.print(str(error), markup=False, highlight=False, soft_wrap=True)
+                asked = None
+                continue
         if chat:
-            history.append({"role": "user", "content": asked})
-            ids: Any = tokenizer.apply_chat_template(history, add_generation_prompt=True)
+            content: Any = [{"type": "image", "image": each} for each in images]
+            history.append(
+                {"role": "user", "content": [*content, {"type": "text", "text": asked}] if images else asked}
+            )
+            pictured, images = pictured or bool(images), []
+        inputs: dict[str, Any] = {}
+        if pictured:
+            inputs = processor.apply_chat_template(history, add_generation_prompt=True)
+            inputs = {name: each.to(loaded.device) for name, each in inputs.items()}
+            ids: Any = inputs.pop("input_ids")
+        elif chat:
+            ids = tokenizer.apply_chat_template(history, add_generation_prompt=True)
         else:
             ids = tokenizer.encode(asked)
         pieces = []
-        for piece in answer(ids):
+        for piece in answer(ids, inputs):
             pieces.append(piece)
             if not as_json:
                 print(piece, end="", flush=True)

@@ -19,7 +19,8 @@ def test_it_trains_saves_and_describes(device, tmp_path):
     assert report[:4] == ["step", "12", "of", "12"]
     assert 0 < float(report[5]) < 3.2  # the mean over the steps; log(24) at the first
     assert "new images described right: " in done.stdout
-    assert done.stdout.splitlines()[-7].endswith("unseen.png, from left to right:")
+    assert done.stdout.splitlines()[-8].endswith("unseen.png, from left to right:")
+    assert done.stdout.splitlines()[-1].endswith(f"--image {tmp_path / 'unseen' / '0.png'}")
     with Image.open(tmp_path / "unseen.png") as picture:
         assert picture.size == (6 * 50 * 3, 48 * 3)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "trained")
