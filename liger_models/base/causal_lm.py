@@ -199,7 +199,8 @@ class CausalLM(Decoder):
             model = cls(config, kernels).to(as_dtype("from_config: dtype", dtype))
         model.check_buffers()
         model.to_empty(device=device)
-        model.reset_parameters()
+        if model.device.type != "meta":  # where PyTorch takes seconds to draw nothing
+            model.reset_parameters()
         return model
 
     @classmethod

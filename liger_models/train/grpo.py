@@ -30,7 +30,7 @@ from liger_models.train.objectives import INPUTS, Load, Metrics, Objective, Refe
 Reward = Callable[..., Any]
 
 
-class GRPO(Objective):
+class GRPOObjective(Objective):
     """Group-relative policy optimisation, on answers that the model samples itself."""
 
     shares_rows, compares = False, True

@@ -5,19 +5,28 @@ from dataclasses import field as option
 from typing import Any
 
 from liger_models.kernels.checks import check
-from liger_models.train.grpo import GRPO
-from liger_models.train.objectives import CPO, DPO, KTO, ORPO, Distill, Objective, Pretrain, SimPO
+from liger_models.train.grpo import GRPOObjective
+from liger_models.train.objectives import (
+    CPOObjective,
+    DistillObjective,
+    DPOObjective,
+    KTOObjective,
+    Objective,
+    ORPOObjective,
+    PretrainObjective,
+    SimPOObjective,
+)
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "sft": Objective,
-    "pretrain": Pretrain,
-    "dpo": DPO,
-    "orpo": ORPO,
-    "cpo": CPO,
-    "simpo": SimPO,
-    "kto": KTO,
-    "distill": Distill,
-    "grpo": GRPO,
+    "pretrain": PretrainObjective,
+    "dpo": DPOObjective,
+    "orpo": ORPOObjective,
+    "cpo": CPOObjective,
+    "simpo": SimPOObjective,
+    "kto": KTOObjective,
+    "distill": DistillObjective,
+    "grpo": GRPOObjective,
 }
 
 

@@ -132,7 +132,7 @@ class Objective:
         return {"loss": pair(loss, (batch["labels"] != -100).sum())}
 
 
-class Pretrain(Objective):
+class PretrainObjective(Objective):
     """Learning texts or token ids; chats and other formats are refused, so that none is trained on by mistake."""
 
     formats = ("text", "input_ids")
@@ -202,19 +202,19 @@ class Compared(Objective):
         return out, {name: pair(values.float().mean(), 1) for name, values in means.items()}
 
 
-class DPO(Compared):
+class DPOObjective(Compared):
     """Direct preference optimisation."""
 
     make, needs_reference = LigerFusedLinearDPOLoss, True
 
 
-class ORPO(Compared):
+class ORPOObjective(Compared):
     """Odds-ratio preference optimisation."""
 
     make = LigerFusedLinearORPOLoss
 
 
-class CPO(Compared):
+class CPOObjective(Compared):
     """Contrastive preference optimisation."""
 
     make: Callable[..., Any] = LigerFusedLinearCPOLoss
@@ -227,14 +227,14 @@ class CPO(Compared):
         return {**settings, "alpha": alpha or 1.0, "compute_nll_loss": alpha != 0}
 
 
-class SimPO(CPO):
-    """SimPO: `CPO` of mean log-probabilities with a margin, and by default without NLL."""
+class SimPOObjective(CPOObjective):
+    """SimPO: `CPOObjective` of mean log-probabilities with a margin, and by default without NLL."""
 
     make = LigerFusedLinearSimPOLoss
     alpha = 0.0
 
 
-class KTO(Compared):
+class KTOObjective(Compared):
     """Kahneman-Tversky optimisation."""
 
     formats = ("kto",)
@@ -277,7 +277,7 @@ class KTO(Compared):
         }
 
 
-class Distill(Objective):
+class DistillObjective(Objective):
     """Learning the distributions of a larger model's tokens beside the tokens themselves."""
 
     shares_rows = False
