@@ -25,7 +25,7 @@ BENCH := $(VENV)/.installed-bench
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-gpu test-ecosystem check format bench docs clean
+.PHONY: help demo test test-fast test-gpu test-ecosystem check format bench recipes docs clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -58,6 +58,9 @@ format: $(DEV) ## format the code, fix what the linter can fix
 
 bench: $(BENCH) ## run the benchmarks (ARGS="train --model llama-3-8b")
 	$(PY) -m benchmarks $(or $(ARGS),--help)
+
+recipes: $(DEV) ## write recipes/ and the table in docs/recipes.md again, in minutes
+	$(PY) recipes/generate.py
 
 docs: $(DOCS) ## build the documentation into build/docs
 	@# No --quiet: --strict would then not see the warnings.

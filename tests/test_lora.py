@@ -437,6 +437,23 @@ def test_nf4_on_a_gpu_is_as_on_the_cpu(policy):
         assert error(found[name], gradient) <= LIMIT, name
 
 
+@pytest.mark.gpu
+def test_nf4_on_the_way_to_a_gpu_takes_no_room_for_dense_weights():
+    pytest.importorskip("torchao")
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096}
+    model = llama(LoRAConfig(r=4), **sizes).to(torch.bfloat16)
+    dense = sum(layer.weight.nbytes for layer in model.modules() if isinstance(layer, LoRALinear))
+    want = quantize_base(copy.deepcopy(model))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    quantize_base(model, "cuda")
+    assert torch.cuda.max_memory_allocated() - before < dense
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoRALinear):
+            assert torch.equal(layer.dense_weight().cpu(), want.get_submodule(name).dense_weight())
+    assert all(parameter.is_cuda for parameter in model.parameters())
+
+
 MIXTURE = {
     "model_type": "mixtral", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,

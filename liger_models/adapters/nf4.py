@@ -3,6 +3,7 @@
 import math
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from liger_models.adapters.lora_layers import adapted_layers
@@ -15,13 +16,15 @@ NF4_BLOCK = 64
 """Number of weights that share a scale."""
 
 
-def quantize_base(model: Model) -> Model:
+def quantize_base(model: Model, device: torch.device | str | None = None) -> Model:
     """Store the frozen weights of the blocks' adapted layers in 4 bits (NF4, as in QLoRA), in place. Needs torchao.
 
     A weight takes about 4.1 bits: 64 weights share a scale of 8 bits. The head is not quantised.
 
     Args:
-        model: with adapters, on the device that it will train on.
+        model: with adapters.
+        device: the device to move the model to; each weight is quantised there. A model on the CPU then never takes
+            more of the device's memory than its 4-bit weights and one other. Default: the model stays where it is.
 
     Raises:
         ImportError: torchao is not installed.
@@ -44,6 +47,11 @@ def quantize_base(model: Model) -> Model:
             size % NF4_BLOCK == 0,
             f"quantize_base: weights must have a multiple of {NF4_BLOCK} elements, got {list(layer.weight.shape)}.",
         )
-        values = to_nf4(layer.weight.detach(), NF4_BLOCK, math.gcd(size // NF4_BLOCK, 256))
+        values = to_nf4(layer.weight.detach().to(device), NF4_BLOCK, math.gcd(size // NF4_BLOCK, 256))
         layer.weight = nn.Parameter(values, requires_grad=False)
-    return model
+    return model if device is None else model.to(device)
+
+
+def nf4_bytes(count: int) -> int:
+    """Bytes of ``count`` weights in NF4: 4 bits each, and a scale of 8 bits for each block of 64."""
+    return count // 2 + count // NF4_BLOCK

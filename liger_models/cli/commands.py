@@ -73,8 +73,8 @@ def options(
     """Open LLMs as native PyTorch models on fused Triton kernels.
 
     Look at models (**list**, **info**), download and check them (**download**, **verify**), rewrite
-    checkpoints (**convert**), merge adapters (**merge**), **train**, generate text (**generate**), and measure
-    speed (**bench**). Start a new architecture (**new-arch**).
+    checkpoints (**convert**), merge adapters (**merge**), find options that fit a GPU (**recipe**), **train**,
+    generate text (**generate**), and measure speed (**bench**). Start a new architecture (**new-arch**).
 
     Exit codes: 0 success, 1 failure, 2 wrong command line, 3 **verify** found differences.
     """
@@ -281,6 +281,44 @@ def train(ctx: typer.Context) -> None:
     from liger_models.train.loop import main
 
     main(ctx.args, ctx.command_path)
+
+
+@app.command()
+def recipe(
+    model: Model,
+    memory: Annotated[str | None, typer.Option(help="Of the GPU, such as 24GB. Default: this machine's.")] = None,
+    method: Annotated[str, typer.Option(help="full, lora, 4bit, or auto: the first of these that fits.")] = "auto",
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens in a row. Default: 4096, or fewer if nothing fits with more.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(dir_okay=False, help="File to write instead of printing it.")] = None,
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a file of options for **train** that fits a model into the memory of one GPU, by estimate.
+
+    Reads config.json only. The estimate does not count the activations of images; of models that take them, a fifth of
+    the memory is left for these.
+    """
+    import torch
+
+    from liger_models.train.recipe import Planner, parse_memory
+
+    if memory is None:
+        if not torch.accelerator.is_available():
+            raise typer.BadParameter("give --memory, such as 24GB: this machine has no GPU")
+        size = int(torch.get_device_module().get_device_properties().total_memory)
+    else:
+        size = parse_memory(memory)
+    found = Planner(_empty_model(model, revision).config).plan(size, method, length)
+    name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2]
+    text = found.yaml(model, f"{name.lower()}-{found.method}")
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, encoding="utf-8")
+    if as_json:
+        return _print_json({**found._asdict(), "output": None if output is None else str(output)})
+    print(text if output is None else output, end="" if output is None else "\n")
 
 
 @app.command()

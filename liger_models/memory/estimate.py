@@ -1,5 +1,6 @@
 """Estimate of the memory that a training step needs, from running its blocks on tensors without values."""
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +24,13 @@ class TrainingMemory(NamedTuple):
 
     Attributes:
         weights: the parameters.
-        gradients: the gradients of all parameters.
+        gradients: the gradients of all trained parameters.
         optimizer: the two moments of AdamW.
         activations: policy of `Decoder.set_checkpointing` -> activations that the blocks save for the backward.
-        head: the gradient of the head and the logits of one chunk, which exist before the backward of the blocks.
+        head: the gradient of the head, if it is trained, and the logits of one chunk, which exist before the backward
+            of the blocks.
+        recomputed: policy -> activations that the backward of a block recomputes, as far as they take more than the
+            logits of one chunk, which have been freed by then.
     """
 
     weights: int
@@ -34,21 +38,28 @@ class TrainingMemory(NamedTuple):
     optimizer: int
     activations: dict[str, int]
     head: int
+    recomputed: dict[str, int]
+
+    def during(self, policy: str) -> int:
+        """Bytes of what is saved and computed when the backward of the blocks begins."""
+        return self.activations[policy] + self.head + self.recomputed[policy]
 
     def peak(self, policy: str) -> int:
         """Peak memory in bytes. Activations are freed as gradients are allocated, so only the larger of them counts."""
-        return self.weights + self.optimizer + max(self.activations[policy] + self.head, self.gradients)
+        return self.weights + self.optimizer + max(self.during(policy), self.gradients)
 
 
 def training_memory(model: Decoder, tokens: int, dtype: torch.dtype = torch.bfloat16) -> TrainingMemory:
-    """Estimate a full fine-tuning step on one GPU: AdamW, weights, gradients and moments in one dtype, no sharding.
+    """Estimate a training step on one GPU: AdamW, weights, gradients and moments in one dtype, no sharding.
 
     Every block runs once per policy on tensors that have shapes but no values, and the estimate sums what autograd then
-    holds. User-defined blocks and layers are therefore counted correctly. Activations of vision towers and of
-    cross-attention to images are not counted.
+    holds. User-defined blocks and layers are therefore counted correctly; blocks that are equal run once. Frozen
+    parameters have neither gradients nor moments. Activations of vision towers and of cross-attention to images are not
+    counted.
 
     Args:
-        model: the model, which must not be distributed. It may be on the meta device, where it needs no memory.
+        model: the model, which must not be distributed. It may be on the meta device, where it needs no memory. It may
+            have adapters, which are in their own dtype.
         tokens: B · T.
         dtype: dtype of weights, gradients, moments and activations.
 
@@ -59,18 +70,29 @@ def training_memory(model: Decoder, tokens: int, dtype: torch.dtype = torch.bflo
         model.groups.sharded is None and not any(hasattr(each, "full_tensor") for each in model.parameters()),
         "training_memory: model must not be distributed, got a sharded one. Build another one on the meta device.",
     )
-    size = dtype.itemsize
-    weights = model.num_parameters() * size
-    V = len(model.lm_head.weight)
-    head = model.lm_head.weight.numel() * size + chunk_rows(tokens, V, size, None) * V * size
+    size, adapters = dtype.itemsize, _adapter_parameters(model)
+    sizes = {each: each.numel() * (each.itemsize if each in adapters else size) for each in model.parameters()}
+    gradients = sum(bytes_ for each, bytes_ in sizes.items() if each.requires_grad)
+    matrix = model.lm_head.weight
+    logits = chunk_rows(tokens, len(matrix), size, None) * len(matrix) * size
+    head = matrix.requires_grad * matrix.numel() * size + logits
     current = model.checkpointing
     policies = [current] * len(model.layers) if isinstance(current, str) else current
     try:
-        activations = {policy: _saved_bytes(model, policy, tokens, dtype) for policy in CHECKPOINTING_POLICIES}
+        saved = {policy: _saved_by_block(model, policy, tokens, dtype) for policy in CHECKPOINTING_POLICIES}
     finally:
         for block, policy in zip(model.layers, policies, strict=True):
             set_policy(block, policy)
-    return TrainingMemory(weights, weights, 2 * weights, activations, head)
+    activations = {policy: sum(blocks) for policy, blocks in saved.items()}
+    more = {policy: map(operator.sub, saved["none"], blocks) for policy, blocks in saved.items()}
+    recomputed = {policy: max(max(blocks, default=0) - logits, 0) for policy, blocks in more.items()}
+    return TrainingMemory(sum(sizes.values()), gradients, 2 * gradients, activations, head, recomputed)
+
+
+def _adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of adapters, which keep their dtype whatever that of the model is."""
+    adapted = (layer for layer in layers_of(model) if layer.has_adapters)
+    return {each for layer in adapted for child in layer.children() for each in child.parameters()}
 
 
 class _Allocations(TorchDispatchMode):
@@ -97,26 +119,50 @@ class _Allocations(TorchDispatchMode):
 
 def _saved_bytes(model: Decoder, policy: str, tokens: int, dtype: torch.dtype) -> int:
     """Bytes of activations that all blocks save for the backward."""
-    total = 0
+    return sum(_saved_by_block(model, policy, tokens, dtype))
+
+
+def _saved_by_block(model: Decoder, policy: str, tokens: int, dtype: torch.dtype) -> list[int]:
+    """Bytes of activations that each block saves for the backward."""
+    found: list[int] = []
+    known: dict[str, int] = {}
     for index, block in enumerate(model.layers):
         set_policy(block, policy)
         if policy == "full" and is_replayable(block):
-            total += tokens * model.config.hidden_size * dtype.itemsize
+            found.append(tokens * model.config.hidden_size * dtype.itemsize)
             continue
-        try:
-            total += _block_bytes(model, block, tokens, dtype)
-        except Exception as error:
-            raise ValueError(
-                f"training_memory: layers.{index} ({type(block).__name__}) must run on tensors without values, got "
-                f"{type(error).__name__}: {error}. Its activations cannot be estimated."
-            ) from error
-    return total
+        description = _description(block, index)
+        if description not in known:
+            try:
+                known[description] = _block_bytes(model, block, tokens, dtype)
+            except Exception as error:
+                raise ValueError(
+                    f"training_memory: layers.{index} ({type(block).__name__}) must run on tensors without values, got "
+                    f"{type(error).__name__}: {error}. Its activations cannot be estimated."
+                ) from error
+        found.append(known[description])
+    return found
+
+
+def _description(block: nn.Module, index: int) -> str:
+    """All that a block consists of, but for its index and the values of its parameters. Equal blocks save the same."""
+    skipped = {"_parameters", "_buffers", "_modules", "layer"}
+    tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    parts = [
+        (path, type(module), {name: str(value) for name, value in vars(module).items() if name not in skipped})
+        for path, module in block.named_modules()
+    ]
+    shapes = {name: (each.shape, each.dtype, each.requires_grad) for name, each in tensors.items()}
+    return repr((parts, shapes)).replace(f"layers.{index}.", "layers.")
 
 
 def _block_bytes(model: Decoder, block: nn.Module, tokens: int, dtype: torch.dtype) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True), triton_assumed(), torch.enable_grad():
+        adapters = _adapter_parameters(block)
         parameters = {
-            name: torch.empty(each.shape, dtype=dtype).requires_grad_(each.requires_grad)
+            name: torch.empty(each.shape, dtype=each.dtype if each in adapters else dtype).requires_grad_(
+                each.requires_grad
+            )
             for name, each in block.named_parameters()
         }
         shape = (1, tokens, model.config.hidden_size)

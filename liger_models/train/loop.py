@@ -292,15 +292,10 @@ def train(options: TrainOptions) -> None:
         group["weight_decay"] = given["weight_decay"]
     batches, saving = endless(loader), None
     memory = None
-    if (
-        objective.shares_rows
-        and device.type != "cpu"
-        and options.tensor_parallel == 1
-        and not options.lora_r
-        and model.visual is None
-    ):
+    if objective.shares_rows and device.type != "cpu" and options.tensor_parallel == 1 and model.visual is None:
         tokens = options.batch_size * options.length // options.sharing
-        memory = estimate(model, options.checkpointing, tokens, options.accumulate)
+        found = estimate(model, tokens, four_bit=options.lora_4bit)
+        memory = found.peak(options.checkpointing, options.accumulate)
     size = {"rows": options.batch_size, "length": options.length, "accumulate": options.accumulate, "ranks": ranks}
     size |= {"sharing": options.sharing, "start": start, "steps": steps}
     epochs = steps * options.accumulate / len(data) / objective.repeats
@@ -403,7 +398,8 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh) ->
         return load(options.model, shard=lambda model: shard(adapt(model)), **given)
     ranks = dist.get_world_size()
     check(ranks == 1, f"train: with lora_4bit there must be one rank, got {ranks}. Start one, or leave lora_4bit out.")
-    return quantize_base(adapt(load(options.model, **given)))
+    # Loaded on the CPU: the device need not have room for the weights in more than 4 bits.
+    return quantize_base(adapt(load(options.model, **given | {"device": "cpu"})), device)
 
 
 def load_frozen(name: str, device: torch.device) -> CausalLM:

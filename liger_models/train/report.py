@@ -6,16 +6,19 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.utils.tqdm import tqdm
 
+from liger_models.adapters.lora import apply_lora
+from liger_models.adapters.lora_layers import adapted_layers, adapter_config
+from liger_models.adapters.nf4 import nf4_bytes
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
 from liger_models.generation.options import resolve
 from liger_models.layers.linear import local
-from liger_models.memory.estimate import training_memory
+from liger_models.memory.estimate import TrainingMemory, training_memory
 from liger_models.parallel.fsdp import reshard
 from liger_models.parallel.groups import rank
 
@@ -154,27 +157,58 @@ def banner(
     return [f"{part:<10}  {text}" for part, text in parts.items() if text is not None]
 
 
-def estimate(model: CausalLM, policy: str, tokens: int, accumulate: int) -> int:
-    """Estimate of a step's peak memory on this rank's device, in bytes, for a model that FSDP shards.
+class StepMemory(NamedTuple):
+    """Memory of a training step on one device, in bytes.
+
+    Attributes:
+        weights: parameters.
+        trained: gradients of the trained parameters, as much as each of AdamW's two moments.
+        temporary: weights that exist twice during the computation: gathered, or dequantised.
+        step: what blocks and head save and compute.
+    """
+
+    weights: int
+    trained: int
+    temporary: int
+    step: TrainingMemory
+
+    def peak(self, policy: str, accumulate: int) -> int:
+        """Peak memory in bytes, with a checkpointing policy and so many batches in a step.
+
+        With more than one batch, gradients exist beside activations.
+        """
+        during = self.step.during(policy)
+        with_gradients = self.trained + during if accumulate > 1 else max(self.trained, during)
+        return self.weights + 2 * self.trained + self.temporary + with_gradients
+
+
+def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False) -> StepMemory:
+    """Estimate a step's memory on this rank's device, for a model that FSDP shards.
 
     This rank's parameters, gradients and AdamW's moments are counted as they are. Activations, the head, and what FSDP
-    gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation.
+    gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation. A model with 4-bit
+    weights is not sharded: instead of what is gathered, two weights that a product dequantises are counted.
 
     Args:
-        model: as it is trained; not sharded by `apply_tp`.
-        policy: its checkpointing policy.
+        model: as it is trained; not sharded by `apply_tp`. It may be on the meta device.
         tokens: tokens of a batch on this rank.
-        accumulate: number of batches in a step. With more than one, gradients exist beside activations.
+        four_bit: count the weights under the adapters in 4 bits, as after `quantize_base`.
     """
     empty = AutoLigerModel.from_config(model.config, device="meta", kernels=model.kernels)
-    found = training_memory(empty, tokens, torch.bfloat16)
-    weights = sum(local(each).nbytes for each in model.parameters())
+    adapters = adapter_config(model)
+    if adapters is not None:
+        apply_lora(empty, adapters)
+    step = training_memory(empty, tokens, torch.bfloat16)
+    base = {layer.weight for path, layer in adapted_layers(model).items() if path != "lm_head"} if four_bit else set()
+    weights = sum(nf4_bytes(each.numel()) if each in base else local(each).nbytes for each in model.parameters())
     trained = sum(local(each).nbytes for each in model.parameters() if each.requires_grad)
-    ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
-    block = max(sum(each.numel() for each in block.parameters()) for block in empty.layers)
-    gathered = 2 * (sum(ends.values()) + 2 * block)
-    during = found.activations[policy] + found.head
-    return weights + 2 * trained + gathered + (trained + during if accumulate > 1 else max(trained, during))
+    if four_bit:
+        temporary = 4 * max(each.numel() for each in base)
+    else:
+        ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
+        block = max(sum(each.numel() for each in block.parameters()) for block in empty.layers)
+        temporary = 2 * (sum(ends.values()) + 2 * block)
+    return StepMemory(weights, trained, temporary, step)
 
 
 def check_turn_end(model: CausalLM) -> str | None:

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from liger_models import AutoLigerModel, LigerLlama, LlamaConfig
+from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch import built_in, get_arch
 from liger_models.kernels.collectives import Group
 from liger_models.memory.estimate import _saved_bytes, training_memory
+from liger_models.train.report import estimate
 
 DATA = Path(__file__).parents[1] / "data"
 TOKENS = {"cpu": 3, "cuda": 128}
@@ -66,6 +68,18 @@ def test_the_estimate_is_what_is_saved(arch, policy, kernel_device):
     model = AutoLigerModel.from_config(tiny(arch), device=kernel_device, dtype=dtype)
     model.set_checkpointing(policy)
     ids = torch.arange(tokens, device=kernel_device)[None] % 3  # no placeholders of images
+    assert same_bytes(_saved_bytes(model, policy, tokens, dtype), measured_bytes(model, ids), kernel_device)
+
+
+@pytest.mark.parametrize("policy", ["none", "selective"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
+def test_the_estimate_counts_adapters(arch, policy, kernel_device):
+    tokens, dtype = TOKENS[kernel_device], DTYPE[kernel_device]
+    model = AutoLigerModel.from_config(tiny(arch), device=kernel_device, dtype=dtype)
+    apply_lora(model, LoRAConfig(r=2, lora_dropout=0.1))
+    model.set_checkpointing(policy)
+    model.embed_tokens.weight.requires_grad_()  # the first block saves as the others do
+    ids = torch.arange(tokens, device=kernel_device)[None] % 3
     assert same_bytes(_saved_bytes(model, policy, tokens, dtype), measured_bytes(model, ids), kernel_device)
 
 
@@ -129,6 +143,25 @@ class Renamed(nn.Module):
         return self.mlp.add_norm(self.before_mlp, x, residual)
 
 
+class Copies(nn.Module):
+    """Saves its input a number of times, which is all that it differs by from others of its class."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def forward(self, x, residual, layout):
+        for _ in range(self.count):
+            x = x.exp()
+        return x, residual
+
+
+def test_blocks_of_one_class_that_differ_are_counted_each():
+    model = small()
+    model.layers = nn.ModuleList([Copies(1), Copies(3), Copies(1)])
+    assert _saved_bytes(model, "none", 64, torch.float32) == (1 + 3 + 1) * 64 * 32 * 4
+
+
 def test_names_change_nothing():
     model = small()
     before = training_memory(model, 64)
@@ -181,6 +214,37 @@ def test_memory_is_what_the_documents_count_and_what_was_measured():
         assert 0 <= one[policy] / 32 - kib * 1024 < 256  # numbers in fp32
     for tokens, measured in {8192: 69.9, 16384: 93.6}.items():
         assert abs(training_memory(model, tokens).peak("none") / 2**30 - measured) < 0.03 * measured
+
+
+def test_frozen_weights_have_neither_gradients_nor_moments():
+    model = apply_lora(small(), LoRAConfig(r=2))
+    frozen, adapters = (sum(p.numel() for p in model.parameters() if p.requires_grad is t) for t in (False, True))
+    whole, memory = training_memory(small(), 64), training_memory(model, 64)
+    assert (memory.weights, memory.gradients) == (2 * frozen + 4 * adapters, 4 * adapters)
+    assert memory.optimizer == 2 * memory.gradients
+    assert whole.head - memory.head == 2 * 64 * 32  # the gradient of the head, V = 64, C = 32
+
+
+def test_a_block_that_is_recomputed_needs_room():
+    model = small()
+    one = training_memory(model, 2**16)
+    block = (one.activations["none"] - one.activations["full"]) // 2
+    logits = one.head - 2 * 64 * 32
+    assert one.recomputed["none"] == 0
+    assert one.recomputed["full"] == block - logits > 0
+    assert one.peak("full") == one.weights + one.optimizer + one.activations["full"] + one.head + block - logits
+
+
+@pytest.mark.slow
+def test_memory_of_adapters_is_what_was_measured():
+    """benchmarks/results: Llama-3-8B, 4 x 2048 tokens, rank 16, with and without 4-bit weights."""
+    model = llama_3_8b().to(torch.bfloat16)
+    apply_lora(model, LoRAConfig(r=16))
+    whole = training_memory(model, 8192)
+    assert whole.peak("none") / 2**30 == pytest.approx(50.37, rel=0.02)
+    quantized = estimate(model, 8192, four_bit=True)
+    assert quantized.step == whole
+    assert quantized.peak("none", 1) / 2**30 == pytest.approx(40.74, rel=0.02)
 
 
 def test_memory_of_a_mixture():

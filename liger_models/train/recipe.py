@@ -1,0 +1,191 @@
+"""Options of the training command that fit a model into the memory of one GPU, chosen by the estimate of a step."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_models.adapters.lora import apply_lora, language_targets
+from liger_models.adapters.lora_layers import LoRAConfig
+from liger_models.arch.auto import AutoLigerModel
+from liger_models.base.causal_lm import CausalLM
+from liger_models.kernels.checks import check
+from liger_models.layers.layer import CHECKPOINTING_POLICIES
+from liger_models.train.report import StepMemory, estimate
+
+METHODS = {"full": "all weights", "lora": "LoRA", "4bit": "LoRA on 4-bit weights"}
+"""Methods, the one that trains the most first -> what they train."""
+LENGTHS = (4096, 2048, 1024)
+"""Tokens of a row, the preferred number first."""
+STEP_TOKENS, MOST_TOKENS, ENOUGH_TOKENS = 65536, 16384, 4096
+"""Tokens of an optimizer step, the most of a batch, and those from which larger batches are hardly faster."""
+SHARE, SHARE_WITH_IMAGES = 0.92, 0.8
+"""Share of the memory that the estimate may take. The rest is for the CUDA context and fragmentation, and for the
+activations of images, which the estimate does not count."""
+RANK = 16
+"""Rank of the adapters."""
+LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "4bit": 2e-4}
+UNITS = {"": 10**9, "GB": 10**9, "GIB": 2**30}
+
+
+class Recipe(NamedTuple):
+    """What fits.
+
+    Attributes:
+        method: a key of `METHODS`.
+        options: options of the training command, without model, data and output.
+        peak: estimated peak memory in bytes.
+        memory: memory of the GPU in bytes.
+    """
+
+    method: str
+    options: dict[str, Any]
+    peak: int
+    memory: int
+
+    def yaml(self, model: str, output: str) -> str:
+        """The file of the training command.
+
+        Args:
+            model: folder of a checkpoint, or its name on the hub.
+            output: folder of the run.
+        """
+        import yaml  # a dependency of huggingface_hub
+
+        comments = {
+            "data": "files and folders: .jsonl, .txt, .parquet",
+            "length": "tokens in a packed row",
+            "batch_size": "rows in a forward pass",
+            "accumulate": f"{self.step_tokens:,} tokens in an optimizer step",
+        }
+        name = model.rstrip("/").rpartition("/")[2]
+        lines = [
+            f"# {name} on one GPU with {gigabytes(self.memory)}: {METHODS[self.method]}.",
+            f"# Estimated peak: {self.peak / 2**30:.1f} GiB. Options of the command line override those of this file:",
+            "# liger-models train THIS_FILE --data chats.jsonl --output run",
+        ]
+        for name, value in {"model": model, "data": ["train.jsonl"], "output": output, **self.options}.items():
+            text = yaml.safe_dump(value, default_flow_style=True, width=1000).strip()
+            line = f"{name}: {text.removesuffix('...').strip()}"  # "..." ends a document that is one word
+            lines.append(f"{line:<26}# {comments[name]}" if name in comments else line)
+        return "\n".join(lines) + "\n"
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of an optimizer step."""
+        return int(self.options["length"] * self.options["batch_size"] * self.options["accumulate"])
+
+
+class Planner:
+    """Finds the options with which a model trains in a given memory. It remembers the estimates that it has made.
+
+    Args:
+        config: the model's configuration.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self._models: dict[tuple[str, torch.dtype], CausalLM] = {}
+        self._steps: dict[tuple[str, torch.dtype, int], StepMemory] = {}
+
+    def model(self, method: str, dtype: torch.dtype) -> CausalLM:
+        """The model on the meta device, as the method trains it."""
+        if (method, dtype) not in self._models:
+            model = AutoLigerModel.from_config(self.config, dtype=dtype, device="meta")
+            if method != "full":
+                targets = "all-linear" if model.visual is None else language_targets(model)
+                apply_lora(model, LoRAConfig(r=RANK, lora_alpha=2 * RANK, target_modules=targets))
+            self._models[method, dtype] = model
+        return self._models[method, dtype]
+
+    def step(self, method: str, dtype: torch.dtype, tokens: int) -> StepMemory:
+        """The memory of a step with batches of so many tokens."""
+        if (method, dtype, tokens) not in self._steps:
+            found = estimate(self.model(method, dtype), tokens, four_bit=method == "4bit")
+            self._steps[method, dtype, tokens] = found
+        return self._steps[method, dtype, tokens]
+
+    def plan(self, memory: int, method: str = "auto", length: int | None = None) -> Recipe:
+        """The options that fit.
+
+        Among what fits, more comes first in this order: trained weights (if the method is "auto"), tokens of a row,
+        tokens of a step, fewer recomputed activations, rows of a batch. Weights that are all trained are in float32
+        where this fits, else in bfloat16, with stochastic rounding.
+
+        Args:
+            memory: of the GPU, in bytes.
+            method: "full", "lora", "4bit" or "auto".
+            length: tokens of a row. Default: 4096, or fewer if no method fits with more.
+
+        Raises:
+            ValueError: nothing fits, or an argument is out of range.
+        """
+        known = [*METHODS, "auto"]
+        check(method in known, f"recipe: method must be one of {', '.join(known)}, got {method!r}.")
+        check(length is None or length >= 2, f"recipe: length must be at least 2, got {length}.")
+        most = getattr(self.config, "max_position_embeddings", None) or LENGTHS[0]
+        lengths = [min(each, most) for each in LENGTHS] if length is None else [length]
+        methods = list(METHODS) if method == "auto" else [method]
+        for longest in (lengths[:1], lengths[1:]):  # shorter rows only where no method fits with long ones
+            for each in methods:
+                found = self._plan(memory, each, longest)
+                if found is not None:
+                    return found
+        least = min(self.step(each, torch.bfloat16, lengths[-1]).peak("full", 1) for each in methods) / self.share
+        raise ValueError(
+            f"recipe: memory must be at least {math.ceil(least / 1e9)} GB for method {method} and rows of "
+            f"{lengths[-1]} tokens, got {gigabytes(memory)}. Use a larger GPU, or several with torchrun."
+        )
+
+    @property
+    def share(self) -> float:
+        """Share of the memory that the estimate may take."""
+        return SHARE if self.model("full", torch.bfloat16).visual is None else SHARE_WITH_IMAGES
+
+    def _plan(self, memory: int, method: str, lengths: Sequence[int]) -> Recipe | None:
+        dtypes = [torch.float32] * (method == "full") + [torch.bfloat16]
+        for dtype in dtypes:
+            for length in lengths:
+                # Without accumulation no gradients exist beside activations.
+                for step_tokens in (STEP_TOKENS, 0) if dtype == torch.bfloat16 else (STEP_TOKENS,):
+                    found = self._fit(memory, method, dtype, length, step_tokens)
+                    if found is not None:
+                        return found
+        return None
+
+    def _fit(self, memory: int, method: str, dtype: torch.dtype, length: int, step_tokens: int) -> Recipe | None:
+        batches = [2**k for k in range(16) if 2**k * length <= MOST_TOKENS][::-1] or [1]
+        for enough in (ENOUGH_TOKENS, 0):
+            for policy in CHECKPOINTING_POLICIES:
+                for batch in batches:
+                    tokens = batch * length
+                    accumulate = max(step_tokens // tokens, 1)
+                    if tokens < enough:
+                        continue
+                    peak = self.step(method, dtype, tokens).peak(policy, accumulate)
+                    if peak <= self.share * memory:
+                        options = {"length": length, "batch_size": batch, "accumulate": accumulate}
+                        options |= {"lr": LEARNING_RATES[method], "dtype": str(dtype).removeprefix("torch.")}
+                        options |= {"lora_r": RANK} if method != "full" else {}
+                        options |= {"lora_4bit": True} if method == "4bit" else {}
+                        return Recipe(method, {**options, "checkpointing": policy}, peak, memory)
+        return None
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of a size such as "24GB" (also "24") or "22.5GiB".
+
+    Raises:
+        ValueError: it is not such a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip(), re.IGNORECASE)
+    size = float(match[1]) * UNITS.get(match[2].upper(), 0) if match else 0
+    check(size > 0, f"recipe: memory must be a size such as 24GB or 22.5GiB, got {text!r}.")
+    return int(size)
+
+
+def gigabytes(memory: int) -> str:
+    """Bytes as "24 GB"."""
+    return f"{memory / 1e9:.3g} GB"

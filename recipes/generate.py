@@ -1,0 +1,177 @@
+"""Write the files in this folder and the table in docs/recipes.md again: ``make recipes``. Needs no GPU, no network."""
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_models.arch import get_arch
+from liger_models.convert.config_map import read_config
+from liger_models.train.metrics import flops
+from liger_models.train.recipe import METHODS, Planner, Recipe
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "tests" / "data"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "recipes.md"
+BEGIN, END = "<!-- begin: recipes -->\n", "<!-- end -->"
+
+
+class Model(NamedTuple):
+    """A model: its folder here, its name on the hub, and the published config.json of its size, in `CONFIGS`."""
+
+    folder: str
+    name: str
+    config: str
+
+
+class GPU(NamedTuple):
+    """A GPU that stands for its memory in GB, and its peak dense bf16 FLOPS, from the vendor's datasheet."""
+
+    memory: int
+    name: str
+    peak: float
+
+
+MODELS = (
+    Model("llama-3.2-1b", "meta-llama/Llama-3.2-1B-Instruct", "llama/Llama-3.2-1B-Instruct"),
+    Model("llama-3.2-3b", "meta-llama/Llama-3.2-3B-Instruct", "llama/Llama-3.2-3B"),
+    Model("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "llama/Meta-Llama-3.1-8B"),
+    Model("qwen3-0.6b", "Qwen/Qwen3-0.6B", "qwen3/Qwen3-0.6B"),
+    Model("qwen3-1.7b", "Qwen/Qwen3-1.7B", "qwen3/Qwen3-1.7B"),
+    Model("qwen3-8b", "Qwen/Qwen3-8B", "qwen3/Qwen3-8B"),
+    Model("qwen3-14b", "Qwen/Qwen3-14B", "qwen3/Qwen3-14B"),
+    Model("qwen3-32b", "Qwen/Qwen3-32B", "qwen3/Qwen3-32B"),
+    Model("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", "qwen3_moe/Qwen3-30B-A3B"),
+    Model("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct", "qwen2/Qwen2.5-7B"),
+    Model("gemma-2-9b", "google/gemma-2-9b-it", "gemma2/gemma-2-9b"),
+    Model("gemma-3-4b", "google/gemma-3-4b-it", "gemma3/gemma-3-4b-it"),
+    Model("gemma-3-12b", "google/gemma-3-12b-it", "gemma3/gemma-3-12b-it"),
+    Model("phi-4-mini", "microsoft/Phi-4-mini-instruct", "phi3/Phi-4-mini-instruct"),
+    Model("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", "mistral/Mistral-7B-Instruct-v0.3"),
+    Model("ministral-8b", "mistralai/Ministral-8B-Instruct-2410", "mistral/Ministral-8B-Instruct-2410"),
+    Model("mixtral-8x7b", "mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral/Mixtral-8x7B-v0.1"),
+    Model("smollm3-3b", "HuggingFaceTB/SmolLM3-3B", "smollm3/SmolLM3-3B"),
+    Model("olmo-2-7b", "allenai/OLMo-2-1124-7B-Instruct", "olmo2/OLMo-2-1124-7B"),
+    Model("olmo-3-7b", "allenai/Olmo-3-7B-Instruct", "olmo3/Olmo-3-7B"),
+    Model("granite-3.1-2b", "ibm-granite/granite-3.1-2b-instruct", "granite/granite-3.1-2b-instruct"),
+    Model("glm-4-9b", "zai-org/GLM-4-9B-0414", "glm4/GLM-4-9B-0414"),
+    Model("command-r7b", "CohereLabs/c4ai-command-r7b-12-2024", "cohere2/c4ai-command-r7b-12-2024"),
+    Model("exaone-4-1.2b", "LGAI-EXAONE/EXAONE-4.0-1.2B", "exaone4/EXAONE-4.0-1.2B"),
+    Model("qwen2.5-vl-3b", "Qwen/Qwen2.5-VL-3B-Instruct", "qwen2_5_vl/Qwen2.5-VL-3B-Instruct"),
+    Model("qwen3-vl-8b", "Qwen/Qwen3-VL-8B-Instruct", "qwen3_vl/Cosmos-Reason2-8B"),
+    Model("llama-3.2-11b-vision", "meta-llama/Llama-3.2-11B-Vision-Instruct", "mllama/Llama-3.2-11B-Vision-Instruct"),
+)
+GPUS = (
+    GPU(24, "RTX 4090", 165e12),
+    GPU(48, "L40S", 362e12),
+    GPU(80, "H100", 989e12),
+    GPU(141, "H200", 989e12),
+)
+MEASURED = {
+    ("llama-3.2-1b", "full"): ("train-llama-3.2-1b-8x2048", "ours+adamw"),
+    ("llama-3.1-8b", "full"): ("train-llama-3-8b-1x8192", "ours+adamw"),
+    ("llama-3.1-8b", "lora"): ("train-llama-3-8b-4x2048", "ours+lora"),
+    ("llama-3.1-8b", "4bit"): ("train-llama-3-8b-4x2048", "ours+lora+nf4"),
+}
+"""Folder and method -> the results, and the mode in them, that were measured on an H200."""
+USUAL_MFU = 0.5
+"""For families whose share of the peak has not been measured."""
+SPEED = {"none": 1.0, "selective": 0.9, "full": 0.75}
+"""Speed with a checkpointing policy, relative to none: measured for "selective"; "full" repeats the forward."""
+
+
+def planner(model: Model) -> Planner:
+    """The planner of a model."""
+    hf = json.loads((CONFIGS / f"{model.config}.json").read_text(encoding="utf-8"))
+    return Planner(read_config(get_arch(hf["model_type"]).config_class, hf))
+
+
+def plans(found: Planner) -> Iterator[tuple[str, GPU, Recipe]]:
+    """Method, GPU and recipe of all that fits."""
+    for method in METHODS:
+        for gpu in GPUS:
+            try:
+                yield method, gpu, found.plan(gpu.memory * 10**9, method)
+            except ValueError:
+                continue
+
+
+def files(model: Model, fits: Sequence[tuple[str, GPU, Recipe]]) -> dict[str, str]:
+    """Path of each file in this folder -> its text: for each method, the smallest memory that it fits."""
+    smallest = {method: (gpu, recipe) for method, gpu, recipe in reversed(fits)}
+    return {
+        f"{model.folder}/{gpu.memory}gb-{method}.yaml": recipe.yaml(model.name, f"{model.folder}-{method}")
+        for method, (gpu, recipe) in smallest.items()
+    }
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """The lines of a file of results, without those of failures."""
+    lines = (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if "error" not in row]
+
+
+def rate(found: Planner, family: str, gpu: GPU, recipe: Recipe) -> float:
+    """Tokens per second by estimate: the share of the peak that the family reaches on an H200, times the policy's."""
+    options = recipe.options
+    batch, length = options["batch_size"], options["length"]
+    bounds = torch.arange(0, batch * length + 1, length)
+    model = found.model(recipe.method, getattr(torch, options["dtype"]))
+    operations = flops(model, [{"input_ids": torch.zeros(batch, length, dtype=torch.long), "cu_seqlens": bounds}])
+    shares = [row.get("mfu") for row in rows("families-1x8192") if (row["model"], row["mode"]) == (family, "ours")]
+    share = (shares[-1] if shares else None) or USUAL_MFU
+    return gpu.peak * share * SPEED[options["checkpointing"]] / operations * batch * length
+
+
+def cells(model: Model, found: Planner, fits: Sequence[tuple[str, GPU, Recipe]]) -> list[str]:
+    """The rows of the table for a model, one for each method."""
+    shown = {(method, gpu): recipe for method, gpu, recipe in fits}
+    written = files(model, fits)
+    lines = []
+    for method in METHODS:
+        texts = []
+        for gpu in GPUS:
+            recipe = shown.get((method, gpu))
+            if recipe is None:
+                texts.append("no")
+                continue
+            estimated = rate(found, model.config.partition("/")[0], gpu, recipe)
+            speed = f"{float(f'{estimated:.2g}'):,.0f}"
+            if gpu.name == "H200" and (model.folder, method) in MEASURED:
+                name, mode = MEASURED[model.folder, method]
+                speed = f"**{[row for row in rows(name) if row['mode'] == mode][-1]['tokens_per_s']:,.0f}**"
+            half = " bf16" if method == "full" and recipe.options["dtype"] == "bfloat16" else ""
+            text = f"{recipe.peak / 2**30:.1f} GiB{half}, {speed}"
+            path = f"{model.folder}/{gpu.memory}gb-{method}.yaml"
+            texts.append(f"[{text}](../recipes/{path})" if path in written else text)
+        lines.append(f"| {model.folder if method == 'full' else ''} | {method} | {' | '.join(texts)} |")
+    return lines
+
+
+def main() -> None:
+    """Write all files and the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.parse_args()
+    heads = [f"{gpu.memory} GB ({gpu.name})" for gpu in GPUS]
+    table = [f"| model | method | {' | '.join(heads)} |", "| --- " * (2 + len(GPUS)) + "|"]
+    for model in MODELS:
+        found = planner(model)
+        fits = list(plans(found))
+        folder = ROOT / "recipes" / model.folder
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for path, text in files(model, fits).items():
+            (ROOT / "recipes" / path).write_text(text, encoding="utf-8")
+        table += cells(model, found, fits)
+        print(model.folder, *(f"{gpu.memory}gb-{method}" for method, gpu, _ in fits), flush=True)
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n" + "\n".join(table) + "\n\n" + END + rest.partition(END)[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
