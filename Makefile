@@ -25,13 +25,16 @@ BENCH := $(VENV)/.installed-bench
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-gpu test-ecosystem check format bench recipes docs clean
+.PHONY: help demo tutorial test test-fast test-gpu test-ecosystem check format bench recipes docs clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 demo: $(DEV) ## train a small Llama on the CPU or the GPU, save, reload, generate; under 3 minutes (ARGS="--steps 50")
 	$(PY) examples/demo.py $(ARGS)
+
+tutorial: $(DEV) ## run docs/tutorial.md on a tiny model on the CPU: LoRA, generate, merge, generate
+	$(PY) examples/tutorial.py $(ARGS)
 
 test: $(DEV) ## run the tests that need no GPU, in 15 to 30 minutes (WORKERS=2, ARGS="-k rope")
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
@@ -68,7 +71,7 @@ docs: $(DOCS) ## build the documentation into build/docs
 	@echo "build/docs/index.html"
 
 clean: ## remove .venv, caches and everything built
-	rm -rf .venv .venv-ecosystem build dist *.egg-info custom_output demo_output vision_output .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-ecosystem build dist *.egg-info custom_output demo_output tutorial_output vision_output .pytest_cache .mypy_cache .ruff_cache
 
 # $(call install,ARGUMENTS OF PIP): makes the virtual environment in the target's folder, if there is none, and installs into it.
 define install

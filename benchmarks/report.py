@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from . import ROOT, curves, families, fsdp, load, longest, plots, profile, train, weights
+from . import ROOT, curves, families, fsdp, headline, load, longest, plots, profile, train, weights
 from .ops import benchmark as ops
 from .rows import RESULTS, Rows, distinct, grouped, read
 
@@ -23,27 +23,28 @@ class Part(NamedTuple):
     """What a marker stands for.
 
     Args:
-        benchmark: whose rows are shown.
+        benchmarks: whose rows are shown.
         whole: with a line of origin above the table, and a plot below it.
     """
 
-    benchmark: str
+    benchmarks: tuple[str, ...]
     table: Callable[[Rows], str]
     whole: bool
 
 
 PARTS = {
-    "train-short": Part("train", train.short_table, False),
-    "train": Part("train", train.table, True),
-    "families": Part("families", families.table, True),
-    "profile": Part("profile", profile.table, False),
-    "fsdp": Part("fsdp", fsdp.table, False),
-    "load": Part("load", load.table, False),
-    "weights": Part("weights", weights.table, False),
-    "longest": Part("longest", longest.table, False),
-    "curves": Part("curves", curves.table, True),
-    "ops": Part("ops", ops.best_table, True),
-    "ops-all": Part("ops", ops.table, False),
+    "headline": Part(("train", "families"), headline.table, False),
+    "train-short": Part(("train",), train.short_table, False),
+    "train": Part(("train",), train.table, True),
+    "families": Part(("families",), families.table, True),
+    "profile": Part(("profile",), profile.table, False),
+    "fsdp": Part(("fsdp",), fsdp.table, False),
+    "load": Part(("load",), load.table, False),
+    "weights": Part(("weights",), weights.table, False),
+    "longest": Part(("longest",), longest.table, False),
+    "curves": Part(("curves",), curves.table, True),
+    "ops": Part(("ops",), ops.best_table, True),
+    "ops-all": Part(("ops",), ops.table, False),
 }
 """By the name in the marker."""
 
@@ -62,9 +63,9 @@ def part(name: str, rows: Rows) -> str:
     """The text between the markers of this name."""
     if name not in PARTS:
         raise ValueError(f"report: the parts are {', '.join(PARTS)}, a page asks for {name!r}.")
-    benchmark, table, whole = PARTS[name]
+    benchmarks, table, whole = PARTS[name]
     pieces = []
-    devices = grouped([row for row in rows if row["benchmark"] == benchmark], "device")
+    devices = grouped([row for row in rows if row["benchmark"] in benchmarks], "device")
     for (device,), group in sorted(devices.items()):
         if whole:
             pieces.append(f"{device}; {origin(group)}")
@@ -89,8 +90,8 @@ def write(results: Path = RESULTS) -> None:
         filled = fill(text, rows)
         if filled != text:
             page.write_text(filled, encoding="utf-8")
-    for name, (benchmark, _, whole) in PARTS.items():
-        group = [row for row in rows if row["benchmark"] == benchmark]
+    for name, (benchmarks, _, whole) in PARTS.items():
+        group = [row for row in rows if row["benchmark"] in benchmarks]
         if whole and group:
             try:
                 plots.plot(name, group, IMAGES)

@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from liger_models import LigerLlama, LlamaConfig
+from liger_models.arch import built_in
 from liger_models.base import causal_lm
 from liger_models.text import tokenizer
 
@@ -154,6 +155,11 @@ def test_every_op_is_documented():
     }
     for name in sorted(files - shared):
         assert f": `{name}`" in text, name
+
+
+def test_the_readme_names_every_architecture():
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Models\n")[2].partition("\n\nEach")[0]
+    assert sorted(re.findall(r"`(\w+)`", table.replace("`model_type`", ""))) == sorted(built_in())
 
 
 def test_every_page_is_in_the_navigation():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import curves, families, fsdp, load, longest, plots, profile, report, train
+from benchmarks import curves, families, fsdp, headline, load, longest, plots, profile, report, train
 from benchmarks.ops import benchmark as ops
 from benchmarks.rows import RESULTS, read
 
@@ -71,6 +71,26 @@ def test_train_table_compares_with_the_fastest_peer():
     assert by_mode["transformers + Liger Kernel"][-3:-1] == ["1.000", "1.000"]
     assert by_mode["transformers, activation checkpointing"][4] == "out / of memory"
     assert cells(train.short_table(rows))[-1] == ["", "liger_models", "10,000", "1.250", "30.0", "0.750"]
+
+
+def test_the_headline():
+    rows = [
+        train_row("hf+liger+lora", 100.0, batch="4x2048", peak_gib=80.0),
+        train_row("ours+lora", 150.0, batch="4x2048", peak_gib=40.0),
+        train_row("hf+liger", 100.0),
+        {"benchmark": "train", "model": "llama-3-8b", "batch": "1x8192", "mode": "ours+adamw", "error": "none"},
+    ]
+    for model, ms, gib in (("gemma", 2.0, 10.0), ("glm", 4.0, 20.0), ("phi3", 5.0, 40.0)):
+        family = {"benchmark": "families", "model": model}
+        rows += [train_row("hf", 1.0, step_ms=8.0, peak_gib=40.0, **family)]
+        rows += [train_row("ours", 1.0, step_ms=ms, peak_gib=gib, **family)]
+    rows = [{"device": "X"} | row for row in rows]
+    lora, medians = cells(headline.table(rows))
+    assert lora[1:3] == ["100 tokens/s, 80.0 GiB", "150 tokens/s, 40.0 GiB"]
+    assert [cell.split()[0] for cell in lora[3:]] == ["**1.50", "**0.50"]
+    assert medians[0].startswith("median of 3 models")
+    assert [cell.split()[0] for cell in medians[3:]] == ["**2.00", "**0.50"]
+    assert report.part("headline", rows).startswith("| one X |")
 
 
 @pytest.mark.parametrize("benchmark", ["train", "fsdp"])

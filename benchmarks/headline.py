@@ -1,0 +1,50 @@
+"""The few numbers at the top of the README: LoRA, full fine-tuning, and the median over the families."""
+
+import statistics
+
+from . import families
+from .rows import Row, Rows, grouped, of_transformers
+from .tables import TIMES, markdown, smallest, step_ms, tokens
+
+MODEL = "llama-3-8b"
+STEPS = {
+    "LoRA (rank 16, all linear layers)": ("4x2048", "hf+liger+lora", "ours+lora"),
+    "full fine-tuning": ("1x8192", "hf+liger", "ours+adamw"),
+}
+"""What is trained -> tokens per step, the peer's mode, and ours."""
+
+
+def table(rows: Rows) -> str:
+    """A line for each of `STEPS`, and the medians over families."""
+    steps = {(row.get("batch"), row["mode"]): row for row in rows if row.get("model") == MODEL and "error" not in row}
+    lines = []
+    for name, (batch, *modes) in STEPS.items():
+        peer, ours = (steps.get((batch, mode)) for mode in modes)
+        if peer and ours:
+            shown = (f"{row['tokens_per_s']:,.0f} tokens/s, {row['peak_gib']:.1f} GiB" for row in (peer, ours))
+            speed, memory = peer["step_ms"] / ours["step_ms"], ours["peak_gib"] / peer["peak_gib"]
+            lines.append((f"Llama-3-8B, {name}, {tokens(batch)} tokens", *shown, times(speed), times(memory)))
+    found = [family_ratios(group) for group in families.by_family(of_families(rows)).values()]
+    if medians := [statistics.median(values) for values in zip(*filter(None, found), strict=True)]:
+        count = sum(map(bool, found))
+        lines.append((f"median of {count} models, a few layers of each", "", "", *map(times, medians)))
+    (device,) = grouped(rows, "device")
+    return markdown(f"one {device[0]}|transformers + Liger Kernel|liger_models|speed|memory", lines)
+
+
+def of_families(rows: Rows) -> Rows:
+    return [row for row in rows if row["benchmark"] == "families"]
+
+
+def family_ratios(group: Rows) -> tuple[float, float] | None:
+    """Speed and memory against the better of transformers with and without Liger Kernel; None if not measured."""
+    ours: Row = next((row for row in group if row["mode"] == "ours" and step_ms(row)), {})
+    peers = [row for row in group if of_transformers(row) and "error" not in row]
+    if not (ours and peers):
+        return None
+    least = smallest(peers, lambda row: row.get("peak_gib"))["peak_gib"]
+    return smallest(peers, step_ms)["step_ms"] / ours["step_ms"], ours["peak_gib"] / least
+
+
+def times(ratio: float) -> str:
+    return f"**{ratio:.2f} {TIMES}**"
