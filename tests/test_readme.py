@@ -1,4 +1,4 @@
-"""The documentation: every Python block runs, every make target and every local link in it exists."""
+"""The documentation: every Python block and notebook runs, every make target and every local link in it exists."""
 
 import json
 import re
@@ -21,6 +21,7 @@ from .processing.conftest import make_model
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -114,6 +115,48 @@ def test_python_blocks_run(page, request, tiny_hub, own_registry, transformers_o
         for line, code in blocks(page, "python"):
             # The empty lines in front give a traceback the page's line numbers.
             exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
+
+
+TINY = {
+    "custom": {"STEPS": 2},
+    "images": {"STEPS": 1},
+    "lora": {"STEPS": 2},
+    "word_problems": {
+        "TRAIN": "a.parquet",
+        "TEST": "a.parquet",
+        "STEPS": 2,
+        "ROWS": 2,
+        "LR": 1e-3,
+        "MAX_NEW_TOKENS": 4,
+    },
+}
+"""Notebook -> what a test changes of its cell of parameters."""
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_notebooks_run(file, request, tiny_hub, own_registry, tmp_path):
+    if file.stem == "images":
+        request.getfixturevalue("vision_hub")
+    if file.stem == "word_problems":
+        pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+        problems = [{"question": f"{n} + {n}?", "answer": f"It is #### {2 * n}"} for n in range(3)]
+        parquet.write_table(pyarrow.Table.from_pylist(problems), "a.parquet")
+    settings = tmp_path / "hub" / "tokenizer_config.json"
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
+    namespace: dict = {"__name__": "notebook"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers'
+        for number, cell in enumerate(json.loads(file.read_text(encoding="utf-8"))["cells"]):
+            assert not cell.get("outputs"), "clear the outputs"
+            if cell["cell_type"] == "code":
+                exec(compile("".join(cell["source"]), f"{file.name}, cell {number}", "exec"), namespace)
+            if "parameters" in cell["metadata"].get("tags", ()):
+                assert TINY[file.stem].keys() <= namespace.keys()
+                namespace |= TINY[file.stem]
+    if file.stem == "word_problems":  # both have learnt the same
+        assert namespace["ours"] == pytest.approx(namespace["theirs"], rel=2e-2)
 
 
 @every_page
