@@ -294,8 +294,7 @@ def train(options: TrainOptions) -> None:
     memory = None
     if objective.shares_rows and device.type != "cpu" and options.tensor_parallel == 1 and model.visual is None:
         tokens = options.batch_size * options.length // options.sharing
-        found = estimate(model, tokens, four_bit=options.lora_4bit)
-        memory = found.peak(options.checkpointing, options.accumulate)
+        memory = estimate(model, tokens, four_bit=options.lora_4bit).peak(options.checkpointing, options.accumulate)
     size = {"rows": options.batch_size, "length": options.length, "accumulate": options.accumulate, "ranks": ranks}
     size |= {"sharing": options.sharing, "start": start, "steps": steps}
     epochs = steps * options.accumulate / len(data) / objective.repeats

@@ -296,6 +296,18 @@ def test_load_table():
     assert lines[1][:4] == ["m", "4", "transformers", "no"]
 
 
+def test_rows_of_images_reach_the_page(tmp_path):
+    page = "<!-- begin: images -->\n<!-- end -->\n"
+    assert "Not measured yet." in report.fill(page, [])
+    rates = {"images_per_s": 12.34, "tokens_per_s": 5678.9}
+    row = train_row("ours+adamw", 1.0, benchmark="images", loader={"8": rates}, model_alone=rates, together=rates)
+    (tmp_path / "images.jsonl").write_text(json.dumps(row) + "\n")
+    filled = report.fill(page, read(tmp_path))
+    assert "| loader, 8 workers | 12.3 | 5,679 |" in filled
+    assert "Not measured" not in filled
+    assert "<!-- begin: images -->" in report.PAGES[0].read_text(encoding="utf-8")
+
+
 def test_adapters_are_compared_with_adapters():
     run = {"commit": "abc", "date": "2026-01-01"}
     row = run | {"model": "m", "batch": "1x8", "tokens_per_s": 1.0, "peak_gib": 1.0, "losses": [1.0]}
