@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 RESIZING = frozenset({"min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes"})
 """Keys that qwen_vl_utils reads in a part of a message, next to the image or the video."""
 
+BOUNDS = ("min_pixels", "max_pixels")
+"""Those of them that an image may have where a processor takes bounds."""
+
 NOT_OF_PROCESSORS = ("generation_config.json", "README.md")
 """Files of a checkpoint that `Processor.save_pretrained` does not write, besides weights and code."""
 
@@ -123,7 +126,7 @@ def image_parts(
             kind in names,
             f"apply_chat_template: a part of a message must be of type text or {' or '.join(names)}, got {kind!r}.",
         )
-        unread = sorted(keys & RESIZING - ({"min_pixels", "max_pixels"} if bounds and kind == "image" else set()))
+        unread = sorted(keys & RESIZING - ({*BOUNDS} if bounds and kind == "image" else set()))
         check(
             not unread,
             f"apply_chat_template: a part of type {kind} must not have a size of its own, got {', '.join(unread)}. "
@@ -221,9 +224,15 @@ class Processor(ABC):
 
     @abstractmethod
     def pixels(
-        self, images: "Sequence[Image]", videos: "Sequence[Sequence[Image]]" = (), fps: Sequence[float] = ()
+        self,
+        images: "Sequence[Image]",
+        videos: "Sequence[Sequence[Image]]" = (),
+        fps: Sequence[float] = (),
+        bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
         """The inputs of ``forward`` besides text, for one row of text.
+
+        ``bounds`` are ``min_pixels`` of all images and ``max_pixels`` of all images, where the processor takes bounds.
 
         Rows are joined along the first dimension, after their second ones are padded to the longest with zeros.
         """

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 
 from liger_models.base.processor import Processor
 from liger_models.data.formats import DOCUMENTS, Formats
-from liger_models.data.media import BrokenMediaError, Medium, columns_of, fill, find_tokens, place_media, write_media
+from liger_models.data.media import (
+    BrokenMediaError,
+    Found,
+    Medium,
+    columns_of,
+    fill,
+    find_tokens,
+    place_media,
+    write_media,
+)
 from liger_models.data.sources import MEDIA_COLUMNS, Located, to_plain
 from liger_models.kernels.checks import check
 from liger_models.text.chat import Span, answer_mask
@@ -103,6 +112,7 @@ class Encoder:
             if token.special and any(name in token.content for name in MEDIA)
         }
         self.kinds = () if self.processor is None else ("image",)  # videos are frames that somebody has chosen
+        self.takes_bounds = self.processor is not None and self.processor.takes_bounds
         tokens = () if self.processor is None else self.processor.media_tokens
         ids = (self.tokenizer.backend.token_to_id(token) for token in tokens)
         self._media_ids = {id for id in ids if id is not None}
@@ -162,7 +172,9 @@ class Encoder:
             whole = (prompt or "") + value
             places = () if self.processor is None else self.processor.placeholder.finditer(whole)
             kinds = [str(place.lastgroup) for place in places]
-            found = list(zip(kinds, fill(where, kinds, columns), strict=True))
+            found: list[Found] = [
+                (kind, source, {}) for kind, source in zip(kinds, fill(where, kinds, columns), strict=True)
+            ]
             return self._write(where, whole, None if prompt is None else [(len(prompt), len(whole))], True, found)
         value = value if isinstance(value, list) else to_plain(value)
         if isinstance(value, Sequence) and value and all(isinstance(message, Mapping) for message in value):
@@ -170,7 +182,7 @@ class Encoder:
                 prompt is None or (isinstance(prompt, Sequence) and all(isinstance(each, Mapping) for each in prompt)),
                 f"{where}: prompt must be messages as {field} is, got {str(prompt)[:60]!r}. Convert one.",
             )
-            messages, found = place_media(where, [*(prompt or ()), *value], columns)
+            messages, found = place_media(where, [*(prompt or ()), *value], columns, self.takes_bounds)
             messages = read_messages(where, messages, self.kinds)
             earlier = messages[: len(prompt or ())]
             try:
@@ -197,13 +209,11 @@ class Encoder:
         ids = (token if label == token else ~token for token, label in zip(value, labels, strict=True))
         return Document(array("i", ids))
 
-    def _write(
-        self, where: str, text: str, spans: list[Span] | None, special: bool, found: Sequence[tuple[str, Any]]
-    ) -> Content:
+    def _write(self, where: str, text: str, spans: list[Span] | None, special: bool, found: Sequence[Found]) -> Content:
         """A text with the tokens of the images that were found, each with its kind."""
         if self.processor is None or not found:
             return Content(where, self._check_text(where, text), spans, special)
-        media = [Medium.open(where, source) for _, source in found]
+        media = [Medium.open(where, source, own) for _, source, own in found]
         text, spans, counts = write_media(where, text, spans, media, self.processor)
         return Content(where, text, spans, special, media, counts)
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from liger_models.base.images import image_size, locate_image, read_image
-from liger_models.base.processor import RESIZING, MediaSize, Processor
+from liger_models.base.processor import BOUNDS, RESIZING, MediaSize, Processor
 from liger_models.kernels.checks import check
 from liger_models.text.chat import Span
 
@@ -18,8 +19,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+Found = tuple[str, Any, Mapping[str, Any]]
+"""Kind and spelling of an image, and its own ``min_pixels`` and ``max_pixels``, as far as it has them."""
+
+
 class BrokenMediaError(ValueError):
     """A file that is missing or cannot be decoded."""
+
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -40,12 +48,13 @@ class Medium:
     end: int = 0
 
     @classmethod
-    def open(cls, where: str, source: Any) -> "Medium":
+    def open(cls, where: str, source: Any, bounds: Mapping[str, int] = _NONE) -> "Medium":
         """Read the header of an image.
 
         Args:
             where: where its example is. Its ``folder``, if it has one, is that of relative paths.
             source: any spelling that `locate_image` takes.
+            bounds: its own ``min_pixels`` and ``max_pixels``.
 
         Raises:
             ValueError: ``source`` is a URL of the web or not an image.
@@ -58,7 +67,7 @@ class Medium:
         if isinstance(found, Path):
             found = Path(os.path.abspath(getattr(where, "folder", Path()) / found))
         try:
-            size = MediaSize(*image_size(found))
+            size = MediaSize(*image_size(found), **bounds)
             return cls(where, found if isinstance(found, Path | bytes) else _to_png(found), size)
         except (OSError, TypeError, ValueError) as error:
             raise BrokenMediaError(f"{where}: an image must be a file that can be read, got: {error}") from error
@@ -114,8 +123,8 @@ def _is_list(value: Any) -> bool:
 
 
 def place_media(
-    where: str, messages: Sequence[Mapping[str, Any]], columns: Mapping[str, Sequence[Any]]
-) -> tuple[list[dict[str, Any]], list[tuple[str, Any]]]:
+    where: str, messages: Sequence[Mapping[str, Any]], columns: Mapping[str, Sequence[Any]], bounds: bool = False
+) -> tuple[list[dict[str, Any]], list[Found]]:
     """Messages as a chat template reads them, and their images.
 
     An image is a part of a message, and holds the image itself or stands for the next one of a column. In a message
@@ -126,15 +135,17 @@ def place_media(
         where: where the example is, for errors.
         messages: dicts with ``role`` and ``content``.
         columns: the images in fields of their own, by kind.
+        bounds: whether a part with an image may have ``min_pixels`` and ``max_pixels``.
 
     Returns:
-        The messages with parts ``{"type": "image"}``; kind and spelling of each image, in order.
+        The messages with parts ``{"type": "image"}``; kind, spelling and own bounds of each image, in order.
 
     Raises:
         ValueError: the number of places in the messages is not that of the images in the columns, or a part has a size
-            of its own.
+            of its own that the model does not take.
     """
-    placed, found = [], []
+    placed: list[dict[str, Any]] = []
+    found: list[Found] = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, str) and any(f"<{kind}>" in content for kind, given in columns.items() if given):
@@ -142,20 +153,20 @@ def place_media(
         if isinstance(content, list | tuple):
             parts: list[Any] = []
             for part in content:
-                kind, source = _read_part(where, part, columns)
-                found += [(kind, source)] if kind else []
+                kind, source, own = _read_part(where, part, columns, bounds)
+                found += [(kind, source, own)] if kind else []
                 parts.append({"type": kind} if kind else part)
             content = parts
         placed.append({**message, "content": content})
     for kind, given in columns.items():
         users = [message for message in placed if message.get("role") == "user"]
-        if given and users and not any(kind == each for each, _ in found):
+        if given and users and not any(kind == each for each, _, _ in found):
             text = users[0].get("content")
             parts = list(text) if isinstance(text, list | tuple) else [{"type": "text", "text": text}]
             users[0]["content"] = [{"type": kind}] * len(given) + parts
-            found = [(kind, None)] * len(given) + found
-    sources = iter(fill(where, [kind for kind, source in found if source is None], columns))
-    return placed, [(kind, next(sources) if source is None else source) for kind, source in found]
+            found = [(kind, None, _NONE)] * len(given) + found
+    sources = iter(fill(where, [kind for kind, source, _ in found if source is None], columns))
+    return placed, [(kind, next(sources) if source is None else source, own) for kind, source, own in found]
 
 
 def fill(where: str, kinds: Sequence[str | None], columns: Mapping[str, Sequence[Any]]) -> list[Any]:
@@ -194,23 +205,24 @@ def _split_marks(text: str, columns: Mapping[str, Sequence[Any]]) -> list[dict[s
     return [part for part in parts if part.get("text") != ""]
 
 
-def _read_part(where: str, part: Any, kinds: Mapping[str, Any]) -> tuple[str, Any]:
-    """Kind and spelling of the image in a part of a message; "" if it has none, None if it stands for one."""
+def _read_part(where: str, part: Any, kinds: Mapping[str, Any], bounds: bool) -> Found:
+    """The image in a part of a message: "" as its kind if it has none, None as its spelling if it stands for one."""
     if not isinstance(part, Mapping):
-        return "", None
+        return "", None, _NONE
     present = {key: value for key, value in part.items() if value is not None}
     named = str(present.get("type", next((key for key in present if key.removesuffix("_url") in kinds), "")))
     kind = named.removesuffix("_url")
     if kind not in kinds:
-        return "", None
-    sizes = sorted(RESIZING & {*present})
+        return "", None, _NONE
+    own = {key: present[key] for key in BOUNDS if bounds and kind == "image" and key in present}
+    sizes = sorted(RESIZING & {*present} - {*own})
     check(
         not sizes,
         f"{where}: a part of type {kind} must not have a size of its own, got {', '.join(sizes)}. Resize it first, or "
         "set bounds on the processor: processor.images.max_pixels = ...",
     )
     spellings = [present[key] for key in (kind, f"{kind}_url", "path", "url", "bytes") if key in present]
-    return kind, spellings[0] if spellings else None
+    return kind, spellings[0] if spellings else None, own
 
 
 def write_media(

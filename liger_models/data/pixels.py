@@ -50,7 +50,7 @@ class RowMaker:
         Raises:
             ValueError: an image cannot be decoded, with ``broken_media="error"``.
         """
-        tokens, images = [], []
+        tokens, images, sizes = [], [], [medium.size for _, media in pieces for medium in media]
         for ids, media in pieces:
             try:
                 images += [medium.decode() for medium in media]
@@ -62,7 +62,10 @@ class RowMaker:
                 ids = torch.minimum(ids, ~ids)  # no labels
             tokens.append(ids)
         row = make_row(tokens, self.length, self.filler)
-        return row if self.processor is None else row | self.processor.pixels(images)
+        if self.processor is None:
+            return row
+        bounds = [size.min_pixels for size in sizes], [size.max_pixels for size in sizes]
+        return row | self.processor.pixels(images, bounds=bounds)
 
     def _count(self, error: Exception) -> None:
         if not self.broken.any():

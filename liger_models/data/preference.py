@@ -159,7 +159,7 @@ def _encode_with_images(pairs: Sequence[Mapping[str, Any]], processor: Processor
             shared = 0 if "prompt" in parts else _shared_prefix(*(pair[name] for name in ANSWERS))
             prompt = pair["prompt"] if "prompt" in parts else pair[side][:shared]
             columns = {"image": [image for name in IMAGE_FIELDS for image in _listed(pair.get(name))]}
-            messages, images = place_media(where, prompt, columns)
+            messages, images = place_media(where, prompt, columns, processor.takes_bounds)
             messages = read_messages(where, [*messages, *pair[side][shared:]], ["image"])
             _, pictured = place_media(where, messages[len(prompt) :], {"image": []})
             check(not pictured, f"{where}: {side} must be text, got an image. Only prompts may have images.")
@@ -168,7 +168,7 @@ def _encode_with_images(pairs: Sequence[Mapping[str, Any]], processor: Processor
             earlier = sum(message.get("role") == "assistant" for message in messages[: len(prompt)])
             texts.append(text)
             answers.append(spans[earlier:])
-            found += [("image", image, {}) for _, image in images]
+            found += images
     out = processor(texts, answers=answers, return_tensors=None, padding=False, **processor.media(found))
     rows = []
     for number, (ids, mask) in enumerate(zip(out.pop("input_ids"), out.pop("assistant_masks"), strict=True)):

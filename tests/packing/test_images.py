@@ -14,6 +14,7 @@ from PIL import Image
 
 from liger_models import PackedDataset, PackedLoader
 from liger_models.base.images import read_image
+from liger_models.data import preference_batch
 
 from ..processing.conftest import picture
 from .examples import Stream, write
@@ -167,6 +168,24 @@ def test_every_spelling_is_the_same_image(qwen, make, tmp_path, monkeypatch):
         assert torch.equal(batch["input_ids"], want["input_ids"][:, :48])
 
 
+def test_images_with_bounds_of_their_own(qwen, make, tmp_path):
+    """A row of images with and without bounds has the pixels and the loss of the chats alone."""
+    paths = save_pictures(tmp_path, 3)
+    bounds = ({"max_pixels": 128}, {}, {"min_pixels": 600, "max_pixels": 700})
+    chats = [chat(path) for path in paths]
+    for messages, own in zip(chats, bounds, strict=True):
+        messages[0]["content"][0] |= own
+    lines = json.loads(json.dumps([{"messages": messages} for messages in chats], default=lambda path: path.name))
+    (batch,) = make(write(tmp_path / "train.jsonl", lines), qwen, length=256, shuffle=False)
+    wanted = [alone(qwen, messages) for messages in chats]
+    grids = {tuple(grid) for want in wanted for grid in want["image_grid_thw"].tolist()}
+    assert {tuple(grid) for grid in batch["image_grid_thw"].tolist()} == grids
+    assert (1, 2, 2) in grids
+    pair = {"prompt": chats[0][:1], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "No."}]}
+    assert preference_batch([pair], processor=qwen.processor)["image_grid_thw"].tolist() == [[1, 2, 2]] * 2
+    torch.testing.assert_close(summed(qwen, batch), total_alone(qwen, chats), rtol=1e-9, atol=0)
+
+
 def test_columns_of_datasets_and_parquet(qwen, make, tmp_path):
     """Their images are read undecoded."""
     from datasets import Dataset, Features, List, Value
@@ -296,13 +315,15 @@ def test_what_cannot_be_read_is_refused(qwen, make, tmp_path):
     paths = save_pictures(tmp_path, 2)
     web = {"messages": chat("https://example.com/a.png")}
     two_places = {"messages": chat(None, None), "images": [str(paths[0])]}
-    sized = {"messages": [{"role": "user", "content": [{"type": "image", "image": "a", "max_pixels": 9}]}, ANSWER]}
+    part = {"type": "image", "image": str(paths[0])}
+    sized = lambda key, value: {"messages": [{"role": "user", "content": [{**part, key: value}]}, ANSWER]}
     for row, message in (
         (web, "got the URL https://example.com/a.png. Download it"),
         (two_places, r"a place for each of its 1 images.*got 2"),
         ({"messages": chat(paths[0].name), "images": [str(paths[0])]}, r"a place for each of its 1 images.*got 0"),
         ({"messages": chat(3)}, "got int"),
-        (sized, "a part of type image must not have a size of its own, got max_pixels"),
+        (sized("max_pixels", 0), "min_pixels and max_pixels must be positive numbers of pixels, .*got None and 0"),
+        (sized("resized_height", 28), "a part of type image must not have a size of its own, got resized_height"),
         ({"text": "<|image_pad|>"}, "a place for each of its 0 images.*got 1"),
         ({"text": "none", "images": [str(paths[0])]}, "a place for each of its 1 images.*got 0"),
         ({"text": "none", "audio": "a.wav"}, "must be text and image, got a field audio"),
@@ -315,6 +336,8 @@ def test_what_cannot_be_read_is_refused(qwen, make, tmp_path):
     ):
         with pytest.raises(ValueError, match=rf"example 1: .*{message}"):
             make([row], qwen)
+    with pytest.raises(ValueError, match="a part of type image must not have a size of its own, got max_pixels"):
+        make([sized("max_pixels", 64)], make_model("gemma3"))
     with pytest.raises(ValueError, match=r"broken_media must be one of .*got 'ignore'"):
         make([{"text": "a"}], qwen, broken_media="ignore")
     tall = BytesIO()

@@ -192,7 +192,11 @@ class Gemma3Processor(Processor):
         return self._written(pieces), (1 + pieces) * self.tokens
 
     def pixels(
-        self, images: "Sequence[Image]", videos: "Sequence[Sequence[Image]]" = (), fps: Sequence[float] = ()
+        self,
+        images: "Sequence[Image]",
+        videos: "Sequence[Sequence[Image]]" = (),
+        fps: Sequence[float] = (),
+        bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
         """As `Processor.pixels`: ``pixel_values`` [n, 3, image_size, image_size]."""
         return {"pixel_values": torch.cat([self.images(image) for image in images])} if images else {}

@@ -200,7 +200,11 @@ class MllamaProcessor(Processor):
         return self.image, 1
 
     def pixels(
-        self, images: "Sequence[Image]", videos: "Sequence[Sequence[Image]]" = (), fps: Sequence[float] = ()
+        self,
+        images: "Sequence[Image]",
+        videos: "Sequence[Sequence[Image]]" = (),
+        fps: Sequence[float] = (),
+        bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
         """As `Processor.pixels`: ``pixel_values`` [1, M, tiles, 3, image_size, image_size], ``aspect_ratio_ids``
         [1, M], also if M is 0."""
