@@ -83,8 +83,8 @@ def test_images_get_room():
     assert plans.share == SHARE_WITH_IMAGES < SHARE
     assert all(each.requires_grad for each in plans.model("full", torch.float32).parameters())
     trained = [name for name, each in plans.model("lora", torch.bfloat16).named_parameters() if each.requires_grad]
-    assert trained
     assert not any("visual" in name for name in trained)
+    assert len(trained) > 0
 
 
 def test_what_does_not_fit_says_how_much_is_needed(llama):

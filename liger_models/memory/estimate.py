@@ -1,6 +1,7 @@
 """Estimate of the memory that a training step needs, from running its blocks on tensors without values."""
 
 import operator
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +132,7 @@ def _saved_by_block(model: Decoder, policy: str, tokens: int, dtype: torch.dtype
         if policy == "full" and is_replayable(block):
             found.append(tokens * model.config.hidden_size * dtype.itemsize)
             continue
-        description = _description(block, index)
+        description = _description(block)
         if description not in known:
             try:
                 known[description] = _block_bytes(model, block, tokens, dtype)
@@ -144,7 +145,7 @@ def _saved_by_block(model: Decoder, policy: str, tokens: int, dtype: torch.dtype
     return found
 
 
-def _description(block: nn.Module, index: int) -> str:
+def _description(block: nn.Module) -> str:
     """All that a block consists of, but for its index and the values of its parameters. Equal blocks save the same."""
     skipped = {"_parameters", "_buffers", "_modules", "layer"}
     tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
@@ -153,7 +154,7 @@ def _description(block: nn.Module, index: int) -> str:
         for path, module in block.named_modules()
     ]
     shapes = {name: (each.shape, each.dtype, each.requires_grad) for name, each in tensors.items()}
-    return repr((parts, shapes)).replace(f"layers.{index}.", "layers.")
+    return re.sub(r"layers\.\d+\.", "layers.", repr((parts, shapes)))
 
 
 def _block_bytes(model: Decoder, block: nn.Module, tokens: int, dtype: torch.dtype) -> int:
