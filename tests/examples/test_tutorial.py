@@ -20,8 +20,14 @@ def without_numbers(text: str) -> list[str]:
 def test_the_page_shows_what_its_commands_print(tmp_path):
     done = run(ROOT / "examples" / "tutorial.py", "--output", "made", cwd=tmp_path)
     shown = re.findall(r"^```sh\n((?:[^`].*\n)*)```\n\n```text\n((?:[^`].*\n)*)```$", PAGE.read_text(), re.MULTILINE)
-    assert len(shown) == 5
+    assert len(shown) == 9
     expected = "".join(f"$ {command}{output}" for command, output in shown)
     assert without_numbers(done.stdout) == without_numbers(expected), "run: python examples/tutorial.py --write"
-    before, _, after, _, merged = (output for _, output in shown)
-    assert (before, after, merged) == ("It is Paris.\n", "Ahoy! Paris it be, matey.\n", "Ahoy! Oslo it be, matey.\n")
+    answers = [output for command, output in shown if "liger-models generate" in command]
+    assert answers == [
+        "It is Paris.\n",
+        "Ahoy! Paris it be, matey.\n",
+        "Ahoy! Oslo it be, matey.\n",
+        "It is orange.\n",
+        "Ahoy! orange it be, matey.\n",
+    ]
