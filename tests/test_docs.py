@@ -151,7 +151,7 @@ def test_the_site_in_a_browser(site):
             assert sum(pixels[:64]) > 0.6 * sum(pixels)  # dark, apart from bars and letters
             assert sum(pixels[192:]) > 0  # letters
 
-        for query in ("gradient checkpointing", "merge adapters"):
+        for query, best in {"gradient checkpointing": "quickstart.html", "merge adapters": ".html"}.items():
             page.goto((site / "index.html").as_uri())
             page.locator(".md-search__input").click()
             page.keyboard.type(query)
@@ -159,6 +159,7 @@ def test_the_site_in_a_browser(site):
             found.first.wait_for()
             pages = [found.nth(i).get_attribute("href") for i in range(3)]
             assert not any("/reference/" in each for each in pages), pages
+            assert best in pages[0], pages
         chromium.close()
 
 
