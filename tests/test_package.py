@@ -120,7 +120,19 @@ assert not [name for name in sys.modules if name.partition(".")[0] in {absent!r}
 """
 
 
-EXTRAS = ("typer", "rich", "pyarrow", "torchao", "tensorboard", "PIL", "transformers", "liger_kernel", "peft", "pandas")
+EXTRAS = (
+    "typer",
+    "rich",
+    "pyarrow",
+    "torchao",
+    "tensorboard",
+    "PIL",
+    "av",
+    "transformers",
+    "liger_kernel",
+    "peft",
+    "pandas",
+)
 
 
 @pytest.mark.slow

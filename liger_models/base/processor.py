@@ -149,6 +149,7 @@ class MediaSize(NamedTuple):
         width, height: in pixels.
         frames, fps: of a video, number of sampled frames and their rate; None for an image.
         min_pixels, max_pixels: bounds of the area after resizing, of an image that has bounds of its own.
+        numbers, file_fps: of a video in a file, which of its frames are sampled, and the rate of all its frames.
     """
 
     width: int
@@ -157,6 +158,8 @@ class MediaSize(NamedTuple):
     fps: float | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
+    numbers: Sequence[int] | None = None
+    file_fps: float | None = None
 
     @property
     def kind(self) -> str:
@@ -236,6 +239,19 @@ class Processor(ABC):
 
         Rows are joined along the first dimension, after their second ones are padded to the longest with zeros.
         """
+
+    def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
+        """Which frames of a video file the model sees, from 0, in ascending order.
+
+        Args:
+            frames, fps: number of the file's frames, and their rate.
+            wanted: frames per second to sample. Default: those of the processor.
+
+        Raises:
+            TypeError: the model takes no videos.
+            ValueError: too few frames, or ``wanted`` is no rate.
+        """
+        raise TypeError(f"{type(self).__name__}: the model takes no videos. Pass frames as images.")
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
         """The arguments of a call, besides the texts, for the parts that `image_parts` found."""

@@ -53,7 +53,8 @@ class PackedDataset(IterableDataset[Batch]):
         source: a file (.jsonl, .ndjson or .json: one example per line; .json also: an array of examples; .txt: one text
             per line; .parquet), a folder of such files or a list of paths; a data set of `datasets` or PyTorch, or any
             other iterable.
-        tokenizer: the tokenizer of the model; or its processor (``model.processor``), which also takes images.
+        tokenizer: the tokenizer of the model; or its processor (``model.processor``), which also takes images and, for
+            Qwen-VL, videos.
         length: number of tokens in a row.
         batch_size: number of rows in a batch.
         overflow: what happens to documents longer than ``length``. "split" splits them; each piece begins with the last

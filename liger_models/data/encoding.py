@@ -111,7 +111,8 @@ class Encoder:
             for id, token in added.items()
             if token.special and any(name in token.content for name in MEDIA)
         }
-        self.kinds = () if self.processor is None else ("image",)  # videos are frames that somebody has chosen
+        kinds = ("image", "video") if self.processor is not None and self.processor.takes_videos else ("image",)
+        self.kinds: Sequence[str] = () if self.processor is None else kinds
         self.takes_bounds = self.processor is not None and self.processor.takes_bounds
         tokens = () if self.processor is None else self.processor.media_tokens
         ids = (self.tokenizer.backend.token_to_id(token) for token in tokens)
@@ -213,7 +214,8 @@ class Encoder:
         """A text with the tokens of the images that were found, each with its kind."""
         if self.processor is None or not found:
             return Content(where, self._check_text(where, text), spans, special)
-        media = [Medium.open(where, source, own) for _, source, own in found]
+        sampled = {"image": None, "video": self.processor.sampled}
+        media = [Medium.open(where, source, own, sampled[kind]) for kind, source, own in found]
         text, spans, counts = write_media(where, text, spans, media, self.processor)
         return Content(where, text, spans, special, media, counts)
 

@@ -1,17 +1,18 @@
-"""Images of examples: where they are and how they are spelled, their sizes from headers, and their pixels."""
+"""Images and videos of examples: where they are and how they are spelled, their sizes from headers, their pixels."""
 
 import io
 import os
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from liger_models.base.images import image_size, locate_image, read_image
 from liger_models.base.processor import BOUNDS, RESIZING, MediaSize, Processor
+from liger_models.base.videos import read_frames, read_header
 from liger_models.kernels.checks import check
 from liger_models.text.chat import Span
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 
 Found = tuple[str, Any, Mapping[str, Any]]
-"""Kind and spelling of an image, and its own ``min_pixels`` and ``max_pixels``, as far as it has them."""
+"""Kind and spelling of an image or a video, and its own settings, as far as it has them: ``min_pixels`` and
+``max_pixels`` of an image, ``fps`` of a video."""
 
 
 class BrokenMediaError(ValueError):
@@ -28,11 +30,13 @@ class BrokenMediaError(ValueError):
 
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
+Sampled = Callable[[int, float, float | None], list[int]]
+"""`Processor.sampled`."""
 
 
 @dataclass(frozen=True)
 class Medium:
-    """An image of a document.
+    """An image or a video of a document.
 
     Attributes:
         where: where its example is, for errors.
@@ -48,16 +52,17 @@ class Medium:
     end: int = 0
 
     @classmethod
-    def open(cls, where: str, source: Any, bounds: Mapping[str, int] = _NONE) -> "Medium":
-        """Read the header of an image.
+    def open(cls, where: str, source: Any, own: Mapping[str, Any] = _NONE, sampled: Sampled | None = None) -> "Medium":
+        """Read the header of an image or a video.
 
         Args:
             where: where its example is. Its ``folder``, if it has one, is that of relative paths.
             source: any spelling that `locate_image` takes.
-            bounds: its own ``min_pixels`` and ``max_pixels``.
+            own: its own settings.
+            sampled: chooses the frames of a video; None for an image.
 
         Raises:
-            ValueError: ``source`` is a URL of the web or not an image.
+            ValueError: ``source`` is a URL of the web or has another type.
             BrokenMediaError: there is no such file, or its header cannot be read.
         """
         try:
@@ -66,34 +71,46 @@ class Medium:
             raise ValueError(f"{where}: {error}") from error
         if isinstance(found, Path):
             found = Path(os.path.abspath(getattr(where, "folder", Path()) / found))
+        named = "an image" if sampled is None else "a video"
         try:
-            size = MediaSize(*image_size(found), **bounds)
+            if sampled is None:
+                size = MediaSize(*image_size(found), **own)
+            else:
+                check(isinstance(found, Path | bytes), "an image. Pass images as images.")
+                width, height, frames, fps = read_header(cast("Path | bytes", found))
+                numbers = sampled(frames, fps, own.get("fps"))
+                rate = len(numbers) / frames * fps
+                size = MediaSize(width, height, len(numbers), rate, numbers=numbers, file_fps=fps)
             return cls(where, found if isinstance(found, Path | bytes) else _to_png(found), size)
         except (OSError, TypeError, ValueError) as error:
-            raise BrokenMediaError(f"{where}: an image must be a file that can be read, got: {error}") from error
+            raise BrokenMediaError(f"{where}: {named} must be a file that can be read, got: {error}") from error
 
-    def decode(self) -> "Image":
-        """The image in RGB.
+    def decode(self) -> "list[Image]":
+        """The image, or the sampled frames of the video, in RGB.
 
         Raises:
             BrokenMediaError: the file cannot be read, or its image has another size than its header had.
         """
+        named = "an image" if self.size.numbers is None else "a video"
         try:
-            image = read_image(self.source)
-        except (OSError, ValueError) as error:
-            raise BrokenMediaError(f"{self.where}: an image must be a file that can be read, got: {error}") from error
-        if image.size != self.size[:2]:
-            raise BrokenMediaError(
-                f"{self.where}: an image must have the size {self.size[:2]} of its header, got {image.size}"
-                + (f" in {self.source}." if isinstance(self.source, Path) else ".")
+            images = (
+                [read_image(self.source)] if self.size.numbers is None else read_frames(self.source, self.size.numbers)
             )
-        return image
+        except (OSError, ValueError) as error:
+            raise BrokenMediaError(f"{self.where}: {named} must be a file that can be read, got: {error}") from error
+        for image in images:
+            if image.size != self.size[:2]:
+                raise BrokenMediaError(
+                    f"{self.where}: {named} must have the size {self.size[:2]} of its header, got {image.size}"
+                    + (f" in {self.source}." if isinstance(self.source, Path) else ".")
+                )
+        return images
 
-    def blank(self) -> "Image":
-        """A black image of the same size."""
+    def blank(self) -> "list[Image]":
+        """A black image of the same size, or as many black frames."""
         from PIL import Image
 
-        return Image.new("RGB", self.size[:2])
+        return [Image.new("RGB", self.size[:2])] * (self.size.frames or 1)
 
 
 def _to_png(image: Any) -> bytes:
@@ -214,7 +231,8 @@ def _read_part(where: str, part: Any, kinds: Mapping[str, Any], bounds: bool) ->
     kind = named.removesuffix("_url")
     if kind not in kinds:
         return "", None, _NONE
-    own = {key: present[key] for key in BOUNDS if bounds and kind == "image" and key in present}
+    taken = ("fps",) if kind == "video" else BOUNDS if bounds else ()
+    own = {key: present[key] for key in taken if key in present}
     sizes = sorted(RESIZING & {*present} - {*own})
     check(
         not sizes,
@@ -248,8 +266,8 @@ def write_media(
     kinds = [place.lastgroup for place in places]
     check(
         kinds == [medium.size.kind for medium in media],
-        f"{where}: a text must have a placeholder for each of its {len(media)} images, got {len(kinds)}. Does the chat "
-        "template write them, or does a message have them by mistake?",
+        f"{where}: a text must have a placeholder for each of its {len(media)} {_named(media)}, got {len(kinds)}. Does "
+        "the chat template write them, or does a message have them by mistake?",
     )
     try:
         written = [processor.written(medium.size) for medium in media]
@@ -263,6 +281,10 @@ def write_media(
         first, last = ([each + moved[bisect_right(ends, each)] for each in side] for side in zip(*spans, strict=True))
         spans = list(zip(first, last, strict=True))
     return text, None if spans is None else list(spans), [count for _, count in written]
+
+
+def _named(media: Sequence[Medium]) -> str:
+    return "images and videos" if any(medium.size.kind == "video" for medium in media) else "images"
 
 
 def find_tokens(

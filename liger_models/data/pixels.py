@@ -50,22 +50,29 @@ class RowMaker:
         Raises:
             ValueError: an image cannot be decoded, with ``broken_media="error"``.
         """
-        tokens, images, sizes = [], [], [medium.size for _, media in pieces for medium in media]
+        tokens, decoded = [], []
         for ids, media in pieces:
             try:
-                images += [medium.decode() for medium in media]
+                decoded += [medium.decode() for medium in media]
             except BrokenMediaError as error:
                 if self.broken_media == "error":
                     raise
                 self._count(error)
-                images += [medium.blank() for medium in media]
+                decoded += [medium.blank() for medium in media]
                 ids = torch.minimum(ids, ~ids)  # no labels
             tokens.append(ids)
         row = make_row(tokens, self.length, self.filler)
         if self.processor is None:
             return row
-        bounds = [size.min_pixels for size in sizes], [size.max_pixels for size in sizes]
-        return row | self.processor.pixels(images, bounds=bounds)
+        sizes = [medium.size for _, media in pieces for medium in media]
+        images = [(image, size) for (image, *_), size in zip(decoded, sizes, strict=True) if size.kind == "image"]
+        videos = [(frames, size) for frames, size in zip(decoded, sizes, strict=True) if size.kind == "video"]
+        return row | self.processor.pixels(
+            [image for image, _ in images],
+            [frames for frames, _ in videos],
+            [float(size.fps or 0) for _, size in videos],
+            ([size.min_pixels for _, size in images], [size.max_pixels for _, size in images]),
+        )
 
     def _count(self, error: Exception) -> None:
         if not self.broken.any():

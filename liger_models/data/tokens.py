@@ -24,7 +24,7 @@ from liger_models.data.sources import read_examples, to_plain
 from liger_models.kernels.checks import check
 from liger_models.parallel.groups import is_distributed, raise_on_all_ranks, rank
 
-FORMAT = 6
+FORMAT = 7
 """Version of `TokenFile` and of the encoding of examples in it. Part of a folder's name."""
 TEMPORARY, LOCK = ".tmp", ".lock"
 """Suffixes of a folder that is being written, and of the file that is locked meanwhile."""

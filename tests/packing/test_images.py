@@ -326,8 +326,7 @@ def test_what_cannot_be_read_is_refused(qwen, make, tmp_path):
         (sized("resized_height", 28), "a part of type image must not have a size of its own, got resized_height"),
         ({"text": "<|image_pad|>"}, "a place for each of its 0 images.*got 1"),
         ({"text": "none", "images": [str(paths[0])]}, "a place for each of its 1 images.*got 0"),
-        ({"text": "none", "audio": "a.wav"}, "must be text and image, got a field audio"),
-        ({"messages": [{"role": "user", "content": [{"type": "video", "video": "a"}]}, ANSWER]}, "got a part video"),
+        ({"text": "none", "audio": "a.wav"}, "must be text and image and video, got a field audio"),
         ({"text": "<|video_pad|>"}, "a place for each of its 0 videos, .*got 1"),
         ({"messages": chat(str(paths[0]), question="<|image_pad|>")}, "a placeholder for each of its 1 images, got 2"),
         ({"messages": chat(question="<|image_pad|>")}, r"must be without images, got <\|image_pad\|>"),
@@ -338,6 +337,10 @@ def test_what_cannot_be_read_is_refused(qwen, make, tmp_path):
             make([row], qwen)
     with pytest.raises(ValueError, match="a part of type image must not have a size of its own, got max_pixels"):
         make([sized("max_pixels", 64)], make_model("gemma3"))
+    clip = {"messages": [{"role": "user", "content": [{"type": "video", "video": "a"}]}, ANSWER]}
+    for row, message in ((clip, "got a part video"), ({"text": "a", "video": "a.mp4"}, "got a field video")):
+        with pytest.raises(ValueError, match=message):
+            make([row], make_model("gemma3"))
     with pytest.raises(ValueError, match=r"broken_media must be one of .*got 'ignore'"):
         make([{"text": "a"}], qwen, broken_media="ignore")
     tall = BytesIO()

@@ -73,6 +73,8 @@ def smart_resize(
 
 
 BOUNDS = ("image", "frame", "video")
+FPS = 2.0
+"""Frames per second to sample where the settings have no number, as the authors' qwen_vl_utils does."""
 
 
 class QwenVLImages:
@@ -110,6 +112,10 @@ class QwenVLImages:
         self.as_read = self.min_pixels, self.max_pixels
         self.of, self.caps = of, bool(settings.get("cap_pixels_per_frame"))
         self.most_tokens = settings.get("max_video_tokens") or (768 if of == "video" else 128000)
+        self.fps = float(settings.get("fps") or FPS)
+        self.num_frames = settings.get("num_frames")
+        self.least_frames = int(settings.get("min_frames") or 4)
+        self.most_frames = int(settings.get("max_frames") or 768)
         self.normalize = Normalize(settings, *((HALF, HALF) if of == "video" else (CLIP_MEAN, CLIP_STD)))
 
     def __repr__(self) -> str:
@@ -183,6 +189,33 @@ class QwenVLImages:
         least = self.min_pixels if min_pixels is None else min_pixels
         most = self._most_pixels(count) if max_pixels is None else max_pixels
         return smart_resize(height, width, factor, least, most, deep)
+
+    def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
+        """As `Processor.sampled`: evenly from the first to the last frame (Qwen3-VL), or evenly from the first on."""
+        check(
+            wanted is None or (isinstance(wanted, int | float) and 0 < wanted < math.inf),
+            f"QwenVLImages: fps must be a positive number of frames per second, got {wanted!r}.",
+        )
+        whole, most = self.of == "video", min(self.most_frames, frames)
+        if wanted is None and self.num_frames:
+            depth = 1 if whole else self.frames
+            count = min(round(self.num_frames / depth), frames // depth) * depth
+        elif whole:
+            count = min(max(int(frames / fps * (wanted or self.fps)), self.least_frames), most)
+        else:
+            most = most // self.frames * self.frames
+            count = int(min(max(frames / fps * (wanted or self.fps), self.least_frames), most))
+            count = count // self.frames * self.frames
+        check(
+            count >= self.frames,
+            f"QwenVLImages: a video must have at least {self.frames} frames, got {count} of {frames}. Pass an image as "
+            "an image.",
+        )
+        if whole:
+            step = (frames - 1) / (count - 1)
+            return [round(index * step) for index in range(count)]
+        found: list[int] = torch.arange(0, frames, frames / count).int().tolist()
+        return found
 
     def bounds(self) -> dict[str, Any]:
         """The bounds of the area as settings, under the names of all versions of transformers."""
@@ -388,7 +421,12 @@ class QwenVLProcessor(Processor):
         deep = -(-(size.frames or 1) // make.frames)
         if size.frames is None or not self.frames_apart:
             return token * per_frame * deep, per_frame * deep
-        return self._timed(token * per_frame, size.frames, float(size.fps or 0)), per_frame * deep
+        numbers, rate = (range(size.frames), size.fps) if size.numbers is None else (size.numbers, size.file_fps)
+        return self._timed(token * per_frame, numbers, float(rate or 0)), per_frame * deep
+
+    def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
+        """As `Processor.sampled`."""
+        return self.videos.sampled(frames, fps, wanted)
 
     def pixels(
         self,
@@ -415,11 +453,11 @@ class QwenVLProcessor(Processor):
             out["second_per_grid_ts"] = self.videos.frames / torch.tensor(fps, dtype=torch.float64)
         return out
 
-    def _timed(self, frame: str, count: int, rate: float) -> str:
+    def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
         """Each frame of patches, preceded by its timestamp: the mean of the times of its first and last frame."""
         depth = self.videos.frames
-        indices = [min(index, count - 1) for index in range(count + -count % depth)]
-        times = [(indices[i] + indices[i + depth - 1]) / 2 / rate for i in range(0, len(indices), depth)]
+        seconds = [number / rate for number in (*numbers, *([numbers[-1]] * (-len(numbers) % depth)))]
+        times = [(seconds[i] + seconds[i + depth - 1]) / 2 for i in range(0, len(seconds), depth)]
         return "".join(f"<{time:.1f} seconds><|vision_start|>{frame}<|vision_end|>" for time in times)
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:

@@ -1,0 +1,97 @@
+"""Reading video files: what the container says about them, and chosen frames."""
+
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from liger_models.kernels.checks import check
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class VideoHeader(NamedTuple):
+    """What a container says about its first video stream.
+
+    Attributes:
+        width, height: in pixels.
+        frames: number of frames.
+        fps: frames per second, on average.
+    """
+
+    width: int
+    height: int
+    frames: int
+    fps: float
+
+
+def read_header(source: Path | bytes) -> VideoHeader:
+    """The size, number and rate of the frames of a video, without decoding it.
+
+    Where the container does not have the number of frames (Matroska, WebM) its packets are counted, which reads the
+    whole file.
+
+    Args:
+        source: the path or the content of a file.
+
+    Raises:
+        ImportError: PyAV is not installed.
+        OSError: there is no such file.
+        ValueError: it is not a video.
+    """
+    with _opened(source) as (container, stream):
+        frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+        rate = stream.average_rate or stream.guessed_rate
+        check(
+            bool(rate) and min(stream.width, stream.height, frames) > 0,
+            f"a video with frames and their rate is needed, not {frames} frames of {stream.width} x {stream.height} at "
+            f"{rate} per second",
+        )
+        return VideoHeader(stream.width, stream.height, frames, float(rate))
+
+
+def read_frames(source: Path | bytes, numbers: Sequence[int]) -> "list[Image]":
+    """Frames of a video, in RGB, as they are stored: a rotation in the header is not applied.
+
+    Args:
+        source: the path or the content of a file.
+        numbers: of the frames, from 0, in ascending order; a frame may be chosen several times.
+
+    Raises:
+        ImportError, OSError, ValueError: as for `read_header`, or the video has fewer frames.
+    """
+    found: dict[int, Image] = {}
+    with _opened(source) as (container, stream):
+        wanted = set(numbers)
+        for number, frame in enumerate(container.decode(stream)):
+            if number in wanted:
+                found[number] = frame.to_image()
+            if number >= numbers[-1]:
+                break
+        check(len(found) == len(wanted), f"its frame {numbers[-1]} is missing")
+    return [found[number] for number in numbers]
+
+
+@contextlib.contextmanager
+def _opened(source: Path | bytes) -> Iterator[tuple[Any, Any]]:
+    """The container and its first video stream; errors inside become those of `read_header`."""
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError(
+            "read_video: needs PyAV, which is not installed. Run pip install 'liger_models[video]'."
+        ) from error
+    name = f"{len(source)} bytes" if isinstance(source, bytes) else str(source)
+    if isinstance(source, Path):
+        source.stat()  # a missing file is an OSError
+    try:
+        file = io.BytesIO(source) if isinstance(source, bytes) else str(source)
+        with av.open(file, options={"protocol_whitelist": "file"}) as container:  # playlists may name URLs
+            check(bool(container.streams.video), "it has no video stream")
+            yield container, container.streams.video[0]
+    except ImportError:
+        raise
+    except Exception as error:  # FFmpeg's errors are of many classes
+        raise ValueError(f"read_video: {name} must be a whole video file, got: {error}.") from error
