@@ -491,5 +491,5 @@ def test_pairs_with_images_as_trl_collates_them(tmp_path):
         labels[:, : -len(pair[answer])] = -100  # a token is a byte
         want = model(**alone, labels=labels, return_log_probs=True).log_probs.sum()
         torch.testing.assert_close(found[row], want)
-    with pytest.raises(ValueError, match=r"pair 1: must be text, got images\. Collate it with TRL's"):
+    with pytest.raises(ValueError, match=r"pair 1: must be text, got images\. Pass the model's processor"):
         preference_batch(pairs, model.tokenizer)
