@@ -1,5 +1,6 @@
 """Backends that the op tests run on, and a net for outputs that no kernel wrote."""
 
+import gc
 import os
 from contextlib import suppress
 from unittest import mock
@@ -74,6 +75,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if fixtures & GROUPS:
             item.add_marker("distributed")
             item.add_marker(pytest.mark.xdist_group("process groups"))  # started once, by one worker
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of every later collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 BACKENDS = [

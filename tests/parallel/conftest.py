@@ -64,6 +64,7 @@ def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool) -> None
         pipe.send_bytes(buffer.getvalue())
         del function, arguments, result
         gc.collect()  # sharded models are cycles: not while ranks talk to each other
+        gc.freeze()  # what is left stays: modules, which the next collection need not visit
 
 
 class Group:
