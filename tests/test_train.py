@@ -671,7 +671,8 @@ def test_the_estimate_of_a_run_is_that_of_the_model_and_what_is_gathered(folder)
     gathered = 2 * (model.embed_tokens.weight.numel() + model.lm_head.weight.numel() + 2 * block)
     for policy in ("none", "full"):
         expected = training_memory(model, 512, torch.bfloat16).peak(policy) + gathered
-        assert estimate(model, policy, 512, 1) == expected < estimate(model, policy, 512, 2)
+        found = estimate(model, 512)
+        assert found.peak(policy, 1) == expected < found.peak(policy, 2)
 
 
 def stopped(folder: Path, output: str, number: int, again: bool = False) -> int:
