@@ -2,7 +2,6 @@
 
 import io
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -11,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from liger_models.base.images import image_size, locate_image, read_image
-from liger_models.base.processor import BOUNDS, RESIZING, MediaSize, Processor
+from liger_models.base.processor import BOUNDS, RESIZING, Edit, MediaSize, Processor, edited
 from liger_models.base.videos import read_frames, read_header
 from liger_models.kernels.checks import check
 from liger_models.text.chat import Span
@@ -273,14 +272,9 @@ def write_media(
         written = [processor.written(medium.size) for medium in media]
     except ValueError as error:
         raise BrokenMediaError(f"{where}: {error}") from error
-    ends = [place.end() for place in places]
-    moved = [0, *accumulate(len(new) - len(place[0]) for (new, _), place in zip(written, places, strict=True))]
-    new = iter([new for new, _ in written])
-    text = processor.placeholder.sub(lambda _: next(new), text)
-    if spans is not None:
-        first, last = ([each + moved[bisect_right(ends, each)] for each in side] for side in zip(*spans, strict=True))
-        spans = list(zip(first, last, strict=True))
-    return text, None if spans is None else list(spans), [count for _, count in written]
+    edits = [Edit(*place.span(), new) for place, (new, _) in zip(places, written, strict=True)]
+    text, moved = edited(text, edits, spans or ())
+    return text, None if spans is None else moved, [count for _, count in written]
 
 
 def _named(media: Sequence[Medium]) -> str:

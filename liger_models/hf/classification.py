@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,11 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
             model = cls(config, _decoder(config).to(dtype if isinstance(dtype, torch.dtype) else own))
 
         def read() -> Iterator[tuple[str, Tensor]]:
-            for name, (file, *_) in stored.items():
-                if name != SCORE and not name.endswith("lm_head.weight"):
-                    with open_safetensors(file) as opened:
-                        yield name, opened.get_tensor(name)
+            for file, names in groupby(stored, lambda name: stored[name].file):
+                with open_safetensors(file) as opened:
+                    for name in names:
+                        if name != SCORE and not name.endswith("lm_head.weight"):
+                            yield name, opened.get_tensor(name)
 
         load_hf_tensors(model.model.decoder, read())
         if SCORE in stored:

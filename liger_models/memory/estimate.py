@@ -118,11 +118,6 @@ class _Allocations(TorchDispatchMode):
         return sum(nbytes for reference, nbytes in self._made.items() if not reference.expired())
 
 
-def _saved_bytes(model: Decoder, policy: str, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of activations that all blocks save for the backward."""
-    return sum(_saved_by_block(model, policy, tokens, dtype))
-
-
 def _saved_by_block(model: Decoder, policy: str, tokens: int, dtype: torch.dtype) -> list[int]:
     """Bytes of activations that each block saves for the backward."""
     found: list[int] = []

@@ -380,10 +380,9 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh) ->
             return apply_fsdp(apply_tp(model, mesh["shared"], sequence_parallel=True), mesh["dp"])
         return apply_fsdp(apply_cp(model, mesh["shared"]))
 
-    load = AutoLigerModel.from_pretrained if Path(options.model).is_dir() else AutoLigerModel.from_hub
     given: dict[str, Any] = {"dtype": options.dtype, "device": device}
     if options.lora_r == 0:
-        return load(options.model, shard=shard, **given)
+        return _load(options.model, shard=shard, **given)
     alpha = 2 * options.lora_r if options.lora_alpha is None else options.lora_alpha
 
     def adapt(model: CausalLM) -> CausalLM:
@@ -394,17 +393,22 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh) ->
         return apply_lora(model, LoRAConfig(target_modules=targets, **sizes))
 
     if not options.lora_4bit:
-        return load(options.model, shard=lambda model: shard(adapt(model)), **given)
+        return _load(options.model, shard=lambda model: shard(adapt(model)), **given)
     ranks = dist.get_world_size()
     check(ranks == 1, f"train: with lora_4bit there must be one rank, got {ranks}. Start one, or leave lora_4bit out.")
     # Loaded on the CPU: the device need not have room for the weights in more than 4 bits.
-    return quantize_base(adapt(load(options.model, **given | {"device": "cpu"})), device)
+    return quantize_base(adapt(_load(options.model, **given | {"device": "cpu"})), device)
 
 
 def load_frozen(name: str, device: torch.device) -> CausalLM:
     """A reference model or teacher, without gradients, sharded over all ranks, in bfloat16 as it computes."""
+    return _load(name, shard=apply_fsdp, dtype=torch.bfloat16, device=device).requires_grad_(False).eval()
+
+
+def _load(name: str, **options: Any) -> CausalLM:
+    """A model from a folder or from the hub."""
     load = AutoLigerModel.from_pretrained if Path(name).is_dir() else AutoLigerModel.from_hub
-    return load(name, shard=apply_fsdp, dtype=torch.bfloat16, device=device).requires_grad_(False).eval()
+    return load(name, **options)
 
 
 def bound_images(model: CausalLM, max_pixels: int | None) -> None:

@@ -12,7 +12,7 @@ from liger_models import AutoLigerModel, LigerLlama, LlamaConfig
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch import built_in, get_arch
 from liger_models.kernels.collectives import Group
-from liger_models.memory.estimate import _saved_bytes, training_memory
+from liger_models.memory.estimate import _saved_by_block, training_memory
 from liger_models.train.report import estimate
 
 DATA = Path(__file__).parents[1] / "data"
@@ -20,6 +20,11 @@ TOKENS = {"cpu": 3, "cuda": 128}
 """No more than any window of the configurations, so that the CPU needs no mask, which it would save."""
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 """In half precision the GPU runs flash attention."""
+
+
+def saved_bytes(model, policy, tokens, dtype):
+    """Of all blocks, by the estimate."""
+    return sum(_saved_by_block(model, policy, tokens, dtype))
 
 
 def tiny(arch):
@@ -68,7 +73,7 @@ def test_the_estimate_is_what_is_saved(arch, policy, kernel_device):
     model = AutoLigerModel.from_config(tiny(arch), device=kernel_device, dtype=dtype)
     model.set_checkpointing(policy)
     ids = torch.arange(tokens, device=kernel_device)[None] % 3  # no placeholders of images
-    assert same_bytes(_saved_bytes(model, policy, tokens, dtype), measured_bytes(model, ids), kernel_device)
+    assert same_bytes(saved_bytes(model, policy, tokens, dtype), measured_bytes(model, ids), kernel_device)
 
 
 @pytest.mark.parametrize("policy", ["none", "selective"])
@@ -80,7 +85,7 @@ def test_the_estimate_counts_adapters(arch, policy, kernel_device):
     model.set_checkpointing(policy)
     model.embed_tokens.weight.requires_grad_()  # the first block saves as the others do
     ids = torch.arange(tokens, device=kernel_device)[None] % 3
-    assert same_bytes(_saved_bytes(model, policy, tokens, dtype), measured_bytes(model, ids), kernel_device)
+    assert same_bytes(saved_bytes(model, policy, tokens, dtype), measured_bytes(model, ids), kernel_device)
 
 
 class Norm(nn.Module):
@@ -120,11 +125,11 @@ def small():
 
 def test_norms_and_mlps_of_ones_own_count_as_they_are(kernel_device):
     model, tokens, dtype = small(), TOKENS[kernel_device], DTYPE[kernel_device]
-    plain = _saved_bytes(model, "none", tokens, dtype)
+    plain = saved_bytes(model, "none", tokens, dtype)
     for block in model.layers:
         block.post_attention_layernorm, block.mlp = Norm(32), ByHand(32)
     model.to(kernel_device, dtype)
-    own = _saved_bytes(model, "none", tokens, dtype)
+    own = saved_bytes(model, "none", tokens, dtype)
     ids = torch.arange(tokens, device=kernel_device)[None] % 64
     assert same_bytes(own, measured_bytes(model, ids), kernel_device)
     assert own != plain
@@ -159,7 +164,7 @@ class Copies(nn.Module):
 def test_blocks_of_one_class_that_differ_are_counted_each():
     model = small()
     model.layers = nn.ModuleList([Copies(1), Copies(3), Copies(1)])
-    assert _saved_bytes(model, "none", 64, torch.float32) == (1 + 3 + 1) * 64 * 32 * 4
+    assert saved_bytes(model, "none", 64, torch.float32) == (1 + 3 + 1) * 64 * 32 * 4
 
 
 def test_names_change_nothing():
