@@ -440,7 +440,8 @@ def test_nf4_on_a_gpu_is_as_on_the_cpu(policy):
 @pytest.mark.gpu
 def test_nf4_on_the_way_to_a_gpu_takes_no_room_for_dense_weights():
     pytest.importorskip("torchao")
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096}
+    # Quantising one weight takes about as much as seven copies of it in bf16, so there must be many.
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
     model = llama(LoRAConfig(r=4), **sizes).to(torch.bfloat16)
     dense = sum(layer.weight.nbytes for layer in model.modules() if isinstance(layer, LoRALinear))
     want = quantize_base(copy.deepcopy(model))

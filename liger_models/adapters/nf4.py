@@ -24,7 +24,8 @@ def quantize_base(model: Model, device: torch.device | str | None = None) -> Mod
     Args:
         model: with adapters.
         device: the device to move the model to; each weight is quantised there. A model on the CPU then never takes
-            more of the device's memory than its 4-bit weights and one other. Default: the model stays where it is.
+            more of the device's memory than the finished model and what quantising one weight takes, which is about 14
+            bytes an element. Default: the model stays where it is.
 
     Raises:
         ImportError: torchao is not installed.

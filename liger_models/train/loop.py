@@ -234,7 +234,8 @@ def train(options: TrainOptions) -> None:
     started = not dist.is_initialized()
     if started:
         alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-        dist.init_process_group(**({} if "RANK" in os.environ else alone))
+        backend = dist.get_default_backend_for_device(device)
+        dist.init_process_group(backend, **({} if "RANK" in os.environ else alone))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     check(
         ranks % options.sharing == 0,
