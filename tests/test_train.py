@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 import types
 from functools import partial
 from itertools import islice
@@ -44,6 +45,7 @@ KILLED = """
 import os
 import signal
 import sys
+import time
 
 import liger_models.train.loop
 
@@ -685,6 +687,7 @@ def stopped(folder: Path, output: str, number: int, again: bool = False) -> int:
         if calls == 2 and dist.get_rank() == dist.get_world_size() - 1:
             signal.raise_signal(number)
             if again:
+                time.sleep(0.01)  # in which Python runs the handler of the first
                 signal.raise_signal(number)
         return clip(*arguments)
 
