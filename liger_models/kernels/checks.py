@@ -33,3 +33,23 @@ def check_floating(op: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.dtype.is_floating_point:
             raise TypeError(f"{op}: {name} must be a floating-point tensor, got {tensor.dtype}.")
+
+
+def check_documents(op: str, cu_seqlens: Tensor | None, B: int, T: int) -> int:
+    """Raise unless ``cu_seqlens`` are bounds of documents in [1, T]; the number of states, one for each or for a row."""
+    if cu_seqlens is None:
+        return B
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}.")
+    check(
+        cu_seqlens.dim() == 1 and len(cu_seqlens) > 1 and B == 1,
+        f"{op}: cu_seqlens must be [documents + 1] and the batch one row of packed documents, "
+        f"got {list(cu_seqlens.shape)} and {B} rows. Flatten the rows and add their bounds.",
+    )
+    if cu_seqlens.device.type != "cpu":  # on an accelerator this would launch five kernels for each op of each layer
+        return len(cu_seqlens) - 1
+    check_values(
+        (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all(),
+        f"{op}: cu_seqlens must ascend from 0 to the number of tokens ({T}).",
+    )
+    return len(cu_seqlens) - 1
