@@ -36,7 +36,7 @@ def check_floating(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_documents(op: str, cu_seqlens: Tensor | None, B: int, T: int) -> int:
-    """Raise unless ``cu_seqlens`` are bounds of documents in [1, T]; the number of states, one for each or for a row."""
+    """Raise unless ``cu_seqlens`` are bounds of documents in [1, T]. Returns their number, or without them B."""
     if cu_seqlens is None:
         return B
     if cu_seqlens.dtype not in (torch.int32, torch.int64):

@@ -40,28 +40,26 @@ def gated_delta_rule_reference(
     q = q * (Dk**-0.5 if scale is None else scale)
     q, k = (x.repeat_interleave(Hv // Hk, 1) for x in (q, k))
     token = torch.arange(T, device=v.device)
-    if cu_seqlens is None:
-        bounds, state = torch.arange(2, device=v.device) * T, initial_state
-    else:
-        bounds, state = cu_seqlens.long(), None
+    bounds = torch.arange(2, device=v.device) * T if cu_seqlens is None else cu_seqlens.long()
     document = torch.searchsorted(bounds[1:], token, right=True)
-    state = v.new_zeros(B, Hv, Dk, Dv) if state is None else state.to(dtype)
-    initial = None if cu_seqlens is None or initial_state is None else initial_state.to(dtype)
-    empty = (bounds.diff() == 0)[:, None, None, None]
-    finals = v.new_zeros(len(bounds) - 1, Hv, Dk, Dv) if initial is None else initial * empty
-    outputs = []
-    for start in range(0, T, CHUNK):
+    state = v.new_zeros(B, Hv, Dk, Dv)
+    initial = None if initial_state is None else initial_state.to(dtype)
+    if cu_seqlens is None:
+        state, initial = state if initial is None else initial, None
+    finals = v.new_zeros(len(bounds) - 1, Hv, Dk, Dv)
+    if initial is not None:
+        finals = initial * (bounds.diff() == 0)[:, None, None, None]
+
+    def chunk(start: int, state: Tensor, finals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         Q, K, V, decay, b = (x[:, :, start : start + CHUNK] for x in (q, k, v, g, beta))
         here = document[start : start + CHUNK]
-        length = len(here)
-        causal = torch.ones(length, length, dtype=torch.bool, device=v.device).tril()
+        causal = torch.ones(len(here), len(here), dtype=torch.bool, device=v.device).tril()
         causal = causal & (here[:, None] == here)
         # Documents that began before this chunk continue from `state`, the others start from their initial one.
-        before = document[max(start - 1, 0)]
-        carried = torch.ones_like(here) if cu_seqlens is None else (here == before) & (start > 0)
-        carried = carried.to(dtype)[:, None]
+        carried = here == document[max(start - 1, 0)]
+        carried = (carried if start or cu_seqlens is None else carried & False).to(dtype)[:, None]
         total = decay.cumsum(-1)
-        first = (here[:, None] > here).sum(-1)  # in this chunk, of the token's document
+        first = (here[:, None] > here).sum(-1)  # token in this chunk of the token's document
         since = (total - (total - decay)[..., first]).exp()[..., None]
         between = (total[..., :, None] - total[..., None, :]).masked_fill(~causal, -torch.inf).exp()
 
@@ -72,23 +70,26 @@ def gated_delta_rule_reference(
                 out = out + torch.einsum("bhtk,thkv->bhtv", x, initial[here]) * (1 - carried)
             return out * since
 
-        system = (K @ K.transpose(2, 3) * between * b[..., None]).tril(-1)
+        system = (K @ K.mT * between * b[..., None]).tril(-1)
         d = torch.linalg.solve_triangular(system, b[..., None] * (V - seen(K)), upper=False, unitriangular=True)
-        outputs.append(seen(Q) + (Q @ K.transpose(2, 3) * between) @ d)
-
-        # The state after each token, of which those at the ends of documents are results.
-        which = slice(None) if cu_seqlens is not None else slice(-1, None)
-        after = torch.einsum("bhtj,bhjk->bhtjk", between[:, :, which], K).transpose(3, 4) @ d[:, :, None]
+        out = seen(Q) + (Q @ K.mT * between) @ d
+        # The state after the last token; with documents after each token, since a document may end at any.
+        which = slice(-1, None) if cu_seqlens is None else slice(None)
+        after = (between[:, :, which, :, None] * K[:, :, None]).mT @ d[:, :, None]
         previous = state[:, :, None] * carried[which, :, None]
         if initial is not None:
-            previous = previous + initial[here[which]].transpose(0, 1)[None] * (1 - carried[which, :, None])
+            previous = previous + initial[here[which]].transpose(0, 1) * (1 - carried[which, :, None])
         after = after + previous * since[:, :, which, :, None]
-        state = after[:, :, -1]
         if cu_seqlens is not None:
-            ends = (token[start : start + CHUNK] + 1 == bounds[here + 1]).to(dtype)[:, None, None, None]
-            finals = finals.index_add(0, here, after[0].transpose(0, 1) * ends)
-    out = torch.cat(outputs, 2) if outputs else v
-    return out.transpose(1, 2).to(result_dtype), state if cu_seqlens is None else finals
+            ends = (token[start : start + CHUNK] + 1 == bounds[here + 1]).to(dtype)
+            finals = finals.index_add(0, here, after[0].transpose(0, 1) * ends[:, None, None, None])
+        return out, after[:, :, -1], finals
+
+    outputs = [v[:, :, :0]]
+    for start in range(0, T, CHUNK):
+        out, state, finals = chunk(start, state, finals)
+        outputs.append(out)
+    return torch.cat(outputs, 2).transpose(1, 2).to(result_dtype), state if cu_seqlens is None else finals
 
 
 def gated_delta_rule(

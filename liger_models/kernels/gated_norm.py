@@ -7,7 +7,8 @@ Forward, per row of width D, in fp32, with r = 1 / sqrt(mean(x²) + eps) and n =
 cast is to the dtype of x; the product with w has the dtype that torch gives it. Backward, with a = gate · σ(gate) and
 u = dy · a · w::
 
-    dx = r · (u − n · mean(u · n)),   dgate = dy · w · n · σ(gate) · (1 + gate · (1 − σ(gate))),   dw = Σ_rows dy · a · n
+    dx = r · (u − n · mean(u · n)),   dw = Σ_rows dy · a · n
+    dgate = dy · w · n · σ(gate) · (1 + gate · (1 − σ(gate)))
 
 Saved: x, the gate and the weight; r is recomputed from x, which the backward reads anyway.
 """

@@ -30,10 +30,7 @@ def short_conv_reference(
     """Output and final states of `short_conv` in plain torch (differentiable; fp64 stays fp64)."""
     (B, T, C), K = x.shape, weight.shape[1]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    if cu_seqlens is None:
-        bounds = torch.arange(2, device=x.device) * T
-    else:
-        bounds = cu_seqlens.long()
+    bounds = torch.arange(2, device=x.device) * T if cu_seqlens is None else cu_seqlens.long()
     token = torch.arange(T, device=x.device)
     document = torch.searchsorted(bounds[1:], token, right=True)
     if initial_state is None:
