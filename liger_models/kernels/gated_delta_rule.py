@@ -1,21 +1,51 @@
-"""Gated delta rule: a linear-time layer whose state is a matrix per head (Qwen3-Next, Qwen3.5).
+"""Gated delta rule: a layer that is linear in the tokens, whose state is a matrix for each head.
 
 Forward, for each value head and token in fp32, with S [Dk, Dv] the state, q̂ and k̂ the L2-normalised query and key::
 
     S ← exp(g) · S,   d = β · (v − k̂ᵀ S),   S ← S + k̂ dᵀ,   o = scale · q̂ᵀ S
 
-Source: https://arxiv.org/abs/2412.06464.
+The kernels take `CHUNK` tokens at a time. With S the state before the chunk, G_i = Σ_{j ≤ i} g_j within it, G its last
+value, E_ij = exp(G_i − G_j) for i ≥ j and 0 otherwise, and rows of matrices for tokens::
+
+    M_ij = β_i · E_ij · k̂_i·k̂_j  (i > j),   A = (I + M)⁻¹,   P_ij = scale · E_ij · q̂_i·k̂_j
+    X = β · (V − e^{G_i} · K̂ S),   D = A X,   O = scale · e^{G_i} · Q̂ S + P D,   S ← e^G · S + (e^{G − G_i} · K̂)ᵀ D
+
+A and P of all chunks come from one kernel. A second one goes through the chunks in order, each program with some
+columns of S in registers. Backward, with dS the gradient of the state after the chunk, in the opposite order::
+
+    dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX,   dM = −dX Dᵀ,   dP = dO Dᵀ
+    dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
+
+A last kernel computes the other gradients of each chunk from S, D, dS and dX, the value heads of a key head one after
+the other, so that all sums are within a program. Products are in the dtype of q, k and v and are summed in fp32; the
+state, the decay and the inverse are in fp32. Saved: only the inputs. The backward recomputes A, P, S and D.
+
+A few tokens without gradients (decoding) have a kernel of their own, which follows the recurrence.
+
+Source: https://arxiv.org/abs/2412.06464; the form in chunks: https://arxiv.org/abs/2406.06484.
 """
 
 import torch
 from torch import Tensor
 
 from .checks import check, check_documents, check_floating
+from .dispatch import LIBRARY, fitting_stages, on_device_of, tl, triton, use_triton
+from .documents import bounds, flat, locate, slots
 
 CHUNK = 64
-"""Tokens that are computed together."""
+"""Tokens that are computed together: four blocks of 16, whose inverses are found one by one."""
 
 L2_EPS = 1e-6
+
+STEP_TOKENS = 16
+"""Most tokens for which the recurrence is followed token by token, where no gradient is needed."""
+
+PREPARE_WARPS = 2
+SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 32
+"""Of the kernels that go through the chunks in order: each program has this many columns of the state of one head."""
+
+GRADIENT_WARPS = 8
+STEP_WARPS, STEP_COLUMNS = 4, 32
 
 
 def gated_delta_rule_reference(
@@ -40,15 +70,15 @@ def gated_delta_rule_reference(
     q = q * (Dk**-0.5 if scale is None else scale)
     q, k = (x.repeat_interleave(Hv // Hk, 1) for x in (q, k))
     token = torch.arange(T, device=v.device)
-    bounds = torch.arange(2, device=v.device) * T if cu_seqlens is None else cu_seqlens.long()
-    document = torch.searchsorted(bounds[1:], token, right=True)
+    edges = torch.arange(2, device=v.device) * T if cu_seqlens is None else cu_seqlens.long()
+    document = torch.searchsorted(edges[1:], token, right=True)
     state = v.new_zeros(B, Hv, Dk, Dv)
     initial = None if initial_state is None else initial_state.to(dtype)
     if cu_seqlens is None:
         state, initial = state if initial is None else initial, None
-    finals = v.new_zeros(len(bounds) - 1, Hv, Dk, Dv)
+    finals = v.new_zeros(len(edges) - 1, Hv, Dk, Dv)
     if initial is not None:
-        finals = initial * (bounds.diff() == 0)[:, None, None, None]
+        finals = initial * (edges.diff() == 0)[:, None, None, None]
 
     def chunk(start: int, state: Tensor, finals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         Q, K, V, decay, b = (x[:, :, start : start + CHUNK] for x in (q, k, v, g, beta))
@@ -81,7 +111,7 @@ def gated_delta_rule_reference(
             previous = previous + initial[here[which]].transpose(0, 1) * (1 - carried[which, :, None])
         after = after + previous * since[:, :, which, :, None]
         if cu_seqlens is not None:
-            ends = (token[start : start + CHUNK] + 1 == bounds[here + 1]).to(dtype)
+            ends = (token[start : start + CHUNK] + 1 == edges[here + 1]).to(dtype)
             finals = finals.index_add(0, here, after[0].transpose(0, 1) * ends[:, None, None, None])
         return out, after[:, :, -1], finals
 
@@ -90,6 +120,671 @@ def gated_delta_rule_reference(
         out, state, finals = chunk(start, state, finals)
         outputs.append(out)
     return torch.cat(outputs, 2).transpose(1, 2).to(result_dtype), state if cu_seqlens is None else finals
+
+
+@triton.jit
+def _load_rows(ptr, rows, stride, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows of a matrix [tokens, WIDTH], with 0 from row ``end`` on."""
+    columns = tl.arange(0, BLOCK)[None, :]
+    return tl.load(ptr + rows[:, None] * stride + columns, mask=(rows < end)[:, None] & (columns < WIDTH), other=0.0)
+
+
+@triton.jit
+def _inverse_norms(x, NORMALIZE: tl.constexpr, EPS: tl.constexpr):
+    wide = x.to(tl.float32)
+    square = tl.sum(wide * wide, 1)
+    return 1.0 / tl.sqrt(square + EPS) if NORMALIZE else tl.zeros_like(square) + 1.0
+
+
+@triton.jit
+def _decays(left, right, keep):
+    """exp(left_i − right_j) where ``keep``, and 0 elsewhere."""
+    return tl.exp(tl.where(keep, left[:, None] - right[None, :], float("-inf")))
+
+
+@triton.jit
+def _similar(left, right, left_factor, right_factor, left_total, right_total, keep, PRECISION: tl.constexpr):
+    """A block of left_factor_i · right_factor_j · exp(left_total_i − right_total_j) · left_i·right_j."""
+    product = tl.dot(left, tl.trans(right), input_precision=PRECISION)
+    return product * (left_factor[:, None] * right_factor[None, :]) * _decays(left_total, right_total, keep)
+
+
+@triton.jit
+def _eliminate(x, m, j):
+    """One step of the forward substitution that turns I into (I + m)⁻¹: subtract what row j puts into those below."""
+    index = tl.arange(0, 16)
+    column = tl.sum(tl.where(index[None, :] == j, m, 0.0), 1)
+    row = tl.sum(tl.where(index[:, None] == j, x, 0.0), 0)
+    return x - column[:, None] * row[None, :]
+
+
+@triton.jit
+def _times(left, right):
+    return tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit
+def _store_block(ptr, first, end, x, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexpr):
+    """Store a block of 16 x 16 of a chunk's matrix."""
+    rows = first + ROW * 16 + tl.arange(0, 16)
+    columns = COLUMN * 16 + tl.arange(0, 16)
+    tl.store(ptr + rows[:, None] * C + columns[None, :], x.to(ptr.dtype.element_ty), mask=(rows < end)[:, None])
+
+
+@triton.jit
+def _prepare_kernel(
+    q_ptr, k_ptr, g_ptr, beta_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, q_norm_ptr, k_norm_ptr,
+    tokens, documents, q_t, q_h, k_t, k_h, g_t, g_h, beta_t, beta_h, scale,
+    GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr,
+    NORMALIZE: tl.constexpr, EPS: tl.constexpr, NEED_P: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A, P, the running sums of g and the inverse norms of one chunk and value head."""
+    head = tl.program_id(1).to(tl.int64)
+    _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
+    if first == end:
+        return
+    index = tl.arange(0, 16)
+    r0, r1, r2, r3 = first + index, first + 16 + index, first + 32 + index, first + 48 + index
+    g_ptr += head * g_h
+    t0 = tl.cumsum(tl.load(g_ptr + r0 * g_t, mask=r0 < end, other=0.0).to(tl.float32), 0)
+    t1 = tl.cumsum(tl.load(g_ptr + r1 * g_t, mask=r1 < end, other=0.0).to(tl.float32), 0)
+    t2 = tl.cumsum(tl.load(g_ptr + r2 * g_t, mask=r2 < end, other=0.0).to(tl.float32), 0)
+    t3 = tl.cumsum(tl.load(g_ptr + r3 * g_t, mask=r3 < end, other=0.0).to(tl.float32), 0)
+    last = index == 15
+    t1 += tl.sum(tl.where(last, t0, 0.0), 0)
+    t2 += tl.sum(tl.where(last, t1, 0.0), 0)
+    t3 += tl.sum(tl.where(last, t2, 0.0), 0)
+    total_ptr += head * tokens
+    tl.store(total_ptr + r0, t0, mask=r0 < end)
+    tl.store(total_ptr + r1, t1, mask=r1 < end)
+    tl.store(total_ptr + r2, t2, mask=r2 < end)
+    tl.store(total_ptr + r3, t3, mask=r3 < end)
+    beta_ptr += head * beta_h
+    b0 = tl.load(beta_ptr + r0 * beta_t, mask=r0 < end, other=0.0).to(tl.float32)
+    b1 = tl.load(beta_ptr + r1 * beta_t, mask=r1 < end, other=0.0).to(tl.float32)
+    b2 = tl.load(beta_ptr + r2 * beta_t, mask=r2 < end, other=0.0).to(tl.float32)
+    b3 = tl.load(beta_ptr + r3 * beta_t, mask=r3 < end, other=0.0).to(tl.float32)
+
+    key_head = head // GROUP
+    k_ptr += key_head * k_h
+    k0 = _load_rows(k_ptr, r0, k_t, end, DK, BLOCK_K)
+    k1 = _load_rows(k_ptr, r1, k_t, end, DK, BLOCK_K)
+    k2 = _load_rows(k_ptr, r2, k_t, end, DK, BLOCK_K)
+    k3 = _load_rows(k_ptr, r3, k_t, end, DK, BLOCK_K)
+    n0, n1 = _inverse_norms(k0, NORMALIZE, EPS), _inverse_norms(k1, NORMALIZE, EPS)
+    n2, n3 = _inverse_norms(k2, NORMALIZE, EPS), _inverse_norms(k3, NORMALIZE, EPS)
+    leads = head % GROUP == 0  # of the value heads of a key head
+    k_norm_ptr += key_head * tokens
+    tl.store(k_norm_ptr + r0, n0, mask=(r0 < end) & leads)
+    tl.store(k_norm_ptr + r1, n1, mask=(r1 < end) & leads)
+    tl.store(k_norm_ptr + r2, n2, mask=(r2 < end) & leads)
+    tl.store(k_norm_ptr + r3, n3, mask=(r3 < end) & leads)
+    below, upto = index[:, None] > index[None, :], index[:, None] >= index[None, :]
+    every = index[:, None] >= 0
+
+    f0, f1, f2, f3 = b0 * n0, b1 * n1, b2 * n2, b3 * n3
+    m00 = _similar(k0, k0, f0, n0, t0, t0, below, PRECISION)
+    m11 = _similar(k1, k1, f1, n1, t1, t1, below, PRECISION)
+    m22 = _similar(k2, k2, f2, n2, t2, t2, below, PRECISION)
+    m33 = _similar(k3, k3, f3, n3, t3, t3, below, PRECISION)
+    unit = (index[:, None] == index[None, :]).to(tl.float32)
+    a00, a11, a22, a33 = unit, unit, unit, unit
+    for j in range(15):
+        a00, a11 = _eliminate(a00, m00, j), _eliminate(a11, m11, j)
+        a22, a33 = _eliminate(a22, m22, j), _eliminate(a33, m33, j)
+    m10 = _similar(k1, k0, f1, n0, t1, t0, every, PRECISION)
+    m21 = _similar(k2, k1, f2, n1, t2, t1, every, PRECISION)
+    m32 = _similar(k3, k2, f3, n2, t3, t2, every, PRECISION)
+    a10 = -_times(a11, _times(m10, a00))
+    a21 = -_times(a22, _times(m21, a11))
+    a32 = -_times(a33, _times(m32, a22))
+    m20 = _similar(k2, k0, f2, n0, t2, t0, every, PRECISION)
+    m31 = _similar(k3, k1, f3, n1, t3, t1, every, PRECISION)
+    m30 = _similar(k3, k0, f3, n0, t3, t0, every, PRECISION)
+    a20 = -_times(a22, _times(m20, a00) + _times(m21, a10))
+    a31 = -_times(a33, _times(m31, a11) + _times(m32, a21))
+    a30 = -_times(a33, _times(m30, a00) + _times(m31, a10) + _times(m32, a20))
+    none = tl.zeros([16, 16], tl.float32)
+    a_ptr += head * tokens * C
+    _store_block(a_ptr, first, end, a00, 0, 0, C)
+    _store_block(a_ptr, first, end, a10, 1, 0, C)
+    _store_block(a_ptr, first, end, a20, 2, 0, C)
+    _store_block(a_ptr, first, end, a30, 3, 0, C)
+    _store_block(a_ptr, first, end, none, 0, 1, C)
+    _store_block(a_ptr, first, end, a11, 1, 1, C)
+    _store_block(a_ptr, first, end, a21, 2, 1, C)
+    _store_block(a_ptr, first, end, a31, 3, 1, C)
+    _store_block(a_ptr, first, end, none, 0, 2, C)
+    _store_block(a_ptr, first, end, none, 1, 2, C)
+    _store_block(a_ptr, first, end, a22, 2, 2, C)
+    _store_block(a_ptr, first, end, a32, 3, 2, C)
+    _store_block(a_ptr, first, end, none, 0, 3, C)
+    _store_block(a_ptr, first, end, none, 1, 3, C)
+    _store_block(a_ptr, first, end, none, 2, 3, C)
+    _store_block(a_ptr, first, end, a33, 3, 3, C)
+
+    if NEED_P:
+        q_ptr += key_head * q_h
+        q_norm_ptr += key_head * tokens
+        p_ptr += head * tokens * C
+        q0 = _load_rows(q_ptr, r0, q_t, end, DK, BLOCK_K)
+        u0 = _inverse_norms(q0, NORMALIZE, EPS)
+        tl.store(q_norm_ptr + r0, u0, mask=(r0 < end) & leads)
+        _store_block(p_ptr, first, end, _similar(q0, k0, u0 * scale, n0, t0, t0, upto, PRECISION), 0, 0, C)
+        _store_block(p_ptr, first, end, none, 0, 1, C)
+        _store_block(p_ptr, first, end, none, 0, 2, C)
+        _store_block(p_ptr, first, end, none, 0, 3, C)
+        q1 = _load_rows(q_ptr, r1, q_t, end, DK, BLOCK_K)
+        u1 = _inverse_norms(q1, NORMALIZE, EPS)
+        tl.store(q_norm_ptr + r1, u1, mask=(r1 < end) & leads)
+        _store_block(p_ptr, first, end, _similar(q1, k0, u1 * scale, n0, t1, t0, every, PRECISION), 1, 0, C)
+        _store_block(p_ptr, first, end, _similar(q1, k1, u1 * scale, n1, t1, t1, upto, PRECISION), 1, 1, C)
+        _store_block(p_ptr, first, end, none, 1, 2, C)
+        _store_block(p_ptr, first, end, none, 1, 3, C)
+        q2 = _load_rows(q_ptr, r2, q_t, end, DK, BLOCK_K)
+        u2 = _inverse_norms(q2, NORMALIZE, EPS)
+        tl.store(q_norm_ptr + r2, u2, mask=(r2 < end) & leads)
+        _store_block(p_ptr, first, end, _similar(q2, k0, u2 * scale, n0, t2, t0, every, PRECISION), 2, 0, C)
+        _store_block(p_ptr, first, end, _similar(q2, k1, u2 * scale, n1, t2, t1, every, PRECISION), 2, 1, C)
+        _store_block(p_ptr, first, end, _similar(q2, k2, u2 * scale, n2, t2, t2, upto, PRECISION), 2, 2, C)
+        _store_block(p_ptr, first, end, none, 2, 3, C)
+        q3 = _load_rows(q_ptr, r3, q_t, end, DK, BLOCK_K)
+        u3 = _inverse_norms(q3, NORMALIZE, EPS)
+        tl.store(q_norm_ptr + r3, u3, mask=(r3 < end) & leads)
+        _store_block(p_ptr, first, end, _similar(q3, k0, u3 * scale, n0, t3, t0, every, PRECISION), 3, 0, C)
+        _store_block(p_ptr, first, end, _similar(q3, k1, u3 * scale, n1, t3, t1, every, PRECISION), 3, 1, C)
+        _store_block(p_ptr, first, end, _similar(q3, k2, u3 * scale, n2, t3, t2, every, PRECISION), 3, 2, C)
+        _store_block(p_ptr, first, end, _similar(q3, k3, u3 * scale, n3, t3, t3, upto, PRECISION), 3, 3, C)
+
+
+@triton.jit
+def _columns(documents, Hv: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr):
+    """What a program of a scan owns: document, value head, key head, and columns of the state."""
+    BLOCKS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
+    head = (tl.program_id(0) // BLOCKS % Hv).to(tl.int64)
+    columns = tl.program_id(0) % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
+    return (tl.program_id(0) // (BLOCKS * Hv)).to(tl.int64), head, head // GROUP, columns
+
+
+@triton.jit
+def _scan_kernel(
+    q_ptr, k_ptr, v_ptr, beta_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, q_norm_ptr, k_norm_ptr, initial_ptr,
+    out_ptr, final_ptr, states_ptr, d_ptr, tokens, documents, q_t, q_h, k_t, k_h, v_t, v_h, beta_t, beta_h, scale,
+    Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
+    DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE_OUT: tl.constexpr,
+    STORE_STATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Output and final state, or with STORE_STATES the state before each chunk and D, which the backward needs."""
+    n, head, key_head, v_columns = _columns(documents, Hv, GROUP, DV, BLOCK_V)
+    start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    k_columns, index = tl.arange(0, BLOCK_K), tl.arange(0, C)
+    inside_v = (v_columns < DV)[None, :]
+    inside_state = (k_columns < DK)[:, None] & inside_v
+    at_state = k_columns[:, None] * DV + v_columns[None, :]
+    q_ptr += key_head * q_h
+    k_ptr += key_head * k_h
+    v_ptr += head * v_h
+    beta_ptr += head * beta_h
+    a_ptr += head * tokens * C
+    p_ptr += head * tokens * C
+    total_ptr += head * tokens
+    q_norm_ptr += key_head * tokens
+    k_norm_ptr += key_head * tokens
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if HAS_INITIAL:
+        state = tl.load(initial_ptr + (n * Hv + head) * (DK * DV) + at_state, mask=inside_state, other=0.0)
+    for number in tl.range(0, tl.cdiv(end - start, C), num_stages=STAGES):
+        first = start + number * C
+        rows = first + index
+        inside = rows < end
+        k = _load_rows(k_ptr, rows, k_t, end, DK, BLOCK_K)
+        a = _load_rows(a_ptr, rows, C, end, C, C)
+        v = tl.load(v_ptr + rows[:, None] * v_t + v_columns[None, :], mask=inside[:, None] & inside_v, other=0.0)
+        total = tl.load(total_ptr + rows, mask=inside, other=0.0)
+        beta = tl.load(beta_ptr + rows * beta_t, mask=inside, other=0.0).to(tl.float32)
+        k_norm = tl.load(k_norm_ptr + rows, mask=inside, other=0.0)
+        whole = tl.load(total_ptr + tl.minimum(first + C, end) - 1)
+        rounded = state.to(dtype)
+        seen = tl.dot(k, rounded, input_precision=PRECISION)
+        x = beta[:, None] * (v.to(tl.float32) - seen * (tl.exp(total) * k_norm)[:, None])
+        d = tl.dot(a, x.to(dtype), input_precision=PRECISION)
+        at = (head * tokens + rows)[:, None] * DV + v_columns[None, :]
+        if STORE_OUT:
+            q = _load_rows(q_ptr, rows, q_t, end, DK, BLOCK_K)
+            p = _load_rows(p_ptr, rows, C, end, C, C)
+            q_norm = tl.load(q_norm_ptr + rows, mask=inside, other=0.0)
+            out = tl.dot(q, rounded, input_precision=PRECISION) * (tl.exp(total) * q_norm * scale)[:, None]
+            out = tl.dot(p, d.to(dtype), out, input_precision=PRECISION)
+            at_out = (rows * Hv + head)[:, None] * DV + v_columns[None, :]
+            tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & inside_v)
+        if STORE_STATES:
+            slot = start // C + n + number
+            tl.store(states_ptr + (slot * Hv + head) * (DK * DV) + at_state, rounded, mask=inside_state)
+            tl.store(d_ptr + at, d.to(dtype), mask=inside[:, None] & inside_v)
+        update = (d * (tl.exp(whole - total) * k_norm)[:, None]).to(dtype)
+        state = tl.dot(tl.trans(k), update, state * tl.exp(whole), input_precision=PRECISION)
+    if not STORE_STATES:
+        tl.store(final_ptr + (n * Hv + head) * (DK * DV) + at_state, state, mask=inside_state)
+
+
+@triton.jit
+def _scan_back_kernel(
+    q_ptr, k_ptr, beta_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, q_norm_ptr, k_norm_ptr, d_out_ptr, d_final_ptr,
+    d_states_ptr, dx_ptr, d_initial_ptr, tokens, documents, q_t, q_h, k_t, k_h, beta_t, beta_h, d_out_t, d_out_h,
+    scale, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
+    DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_OUT: tl.constexpr, HAS_FINAL: tl.constexpr,
+    STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dX, the gradient of the state after each chunk, and that of the initial state."""
+    n, head, key_head, v_columns = _columns(documents, Hv, GROUP, DV, BLOCK_V)
+    start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    k_columns, index = tl.arange(0, BLOCK_K), tl.arange(0, C)
+    inside_v = (v_columns < DV)[None, :]
+    inside_state = (k_columns < DK)[:, None] & inside_v
+    at_state = k_columns[:, None] * DV + v_columns[None, :]
+    q_ptr += key_head * q_h
+    k_ptr += key_head * k_h
+    d_out_ptr += head * d_out_h
+    beta_ptr += head * beta_h
+    a_ptr += head * tokens * C
+    p_ptr += head * tokens * C
+    total_ptr += head * tokens
+    q_norm_ptr += key_head * tokens
+    k_norm_ptr += key_head * tokens
+    d_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if HAS_FINAL:
+        d_state = tl.load(d_final_ptr + (n * Hv + head) * (DK * DV) + at_state, mask=inside_state, other=0.0)
+    chunks = tl.cdiv(end - start, C)
+    for step in tl.range(0, chunks, num_stages=STAGES):
+        number = chunks - 1 - step
+        first = start + number * C
+        rows = first + index
+        inside = rows < end
+        k = _load_rows(k_ptr, rows, k_t, end, DK, BLOCK_K)
+        a = _load_rows(a_ptr, rows, C, end, C, C)
+        total = tl.load(total_ptr + rows, mask=inside, other=0.0)
+        beta = tl.load(beta_ptr + rows * beta_t, mask=inside, other=0.0).to(tl.float32)
+        k_norm = tl.load(k_norm_ptr + rows, mask=inside, other=0.0)
+        whole = tl.load(total_ptr + tl.minimum(first + C, end) - 1)
+        rounded = d_state.to(dtype)
+        slot = start // C + n + number
+        tl.store(d_states_ptr + (slot * Hv + head) * (DK * DV) + at_state, rounded, mask=inside_state)
+        dd = tl.dot(k, rounded, input_precision=PRECISION) * (tl.exp(whole - total) * k_norm)[:, None]
+        d_state *= tl.exp(whole)
+        if HAS_OUT:
+            q = _load_rows(q_ptr, rows, q_t, end, DK, BLOCK_K)
+            p = _load_rows(p_ptr, rows, C, end, C, C)
+            at_out = rows[:, None] * d_out_t + v_columns[None, :]
+            d_out = tl.load(d_out_ptr + at_out, mask=inside[:, None] & inside_v, other=0.0)
+            q_norm = tl.load(q_norm_ptr + rows, mask=inside, other=0.0)
+            dd = tl.dot(tl.trans(p), d_out, dd, input_precision=PRECISION)
+            scaled = d_out.to(tl.float32) * (tl.exp(total) * q_norm * scale)[:, None]
+            d_state = tl.dot(tl.trans(q), scaled.to(dtype), d_state, input_precision=PRECISION)
+        dx = tl.dot(tl.trans(a), dd.to(dtype), input_precision=PRECISION)
+        at = (rows * Hv + head)[:, None] * DV + v_columns[None, :]
+        tl.store(dx_ptr + at, dx.to(dtype), mask=inside[:, None] & inside_v)
+        taken = (-dx * (beta * tl.exp(total) * k_norm)[:, None]).to(dtype)
+        d_state = tl.dot(tl.trans(k), taken, d_state, input_precision=PRECISION)
+    if STORE_INITIAL:
+        tl.store(d_initial_ptr + (n * Hv + head) * (DK * DV) + at_state, d_state, mask=inside_state)
+
+
+@triton.jit
+def _unnormalized(x, d, norms, NORMALIZE: tl.constexpr):
+    """The gradient of x, given ``d``, that of x · norms with the inverse L2 norms of the rows."""
+    if NORMALIZE:
+        along = tl.sum(x * d, 1) * norms * norms
+        d = (d - x * along[:, None]) * norms[:, None]
+    return d
+
+
+@triton.jit
+def _gradients_kernel(
+    q_ptr, k_ptr, v_ptr, beta_ptr, cu_ptr, total_ptr, q_norm_ptr, k_norm_ptr, states_ptr, d_states_ptr, d_ptr,
+    d_out_ptr, dq_ptr, dk_ptr, dx_ptr, dg_ptr, dbeta_ptr, tokens, documents, q_t, q_h, k_t, k_h, v_t, v_h,
+    beta_t, beta_h, d_out_t, d_out_h, scale, Hk: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
+    DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr,
+    HAS_OUT: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dg and dβ of one chunk and key head; dX becomes dV in place.
+
+    Every product of [C, C] is computed twice, once with rows and columns exchanged, instead of being transposed: Triton
+    3.4 to 3.7.0 compile a product whose left side is a transposed result in registers wrongly for Hopper.
+    """
+    Hv: tl.constexpr = Hk * GROUP
+    key_head = tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0).to(tl.int64)
+    _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
+    if first == end:
+        return
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    index, k_columns, v_columns = tl.arange(0, C), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    rows = first + index
+    inside = rows < end
+    k = _load_rows(k_ptr + key_head * k_h, rows, k_t, end, DK, BLOCK_K)
+    k_norm = tl.load(k_norm_ptr + key_head * tokens + rows, mask=inside, other=0.0)
+    kk = tl.dot(k, tl.trans(k), input_precision=PRECISION) * (k_norm[:, None] * k_norm[None, :])
+    dk = tl.zeros([C, BLOCK_K], tl.float32)
+    dq = tl.zeros([C, BLOCK_K], tl.float32)
+    if HAS_OUT:
+        q = _load_rows(q_ptr + key_head * q_h, rows, q_t, end, DK, BLOCK_K)
+        q_norm = tl.load(q_norm_ptr + key_head * tokens + rows, mask=inside, other=0.0)
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (q_norm[:, None] * k_norm[None, :])
+    at_state = k_columns[:, None] * DV + v_columns[None, :]
+    inside_state = (k_columns < DK)[:, None] & (v_columns < DV)[None, :]
+    for member in tl.range(0, GROUP, num_stages=1):  # two value heads at a time do not fit into shared memory
+        head = key_head * GROUP + member
+        whole = tl.load(total_ptr + head * tokens + end - 1)
+        total = tl.load(total_ptr + head * tokens + rows, mask=inside, other=0.0)
+        total = tl.where(inside, total, whole)  # differences stay negative for rows that do not exist
+        beta = tl.load(beta_ptr + head * beta_h + rows * beta_t, mask=inside, other=0.0).to(tl.float32)
+        state = tl.load(states_ptr + (slot * Hv + head) * (DK * DV) + at_state, mask=inside_state, other=0.0)
+        d_state = tl.load(d_states_ptr + (slot * Hv + head) * (DK * DV) + at_state, mask=inside_state, other=0.0)
+        d = _load_rows(d_ptr + head * tokens * DV, rows, DV, end, DV, BLOCK_V)
+        dx = _load_rows(dx_ptr + head * DV, rows, Hv * DV, end, DV, BLOCK_V)
+        v = _load_rows(v_ptr + head * v_h, rows, v_t, end, DV, BLOCK_V)
+        wide = k.to(tl.float32) * k_norm[:, None]
+        # What the state gives and takes: K̂ S in X, (e^{G − G_i} · K̂)ᵀ D and e^G · S in the next state.
+        part = tl.dot(dx, tl.trans(state), input_precision=PRECISION) * tl.exp(total)[:, None]
+        along = tl.sum(part * wide, 1)
+        dbeta = tl.sum(dx.to(tl.float32) * v.to(tl.float32), 1) - along
+        d_total = -beta * along
+        dk -= part * beta[:, None]
+        part = tl.dot(d, tl.trans(d_state), input_precision=PRECISION) * tl.exp(whole - total)[:, None]
+        along = tl.sum(part * wide, 1)
+        d_total -= along
+        dk += part
+        d_whole = tl.sum(along, 0)
+        d_whole += tl.sum(state.to(tl.float32) * d_state.to(tl.float32)) * tl.exp(whole)
+        # M below the diagonal, and with rows and columns exchanged above it.
+        below, above = index[:, None] > index[None, :], index[:, None] < index[None, :]
+        dm = -tl.dot(dx, tl.trans(d), input_precision=PRECISION) * _decays(total, total, below)
+        dm_across = -tl.dot(d, tl.trans(dx), input_precision=PRECISION)
+        dm_across *= tl.exp(tl.where(above, total[None, :] - total[:, None], float("-inf")))
+        both = dm * beta[:, None] + dm_across * beta[None, :]
+        dk = tl.dot((both * k_norm[None, :]).to(dtype), k, dk, input_precision=PRECISION)
+        dm *= kk
+        dbeta += tl.sum(dm, 1)
+        by_decay = dm * beta[:, None]
+        if HAS_OUT:
+            d_out = _load_rows(d_out_ptr + head * d_out_h, rows, d_out_t, end, DV, BLOCK_V)
+            part = tl.dot(d_out, tl.trans(state), input_precision=PRECISION) * (tl.exp(total) * scale)[:, None]
+            d_total += tl.sum(part * (q.to(tl.float32) * q_norm[:, None]), 1)
+            dq += part
+            upto, from_on = index[:, None] >= index[None, :], index[:, None] <= index[None, :]
+            dp = tl.dot(d_out, tl.trans(d), input_precision=PRECISION) * (_decays(total, total, upto) * scale)
+            dq = tl.dot((dp * k_norm[None, :]).to(dtype), k, dq, input_precision=PRECISION)
+            by_decay += dp * qk
+            dp_across = tl.dot(d, tl.trans(d_out), input_precision=PRECISION) * scale
+            dp_across *= tl.exp(tl.where(from_on, total[None, :] - total[:, None], float("-inf")))
+            dk = tl.dot((dp_across * q_norm[None, :]).to(dtype), q, dk, input_precision=PRECISION)
+        d_total += tl.sum(by_decay, 1) - tl.sum(by_decay, 0)
+        d_total += tl.where(rows == end - 1, d_whole, 0.0)
+        dg = tl.cumsum(tl.where(inside, d_total, 0.0), 0, reverse=True)
+        tl.store(dg_ptr + rows * Hv + head, dg, mask=inside)
+        tl.store(dbeta_ptr + rows * Hv + head, dbeta, mask=inside)
+        at = (rows * Hv + head)[:, None] * DV + v_columns[None, :]
+        dv = (dx.to(tl.float32) * beta[:, None]).to(dtype)
+        tl.store(dx_ptr + at, dv, mask=inside[:, None] & (v_columns < DV)[None, :])
+    at = (rows * Hk + key_head)[:, None] * DK + k_columns[None, :]
+    mask = inside[:, None] & (k_columns < DK)[None, :]
+    dk = _unnormalized(k.to(tl.float32), dk, k_norm, NORMALIZE)
+    tl.store(dk_ptr + at, dk.to(dtype), mask=mask)
+    if HAS_OUT:
+        dq = _unnormalized(q.to(tl.float32), dq, q_norm, NORMALIZE)
+        tl.store(dq_ptr + at, dq.to(dtype), mask=mask)
+
+
+@triton.jit
+def _step_kernel(
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_ptr, out_ptr, final_ptr, T, q_t, q_h, k_t, k_h, v_t, v_h,
+    g_t, g_h, beta_t, beta_h, scale, Hv: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
+    DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """The recurrence, token by token."""
+    n, head, key_head, v_columns = _columns(0, Hv, GROUP, DV, BLOCK_V)
+    k_columns = tl.arange(0, BLOCK_K)
+    inside_k, inside_v = k_columns < DK, v_columns < DV
+    inside_state = inside_k[:, None] & inside_v[None, :]
+    at_state = (n * Hv + head) * (DK * DV) + k_columns[:, None] * DV + v_columns[None, :]
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if HAS_INITIAL:
+        state = tl.load(initial_ptr + at_state, mask=inside_state, other=0.0)
+    for row in range(n * T, (n + 1) * T):
+        q = tl.load(q_ptr + row * q_t + key_head * q_h + k_columns, mask=inside_k, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + row * k_t + key_head * k_h + k_columns, mask=inside_k, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + row * v_t + head * v_h + v_columns, mask=inside_v, other=0.0).to(tl.float32)
+        g = tl.load(g_ptr + row * g_t + head * g_h).to(tl.float32)
+        beta = tl.load(beta_ptr + row * beta_t + head * beta_h).to(tl.float32)
+        if NORMALIZE:
+            q = q / tl.sqrt(tl.sum(q * q, 0) + EPS)
+            k = k / tl.sqrt(tl.sum(k * k, 0) + EPS)
+        state *= tl.exp(g)
+        d = beta * (v - tl.sum(state * k[:, None], 0))
+        state += k[:, None] * d[None, :]
+        out = tl.sum(state * (q * scale)[:, None], 0)
+        tl.store(out_ptr + (row * Hv + head) * DV + v_columns, out.to(out_ptr.dtype.element_ty), mask=inside_v)
+    tl.store(final_ptr + at_state, state, mask=inside_state)
+
+
+class _Sizes:
+    """Sizes and constants that the kernels of one call share."""
+
+    def __init__(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
+        (self.B, self.T, self.Hk, self.Dk), (self.Hv, self.Dv) = k.shape, v.shape[2:]
+        self.tokens = self.B * self.T
+        self.cu = bounds(k, cu_seqlens)
+        self.documents = len(self.cu) - 1
+        self.slots = slots(self.tokens, self.documents, CHUNK)
+        block_k, block_v = (max(triton.next_power_of_2(size), 16) for size in (self.Dk, self.Dv))
+        columns = min(block_v, SCAN_COLUMNS)
+        self.shape = {"GROUP": self.Hv // self.Hk, "C": CHUNK, "DK": self.Dk, "BLOCK_K": block_k}
+        self.precision = {"PRECISION": "ieee" if k.dtype == torch.float32 else "tf32"}
+        self.chunked = {"DOCUMENTS": triton.next_power_of_2(self.documents)}
+        # A chunk of q, k, A, P and v or dO, as many times as there are stages.
+        stage = CHUNK * (2 * block_k + 2 * CHUNK + columns) * k.element_size()
+        self.scan = self.shape | self.precision | {
+            "Hv": self.Hv, "DV": self.Dv, "BLOCK_V": columns, "STAGES": fitting_stages(k, SCAN_STAGES, stage),
+            "num_warps": SCAN_WARPS,
+        }  # fmt: skip
+        self.scan_grid = (self.documents * self.Hv * triton.cdiv(self.Dv, columns),)
+        self.block_v = block_v
+
+
+def _prepare(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, sizes: _Sizes, scale: float, normalize: bool, need_p: bool
+) -> tuple[Tensor, ...]:
+    """A, P, running sums of g, inverse norms of q and k; all with the heads first."""
+    inverse, similarity = (k.new_empty(sizes.Hv, sizes.tokens, CHUNK) for _ in range(2))
+    total = torch.empty(sizes.Hv, sizes.tokens, dtype=torch.float32, device=k.device)
+    q_norm, k_norm = (torch.empty(sizes.Hk, sizes.tokens, dtype=torch.float32, device=k.device) for _ in range(2))
+    made = inverse, similarity, total, q_norm, k_norm
+    _prepare_kernel[(sizes.slots, sizes.Hv)](
+        q, k, g, beta, sizes.cu, *made, sizes.tokens, sizes.documents, *q.stride()[:2], *k.stride()[:2], *g.stride(),
+        *beta.stride(), scale, NORMALIZE=normalize, EPS=L2_EPS, NEED_P=need_p, num_warps=PREPARE_WARPS,
+        **sizes.shape, **sizes.precision, **sizes.chunked,
+    )  # fmt: skip
+    return made
+
+
+LIBRARY.define(
+    "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens,"
+    " float scale, bool normalize, bool need_out) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "gated_delta_rule_backward(Tensor? d_out, Tensor? d_final, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,"
+    " Tensor? initial_state, Tensor? cu_seqlens, float scale, bool normalize)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "gated_delta_step(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, float scale,"
+    " bool normalize) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "gated_delta_rule", "CompositeExplicitAutograd")
+def _gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, normalize: bool, need_out: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    sizes = _Sizes(k, v, cu_seqlens)
+    out, final = _outputs(k, v, cu_seqlens, need_out)
+    if not final.numel():
+        return out, final
+    q, k, v, g, beta = map(flat, (q, k, v, g, beta))
+    initial = final if initial_state is None else initial_state.contiguous()
+    with on_device_of(k):
+        made = _prepare(q, k, g, beta, sizes, scale, normalize, need_out) if sizes.tokens else (final,) * 5
+        # A pointer argument that the constants switch off still has to be a tensor.
+        _scan_kernel[sizes.scan_grid](
+            q, k, v, beta, sizes.cu, *made, initial, out, final, k, k, sizes.tokens, sizes.documents,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *beta.stride(), scale,
+            HAS_INITIAL=initial_state is not None, STORE_OUT=need_out, STORE_STATES=False, **sizes.scan,
+        )  # fmt: skip
+    return out, final
+
+
+@torch.library.impl(LIBRARY, "gated_delta_rule_backward", "CompositeExplicitAutograd")
+def _gated_delta_rule_backward(
+    d_out: Tensor | None, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, normalize: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    sizes = _Sizes(k, v, cu_seqlens)
+    grads = dq, dk, dx, dg, dbeta, d_initial = _gradients_like(d_out, q, k, v, g, beta, initial_state)
+    if not k.numel() or not v.numel():
+        if d_final is not None and initial_state is not None:
+            d_initial.copy_(d_final)
+        return grads
+    has_out, has_final = d_out is not None, d_final is not None
+    q, k, v, g, beta = map(flat, (q, k, v, g, beta))
+    d_out = v if d_out is None else flat(d_out)
+    states, d_states = (k.new_empty(sizes.slots, sizes.Hv, sizes.Dk, sizes.Dv) for _ in range(2))
+    d = k.new_empty(sizes.Hv, sizes.tokens, sizes.Dv)
+    counts, strides = (sizes.tokens, sizes.documents), (*q.stride()[:2], *k.stride()[:2])
+    with on_device_of(k):
+        made = _, _, total, q_norm, k_norm = _prepare(q, k, g, beta, sizes, scale, normalize, has_out)
+        # A pointer argument that the constants switch off still has to be a tensor.
+        _scan_kernel[sizes.scan_grid](
+            q, k, v, beta, sizes.cu, *made, total if initial_state is None else initial_state.contiguous(), k, total,
+            states, d, *counts, *strides, *v.stride()[:2], *beta.stride(), scale,
+            HAS_INITIAL=initial_state is not None, STORE_OUT=False, STORE_STATES=True, **sizes.scan,
+        )  # fmt: skip
+        _scan_back_kernel[sizes.scan_grid](
+            q, k, beta, sizes.cu, *made, d_out, total if d_final is None else d_final.contiguous(), d_states, dx,
+            d_initial, *counts, *strides, *beta.stride(), *d_out.stride()[:2], scale,
+            HAS_OUT=has_out, HAS_FINAL=has_final, STORE_INITIAL=initial_state is not None, **sizes.scan,
+        )  # fmt: skip
+        _gradients_kernel[(sizes.slots, sizes.Hk)](
+            q, k, v, beta, sizes.cu, total, q_norm, k_norm, states, d_states, d, d_out, dq, dk, dx, dg, dbeta,
+            *counts, *strides, *v.stride()[:2], *beta.stride(), *d_out.stride()[:2], scale,
+            Hk=sizes.Hk, DV=sizes.Dv, BLOCK_V=sizes.block_v, HAS_OUT=has_out, NORMALIZE=normalize,
+            num_warps=GRADIENT_WARPS, **sizes.shape, **sizes.precision, **sizes.chunked,
+        )  # fmt: skip
+    return grads
+
+
+@torch.library.impl(LIBRARY, "gated_delta_step", "CompositeExplicitAutograd")
+def _gated_delta_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, scale: float,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    sizes = _Sizes(k, v, None)
+    out, final = _outputs(k, v, None, True)
+    if final.numel():
+        q, k, v, g, beta = map(flat, (q, k, v, g, beta))
+        columns = min(sizes.block_v, STEP_COLUMNS)
+        with on_device_of(k):
+            _step_kernel[(sizes.B * sizes.Hv * triton.cdiv(sizes.Dv, columns),)](
+                q, k, v, g, beta, final if initial_state is None else initial_state.contiguous(), out, final, sizes.T,
+                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *g.stride(), *beta.stride(), scale,
+                Hv=sizes.Hv, GROUP=sizes.Hv // sizes.Hk, DK=sizes.Dk, BLOCK_K=sizes.shape["BLOCK_K"], DV=sizes.Dv,
+                BLOCK_V=columns, HAS_INITIAL=initial_state is not None, NORMALIZE=normalize, EPS=L2_EPS,
+                num_warps=STEP_WARPS,
+            )  # fmt: skip
+    return out, final
+
+
+def _outputs(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, need_out: bool) -> tuple[Tensor, Tensor]:
+    documents = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    out = v.new_empty(v.shape if need_out else 0)
+    return out, v.new_empty(documents, v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
+
+
+def _gradients_like(
+    d_out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Empty gradients; without one of the output there is none of q."""
+    d_initial = (
+        g.new_empty(0, dtype=torch.float32)
+        if initial_state is None
+        else torch.empty_like(initial_state, memory_format=torch.contiguous_format)
+    )
+    return q.new_empty(0 if d_out is None else q.shape), *(x.new_empty(x.shape) for x in (k, v, g, beta)), d_initial
+
+
+@torch.library.register_fake("liger_models::gated_delta_rule", lib=LIBRARY)
+def _gated_delta_rule_fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize, need_out):
+    return _outputs(k, v, cu_seqlens, need_out)
+
+
+@torch.library.register_fake("liger_models::gated_delta_rule_backward", lib=LIBRARY)
+def _gated_delta_rule_backward_fake(d_out, d_final, q, k, v, g, beta, initial_state, *_):
+    return _gradients_like(d_out, q, k, v, g, beta, initial_state)
+
+
+@torch.library.register_fake("liger_models::gated_delta_step", lib=LIBRARY)
+def _gated_delta_step_fake(q, k, v, *_):
+    return _outputs(k, v, None, True)
+
+
+def _setup(ctx, inputs, output):
+    *tensors, ctx.scale, ctx.normalize, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, d_out, d_final):
+    if d_out is None and d_final is None:
+        return (None,) * 10
+    grads = torch.ops.liger_models.gated_delta_rule_backward(
+        d_out, d_final, *ctx.saved_tensors, ctx.scale, ctx.normalize
+    )
+    # The initial state is the sixth input; the output, the only thing that q affects, may have no gradient.
+    given = d_out is not None, *(True,) * 4, ctx.saved_tensors[5] is not None
+    return *(grad if use else None for grad, use in zip(grads, given, strict=True)), *(None,) * 4
+
+
+torch.library.register_autograd("liger_models::gated_delta_rule", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+def _check(
+    op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:  # fmt: skip
+    check_floating(op, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"{op}: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
+    check(
+        q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:2] == v.shape[:2],
+        f"{op}: q and k must be [B, T, Hk, Dk] and v [B, T, Hv, Dv], "
+        f"got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}.",
+    )
+    (B, T, Hk, Dk), (Hv, Dv) = k.shape, v.shape[2:]
+    check(Hv % Hk == 0, f"{op}: the number of value heads ({Hv}) must be a multiple of that of key heads ({Hk}).")
+    check(
+        g.shape == beta.shape == v.shape[:3],
+        f"{op}: g and beta must be {list(v.shape[:3])}, got {list(g.shape)} and {list(beta.shape)}.",
+    )
+    documents = check_documents(op, cu_seqlens, B, T)
+    if initial_state is not None and initial_state.dtype != torch.promote_types(v.dtype, torch.float32):
+        raise TypeError(f"{op}: initial_state must be float32, got {initial_state.dtype}.")
+    check(
+        initial_state is None or initial_state.shape == (documents, Hv, Dk, Dv),
+        f"{op}: initial_state must be {[documents, Hv, Dk, Dv]}, "
+        f"got {list(initial_state.shape) if initial_state is not None else None}.",
+    )
 
 
 def gated_delta_rule(
@@ -126,28 +821,78 @@ def gated_delta_rule(
         ValueError: the shapes do not fit together.
         TypeError: a tensor has the wrong dtype.
     """
-    op = "gated_delta_rule"
-    check_floating(op, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"{op}: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
-    check(
-        q.dim() == v.dim() == 4 and q.shape == k.shape and q.shape[:2] == v.shape[:2],
-        f"{op}: q and k must be [B, T, Hk, Dk] and v [B, T, Hv, Dv], "
-        f"got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}.",
-    )
-    (B, T, Hk, Dk), (Hv, Dv) = k.shape, v.shape[2:]
-    check(Hv % Hk == 0, f"{op}: the number of value heads ({Hv}) must be a multiple of that of key heads ({Hk}).")
-    check(
-        g.shape == beta.shape == v.shape[:3],
-        f"{op}: g and beta must be {list(v.shape[:3])}, got {list(g.shape)} and {list(beta.shape)}.",
-    )
-    documents = check_documents(op, cu_seqlens, B, T)
-    check(
-        initial_state is None or initial_state.shape == (documents, Hv, Dk, Dv),
-        f"{op}: initial_state must be {[documents, Hv, Dk, Dv]}, "
-        f"got {list(initial_state.shape) if initial_state is not None else None}.",
-    )
-    out, state = gated_delta_rule_reference(
-        q, k, v, g, beta, scale=scale, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens
-    )
+    _check("gated_delta_rule", q, k, v, g, beta, initial_state, cu_seqlens)
+    T, Dk = k.shape[1], k.shape[3]
+    scale = Dk**-0.5 if scale is None else float(scale)
+    inputs = q, k, v, g, beta, initial_state
+    if not use_triton(v):
+        options = {"scale": scale, "normalize": normalize, "cu_seqlens": cu_seqlens}
+        out, state = gated_delta_rule_reference(*inputs[:5], initial_state=initial_state, **options)
+    elif cu_seqlens is None and T <= STEP_TOKENS and not _differentiable(*inputs):
+        out, state = torch.ops.liger_models.gated_delta_step(*inputs, scale, normalize)
+    else:
+        out, state = torch.ops.liger_models.gated_delta_rule(*inputs, cu_seqlens, scale, normalize, True)
     return (out, state) if return_state else out
+
+
+def _differentiable(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def gated_delta_transition(
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, normalize: bool = True, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What tokens do to the state, whatever it was before: ``state after = A @ state before + b``.
+
+    Ranks that hold consecutive parts of a sequence exchange A and b, whose sizes do not depend on the number of tokens.
+    `states_before` then has the initial state of each.
+
+    Args:
+        k, v, g, beta, normalize: as in `gated_delta_rule`.
+        cu_seqlens: as there; the state before is that of the first document, and the state after that of the last.
+
+    Returns:
+        ``(A, b)``: [B, Hv, Dk, Dk] and [B, Hv, Dk, Dv], float32.
+
+    Raises:
+        As `gated_delta_rule`.
+    """
+    _check("gated_delta_transition", k, k, v, g, beta, None, cu_seqlens)
+    (B, T, _, Dk), Hv = k.shape, v.shape[2]
+    identity = torch.eye(Dk, device=k.device, dtype=torch.promote_types(k.dtype, torch.float32))
+    first = last = None
+    if cu_seqlens is not None:  # empty documents, before the first token and after the last, have no part in this
+        last = torch.searchsorted(cu_seqlens, torch.full([1], T, device=k.device)) - 1
+        first = torch.searchsorted(cu_seqlens, torch.zeros(1, dtype=torch.int64, device=k.device), right=True) - 1
+        identity = identity * (torch.arange(len(cu_seqlens) - 1, device=k.device) == first)[:, None, None, None]
+        identity = identity.expand(-1, Hv, -1, -1)
+    else:
+        identity = identity.expand(B, Hv, Dk, Dk)
+
+    def final_state(v: Tensor, initial_state: Tensor | None) -> Tensor:
+        if use_triton(v):
+            inputs = k, k, v, g, beta, initial_state, cu_seqlens
+            state: Tensor = torch.ops.liger_models.gated_delta_rule(*inputs, 1.0, normalize, False)[1]
+        else:
+            options = {"normalize": normalize, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+            state = gated_delta_rule_reference(k, k, v, g, beta, **options)[1]
+        return state if last is None else state.index_select(0, last)
+
+    none = v.new_zeros(1, 1, 1, Dk).expand(B, T, Hv, Dk)
+    return final_state(none, identity), final_state(v, None)
+
+
+def states_before(A: Tensor, b: Tensor, initial_state: Tensor | None = None) -> Tensor:
+    """The state before each of several consecutive parts of a sequence.
+
+    Args:
+        A, b: [parts, B, Hv, Dk, Dk] and [parts, B, Hv, Dk, Dv], from `gated_delta_transition` of each part.
+        initial_state: [B, Hv, Dk, Dv], the state before the first part; None for 0.
+
+    Returns:
+        [parts, B, Hv, Dk, Dv].
+    """
+    states = [torch.zeros_like(b[0]) if initial_state is None else initial_state]
+    for part in range(len(A) - 1):
+        states.append(A[part] @ states[-1] + b[part])
+    return torch.stack(states)

@@ -10,7 +10,8 @@ u = dy · a · w::
     dx = r · (u − n · mean(u · n)),   dw = Σ_rows dy · a · n
     dgate = dy · w · n · σ(gate) · (1 + gate · (1 − σ(gate)))
 
-Saved: x, the gate and the weight; r is recomputed from x, which the backward reads anyway.
+Saved: x, the gate and the weight; r is recomputed from x, which the backward reads anyway. dw is summed in fp32: a
+partial row of each program, then a sum.
 """
 
 import torch
@@ -18,6 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check, check_floating
+from .dispatch import LIBRARY, num_programs, on_device_of, tl, triton, use_triton
+
+TILE, WARPS = 2048, 4
+"""Elements of the rows that a program takes at a time."""
+
+WARPS_PER_SM = 32
+"""Of the backward, in which each program sums the gradient of the weight over its rows."""
 
 
 def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -25,6 +33,136 @@ def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (weight * normed.to(x.dtype) * F.silu(gate.to(wide.dtype))).to(x.dtype)
+
+
+@triton.jit
+def _rows(ptr, rows, H, outer, inner, D: tl.constexpr, BLOCK: tl.constexpr, N):
+    """Rows of x seen as [N / H, H, D] with these strides, in fp32."""
+    columns = tl.arange(0, BLOCK)[None, :]
+    at = (rows // H * outer + rows % H * inner)[:, None] + columns
+    return tl.load(ptr + at, mask=(rows < N)[:, None] & (columns < D), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _gated_norm_kernel(
+    x_ptr, gate_ptr, w_ptr, y_ptr, N, H, x_outer, x_inner, gate_outer, gate_inner, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    x = _rows(x_ptr, rows, H, x_outer, x_inner, D, BLOCK, N)
+    gate = _rows(gate_ptr, rows, H, gate_outer, gate_inner, D, BLOCK, N)
+    w = tl.load(w_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+    dtype = y_ptr.dtype.element_ty
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
+    scaled = w * (x * rstd[:, None]).to(dtype).to(tl.float32)
+    if ROUND:
+        scaled = scaled.to(dtype).to(tl.float32)
+    y = scaled * (gate * tl.sigmoid(gate))
+    mask = (rows < N)[:, None] & (columns < D)[None, :]
+    tl.store(y_ptr + rows[:, None] * D + columns[None, :], y.to(dtype), mask=mask)
+
+
+@triton.jit
+def _gated_norm_backward_kernel(
+    dy_ptr, x_ptr, gate_ptr, w_ptr, dx_ptr, d_gate_ptr, dw_ptr, N, H, dy_outer, dy_inner, x_outer, x_inner,
+    gate_outer, gate_inner, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BLOCK)
+    w = tl.load(w_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+    dw = tl.zeros([BLOCK], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0)):
+        rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        dy = _rows(dy_ptr, rows, H, dy_outer, dy_inner, D, BLOCK, N)
+        x = _rows(x_ptr, rows, H, x_outer, x_inner, D, BLOCK, N)
+        gate = _rows(gate_ptr, rows, H, gate_outer, gate_inner, D, BLOCK, N)
+        rstd = (1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps))[:, None]
+        n = x * rstd
+        s = tl.sigmoid(gate)
+        d_scaled = dy * (gate * s)
+        dw += tl.sum(d_scaled * n, 0)
+        u = d_scaled * w
+        dx = rstd * (u - n * (tl.sum(u * n, 1) / D)[:, None])
+        d_gate = dy * w * n * s * (1.0 + gate * (1.0 - s))
+        at = rows[:, None] * D + columns[None, :]
+        mask = (rows < N)[:, None] & (columns < D)[None, :]
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(d_gate_ptr + at, d_gate.to(d_gate_ptr.dtype.element_ty), mask=mask)
+    tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * D + columns, dw, mask=columns < D)
+
+
+LIBRARY.define("gated_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor")
+LIBRARY.define(
+    "gated_norm_backward(Tensor dy, Tensor x, Tensor gate, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """[..., D] as [outer, H, D] with contiguous rows; a view if the strides allow it."""
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x.reshape(-1, x.shape[-2] if x.dim() > 1 else 1, x.shape[-1])
+
+
+def _constants(D: int) -> dict[str, int]:
+    block = triton.next_power_of_2(D)
+    return {"D": D, "BLOCK": block, "ROWS": max(TILE // block, 1), "num_warps": max(min(block // 512, 16), WARPS)}
+
+
+@torch.library.impl(LIBRARY, "gated_norm", "CompositeExplicitAutograd")
+def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    y = x.new_empty(x.shape)
+    if x.numel():
+        constants = _constants(x.shape[-1])
+        x, gate = _as_rows(x), _as_rows(gate)
+        N = x.shape[0] * x.shape[1]
+        with on_device_of(x):
+            _gated_norm_kernel[(triton.cdiv(N, constants["ROWS"]),)](
+                x, gate, weight.contiguous(), y, N, x.shape[1], *x.stride()[:2], *gate.stride()[:2], eps,
+                ROUND=torch.promote_types(x.dtype, weight.dtype) == x.dtype, **constants,
+            )  # fmt: skip
+    return y
+
+
+@torch.library.impl(LIBRARY, "gated_norm_backward", "CompositeExplicitAutograd")
+def _gated_norm_backward(
+    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, d_gate = x.new_empty(x.shape), gate.new_empty(gate.shape)
+    if not x.numel():
+        return dx, d_gate, torch.zeros_like(weight)
+    constants = _constants(x.shape[-1])
+    dy, x, gate = _as_rows(dy), _as_rows(x), _as_rows(gate)
+    N = x.shape[0] * x.shape[1]
+    programs = min(triton.cdiv(N, constants["ROWS"]), num_programs(x, max(WARPS_PER_SM // constants["num_warps"], 1)))
+    partial = torch.empty(programs, x.shape[2], dtype=torch.float32, device=x.device)
+    with on_device_of(x):
+        _gated_norm_backward_kernel[(programs,)](
+            dy, x, gate, weight.contiguous(), dx, d_gate, partial, N, x.shape[1], *dy.stride()[:2], *x.stride()[:2],
+            *gate.stride()[:2], eps, **constants,
+        )  # fmt: skip
+    return dx, d_gate, partial.sum(0).to(weight.dtype)
+
+
+@torch.library.register_fake("liger_models::gated_norm", lib=LIBRARY)
+def _gated_norm_fake(x, gate, weight, eps):
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("liger_models::gated_norm_backward", lib=LIBRARY)
+def _gated_norm_backward_fake(dy, x, gate, weight, eps):
+    return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
+
+
+def _setup(ctx, inputs, output):
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, dy):
+    return *torch.ops.liger_models.gated_norm_backward(dy, *ctx.saved_tensors, ctx.eps), None
+
+
+torch.library.register_autograd("liger_models::gated_norm", _backward, setup_context=_setup, lib=LIBRARY)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -51,4 +189,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -> Te
         f"{op}: weight must have the shape of x's last dimension, "
         f"got weight {list(weight.shape)} for x {list(x.shape)}.",
     )
-    return gated_norm_reference(x, gate, weight, eps)
+    if not use_triton(x):
+        return gated_norm_reference(x, gate, weight, eps)
+    y: Tensor = torch.ops.liger_models.gated_norm(x, gate, weight, eps)
+    return y

@@ -8,7 +8,9 @@ Backward, with p recomputed and dp = dy · σ(p) · (1 + p · (1 − σ(p)))::
 
     dx_t = Σ_j w_j · dp_{t + K − 1 − j},   dw_j = Σ_t dp_t · x_{t − K + 1 + j},   dbias = Σ_t dp_t
 
-The sums do not leave the document. Saved: x, the weight, the bias and the state.
+The sums do not leave the document. Saved: x, the weight, the bias and the state. A program goes through consecutive
+tokens of some channels with the last inputs in registers, so each is read once. The gradients of weight and bias are
+summed in fp32: a partial result of each program, then a sum.
 """
 
 import torch
@@ -16,6 +18,41 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check, check_documents, check_floating
+from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .documents import bounds, flat, locate, slots
+
+MAX_WIDTH = 4
+"""Most weights of a channel; the kernels hold one input less in registers."""
+
+TOKENS, CHANNELS, WARPS, STAGES = 256, 512, 4, 4
+"""Tokens and channels of a program, and how many tokens it has in flight."""
+
+
+def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_state: Tensor | None, K: int) -> Tensor:
+    """x [B, T, C] at the tokens ``at`` of the given documents, and before a document its initial state."""
+    if not x.shape[1]:
+        x = x.new_zeros(len(x), 1, x.shape[2])
+    before = edges[document]
+    own = x[:, at.clamp(0, x.shape[1] - 1)]
+    earlier = torch.zeros_like(own)
+    if initial_state is not None:
+        place = (K - 1 + at - before).clamp(0, K - 2)
+        if len(edges) == 2:  # the same tokens of each row
+            earlier = initial_state[:, :, place].transpose(1, 2).to(x.dtype)
+        else:
+            earlier = initial_state[document, :, place][None].to(x.dtype)
+    return torch.where((at >= before)[:, None], own, earlier)
+
+
+def _edges(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return torch.arange(2, device=x.device) * x.shape[1] if cu_seqlens is None else cu_seqlens.long()
+
+
+def _final_state(x: Tensor, K: int, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    edges = _edges(x, cu_seqlens)
+    document = torch.arange(len(edges) - 1, device=x.device)
+    last = [_inputs(x, edges[1:] - (K - 1) + j, document, edges, initial_state, K) for j in range(K - 1)]
+    return torch.stack(last, 3).flatten(0, 1)
 
 
 def short_conv_reference(
@@ -28,35 +65,206 @@ def short_conv_reference(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and final states of `short_conv` in plain torch (differentiable; fp64 stays fp64)."""
-    (B, T, C), K = x.shape, weight.shape[1]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    bounds = torch.arange(2, device=x.device) * T if cu_seqlens is None else cu_seqlens.long()
-    token = torch.arange(T, device=x.device)
-    document = torch.searchsorted(bounds[1:], token, right=True)
-    if initial_state is None:
-        initial_state = x.new_zeros(B if cu_seqlens is None else len(bounds) - 1, C, K - 1)
-
-    def inputs(at: Tensor, document: Tensor) -> Tensor:
-        """x at the tokens ``at`` of the documents, and before a document its initial state."""
-        own = x[:, at.clamp(0, max(T - 1, 0))] if T else x.new_zeros(B, len(at), C)
-        place = (K - 1 + at - bounds[document]).clamp(0, max(K - 2, 0))
-        if K == 1:
-            return own
-        if cu_seqlens is None:
-            before = initial_state[:, :, place].transpose(1, 2)
-        else:
-            before = initial_state[document, :, place][None]
-        return torch.where((at >= bounds[document])[:, None], own, before)
-
-    out = x.new_zeros(B, T, C, dtype=dtype) if bias is None else bias.to(dtype).expand(B, T, C)
+    K, dtype, edges = weight.shape[1], torch.promote_types(x.dtype, torch.float32), _edges(x, cu_seqlens)
+    token = torch.arange(x.shape[1], device=x.device)
+    document = torch.searchsorted(edges[1:], token, right=True)
+    out = torch.zeros_like(x, dtype=dtype) if bias is None else bias.to(dtype).expand(x.shape)
     for j in range(K):
-        out = out + inputs(token - (K - 1) + j, document).to(dtype) * weight[:, j].to(dtype)
-    if activation == "silu":
-        out = F.silu(out)
-    every = torch.arange(len(bounds) - 1, device=x.device)
-    last = [inputs(bounds[1:] - (K - 1) + j, every) for j in range(K - 1)]  # [B, documents, C] each
-    state = torch.stack(last, 3).flatten(0, 1) if last else initial_state
-    return out.to(x.dtype), state.to(x.dtype)
+        inputs = _inputs(x, token - (K - 1) + j, document, edges, initial_state, K)
+        out = out + inputs.to(dtype) * weight[:, j].to(dtype)
+    out = F.silu(out) if activation == "silu" else out
+    return out.to(x.dtype), _final_state(x, K, initial_state, cu_seqlens)
+
+
+@triton.jit
+def _before(x_ptr, initial_ptr, t, start, x_t, at_initial, inside, K: tl.constexpr, HAS_INITIAL: tl.constexpr):
+    """The inputs of token t, or of the state if the document starts behind it, in fp32."""
+    x = tl.load(x_ptr + t * x_t, mask=inside & (t >= start), other=0.0).to(tl.float32)
+    if HAS_INITIAL:
+        place = K - 1 + t - start
+        mask = inside & (t < start) & (place >= 0)
+        x += tl.load(initial_ptr + at_initial + place, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _weight(weight_ptr, channels, J: tl.constexpr, inside, K: tl.constexpr):
+    """Weight J of four, in fp32; the first ones are 0 where a channel has fewer."""
+    place = J - 4 + K
+    return tl.load(weight_ptr + channels * K + place, mask=inside & (place >= 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _conv_kernel(
+    x_ptr, weight_ptr, bias_ptr, initial_ptr, cu_ptr, out_ptr, C, documents, x_t, K: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    n, start, _, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
+    if first == last:
+        return
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channels < C
+    w0, w1 = _weight(weight_ptr, channels, 0, inside, K), _weight(weight_ptr, channels, 1, inside, K)
+    w2, w3 = _weight(weight_ptr, channels, 2, inside, K), _weight(weight_ptr, channels, 3, inside, K)
+    bias = tl.zeros([CHANNELS], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+    x_ptr += channels
+    at_initial = (n * C + channels) * (K - 1)
+    x3 = _before(x_ptr, initial_ptr, first - 3, start, x_t, at_initial, inside, K, HAS_INITIAL)
+    x2 = _before(x_ptr, initial_ptr, first - 2, start, x_t, at_initial, inside, K, HAS_INITIAL)
+    x1 = _before(x_ptr, initial_ptr, first - 1, start, x_t, at_initial, inside, K, HAS_INITIAL)
+    for t in tl.range(first, last, num_stages=STAGES):
+        x0 = tl.load(x_ptr + t * x_t, mask=inside, other=0.0).to(tl.float32)
+        p = bias + w0 * x3 + w1 * x2 + w2 * x1 + w3 * x0
+        if SILU:
+            p = p * tl.sigmoid(p)
+        tl.store(out_ptr + t * C + channels, p.to(out_ptr.dtype.element_ty), mask=inside)
+        x3, x2, x1 = x2, x1, x0
+
+
+@triton.jit
+def _conv_backward_kernel(
+    d_out_ptr, x_ptr, weight_ptr, bias_ptr, initial_ptr, cu_ptr, dx_ptr, d_weight_ptr, d_initial_ptr, C, documents,
+    d_out_t, x_t, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dx, that of the initial state, and a partial [5, C] of the gradients of the four weights and the bias."""
+    n, start, end, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channels < C
+    w0, w1 = _weight(weight_ptr, channels, 0, inside, K), _weight(weight_ptr, channels, 1, inside, K)
+    w2, w3 = _weight(weight_ptr, channels, 2, inside, K), _weight(weight_ptr, channels, 3, inside, K)
+    none = tl.zeros([CHANNELS], tl.float32)
+    bias, dw0, dw1, dw2, dw3, d_bias = none, none, none, none, none, none
+    if first < last:
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+        x_at, d_out_at = x_ptr + channels, d_out_ptr + channels
+        at_initial = (n * C + channels) * (K - 1)
+        x3 = _before(x_at, initial_ptr, first - 3, start, x_t, at_initial, inside, K, HAS_INITIAL)
+        x2 = _before(x_at, initial_ptr, first - 2, start, x_t, at_initial, inside, K, HAS_INITIAL)
+        x1 = _before(x_at, initial_ptr, first - 1, start, x_t, at_initial, inside, K, HAS_INITIAL)
+        d1, d2, d3 = none, none, none
+        # The gradient of token t − 3 needs that of p up to token t, so three more tokens of the document are visited.
+        for t in tl.range(first, last + 3, num_stages=STAGES):
+            x0 = tl.load(x_at + t * x_t, mask=inside & (t < end), other=0.0).to(tl.float32)
+            d0 = tl.load(d_out_at + t * d_out_t, mask=inside & (t < end), other=0.0).to(tl.float32)
+            if SILU:
+                p = bias + w0 * x3 + w1 * x2 + w2 * x1 + w3 * x0
+                s = tl.sigmoid(p)
+                d0 = d0 * s * (1.0 + p * (1.0 - s))
+            own = tl.where(t < last, d0, 0.0)
+            dw0 += own * x3
+            dw1 += own * x2
+            dw2 += own * x1
+            dw3 += own * x0
+            d_bias += own
+            dx = w3 * d3 + w2 * d2 + w1 * d1 + w0 * d0
+            tl.store(dx_ptr + (t - 3) * C + channels, dx.to(dx_ptr.dtype.element_ty), mask=inside & (t - 3 >= first))
+            if HAS_INITIAL:
+                place = K - 1 + t - 3 - start
+                mask = inside & (t - 3 < start) & (first == start) & (place >= 0)
+                tl.store(d_initial_ptr + at_initial + place, dx.to(d_initial_ptr.dtype.element_ty), mask=mask)
+            x3, x2, x1 = x2, x1, x0
+            d3, d2, d1 = d2, d1, d0
+    d_weight_ptr += tl.program_id(0).to(tl.int64) * 5 * C + channels
+    tl.store(d_weight_ptr, dw0, mask=inside)
+    tl.store(d_weight_ptr + C, dw1, mask=inside)
+    tl.store(d_weight_ptr + 2 * C, dw2, mask=inside)
+    tl.store(d_weight_ptr + 3 * C, dw3, mask=inside)
+    tl.store(d_weight_ptr + 4 * C, d_bias, mask=inside)
+
+
+LIBRARY.define(
+    "short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, bool silu) -> Tensor"
+)
+LIBRARY.define(
+    "short_conv_backward(Tensor d_out, Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state,"
+    " Tensor? cu_seqlens, bool silu) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _launch(x: Tensor, weight: Tensor, cu: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and constants of both kernels."""
+    C, documents = x.shape[2], len(cu) - 1
+    channels = min(triton.next_power_of_2(C), CHANNELS)
+    constants = {"K": weight.shape[1], "TOKENS": TOKENS, "CHANNELS": channels, "STAGES": STAGES, "num_warps": WARPS}
+    grid = slots(x.shape[0] * x.shape[1], documents, TOKENS), triton.cdiv(C, channels)
+    return grid, constants | {"DOCUMENTS": triton.next_power_of_2(documents)}
+
+
+@torch.library.impl(LIBRARY, "short_conv", "CompositeExplicitAutograd")
+def _short_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, silu: bool
+) -> Tensor:
+    out = x.new_empty(x.shape)
+    if not x.numel():
+        return out
+    cu = bounds(x, cu_seqlens)
+    grid, constants = _launch(x, weight, cu)
+    weight, rows = weight.contiguous(), flat(x)
+    with on_device_of(x):
+        # A pointer argument that the constants switch off still has to be a tensor.
+        _conv_kernel[grid](
+            rows, weight, weight if bias is None else bias.contiguous(),
+            weight if initial_state is None else initial_state.contiguous(), cu, out, x.shape[2], len(cu) - 1,
+            rows.stride(0), HAS_BIAS=bias is not None, HAS_INITIAL=initial_state is not None, SILU=silu, **constants,
+        )  # fmt: skip
+    return out
+
+
+@torch.library.impl(LIBRARY, "short_conv_backward", "CompositeExplicitAutograd")
+def _short_conv_backward(
+    d_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    (C, K), dx = weight.shape, x.new_empty(x.shape)
+    d_initial = x.new_zeros(0) if initial_state is None else initial_state.new_zeros(initial_state.shape)
+    if not x.numel():
+        return dx, weight.new_zeros(C, K), weight.new_zeros(C), d_initial
+    cu = bounds(x, cu_seqlens)
+    grid, constants = _launch(x, weight, cu)
+    partial = torch.empty(grid[0], 5, C, dtype=torch.float32, device=x.device)
+    weight, rows, d_rows = weight.contiguous(), flat(x), flat(d_out)
+    with on_device_of(x):
+        _conv_backward_kernel[grid](
+            d_rows, rows, weight, weight if bias is None else bias.contiguous(),
+            weight if initial_state is None else initial_state.contiguous(), cu, dx, partial, d_initial, C,
+            len(cu) - 1, d_rows.stride(0), rows.stride(0), HAS_BIAS=bias is not None,
+            HAS_INITIAL=initial_state is not None, SILU=silu, **constants,
+        )  # fmt: skip
+    total = partial.sum(0)
+    # Copied even from fp32 to fp32: outputs of an op must not share memory.
+    d_weight, d_bias = (part.to(weight.dtype, copy=True) for part in (total[4 - K : 4].t().contiguous(), total[4]))
+    return dx, d_weight, d_bias, d_initial
+
+
+@torch.library.register_fake("liger_models::short_conv", lib=LIBRARY)
+def _short_conv_fake(x, *_):
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("liger_models::short_conv_backward", lib=LIBRARY)
+def _short_conv_backward_fake(d_out, x, weight, bias, initial_state, *_):
+    d_initial = x.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[:1]), d_initial
+
+
+def _setup(ctx, inputs, output):
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, d_out):
+    _, _, bias, initial_state, _ = ctx.saved_tensors
+    dx, d_weight, d_bias, d_initial = torch.ops.liger_models.short_conv_backward(d_out, *ctx.saved_tensors, ctx.silu)
+    d_bias = None if bias is None else d_bias.to(bias.dtype)
+    return dx, d_weight, d_bias, None if initial_state is None else d_initial, None, None
+
+
+torch.library.register_autograd("liger_models::short_conv", _backward, setup_context=_setup, lib=LIBRARY)
 
 
 def short_conv(
@@ -73,7 +281,7 @@ def short_conv(
 
     Args:
         x: [B, T, C], float32, float16 or bfloat16.
-        weight: [C, K]; the last weight is that of the token itself.
+        weight: [C, K], K from 2 to 4; the last weight is that of the token itself.
         bias: [C].
         activation: "silu", or None.
         initial_state: [B, C, K − 1], the inputs before the first token, the latest last, or one for each document;
@@ -96,6 +304,7 @@ def short_conv(
         x.dim() == 3 and weight.dim() == 2 and weight.shape[0] == x.shape[2],
         f"{op}: x must be [B, T, C] and weight [C, K], got {list(x.shape)} and {list(weight.shape)}.",
     )
+    check(1 < weight.shape[1] <= MAX_WIDTH, f"{op}: weight must have 2 to {MAX_WIDTH} columns, got {weight.shape[1]}.")
     (B, T, C), K = x.shape, weight.shape[1]
     check(
         bias is None or bias.shape == (C,), f"{op}: bias must be {[C]}, got {None if bias is None else [*bias.shape]}."
@@ -106,6 +315,9 @@ def short_conv(
         f"{op}: initial_state must be {[documents, C, K - 1]}, "
         f"got {list(initial_state.shape) if initial_state is not None else None}.",
     )
+    if use_triton(x):
+        out = torch.ops.liger_models.short_conv(x, weight, bias, initial_state, cu_seqlens, activation == "silu")
+        return (out, _final_state(x, K, initial_state, cu_seqlens)) if return_state else out
     out, state = short_conv_reference(
         x, weight, bias, activation=activation, initial_state=initial_state, cu_seqlens=cu_seqlens
     )

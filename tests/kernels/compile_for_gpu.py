@@ -31,7 +31,9 @@ from liger_models.kernels.divergence import (
     logits_divergence,
 )
 from liger_models.kernels.gated_act import gated_act
+from liger_models.kernels.gated_delta_rule import gated_delta_rule
 from liger_models.kernels.gated_mlp import gated_mlp
+from liger_models.kernels.gated_norm import gated_norm
 from liger_models.kernels.layer_norm import add_layer_norm, layer_norm
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_models.kernels.linear_kl_div import linear_kl_div
@@ -42,6 +44,7 @@ from liger_models.kernels.norm_linear import layer_norm_linear, rms_norm_linear
 from liger_models.kernels.qk_norm_rope import qk_norm_rope
 from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.rope import rope, rope_qkv
+from liger_models.kernels.short_conv import short_conv
 
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx950": ("hip", "gfx950", 64)}
 """NVIDIA Hopper, AMD MI300 and AMD MI350: backend, architecture, threads of a warp."""
@@ -133,6 +136,28 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     differentiate(distribution_divergence(draw_(3, V), draw_(3, V), "jsd", reduction="none"))
 
 
+def run_delta_rule(dtype: torch.dtype) -> None:
+    draw_ = lambda *size: draw(*size, dtype=dtype)
+    q, k, v, g, beta = (
+        draw_(1, 70, 2, 128),
+        draw_(1, 70, 2, 128),
+        draw_(1, 70, 4, 128),
+        draw_(1, 70, 4),
+        draw_(1, 70, 4),
+    )
+    state, bounds = draw(3, 4, 128, 128, dtype=torch.float32), torch.tensor([0, 3, 60, 70])
+    differentiate(gated_delta_rule(q, k, v, g, beta))
+    packed = {"initial_state": state, "return_state": True, "cu_seqlens": bounds}
+    differentiate(gated_delta_rule(q, k, v, g, beta, **packed))
+    with torch.no_grad():
+        gated_delta_rule(*(x[:, :1] for x in (q, k, v, g, beta)), initial_state=state[:1])
+    differentiate(gated_norm(v, draw_(1, 70, 4, 128), draw_(128)))
+    differentiate(short_conv(draw_(1, 70, 1024), draw_(1024, 4)))
+    differentiate(
+        short_conv(draw_(1, 70, 640), draw_(640, 4), draw_(640), initial_state=draw_(3, 640, 3), cu_seqlens=bounds)
+    )
+
+
 def run_wide_norm() -> None:
     x, norm = draw(2, 65536), draw(65536)
     differentiate(rms_norm(x, norm))
@@ -170,6 +195,9 @@ if __name__ == "__main__":
         run(torch.bfloat16, 640, 352, 49155)
         run(torch.float32, 2048, 512, 32000)
         run(torch.float16, 2048, 512, 32000)
+    run_delta_rule(torch.bfloat16)
+    if sys.argv[1] == "sm_90":
+        run_delta_rule(torch.float32)
     run_wide_norm()
     run_experts(8, 2, 512)
     run_experts(128, 8, 256)
