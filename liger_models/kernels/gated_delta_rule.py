@@ -826,8 +826,9 @@ def gated_delta_rule(
     scale = Dk**-0.5 if scale is None else float(scale)
     inputs = q, k, v, g, beta, initial_state
     if not use_triton(v):
-        options = {"scale": scale, "normalize": normalize, "cu_seqlens": cu_seqlens}
-        out, state = gated_delta_rule_reference(*inputs[:5], initial_state=initial_state, **options)
+        out, state = gated_delta_rule_reference(
+            q, k, v, g, beta, scale=scale, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens
+        )
     elif cu_seqlens is None and T <= STEP_TOKENS and not _differentiable(*inputs):
         out, state = torch.ops.liger_models.gated_delta_step(*inputs, scale, normalize)
     else:
@@ -874,8 +875,9 @@ def gated_delta_transition(
             inputs = k, k, v, g, beta, initial_state, cu_seqlens
             state: Tensor = torch.ops.liger_models.gated_delta_rule(*inputs, 1.0, normalize, False)[1]
         else:
-            options = {"normalize": normalize, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-            state = gated_delta_rule_reference(k, k, v, g, beta, **options)[1]
+            _, state = gated_delta_rule_reference(
+                k, k, v, g, beta, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens
+            )
         return state if last is None else state.index_select(0, last)
 
     none = v.new_zeros(1, 1, 1, Dk).expand(B, T, Hv, Dk)
