@@ -56,9 +56,10 @@ def run(folder: Path, module: str, *arguments: str) -> str:
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     variables |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     variables |= {"HF_HOME": str(folder / "cache"), "AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "COLUMNS": "200"}
+    variables |= {"TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "torch_extensions")}  # which DeepSpeed compiles
     command = [sys.executable, str(Path(__file__).with_name("run_cli.py")), module, *arguments]
     done = subprocess.run(
-        command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500
+        command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1500
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
