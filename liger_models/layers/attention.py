@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group, sum_over, to_heads, to_tokens
@@ -20,6 +20,7 @@ from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from liger_models.kernels.rms_norm import scale_normed
 from liger_models.kernels.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
+from liger_models.kernels.sink_attention import is_fused, sink_attention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.layer import AttentionSpec, Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible
@@ -86,7 +87,13 @@ _cached_score = functools.cache(_score)
 
 
 def _flex_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: BlockMask,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Run the fused kernel of flex_attention on [B, heads, T, D]."""
     D = q.shape[-1]
@@ -97,13 +104,17 @@ def _flex_attention(
     options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if 128 < D <= 256 and takes_flash(q.dtype, D) and q.is_cuda and _on_hopper():
         options["kernel_options"] |= LARGE_HEAD_OPTIONS
+    if sinks is not None:
+        options["return_aux"] = AuxRequest(lse=True)
     out: Any
     if torch.compiler.is_compiling():  # compiled with the rest of the graph
         out = flex_attention(q, k, v, None if softcap is None else _score(softcap), **options)
     else:
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, specialize_float=True):
             out = _compiled_flex_attention()(q, k, v, None if softcap is None else _cached_score(softcap), **options)
-    y: Tensor = out
+    y: Tensor = out if sinks is None else out[0]
+    if sinks is not None:  # what the keys leave to the sink, see `kernels.sink_attention`
+        y = (y * (out[1].lse - sinks[:, None].float()).sigmoid()[..., None]).to(q.dtype)
     return y[..., :D]
 
 
@@ -161,17 +172,31 @@ def _within_segments(
 
 
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float | None, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    dropout: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Unfused attention with softmax in fp32. q [B, H, T, D]; k, v [B, G, S, D]; visible [B, 1, T, S] bool."""
+    """Unfused attention with softmax in fp32.
+
+    q [B, H, T, D]; k, v [B, G, S, D]; visible [B, 1, T, S] bool; sinks [H, 1 or T], one more score of no key.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
-    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    return F.dropout(weights, dropout) @ v
+    compute = torch.promote_types(q.dtype, torch.float32)
+    if sinks is not None:
+        column = sinks.to(compute)[..., None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores.to(compute), column], -1)
+    weights = scores.softmax(-1, dtype=compute).to(q.dtype)
+    return F.dropout(weights if sinks is None else weights[..., :-1], dropout) @ v
 
 
 class _CountedAttention(torch.autograd.Function):
@@ -198,12 +223,14 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention within each document of ``layout`` and within a window; causal, except for image patches.
 
     Plainly causal attention runs in SDPA, on the fastest backend. On an accelerator there is never a T × T mask, and
     scores exist only up to `MOST_SCORES`: in half precision documents and windows run in variable-length attention;
-    padding, softcaps and other dtypes run in flex_attention. The CPU and single-token decoding use SDPA with a mask.
+    padding, softcaps and other dtypes run in flex_attention. The CPU and single-token decoding use SDPA with a mask,
+    or the formula where there are sinks.
 
     Args:
         q: [B, T, H, D].
@@ -213,6 +240,7 @@ def attention(
         window: number of tokens that a token attends to, itself included; None for all.
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight.
+        sinks: [H], a score of each head that no key belongs to and that takes its share of the softmax; None for none.
 
     Returns:
         [B, T, H, D].
@@ -221,14 +249,20 @@ def attention(
         ValueError: ``dropout`` is positive, but the kernel for this batch does not support it.
     """
     T, H, G = q.shape[1], q.shape[2], k.shape[2]
-    mask = layout.mask(window, q)
+    unfused = q.device.type in ACCELERATORS and not is_fused(q)
+    mask = layout.mask(window, q, explicit=sinks is not None and (unfused or dropout > 0))
     if mask.counted:
         return _CountedAttention.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
     check(
         dropout == 0.0 or (mask.block is None and mask.segments is None),
-        f"attention: dropout must be 0 with packed or padded batches, windows and softcaps on {q.device.type}, "
+        f"attention: dropout must be 0 with packed or padded batches, windows, softcaps and sinks on {q.device.type}, "
         f"got {dropout}. Set attention_dropout=0.",
     )
+    if sinks is not None and mask.segments is not None:
+        bounds, longest = mask.segments.cu_seqlens, mask.segments.max_seqlen
+        return sink_attention(q, k, v, sinks, scale=scale, window=window, cu_seqlens=bounds, max_seqlen=longest)
+    if sinks is not None and T > 1 and mask.block is None and mask.dense is None:
+        return sink_attention(q, k, v, sinks, scale=scale)
     if mask.segments is not None:
         back = -1 if window is None else window - 1
         return _within_segments(q, k, v, mask.segments, scale, (back, 0) if layout.causal else (-1, -1))
@@ -238,9 +272,14 @@ def attention(
         dense = None if dense is None else dense[..., -window:]
     queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
     if mask.block is not None:
-        out = _flex_attention(queries, keys, values, mask.block, scale, softcap)
-    elif softcap is not None:
-        out = attention_reference(queries, keys, values, dense, scale, softcap, dropout)
+        out = _flex_attention(queries, keys, values, mask.block, scale, softcap, sinks)
+    elif sinks is not None and T == 1:
+        rows = queries.reshape(q.shape[0], G, H // G, q.shape[3])
+        out = attention_reference(rows, keys, values, dense, scale, softcap, dropout, sinks.view(G, H // G))
+        return out.reshape(q.shape)
+    elif softcap is not None or sinks is not None:
+        column = None if sinks is None else sinks[:, None]
+        out = attention_reference(queries, keys, values, dense, scale, softcap, dropout, column)
     elif T == 1 and layout.cache is not None:
         # One query per head: treat the heads of a group as rows that share keys, so that nothing is repeated.
         rows = queries.reshape(q.shape[0], G, H // G, q.shape[3])
@@ -404,6 +443,10 @@ class LigerAttention(Layer):
     def _tables(self, layout: BatchLayout) -> tuple[Tensor, Tensor] | tuple[None, None]:
         return (None, None) if self.rotary is None else layout.tables[self.rotary]
 
+    def _local_sinks(self) -> Tensor | None:
+        """The sinks of this rank's query heads; None for attention without sinks."""
+        return None
+
     def _attend(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
         context = self.groups.context
         qkv = qkv if context is None else to_heads(qkv, context)
@@ -412,7 +455,7 @@ class LigerAttention(Layer):
             k, v = layout.cache.extend(self.layer, k, v)
         out = attention(
             q, k, v, layout, scale=self.scale, window=self.window, softcap=self.softcap,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=self.dropout if self.training else 0.0, sinks=self._local_sinks(),
         )  # fmt: skip
         out = out.flatten(2)  # [B, T, H · D]
         y: Tensor = self.o_proj(out if context is None else to_tokens(out, context))

@@ -175,9 +175,19 @@ class BatchLayout:
         tables = {name: table(positions) for name, table in rotary.items()}
         return cls(positions, tables, documents, past, cache, masks, attention_mask=attention_mask, **extra)
 
-    def mask(self, window: int | None, q: Tensor) -> Mask:
-        """The mask of the layers with this window, in a form that the kernel for q [B, T, H, D] supports."""
+    def mask(self, window: int | None, q: Tensor, *, explicit: bool = False) -> Mask:
+        """The mask of the layers with this window, in a form that the kernel for q [B, T, H, D] supports.
+
+        Args:
+            window: window of the layers.
+            q: the queries.
+            explicit: whether the kernel needs a mask even for plainly causal attention.
+        """
         mask = self.masks[window]
+        empty = mask.block is None and mask.dense is None and mask.segments is None and not mask.counted
+        if explicit and empty and self.causal:
+            B, T = q.shape[:2]
+            mask = self.masks[window] = text_mask(self.documents, self.past, window, B, T, q.device, needed=True)
         if mask.segments is not None and self.causal and not takes_segments(q.device, q.dtype, q.shape[3]):
             # The heads are too wide, or have another dtype than the embeddings, which was not known in `build`.
             B, T = q.shape[:2]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels.checks import check, check_values
+from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.moe.load_balancing import load_balancing_loss
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.batch import BatchLayout
@@ -17,6 +18,7 @@ from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, draw, is_replayable, named_layers, set_policy
 from liger_models.layers.lm_head import LigerLMHead, LossFunction, Targets
+from liger_models.layers.masks import takes_segments
 from liger_models.layers.norm import Norm, add_norm
 from liger_models.lazy.foreign import foreign_arguments
 from liger_models.memory.offload import Offload
@@ -162,6 +164,8 @@ class Decoder(nn.Module):
         """The process groups that the model is distributed over."""
         self._windows: dict[int | None, bool] | None = None
         """Window of the attention layers -> whether one of these layers always needs a mask; set by `post_init`."""
+        self._needs_flash: set[int | None] = set()
+        """Windows of the attention layers that need a mask except in half precision."""
         self.hf_config: dict[str, Any] = {}
         """The config.json that the model was loaded with. Keys that the model does not read are saved again."""
         self.assets: dict[str, bytes] = {}
@@ -195,6 +199,8 @@ class Decoder(nn.Module):
                 f"{', '.join(self.rotary)}.",
             )
             self._windows[spec.window] = self._windows.get(spec.window, False) or spec.needs_mask
+            if spec.needs_flash:
+                self._needs_flash.add(spec.window)
         self.tie_weights()
         if self.device.type != "meta":
             self.reset_parameters()
@@ -427,9 +433,10 @@ class Decoder(nn.Module):
             f"{type(self).__name__}: the constructor must end with self.post_init(), got no call of it. Add it.",
         )
         rotary: dict[str, Any] = dict(self.rotary.items())
-        return self.layout_class.build(
-            shape, embeds.device, rotary, windows=self._windows, dtype=embeds.dtype, **options
-        )
+        windows = self._windows or {}
+        if embeds.device.type in ACCELERATORS and not takes_segments(embeds.device, embeds.dtype):
+            windows = {window: needed or window in self._needs_flash for window, needed in windows.items()}
+        return self.layout_class.build(shape, embeds.device, rotary, windows=windows, dtype=embeds.dtype, **options)
 
     @foreign_arguments("forward")
     def run(

@@ -20,6 +20,8 @@ class AttentionSpec(NamedTuple):
         window: number of tokens that a token attends to, itself included; None for all.
         needs_mask: whether the kernel needs a mask even for plainly causal attention (softcaps).
         pair_flops: floating-point operations in the forward per pair of a query and a key it attends to.
+        needs_flash: whether an accelerator needs a mask even for plainly causal attention, except in half precision
+            (sinks).
     """
 
     cache_slot: int
@@ -27,6 +29,7 @@ class AttentionSpec(NamedTuple):
     window: int | None
     needs_mask: bool
     pair_flops: int
+    needs_flash: bool = False
 
 
 class Layer(nn.Module):

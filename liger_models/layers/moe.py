@@ -1,6 +1,7 @@
 """Mixture of experts: a router sends each token through a few of many gated MLPs."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,11 @@ from liger_models.kernels.collectives import (
     sum_gradient,
 )
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.gated_act import check_act
 from liger_models.kernels.moe.expert_parallel import moe_mlp_over
-from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
+from liger_models.kernels.moe.experts import check_expert_act, moe_mlp, moe_mlp_reference
 from liger_models.kernels.moe.routing import route, route_reference
 from liger_models.layers.layer import Layer
-from liger_models.layers.linear import ReplicatedLinear, check_divisible, local
+from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none
 from liger_models.layers.norm import Norm, add_norm, autocast_weights
 
 
@@ -35,7 +35,9 @@ class LigerMoE(Layer):
         top_k: K.
         normalize: divide the K routing weights of a token by their sum.
         round_weights: round the routing weights to the dtype of the router logits; otherwise they stay in fp32.
-        act: "silu", "gelu" or "gelu_tanh".
+        act: "silu", "gelu", "gelu_tanh" or "clamped_swiglu", as in `liger_models.kernels.moe.moe_mlp`.
+        limit: of "clamped_swiglu".
+        bias: whether the router and both projections of each expert have biases.
         router_jitter: in training, multiply the input by uniform noise in 1 ± router_jitter.
         kernel: False for plain torch.
 
@@ -55,20 +57,24 @@ class LigerMoE(Layer):
         normalize: bool,
         round_weights: bool = False,
         act: str = "silu",
+        limit: float = 0.0,
+        bias: bool = False,
         router_jitter: float = 0.0,
         kernel: bool = True,
     ) -> None:
         super().__init__()
-        check_act("LigerMoE", act)
+        check_expert_act("LigerMoE", act, limit)
         check(
             1 <= top_k <= num_experts,
             f"LigerMoE: top_k ({top_k}) must be 1 to num_experts ({num_experts}). Check config.json.",
         )
-        self.gate = nn.Linear(hidden_size, num_experts, bias=False)
+        self.gate = nn.Linear(hidden_size, num_experts, bias=bias)
         self.gate_up_weight = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if bias else None
         self.top_k, self.normalize, self.round_weights = top_k, normalize, round_weights
-        self.act, self.router_jitter, self.kernel = act, router_jitter, kernel
+        self.act, self.limit, self.router_jitter, self.kernel = act, limit, router_jitter, kernel
         self.replayable = False  # a second forward could select other experts
         self.recompute = False
         """Recompute gate and up in the backward (checkpointing policies "selective" and "full")."""
@@ -106,7 +112,8 @@ class LigerMoE(Layer):
         )
         self.gate = ReplicatedLinear.of(self.gate, group)
         self.groups = replace(self.groups, tensor=group)
-        return {"gate_up_weight": 1, "down_weight": 2}
+        biased = {} if self.gate_up_bias is None else {"gate_up_bias": 1}
+        return {"gate_up_weight": 1, "down_weight": 2, **biased}
 
     def shard_experts(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the experts; see `liger_models.parallel.apply_ep`.
@@ -116,7 +123,12 @@ class LigerMoE(Layer):
         """
         check_divisible("LigerMoE", "num_experts", self.down_weight.shape[0], group)
         self.groups = replace(self.groups, expert=group)
-        return {"gate_up_weight": 0, "down_weight": 0}
+        biased = {} if self.gate_up_bias is None else {"gate_up_bias": 0, "down_bias": 0}
+        return {"gate_up_weight": 0, "down_weight": 0, **biased}
+
+    def sum_gradients(self, group: Group) -> bool:
+        """Return True: `forward` sums the gradient of the replicated bias."""
+        return True
 
     def draw(self, std: float) -> bool:
         """Initialise the experts' weights from a normal distribution with ``std``."""
@@ -124,9 +136,15 @@ class LigerMoE(Layer):
         return True
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Initialise the experts' weights from a normal distribution with ``std``; the router initialises itself."""
+        """Draw the experts' weights from a normal distribution with ``std``, and set their biases to 0.
+
+        The router initialises itself.
+        """
         nn.init.normal_(self.gate_up_weight, std=std)
         nn.init.normal_(self.down_weight, std=std)
+        for bias in (self.gate_up_bias, self.down_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def extra_repr(self) -> str:
         """Sizes and constants, for ``print(model)``."""
@@ -149,29 +167,33 @@ class LigerMoE(Layer):
         # Routing is not recomputed, because the backward must not select other experts.
         choose = route if fused else route_reference
         weights, experts = choose(logits, self.top_k, self.normalize, self.round_weights)
-        gate_up_weight, down_weight = autocast_weights(x, local(self.gate_up_weight), local(self.down_weight))
-        assert gate_up_weight is not None
-        assert down_weight is not None
         group, expert = self.groups.tensor, self.groups.expert
+        down_bias = local_or_none(self.down_bias)
+        if group is not None and down_bias is not None:  # one rank adds it to the sum, and all get its gradient
+            down_bias = sum_gradient(down_bias, group) * (group.rank == 0)
+        matrices = autocast_weights(
+            x, local(self.gate_up_weight), local(self.down_weight), local_or_none(self.gate_up_bias), down_bias
+        )
         if group is not None:
             x = copy_to_region(x, group)
             rows = x.reshape(-1, x.shape[-1])
             weights, experts, logits = self._of_all_tokens(weights, experts, logits, x.shape[:-1], group)
-        inputs = rows, weights, experts, gate_up_weight, down_weight
         if expert is not None:
             # FSDP averages gradients over the ranks, but the experts' gradients are already summed over them.
-            R = expert.size
-            gate_up_weight, down_weight = divide_gradient(gate_up_weight, R), divide_gradient(down_weight, R)
-            y = moe_mlp_over(
-                rows, weights, experts, gate_up_weight, down_weight, expert,
-                act=self.act, recompute=self.recompute,
-            )  # fmt: skip
+            matrices = [None if each is None else divide_gradient(each, expert.size) for each in matrices]
+        gate_up_weight, down_weight, *biases = matrices
+        assert gate_up_weight is not None
+        assert down_weight is not None
+        inputs = rows, weights, experts, gate_up_weight, down_weight
+        options: dict[str, Any] = {"act": self.act, "limit": self.limit}
+        if expert is not None:
+            y = moe_mlp_over(*inputs, expert, *biases, recompute=self.recompute, **options)
         elif fused:
-            y = moe_mlp(*inputs, act=self.act, recompute=self.recompute)
+            y = moe_mlp(*inputs, *biases, recompute=self.recompute, **options)
         elif self.recompute and torch.is_grad_enabled():
-            y = checkpoint(moe_mlp_reference, *inputs, act=self.act, use_reentrant=False)
+            y = checkpoint(moe_mlp_reference, *inputs, *biases, **options, use_reentrant=False)
         else:
-            y = moe_mlp_reference(*inputs, act=self.act)
+            y = moe_mlp_reference(*inputs, *biases, **options)
         return reduce_from_region(y.view(x.shape), group), logits
 
     def _of_all_tokens(

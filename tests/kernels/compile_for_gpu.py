@@ -45,6 +45,7 @@ from liger_models.kernels.qk_norm_rope import qk_norm_rope
 from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.rope import rope, rope_qkv
 from liger_models.kernels.short_conv import short_conv
+from liger_models.kernels.sink_attention import sink_attention
 
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx950": ("hip", "gfx950", 64)}
 """NVIDIA Hopper, AMD MI300 and AMD MI350: backend, architecture, threads of a warp."""
@@ -168,7 +169,16 @@ def run_experts(X: int, K: int, F: int) -> None:
     x, logits = draw(5, 256), draw(5, X)
     weights, experts = route(logits, K, normalize=True)
     experts = torch.arange(5 * K).view(5, K) % X  # what the kernel would have written
-    differentiate(moe_mlp(x, weights, experts, draw(X, 2 * F, 256), draw(X, 256, F)))
+    matrices = draw(X, 2 * F, 256), draw(X, 256, F)
+    differentiate(moe_mlp(x, weights, experts, *matrices))
+    biases = draw(X, 2 * F), draw(X, 256)
+    differentiate(moe_mlp(x, weights, experts, *matrices, *biases, act="clamped_swiglu", limit=7.0))
+
+
+def run_sinks() -> None:
+    for H, G, D in ((64, 8, 64), (4, 4, 128), (3, 1, 24)):
+        q, k, v = (draw(1, 256, heads, D) for heads in (H, G, G))
+        differentiate(sink_attention(q, k, v, draw(H), scale=0.1))
 
 
 def run_optimizer() -> None:
@@ -201,6 +211,7 @@ if __name__ == "__main__":
     run_wide_norm()
     run_experts(8, 2, 512)
     run_experts(128, 8, 256)
+    run_sinks()
     run_optimizer()
     run_exchange()
     modules = [

@@ -61,8 +61,11 @@ def moe_mlp_over(
     gate_up_weight: Tensor,
     down_weight: Tensor,
     ranks: Group,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     *,
     act: str = "silu",
+    limit: float = 0.0,
     recompute: bool = False,
 ) -> Tensor:
     """`moe_mlp` with the experts sharded over a process group: tokens are sent to the ranks of their experts and back.
@@ -75,7 +78,8 @@ def moe_mlp_over(
         gate_up_weight, down_weight: [X / R, 2 F, C] and [X / R, C, F], this rank's experts; rank 0 has the first X / R.
             Their gradients are sums over the tokens of all ranks.
         ranks: the process group, of size R.
-        act, recompute: as in `moe_mlp`.
+        gate_up_bias, down_bias: [X / R, 2 F] and [X / R, C], this rank's; None for none.
+        act, limit, recompute: as in `moe_mlp`.
 
     Returns:
         [N, C] in the dtype of the weights.
@@ -95,8 +99,9 @@ def moe_mlp_over(
     factors = all_to_all(_Permute.apply(weights.reshape(-1, 1), order, slot, 1), sent, received, ranks)
     local_experts = torch.arange(local, device=x.device).repeat(ranks.size)
     local_experts = local_experts.repeat_interleave(incoming.reshape(-1), output_size=sum(received)).unsqueeze(1)
+    inputs = rows, factors, local_experts, gate_up_weight, down_weight, gate_up_bias, down_bias
     if use_triton(rows):
-        y = moe_mlp(rows, factors, local_experts, gate_up_weight, down_weight, act=act, recompute=recompute)
+        y = moe_mlp(*inputs, act=act, limit=limit, recompute=recompute)
     else:
-        y = moe_mlp_reference(rows, factors, local_experts, gate_up_weight, down_weight, act=act)
+        y = moe_mlp_reference(*inputs, act=act, limit=limit)
     return _Unpermute.apply(all_to_all(y, received, sent, ranks), order, slot, K)  # type: ignore[no-any-return]

@@ -1,27 +1,30 @@
 """The experts of a mixture: gated MLPs as grouped products over the tokens sorted by expert.
 
 With the N · K copies of the tokens sorted as in `permutation` (copy k of token n in row j = slot[n, k]), and
-A = `gated_act`::
+A = `gated_act`, or the clamped SwiGLU below::
 
     r_j = x_n                             permute
     u_j = Wgu_e · r_j                     grouped product; gate and up interleaved
-    o_j = Wd_e · A(u_j)                   grouped product
-    y_n = Σ_k w_nk · o_slot[n,k]          unpermute
+    o_j = Wd_e · A(u_j + bgu_e)           grouped product; without biases bgu = bd = 0
+    y_n = Σ_k w_nk · (o_slot[n,k] + bd_e) unpermute
+
+    clamped_swiglu    A(g, u) = (clamp(u, −l, l) + 1) · g' · σ(1.702 · g')   with g' = min(g, l)
 
 Backward. The routing weight is a factor between linear maps, so it is applied where rows are narrow and read anyway:
 the gradient dy is copied unweighted, and one kernel over u and g does all other element-wise work::
 
     d_j = dy_n                            permute
     g_j = Wd_eᵀ · d_j                     grouped product; the gradient of A(u_j) without the weight
-    dw_nk = g_j · A(u_j)                  equals dy_n · o_j, so the experts' outputs are neither saved nor recomputed
+    dw_nk = g_j · A(u_j) + dy_n · bd_e    equals dy_n · o_j, so the experts' outputs are neither saved nor recomputed
     du_j = w_nk · A'(u_j)(g_j),   p_j = w_nk · A(u_j)     p overwrites g
     dWd_e = Σ_j d_j ⊗ p_j,   dWgu_e = Σ_j du_j ⊗ r_j      grouped outer products
+    dbd_e = Σ_nk w_nk · dy_n,   dbgu_e = Σ_j du_j         over the copies that go to e
     dx_n = Σ_k Wgu_eᵀ · du_slot[n,k]      grouped product, then unpermute without weights
 
-Saved: x (unless no backward needs it), the weights, order, slot, ends, and u. With ``recompute`` u is not saved: the
-backward recomputes it bit for bit, and du overwrites it. The sorted copies of x and the gated product are never saved.
-Gradients that nobody needs cost nothing; every gradient has the dtype of its input. The backward is one op, so a
-compiler cannot see what it recomputes and save the forward's instead.
+Saved: x (unless no backward needs it), the weights, order, slot, ends, and u (without its bias). With ``recompute`` u
+is not saved: the backward recomputes it bit for bit, and du overwrites it. The sorted copies of x and the gated product
+are never saved. Gradients that nobody needs cost nothing; every gradient has the dtype of its input. The backward is
+one op, so a compiler cannot see what it recomputes and save the forward's instead.
 
 Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841; the gradient of the routing weights without
 the experts' outputs: https://arxiv.org/abs/2512.14080.
@@ -32,18 +35,53 @@ from torch import Tensor
 
 from liger_models.kernels.checks import check, check_floating
 from liger_models.kernels.dispatch import LIBRARY, on_device_of, tl, triton, use_triton
-from liger_models.kernels.gated_act import _activation, _load_pairs, check_act, gated_act_forward, gated_act_reference
+from liger_models.kernels.gated_act import (
+    ACTIVATIONS,
+    _activation,
+    _load_pairs,
+    gated_act_forward,
+    gated_act_reference,
+)
 from liger_models.kernels.norm_linear import given_or_empty
 
-from .grouped_mm import grouped_mm, grouped_outer, library_runs
+from .grouped_mm import grouped_mm, grouped_outer, grouped_sum, library_runs
 from .permutation import MAX_COPIES, MAX_EXPERTS, permute, sort_by_expert, unpermute
 
 ACT_BLOCK = 1024
 """Gate and up pairs per step of the activation's backward. A program walks a whole row: its dot product is one sum."""
 
 
+EXPERT_ACTIVATIONS = (*ACTIVATIONS, "clamped_swiglu")
+
+
+def check_expert_act(op: str, act: str, limit: float) -> None:
+    """Raise ValueError unless ``act`` names one of `EXPERT_ACTIVATIONS`, with a positive limit where it has one."""
+    check(act in EXPERT_ACTIVATIONS, f"{op}: act must be one of {', '.join(EXPERT_ACTIVATIONS)}, got {act!r}.")
+    check(
+        act != "clamped_swiglu" or limit > 0,
+        f"{op}: limit must be positive with act='clamped_swiglu', got {limit}. It bounds gate and up.",
+    )
+
+
+def expert_act_reference(gate_up: Tensor, act: str, limit: float = 0.0) -> Tensor:
+    """The experts' gated activation in plain torch: [..., 2 F] -> [..., F]."""
+    if act != "clamped_swiglu":
+        return gated_act_reference(gate_up, act)
+    gate, up = gate_up[..., 0::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
 def moe_mlp_reference(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor, *, act: str = "silu"
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    act: str = "silu",
+    limit: float = 0.0,
 ) -> Tensor:
     """`moe_mlp` in plain torch (differentiable; fp64 stays fp64).
 
@@ -57,19 +95,74 @@ def moe_mlp_reference(
     ends = torch.searchsorted(chosen[order], every, right=True)
     product = torch.ops.liger_models.grouped_product
     gate_up = product(x.to(gate_up_weight.dtype)[order // K], gate_up_weight.transpose(1, 2), ends)
-    sorted_rows = product(gated_act_reference(gate_up, act), down_weight.transpose(1, 2), ends)
+    if gate_up_bias is not None:
+        gate_up = gate_up + gate_up_bias.to(gate_up.dtype)[chosen[order]]
+    sorted_rows = product(expert_act_reference(gate_up, act, limit), down_weight.transpose(1, 2), ends)
+    if down_bias is not None:
+        sorted_rows = sorted_rows + down_bias.to(sorted_rows.dtype)[chosen[order]]
     rows: Tensor = sorted_rows[order.argsort()].view(N, K, x.shape[1])
     compute = torch.promote_types(rows.dtype, torch.float32)
     return (rows.to(compute) * weights.to(compute).unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
 @triton.jit
-def _act_backward_kernel(
-    g_ptr, gate_up_ptr, weights_ptr, order_ptr, d_gate_up_ptr, product_ptr, d_weights_ptr, F,
-    ACT: tl.constexpr, READ_G: tl.constexpr, STORE_D_GATE_UP: tl.constexpr, STORE_PRODUCT: tl.constexpr,
-    STORE_D_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
+def _expert_of(row, ends_ptr, X, BLOCK_X: tl.constexpr):
+    """The expert that a sorted row belongs to: the number of experts whose rows end before it."""
+    lanes = tl.arange(0, BLOCK_X)
+    ends = tl.load(ends_ptr + lanes, mask=lanes < X, other=2147483647)
+    return tl.sum((ends <= row).to(tl.int32), 0)
+
+
+@triton.jit
+def _load_biased(gate_up_ptr, bias_ptr, left, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """Gate and up of BLOCK results with their biases, in fp32."""
+    gate, up = _load_pairs(gate_up_ptr, left, BLOCK)
+    if BIAS:
+        gate_bias, up_bias = _load_pairs(bias_ptr, left, BLOCK)
+        gate += gate_bias
+        up += up_bias
+    return gate, up
+
+
+@triton.jit
+def _expert_act(gate, up, limit, ACT: tl.constexpr):
+    """a and u of the product a · u, da / dgate, and du / dup."""
+    if ACT == "clamped_swiglu":
+        a, slope = _activation(tl.minimum(gate, limit), "quick_gelu")
+        slope = tl.where(gate <= limit, slope, 0.0)
+        clamped = tl.minimum(tl.maximum(up, -limit), limit)
+        return a, clamped + 1.0, slope, tl.where(up == clamped, 1.0, 0.0)
+    else:
+        a, slope = _activation(gate, ACT)
+        return a, up, slope, tl.full(up.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def _act_kernel(
+    gate_up_ptr, bias_ptr, ends_ptr, product_ptr, F, X, limit, ACT: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * F
+    if BIAS:
+        bias_ptr += _expert_of(tl.program_id(0), ends_ptr, X, BLOCK_X).to(tl.int64) * 2 * F
+    dtype = gate_up_ptr.dtype.element_ty
+    results = tl.arange(0, BLOCK)
+    for start in range(0, F, BLOCK):
+        left = F - start
+        gate, up = _load_biased(gate_up_ptr + 2 * (row + start), bias_ptr + 2 * start, left, BIAS, BLOCK)
+        a, u, _, _ = _expert_act(gate, up, limit, ACT)
+        tl.store(product_ptr + row + start + results, (a.to(dtype).to(tl.float32) * u).to(dtype), mask=results < left)
+
+
+@triton.jit
+def _act_backward_kernel(
+    g_ptr, gate_up_ptr, weights_ptr, order_ptr, d_gate_up_ptr, product_ptr, d_weights_ptr, bias_ptr, ends_ptr, F, X,
+    limit, ACT: tl.constexpr, BIAS: tl.constexpr, READ_G: tl.constexpr, STORE_D_GATE_UP: tl.constexpr,
+    STORE_PRODUCT: tl.constexpr, STORE_D_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * F
+    if BIAS:
+        bias_ptr += _expert_of(tl.program_id(0), ends_ptr, X, BLOCK_X).to(tl.int64) * 2 * F
     copy = tl.load(order_ptr + tl.program_id(0))
     w = tl.load(weights_ptr + copy).to(tl.float32)
     dtype = gate_up_ptr.dtype.element_ty
@@ -78,15 +171,15 @@ def _act_backward_kernel(
     dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, F, BLOCK):
         left = F - start
-        gate, up = _load_pairs(gate_up_ptr + 2 * (row + start), left, BLOCK)
-        a, slope = _activation(gate, ACT)
+        gate, up = _load_biased(gate_up_ptr + 2 * (row + start), bias_ptr + 2 * start, left, BIAS, BLOCK)
+        a, u, slope, inside = _expert_act(gate, up, limit, ACT)
         a = a.to(dtype).to(tl.float32)
-        p = (a * up).to(dtype).to(tl.float32)  # the input of the forward's down projection
+        p = (a * u).to(dtype).to(tl.float32)  # the input of the forward's down projection
         if READ_G:
             g = tl.load(g_ptr + row + start + results, mask=results < left, other=0.0).to(tl.float32)
             dot += g * p
             if STORE_D_GATE_UP:
-                gradient = tl.interleave((w * g * up * slope).to(dtype), (w * g * a).to(dtype))
+                gradient = tl.interleave((w * g * u * slope).to(dtype), (w * g * a * inside).to(dtype))
                 tl.store(d_gate_up_ptr + 2 * (row + start) + elements, gradient, mask=elements < 2 * left)
         if STORE_PRODUCT:
             tl.store(product_ptr + row + start + results, (w * p).to(dtype), mask=results < left)
@@ -94,9 +187,30 @@ def _act_backward_kernel(
         tl.store(d_weights_ptr + copy, tl.sum(dot, 0).to(d_weights_ptr.dtype.element_ty))
 
 
+def _row_blocks(F: int, X: int) -> dict[str, int]:
+    # With fewer than 128 pairs, threads of a warp would hold duplicates.
+    block = max(min(triton.next_power_of_2(F), ACT_BLOCK), 128)
+    return {"BLOCK": block, "BLOCK_X": max(triton.next_power_of_2(X), 2), "num_warps": block // 128}
+
+
+def _act(gate_up: Tensor, bias: Tensor | None, ends: Tensor, act: str, limit: float) -> Tensor:
+    """Launch the activation: [S, 2 F] -> [S, F]."""
+    if bias is None and act in ACTIVATIONS:
+        return gated_act_forward(gate_up, act)
+    S, F = gate_up.shape[0], gate_up.shape[1] // 2
+    product = torch.empty(S, F, dtype=gate_up.dtype, device=gate_up.device)
+    with on_device_of(gate_up):
+        _act_kernel[(S,)](
+            gate_up, gate_up if bias is None else bias, ends, product, F, len(ends), limit, ACT=act,
+            BIAS=bias is not None, **_row_blocks(F, len(ends)),
+        )  # fmt: skip
+    return product
+
+
 def _act_backward(
-    g: Tensor | None, gate_up: Tensor, weights: Tensor, order: Tensor, act: str, *,
-    need_d_gate_up: bool, need_product: bool, need_d_weights: bool, overwrite_gate_up: bool,
+    g: Tensor | None, gate_up: Tensor, weights: Tensor, order: Tensor, bias: Tensor | None, ends: Tensor, act: str,
+    limit: float, *, need_d_gate_up: bool, need_product: bool, need_d_weights: bool,
+    overwrite_gate_up: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch the activation's backward: ``(d_gate_up, weighted product, d_weights)``. The product overwrites g."""
     S, F = gate_up.shape[0], gate_up.shape[1] // 2
@@ -105,32 +219,33 @@ def _act_backward(
     if need_product:
         product = torch.empty(S, F, dtype=gate_up.dtype, device=gate_up.device) if g is None else g
     d_weights = torch.empty_like(weights) if need_d_weights else None
-    # With fewer than 128 pairs, threads of a warp would hold duplicates.
-    block = max(min(triton.next_power_of_2(F), ACT_BLOCK), 128)
     with on_device_of(gate_up):
         _act_backward_kernel[(S,)](
             gate_up if g is None else g, gate_up, weights, order, gate_up if d_gate_up is None else d_gate_up,
-            gate_up if product is None else product, weights if d_weights is None else d_weights, F,
-            ACT=act, READ_G=g is not None, STORE_D_GATE_UP=need_d_gate_up, STORE_PRODUCT=need_product,
-            STORE_D_WEIGHTS=need_d_weights, BLOCK=block, num_warps=block // 128,
+            gate_up if product is None else product, weights if d_weights is None else d_weights,
+            gate_up if bias is None else bias, ends, F, len(ends), limit,
+            ACT=act, BIAS=bias is not None, READ_G=g is not None, STORE_D_GATE_UP=need_d_gate_up,
+            STORE_PRODUCT=need_product, STORE_D_WEIGHTS=need_d_weights, **_row_blocks(F, len(ends)),
         )  # fmt: skip
     return d_gate_up, product, d_weights
 
 
 LIBRARY.define(
     "moe_mlp(Tensor x, Tensor weights, Tensor experts, Tensor gate_up_weight, Tensor down_weight, str act,"
-    " bool recompute) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    " bool recompute, Tensor? gate_up_bias=None, Tensor? down_bias=None, float limit=0.0)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "moe_mlp_backward(Tensor dy, Tensor? x, Tensor weights, Tensor order, Tensor slot, Tensor ends, Tensor? gate_up,"
-    " Tensor gate_up_weight, Tensor down_weight, str act, ScalarType x_dtype, bool[4] needs)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
+    " Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, str act, float limit,"
+    " ScalarType x_dtype, bool[6] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 @torch.library.impl(LIBRARY, "moe_mlp", "CompositeExplicitAutograd")
 def _moe_mlp(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor, act: str, recompute: bool
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor, act: str, recompute: bool,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     gate_up_weight, down_weight = gate_up_weight.contiguous(), down_weight.contiguous()
     X, dtype = gate_up_weight.shape[0], gate_up_weight.dtype
@@ -143,30 +258,37 @@ def _moe_mlp(
     rows = permute(x, slot, dtype)
     gate_up = grouped_mm(rows, gate_up_weight.transpose(1, 2), ends, library)
     del rows
-    product = gated_act_forward(gate_up, act)
+    product = _act(gate_up, _contiguous(gate_up_bias), ends, act, limit)
     if recompute:
         gate_up = gate_up.new_empty(0)
     rows = grouped_mm(product, down_weight.transpose(1, 2), ends, library)
     del product
-    return unpermute(rows, slot, weights.contiguous(), x.shape[0], dtype), order, slot, ends, gate_up
+    y = unpermute(rows, slot, weights.contiguous(), x.shape[0], dtype, _contiguous(down_bias), experts)
+    return y, order, slot, ends, gate_up
+
+
+def _contiguous(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
 
 
 @torch.library.impl(LIBRARY, "moe_mlp_backward", "CompositeExplicitAutograd")
 def _moe_mlp_backward(
     dy: Tensor, x: Tensor | None, weights: Tensor, order: Tensor, slot: Tensor, ends: Tensor, gate_up: Tensor | None,
-    gate_up_weight: Tensor, down_weight: Tensor, act: str, x_dtype: torch.dtype, needs: list[bool],
+    gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
+    limit: float, x_dtype: torch.dtype, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    need_x, need_weights, need_gate_up, need_down = needs
-    need_d_gate_up = need_x or need_gate_up
+    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
+    need_d_gate_up = need_x or need_gate_up or need_gate_up_bias
     N, dtype = dy.shape[0], gate_up_weight.dtype
-    likes = dy.new_empty(0, dtype=x_dtype), weights, gate_up_weight, down_weight
+    biases = [dy if bias is None else bias for bias in (gate_up_bias, down_bias)]
+    likes = dy.new_empty(0, dtype=x_dtype), weights, gate_up_weight, down_weight, *biases
     if weights.numel() == 0:
-        shapes = dy.shape, weights.shape, gate_up_weight.shape, down_weight.shape
+        shapes = dy.shape, *(like.shape for like in likes[1:])
         shaped = zip(likes, shapes, needs, strict=True)
         return tuple(like.new_zeros(shape if need else 0) for like, shape, need in shaped)
     gate_up_weight, down_weight = gate_up_weight.contiguous(), down_weight.contiguous()
     library = library_runs(gate_up_weight, down_weight)
-    dx = d_gate_up_weight = d_down_weight = rows = g = None
+    dx = d_gate_up_weight = d_down_weight = d_gate_up_bias = d_down_bias = rows = g = None
     own = gate_up is None
     if gate_up is None:
         assert x is not None
@@ -178,13 +300,24 @@ def _moe_mlp_backward(
     if need_d_gate_up or need_weights:
         g = grouped_mm(d_rows, down_weight, ends, library)
     d_gate_up, product, d_weights = _act_backward(
-        g, gate_up, weights.contiguous(), order, act, need_d_gate_up=need_d_gate_up, need_product=need_down,
-        need_d_weights=need_weights, overwrite_gate_up=own,
+        g, gate_up, weights.contiguous(), order, _contiguous(gate_up_bias), ends, act, limit,
+        need_d_gate_up=need_d_gate_up, need_product=need_down, need_d_weights=need_weights, overwrite_gate_up=own,
     )  # fmt: skip
     del g, gate_up
+    if down_bias is not None and (need_weights or need_down_bias):
+        chosen = torch.searchsorted(ends, slot.view(weights.shape), right=True)
+        if d_weights is not None:
+            along = dy.float() @ down_bias.float().t()  # [N, X]
+            d_weights = d_weights + along.gather(1, chosen).to(d_weights.dtype)
+        if need_down_bias:
+            shares = weights.new_zeros(N, len(ends), dtype=torch.float32)
+            shares = shares.scatter_add_(1, chosen, weights.float())
+            d_down_bias = (shares.t() @ dy.float()).to(down_bias.dtype)
     if product is not None:
         d_down_weight = grouped_outer(d_rows, product, ends, library)
     del d_rows, product
+    if d_gate_up is not None and gate_up_bias is not None and need_gate_up_bias:
+        d_gate_up_bias = grouped_sum(d_gate_up, ends, gate_up_bias.dtype)
     if d_gate_up is not None and need_gate_up:
         if rows is None:
             assert x is not None
@@ -195,12 +328,13 @@ def _moe_mlp_backward(
         d_rows = grouped_mm(d_gate_up, gate_up_weight, ends, library)
         del d_gate_up
         dx = unpermute(d_rows, slot, None, N, x_dtype)
-    return given_or_empty((dx, d_weights, d_gate_up_weight, d_down_weight), likes)
+    return given_or_empty((dx, d_weights, d_gate_up_weight, d_down_weight, d_gate_up_bias, d_down_bias), likes)
 
 
 @torch.library.register_fake("liger_models::moe_mlp", lib=LIBRARY)
 def _moe_mlp_fake(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor, act: str, recompute: bool
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor, act: str, recompute: bool,
+    *rest: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     X, width, _ = gate_up_weight.shape
     copies = experts.numel()
@@ -212,14 +346,16 @@ def _moe_mlp_fake(
 @torch.library.register_fake("liger_models::moe_mlp_backward", lib=LIBRARY)
 def _moe_mlp_backward_fake(
     dy: Tensor, x: Tensor | None, weights: Tensor, order: Tensor, slot: Tensor, ends: Tensor, gate_up: Tensor | None,
-    gate_up_weight: Tensor, down_weight: Tensor, act: str, x_dtype: torch.dtype, needs: list[bool],
+    gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
+    limit: float, x_dtype: torch.dtype, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    likes = dy.to(x_dtype), weights, gate_up_weight, down_weight
+    biases = (dy if bias is None else bias for bias in (gate_up_bias, down_bias))
+    likes = dy.to(x_dtype), weights, gate_up_weight, down_weight, *biases
     return tuple(like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True))
 
 
 def _setup(ctx, inputs, output):
-    x, weights, _, gate_up_weight, down_weight, ctx.act, recompute = inputs
+    x, weights, _, gate_up_weight, down_weight, ctx.act, recompute, gate_up_bias, down_bias, ctx.limit = inputs
     _, order, slot, ends, gate_up = output
     ctx.set_materialize_grads(False)
     ctx.x_dtype = x.dtype
@@ -227,18 +363,21 @@ def _setup(ctx, inputs, output):
     need_rows = recompute or ctx.needs_input_grad[3]
     ctx.save_for_backward(
         x if need_rows else None, weights, order, slot, ends, None if recompute else gate_up,
-        gate_up_weight, down_weight,
+        gate_up_weight, down_weight, gate_up_bias, down_bias,
     )  # fmt: skip
 
 
 def _backward(ctx, dy, *_):
     if dy is None:
-        return (None,) * 7
-    need_x, need_weights, _, need_gate_up, need_down, *_ = ctx.needs_input_grad
-    needs = [need_x, need_weights, need_gate_up, need_down]
-    grads = torch.ops.liger_models.moe_mlp_backward(dy, *ctx.saved_tensors, ctx.act, ctx.x_dtype, needs)
-    dx, d_weights, d_gate_up, d_down = (grad if need else None for grad, need in zip(grads, needs, strict=True))
-    return dx, d_weights, None, d_gate_up, d_down, None, None
+        return (None,) * 10
+    # Arguments that have their default are left out of the needs.
+    every = [*ctx.needs_input_grad, False, False]
+    needs = [every[0], every[1], every[3], every[4], every[7], every[8]]
+    grads = torch.ops.liger_models.moe_mlp_backward(dy, *ctx.saved_tensors, ctx.act, ctx.limit, ctx.x_dtype, needs)
+    dx, d_weights, d_gate_up, d_down, *d_biases = (
+        grad if need else None for grad, need in zip(grads, needs, strict=True)
+    )
+    return dx, d_weights, None, d_gate_up, d_down, None, None, *d_biases, None
 
 
 torch.library.register_autograd("liger_models::moe_mlp", _backward, setup_context=_setup, lib=LIBRARY)
@@ -250,11 +389,14 @@ def moe_mlp(
     experts: Tensor,
     gate_up_weight: Tensor,
     down_weight: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     *,
     act: str = "silu",
+    limit: float = 0.0,
     recompute: bool = False,
 ) -> Tensor:
-    """``y[n] = Σ_k weights[n, k] · (gated_act(x[n] @ Wguᵀ) @ Wdᵀ)`` with the matrices of expert ``experts[n, k]``.
+    """``y[n] = Σ_k weights[n, k] · (act(x[n] @ Wguᵀ + bgu) @ Wdᵀ + bd)`` with the matrices of expert ``experts[n, k]``.
 
     Args:
         x: [N, C], float32, float16 or bfloat16.
@@ -263,7 +405,11 @@ def moe_mlp(
         gate_up_weight: [X, 2 F, C]; in each expert row 2f is gate f and row 2f + 1 is up f.
         down_weight: [X, C, F], in the dtype of gate_up_weight. That is also the dtype of y; it may differ from x's, and
             autocast does not change it.
-        act: "silu", "gelu_tanh" or "gelu".
+        gate_up_bias: [X, 2 F], ordered as the rows of gate_up_weight; None for none.
+        down_bias: [X, C]; None for none.
+        act: the gated activation: "silu", "gelu_tanh", "gelu", or "clamped_swiglu", which is
+            ``(clamp(up, -limit, limit) + 1) * gate * sigmoid(1.702 * gate)`` with gate at most limit (GPT-OSS).
+        limit: of "clamped_swiglu", positive; other activations ignore it.
         recompute: do not save gate and up; the backward recomputes them at the cost of one more grouped product. The
             gradients are the same. The reference backend ignores it.
 
@@ -274,8 +420,9 @@ def moe_mlp(
         ValueError: the shapes do not match, or the activation is unknown.
         TypeError: a tensor is not floating-point, experts are not int64, or the two weights differ in dtype.
     """
-    check_act("moe_mlp", act)
+    check_expert_act("moe_mlp", act, limit)
     check_floating("moe_mlp", x=x, weights=weights, gate_up_weight=gate_up_weight, down_weight=down_weight)
+    check_floating("moe_mlp", gate_up_bias=gate_up_bias, down_bias=down_bias)
     if experts.dtype != torch.int64:
         raise TypeError(f"moe_mlp: experts must be int64, got {experts.dtype}.")
     check(x.dim() == 2, f"moe_mlp: x must be [N, C], got {list(x.shape)}.")
@@ -295,6 +442,11 @@ def moe_mlp(
         tuple(down_weight.shape) == (X, C, width // 2),
         f"moe_mlp: down_weight must be {[X, C, width // 2]}, got {list(down_weight.shape)}.",
     )
+    for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, C)):
+        check(
+            bias is None or tuple(bias.shape) == (X, size),
+            f"moe_mlp: {name} must be {[X, size]}, got {None if bias is None else list(bias.shape)}.",
+        )
     check(
         X <= MAX_EXPERTS and experts.numel() <= MAX_COPIES,
         f"moe_mlp: at most {MAX_EXPERTS} experts and {MAX_COPIES} copies of tokens, got {X} and {experts.numel()}.",
@@ -305,8 +457,11 @@ def moe_mlp(
             f"got {gate_up_weight.dtype} and {down_weight.dtype}."
         )
     if not (use_triton(x) and use_triton(gate_up_weight)):
-        return moe_mlp_reference(x, weights, experts, gate_up_weight, down_weight, act=act)
+        return moe_mlp_reference(
+            x, weights, experts, gate_up_weight, down_weight, gate_up_bias, down_bias, act=act, limit=limit
+        )
     # Without gradients nothing is saved: gate and up are freed before the last product.
     recompute = recompute or not torch.is_grad_enabled()
-    y: Tensor = torch.ops.liger_models.moe_mlp(x, weights, experts, gate_up_weight, down_weight, act, recompute)[0]
+    inputs = x, weights, experts, gate_up_weight, down_weight
+    y: Tensor = torch.ops.liger_models.moe_mlp(*inputs, act, recompute, gate_up_bias, down_bias, limit)[0]
     return y

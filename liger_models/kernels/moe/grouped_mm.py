@@ -4,6 +4,7 @@ Rows are sorted by expert; expert e owns the rows from ends[e − 1] to ends[e]:
 
     product       out_j = rows_j · W_e             for every row j of e
     outer         out_e = Σ_j left_j ⊗ right_j     over the rows j of e; 0 for an expert without rows
+    sum           out_e = Σ_j rows_j               likewise, in fp32
 
 `grouped_mm` and `grouped_outer` run PyTorch's grouped_mm where that is one kernel (`library_runs`), and the Triton
 kernels below elsewhere; neither waits for the device. The registered ops of the same meaning loop over the experts in
@@ -21,8 +22,10 @@ from liger_models.kernels.dispatch import LIBRARY, on_device_of, tl, triton
 PRODUCT_BLOCKS = {2: (128, 128, 64), 4: (64, 64, 32)}
 PRODUCT_WARPS = {2: 8, 4: 4}
 PRODUCT_STAGES = 3
+SUM_BLOCK = (32, 128)
 """Tile (two dimensions of the result, then the summed one), warps and pipeline stages of the Triton kernels, by element
-size. 16-bit types take 96 KB of shared memory, which Ampere, Ada and Hopper all have."""
+size. 16-bit types take 96 KB of shared memory, which Ampere, Ada and Hopper all have. ``SUM_BLOCK``: rows and columns
+that a program of `grouped_sum` reads at a time."""
 
 LIBRARY.define("grouped_product(Tensor rows, Tensor weight, Tensor ends) -> Tensor")
 LIBRARY.define("grouped_outer(Tensor left, Tensor right, Tensor ends) -> Tensor")
@@ -140,6 +143,21 @@ def _outer_kernel(
     )
 
 
+@triton.jit
+def _sum_kernel(rows_ptr, ends_ptr, out_ptr, W, BLOCK_ROWS: tl.constexpr, BLOCK_W: tl.constexpr):
+    expert = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_W], tl.float32)
+    for start in range(first, end, BLOCK_ROWS):
+        rows = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+        inside = (rows < end)[:, None] & (columns < W)[None, :]
+        total += tl.load(rows_ptr + rows[:, None] * W + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    result = tl.sum(total, 0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + expert.to(tl.int64) * W + columns, result, mask=columns < W)
+
+
 _library_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # public from torch 2.10
 
 
@@ -206,4 +224,16 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor, library: bool) -> T
             left, right, ends, out, height, width,
             BLOCK_LEFT=block_left, BLOCK_RIGHT=block_right, BLOCK_ROWS=block_rows, **constants,
         )  # fmt: skip
+    return out
+
+
+def grouped_sum(rows: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum over each expert's rows, in fp32: [S, W] -> [X, W], rounded once to ``dtype``."""
+    X, W = ends.shape[0], rows.shape[1]
+    out = torch.empty(X, W, dtype=dtype, device=rows.device)
+    block_rows, block_columns = SUM_BLOCK
+    with on_device_of(rows):
+        _sum_kernel[(X, triton.cdiv(W, block_columns))](
+            rows, ends, out, W, BLOCK_ROWS=block_rows, BLOCK_W=block_columns
+        )
     return out

@@ -6,6 +6,7 @@ owns the rows from ends[e − 1] to ends[e]::
 
     permute       r_j = x_n                        each token is read once and written K times
     unpermute     y_n = Σ_k w_nk · r_slot[n,k]     in fp32 and in the order of k: every run gives the same bits
+                                                   with biases b: r_slot[n,k] + b_e
 
 Nothing waits for the device: the experts' row counts stay there.
 """
@@ -61,7 +62,8 @@ def _permute_kernel(x_ptr, slot_ptr, rows_ptr, C, K: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _unpermute_kernel(
-    rows_ptr, slot_ptr, weights_ptr, y_ptr, C, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+    rows_ptr, slot_ptr, weights_ptr, y_ptr, bias_ptr, experts_ptr, C, K: tl.constexpr, WEIGHTED: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -70,6 +72,9 @@ def _unpermute_kernel(
     for k in tl.static_range(K):
         slot = tl.load(slot_ptr + token * K + k).to(tl.int64)
         row = tl.load(rows_ptr + slot * C + columns, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            expert = tl.load(experts_ptr + token * K + k)
+            row += tl.load(bias_ptr + expert * C + columns, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
             row *= tl.load(weights_ptr + token * K + k).to(tl.float32)
         total += row
@@ -105,15 +110,27 @@ def permute(x: Tensor, slot: Tensor, dtype: torch.dtype) -> Tensor:
     return rows
 
 
-def unpermute(rows: Tensor, slot: Tensor, weights: Tensor | None, N: int, dtype: torch.dtype) -> Tensor:
-    """Launch the summation: [N K, C] -> [N, C], the sum of each token's rows, times ``weights`` [N, K] if given."""
+def unpermute(
+    rows: Tensor,
+    slot: Tensor,
+    weights: Tensor | None,
+    N: int,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    experts: Tensor | None = None,
+) -> Tensor:
+    """Launch the summation: [N K, C] -> [N, C], the sum of each token's rows, times ``weights`` [N, K] if given.
+
+    With ``bias`` [X, C] each row has that of its expert, ``experts`` [N, K] int64, added first.
+    """
     C = rows.shape[1]
     y = torch.empty(N, C, dtype=dtype, device=rows.device)
     grid, constants = _row_grid(N, C)
     with on_device_of(rows):
         _unpermute_kernel[grid](
             # A pointer argument that the constants disable must still be a tensor.
-            rows, slot, rows if weights is None else weights, y, C,
-            K=slot.numel() // N, WEIGHTED=weights is not None, **constants,
+            rows, slot, rows if weights is None else weights, y, rows if bias is None else bias,
+            slot if experts is None else experts.contiguous(), C,
+            K=slot.numel() // N, WEIGHTED=weights is not None, BIAS=bias is not None, **constants,
         )  # fmt: skip
     return y

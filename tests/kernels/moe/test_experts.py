@@ -8,7 +8,7 @@ from liger_models.kernels.moe import load_balancing_loss, moe_mlp, moe_mlp_refer
 from liger_models.kernels.moe.permutation import sort_by_expert
 
 from ..oracle import opcheck, run
-from .cases import GPU_DTYPES, RECOMPUTE, check, choose, dtypes, make, with_experts
+from .cases import GPU_DTYPES, RECOMPUTE, check, choose, dtypes, make, with_biases, with_experts
 
 SHAPES = [(1, 1, 1, 64, 32), (30, 2, 3, 50, 33), (11, 3, 3, 35, 130), (3, 6, 9, 33, 16)]  # N, K, X, C, F
 GPU_SHAPES = [(300, 2, 5, 200, 130), (517, 8, 40, 264, 136), (1000, 1, 3, 128, 72), (5, 4, 300, 96, 48)]
@@ -42,6 +42,89 @@ def test_matches_fp64_over_many_blocks(shape, kind, poisoned_empty):
 def test_activations(backend, act, recompute, poisoned_empty):
     for dtype in dtypes(backend)[1:]:
         check(*make((8, 2, 3, 24, 16), dtype, backend), act=act, recompute=recompute)
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("act", [*ACTIVATIONS, "clamped_swiglu"])
+@pytest.mark.parametrize("kind", ["any", "some"])
+def test_biases(backend, act, kind, recompute, many_blocks, poisoned_empty):
+    """The limit of the clamped activation is one that many numbers exceed, on both sides."""
+    for dtype in dtypes(backend):
+        inputs, experts, dy = make((10, 2, 7, 20, 12), dtype, backend, kind=kind)
+        check(with_biases(inputs), experts, dy, act=act, limit=0.75, recompute=recompute)
+
+
+@RECOMPUTE
+def test_the_clamped_activation_without_biases(backend, recompute, many_blocks, poisoned_empty):
+    inputs, experts, dy = make((10, 2, 3, 20, 130), torch.float32, backend)
+    check(inputs, experts, dy, act="clamped_swiglu", limit=0.75, recompute=recompute)
+    one_bias = with_biases(inputs)[:5]
+    check(one_bias, experts, dy, act="clamped_swiglu", limit=0.75, recompute=recompute)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["any", "some", "same"])
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+def test_biases_over_many_blocks(shape, kind, poisoned_empty):
+    for dtype in GPU_DTYPES:
+        inputs, experts, dy = make(shape, dtype, "cuda", kind=kind)
+        for recompute in (False, True):
+            check(with_biases(inputs), experts, dy, act="clamped_swiglu", limit=1.0, recompute=recompute)
+
+
+def test_biases_and_clamped_activation_are_transformers():
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    (x, weights, *matrices), experts, _ = make((9, 3, 7, 12, 10), torch.float32, "cpu")
+    *_, gate_up_bias, down_bias = with_biases([x, weights, *matrices])
+    config = GptOssConfig(hidden_size=12, intermediate_size=10, num_local_experts=7, swiglu_limit=0.5)
+    config._experts_implementation = "eager"
+    theirs = GptOssExperts(config)
+    with torch.no_grad():
+        theirs.gate_up_proj.copy_(matrices[0].transpose(1, 2))
+        theirs.down_proj.copy_(matrices[1].transpose(1, 2))
+        theirs.gate_up_proj_bias.copy_(gate_up_bias)
+        theirs.down_proj_bias.copy_(down_bias)
+    want = theirs(x, experts, weights)
+    got = moe_mlp(x, weights, experts, *matrices, gate_up_bias, down_bias, act="clamped_swiglu", limit=0.5)
+    torch.testing.assert_close(got, want)
+
+
+@RECOMPUTE
+def test_biases_save_nothing_more(kernel_device, recompute):
+    inputs, experts, _ = make((6, 2, 3, 32, 10), torch.float32, kernel_device)
+    saved, leaves = [], [t.requires_grad_() for t in with_biases(inputs)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        with_experts(moe_mlp, experts, recompute=recompute, act="clamped_swiglu", limit=7.0)(*leaves)
+    kept = [] if recompute else [(12, 20)]
+    given = [(3, 20, 32), (3, 32, 10), (3, 20), (3, 32)]
+    assert [tuple(t.shape) for t in saved] == [(6, 32), (6, 2), (12,), (12,), (3,), *kept, *given]
+
+
+@RECOMPUTE
+def test_frozen_biases(kernel_device, recompute):
+    """Each gradient alone is the one that it is among the others."""
+    inputs, experts, dy = make((6, 2, 3, 32, 10), torch.float32, kernel_device)
+    function = with_experts(moe_mlp, experts, recompute=recompute, act="clamped_swiglu", limit=0.75)
+    leaves = [t.detach().requires_grad_() for t in with_biases(inputs)]
+    every = torch.autograd.grad(function(*leaves), leaves, dy)
+    for index, want in enumerate(every):
+        leaves = [t.detach().requires_grad_(i == index) for i, t in enumerate(leaves)]
+        (got,) = torch.autograd.grad(function(*leaves), [leaves[index]], dy)
+        torch.testing.assert_close(got, want)
+
+
+@RECOMPUTE
+def test_no_token_has_biases_without_gradient(backend, recompute):
+    inputs, experts, dy = make((0, 2, 3, 16, 8), torch.float32, backend)
+    *_, d_gate_up_bias, d_down_bias = run(
+        with_experts(moe_mlp, experts, recompute=recompute), with_biases(inputs), [dy]
+    )
+    assert d_gate_up_bias.shape == (3, 16)
+    assert d_down_bias.shape == (3, 16)
+    assert not d_gate_up_bias.any()
+    assert not d_down_bias.any()
 
 
 @RECOMPUTE
@@ -182,16 +265,21 @@ def test_opcheck(kernel_device):
     opcheck(ops.moe_mlp, (x, weights, experts, *matrices, "silu", False))
     opcheck(ops.moe_mlp, (x, weights, experts, *matrices, "gelu", True))
     opcheck(ops.moe_mlp, (x[:0], weights[:0], experts[:0], *matrices, "silu", True))
+    *_, gate_up_bias, down_bias = (t.requires_grad_() for t in with_biases(inputs))
+    opcheck(ops.moe_mlp, (x, weights, experts, *matrices, "clamped_swiglu", False, gate_up_bias, down_bias, 0.75))
     x, weights, *matrices = (t.detach() for t in inputs)
     x, dy, *matrices = (t.half() for t in (x, dy, *matrices))
     sort = sort_by_expert(experts, 3)
     gate_up = torch.ones(6, 16, device=kernel_device).half()
-    for rows, kept, needs in (
-        (x, None, [True] * 4),
-        (None, gate_up, [True, True, False, True]),
-        (x, None, [False, False, False, True]),
+    biases = [torch.ones(3, 16, device=kernel_device).half()] * 2
+    for rows, kept, each, needs in (
+        (x, None, [None, None], [*[True] * 4, False, False]),
+        (None, gate_up, [None, None], [True, True, False, True, False, False]),
+        (x, None, [None, None], [False, False, False, True, False, False]),
+        (x, None, biases, [True] * 6),
+        (x, gate_up, biases, [False, True, False, False, True, False]),
     ):
-        args = (dy, rows, weights, *sort, kept, *matrices, "silu", torch.float32, needs)
+        args = (dy, rows, weights, *sort, kept, *matrices, *each, "silu", 0.0, torch.float32, needs)
         opcheck(ops.moe_mlp_backward, args)
 
 
@@ -377,7 +465,10 @@ def test_bad_arguments():
     bad(ValueError, r"gate_up_weight must be \[X, 2 F, 4\], got \[5, 6, 3\]", gate_up_weight=ones(5, 6, 3))
     bad(ValueError, r"gate_up_weight must be \[X, 2 F, 4\], got \[5, 7, 4\]", gate_up_weight=ones(5, 7, 4))
     bad(ValueError, r"down_weight must be \[5, 4, 3\], got \[5, 4, 6\]", down_weight=ones(5, 4, 6))
-    bad(ValueError, r"act must be one of silu, gelu_tanh, gelu, got 'relu'", act="relu")
+    bad(ValueError, r"act must be one of silu, gelu_tanh, gelu, clamped_swiglu, got 'relu'", act="relu")
+    bad(ValueError, r"limit must be positive with act='clamped_swiglu', got 0.0", act="clamped_swiglu")
+    bad(ValueError, r"gate_up_bias must be \[5, 6\], got \[5, 3\]", gate_up_bias=ones(5, 3))
+    bad(ValueError, r"down_bias must be \[5, 4\], got \[4\]", down_bias=ones(4))
     bad(TypeError, r"must have one dtype, got torch.float32 and torch.float16", down_weight=ones(5, 4, 3).half())
     bad(TypeError, r"experts must be int64, got torch.int32", experts=experts.int())
     bad(TypeError, r"x must be a floating-point tensor, got torch.int64", x=ones(2, 4).long())
