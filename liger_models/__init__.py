@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from liger_models.arch.gemma3_text import LigerGemma3Text as LigerGemma3Text
     from liger_models.arch.glm import LigerGLM as LigerGLM
     from liger_models.arch.glm4 import LigerGLM4 as LigerGLM4
+    from liger_models.arch.gpt_oss import LigerGptOss as LigerGptOss
     from liger_models.arch.granite import LigerGranite as LigerGranite
     from liger_models.arch.llama import LigerLlama as LigerLlama
     from liger_models.arch.llama import LlamaConfig as LlamaConfig
@@ -114,6 +115,7 @@ else:
             "arch.gemma3_text": ["LigerGemma3Text"],
             "arch.glm": ["LigerGLM"],
             "arch.glm4": ["LigerGLM4"],
+            "arch.gpt_oss": ["LigerGptOss"],
             "arch.granite": ["LigerGranite"],
             "arch.llama": ["LigerLlama", "LlamaConfig"],
             "arch.ministral": ["LigerMinistral"],

@@ -21,6 +21,9 @@ from .modes import Mode
 
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 
+WITHOUT_SDPA = ("gpt_oss",)
+"""Families for which transformers has no SDPA."""
+
 
 def build(config: dict, mode: Mode) -> nn.Module:
     """The model on one GPU."""
@@ -53,6 +56,8 @@ def build_hf(config: dict, liger: bool, recompute: bool, attention: str = "sdpa"
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    if config["model_type"] in WITHOUT_SDPA:
+        attention = "eager"
     if liger:
         import liger_kernel.transformers as peer
 

@@ -21,6 +21,7 @@ FAMILIES = {
     "qwen2": ("qwen2/Qwen2.5-7B.json", 4),
     "qwen3": ("qwen3/Qwen3-8B.json", 4),
     "qwen3_moe": ("qwen3_moe/Qwen3-30B-A3B.json", 4),
+    "gpt_oss": ("gpt_oss/gpt-oss-20b.json", 4),
     "phi3": ("phi3/Phi-3-mini-4k-instruct.json", 4),
     "granite": ("granite/granite-3.1-2b-instruct.json", 4),
     "olmo2": ("olmo2/OLMo-2-1124-7B.json", 4),
@@ -46,6 +47,7 @@ def read_config(name: str) -> dict:
     """The config.json of a model, cut to its number of layers."""
     file, layers = (MODELS | FAMILIES)[name]
     config = json.loads((CONFIGS / file).read_text())
+    config.pop("quantization_config", None)  # the weights that are trained are not quantised
     if layers is not None:
         keep_layers(config, layers)
     return config

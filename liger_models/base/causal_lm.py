@@ -306,6 +306,7 @@ class CausalLM(Decoder):
         dtype: torch.dtype | str | None = None,
         max_shard_size: int | str = "5GB",
         auto_map: bool = False,
+        mxfp4: str | PathLike[str] | None = None,
     ) -> None:
         """Write a Hugging Face checkpoint; see `liger_models.convert.save.save_pretrained`.
 
@@ -316,7 +317,7 @@ class CausalLM(Decoder):
         """
         if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
             wait_for_ranks("save_pretrained")
-        save_pretrained(self, folder, dtype=dtype, max_shard_size=max_shard_size, auto_map=auto_map)
+        save_pretrained(self, folder, dtype=dtype, max_shard_size=max_shard_size, auto_map=auto_map, mxfp4=mxfp4)
 
     def push_to_hub(
         self,

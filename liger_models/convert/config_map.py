@@ -130,15 +130,18 @@ def read_config(
 
 
 def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bool) -> "Config":
+    checkpoint = format_of(config_class)
     quantization = hf.get("quantization_config") or hf.get("compression_config")
     if quantization:
         method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
-        raise ValueError(
-            f"config.json: the checkpoint must not be quantised, got quantization_config ({method}). "
-            "Load the original checkpoint instead."
-        )
+        known = isinstance(method, str) and method in checkpoint.quantised_maps
+        if not known:
+            raise ValueError(
+                f"config.json: the checkpoint must not be quantised, got quantization_config ({method}). "
+                "Load the original checkpoint instead."
+            )
+        hf = {key: value for key, value in hf.items() if key != "quantization_config"}
 
-    checkpoint = format_of(config_class)
     hf = checkpoint.from_json(hf)
     ignored = IGNORED_KEYS | frozenset(checkpoint.ignored_keys)
     rope_keys = _ROPE_KEYS if "rope_scaling" in typing.get_type_hints(config_class) else ()
@@ -287,7 +290,7 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
         "model_type": checkpoint.model_type,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    for key in ("dtype", "rope_parameters", "text_config"):
+    for key in ("dtype", "rope_parameters", "text_config", "quantization_config"):  # the last was read dequantised
         out.pop(key, None)
     original_length = getattr(config, "original_length", None)
     if original_length is None:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from liger_models.convert.weight_map import WeightMap
@@ -17,6 +17,8 @@ class CheckpointFormat:
         hf_class: name of the class in transformers, for ``architectures`` in config.json.
         weight_map: maps a config to the `WeightMap` of the layout that is written, and read first.
         other_maps: maps a config to the `WeightMap` of each further layout. These are read and never written.
+        quantised_maps: maps the ``quant_method`` in config.json of a quantised checkpoint to what maps a config to the
+            `WeightMap` of its layout. The weights are read dequantised.
         from_json: renames the keys of a config.json to the fields of the config class.
         to_json: the inverse of ``from_json``.
         ignored_keys: keys of released config.json files that do not change the model.
@@ -26,13 +28,15 @@ class CheckpointFormat:
     hf_class: str
     weight_map: Callable[[Any], WeightMap]
     other_maps: Callable[[Any], list[WeightMap]] = lambda config: []
+    quantised_maps: Mapping[str, Callable[[Any], WeightMap]] = field(default_factory=dict)
     from_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     to_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     ignored_keys: Collection[str] = ()
 
     def weight_maps(self, config: Any) -> list[WeightMap]:
         """The `WeightMap` of each layout that checkpoints may have, the written one first."""
-        return [self.weight_map(config), *self.other_maps(config)]
+        quantised = (quantised_map(config) for quantised_map in self.quantised_maps.values())
+        return [self.weight_map(config), *self.other_maps(config), *quantised]
 
     def module_map(self, config: Any) -> WeightMap:
         """The `WeightMap` under the names of transformers' modules in memory, which adapters are saved by.

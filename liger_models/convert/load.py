@@ -159,7 +159,7 @@ def _load_parts(
     """Shard the model, and load this rank's shard of each parameter (all of it if the parameter is not sharded)."""
     for name, parameter in model.named_parameters():
         own = stored[weights.entries[name].names()[0]].dtype
-        parameter.data = parameter.data.to(dtype or FLOATS[own])
+        parameter.data = parameter.data.to(dtype or FLOATS.get(own, torch.bfloat16))
     shard(model)
     model.to_empty(device=device)
     bar: Any = tqdm
@@ -180,8 +180,7 @@ def _load_parts(
                 }
 
                 def read(name: str, first: int, last: int, files: Mapping[Path, Any] = files) -> Tensor:
-                    rows: Tensor = files[stored[name].file].get_slice(name)[first:last]
-                    return rows.to(device, dtype)
+                    return _to(files[stored[name].file].get_slice(name)[first:last], device, dtype)
 
                 shapes = {each: stored[each].shape for each in expression.names()}
                 whole = functools.partial(_read, expression, stored, dtype, device)
@@ -258,10 +257,11 @@ def check_tensors(
 
     for name, tensor in expected.items():
         file, shape, dtype = stored[name]
-        if dtype not in FLOATS:
+        encoded = tensor.dtype == torch.uint8
+        if dtype not in (("U8",) if encoded else FLOATS):
             raise ValueError(
-                f"{file}: {name} must have one of the dtypes {', '.join(FLOATS)}, got {dtype}. If the checkpoint is "
-                "quantised, load the original instead."
+                f"{file}: {name} must have one of the dtypes {'U8' if encoded else ', '.join(FLOATS)}, got "
+                f"{dtype}. If the checkpoint is quantised, load the original instead."
             )
         if shape != tuple(tensor.shape):
             raise ValueError(
@@ -295,7 +295,13 @@ def _read(
         # Files are opened for each parameter, because the pages of a mapped file count as memory of this process.
         files = {path: stack.enter_context(open_safetensors(path)) for path in {stored[name].file for name in names}}
         tensors = {name: files[stored[name].file].get_tensor(name) for name in names}
-        packed = expression.pack({name: tensor.to(device, dtype) for name, tensor in tensors.items()}).contiguous()
+        packed = expression.pack({name: _to(tensor, device, dtype) for name, tensor in tensors.items()})
+        packed = packed.to(dtype).contiguous()
         # Copy what packing has not copied, so that no parameter keeps the file mapped.
         mapped = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
         return packed.clone() if packed.untyped_storage().data_ptr() in mapped else packed
+
+
+def _to(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | None) -> Tensor:
+    """The tensor on the device, and in ``dtype`` unless it holds encoded bytes."""
+    return tensor.to(device, dtype if tensor.is_floating_point() else None)

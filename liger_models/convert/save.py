@@ -12,10 +12,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from liger_models.convert.config_map import write_config
-from liger_models.convert.files import CONFIG, INDEX, SHARDS, WEIGHTS, as_dtype, some, write_json
+from liger_models.convert.files import (
+    CONFIG,
+    INDEX,
+    SHARDS,
+    WEIGHTS,
+    as_dtype,
+    open_safetensors,
+    read_headers,
+    read_json_config,
+    some,
+    write_json,
+)
 from liger_models.convert.folder import write_folder
 from liger_models.convert.format import format_of
+from liger_models.convert.mxfp4 import with_scales
 from liger_models.convert.tensors import as_stored
+from liger_models.convert.weight_map import WeightMap
 from liger_models.kernels.checks import check
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import named_layers
@@ -29,6 +42,7 @@ def save_pretrained(
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
     auto_map: bool = False,
+    mxfp4: str | os.PathLike[str] | None = None,
     hf_config: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
@@ -48,13 +62,15 @@ def save_pretrained(
         max_shard_size: maximum size of a file, in bytes or as "5GB".
         auto_map: add a small file of code, and name it in config.json, so that transformers' auto classes with
             ``trust_remote_code=True`` return this package's model; see `liger_models.hf`.
+        mxfp4: folder of the checkpoint in MXFP4 that the model comes from. What it holds in MXFP4 must not have been
+            changed, and is written in MXFP4 again, bit for bit. Default: everything is written in ``dtype``.
         hf_config: replaces the content of config.json, except that it names the class. Default: that of the model.
         tensors: name -> whole tensor, instead of the parameters of the model. Then the calling rank writes, and others
             need not call.
 
     Raises:
-        ValueError: parameters are on the meta device or not in the weight map, there are adapters, or the dtype could
-            not be loaded again.
+        ValueError: parameters are on the meta device or not in the weight map, there are adapters, the dtype could not
+            be loaded again, or values differ from those of the checkpoint in MXFP4.
         OSError: the folder cannot be written.
     """
     dtype = None if dtype is None else as_dtype("save_pretrained: dtype", dtype)
@@ -71,6 +87,10 @@ def save_pretrained(
     )
     folder = Path(folder).absolute()
     stored = as_stored("save_pretrained", model, merge=False, parameters=tensors)
+    quantised: dict[str, Any] = {}
+    if mxfp4 is not None:
+        weights, quantised = read_mxfp4(type(model), stored.config, Path(mxfp4))
+        stored = stored._replace(weights=weights)
     plan = split_state_dict_into_shards_factory(
         stored.shapes(dtype),
         get_storage_size=lambda tensor: tensor.nbytes,
@@ -82,6 +102,7 @@ def save_pretrained(
         hf_config = write_config(
             stored.config, model.hf_config, dtype or stored.parameters["embed_tokens.weight"].dtype
         )
+    hf_config = {**hf_config, **quantised}
     if auto_map:
         hf_config, assets = with_auto_map(hf_config, assets, format_of(type(model)).hf_class)
     gathered = stored.gather()
@@ -118,6 +139,35 @@ def save_pretrained(
             # All ranks must take part in gathering: those that don't write and, if writing failed, the one that does.
             for _ in gathered:
                 pass
+
+
+def read_mxfp4(model_class: type, config: Any, folder: Path) -> tuple[WeightMap, dict[str, Any]]:
+    """The weight map that writes the layout of a checkpoint in MXFP4 with its scales, and its key of config.json.
+
+    Raises:
+        FileNotFoundError: the folder or a file in it is missing.
+        ValueError: the checkpoint is not in MXFP4, or lacks scales.
+    """
+    quantization = read_json_config(folder).get("quantization_config") or {}
+    maps = format_of(model_class).quantised_maps
+    method = quantization.get("quant_method")
+    check(
+        method == "mxfp4" and "mxfp4" in maps,
+        f"save_pretrained: mxfp4 must be the folder of a {model_class.__name__} checkpoint in MXFP4, got {folder} with "
+        f"quant_method {method!r}. Leave it out to write all tensors in one dtype.",
+    )
+    stored = read_headers(folder)
+
+    def read(name: str) -> Tensor:
+        check(
+            name in stored,
+            f"{folder}: must hold {name}, got no tensor of this name. Pass the checkpoint that the model comes from.",
+        )
+        with open_safetensors(stored[name].file) as file:
+            scales: Tensor = file.get_tensor(name)
+        return scales
+
+    return with_scales(maps["mxfp4"](config), read), {"quantization_config": quantization}
 
 
 AUTO_CLASSES = {

@@ -85,7 +85,9 @@ def read_part(
 
 
 def keeps_rows(expression: Expression) -> bool:
-    """Whether row i of a parameter is row i of one tensor, possibly rearranged within the row."""
+    """Whether row i of a parameter is row i of one tensor, possibly rearranged within the row, or made of such rows."""
+    if expression.by_rows:
+        return True
     if not isinstance(expression, Rearrange) or not isinstance(expression.child, Name):
         return False
     theirs, ours = (_axes(side)[0] for side in expression.pattern.split("->"))

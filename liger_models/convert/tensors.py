@@ -218,7 +218,9 @@ class Stored(NamedTuple):
             del whole
             while tensors:
                 name = next(iter(tensors))
-                yield name, _contiguous(tensors.pop(name).to(dtype))
+                tensor = tensors.pop(name)
+                yield name, _contiguous(tensor.to(dtype) if tensor.is_floating_point() else tensor)
+                del tensor
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 A weight map has, for each of our parameters, an expression over the names of the checkpoint's tensors. An expression
 packs these tensors into our parameter, and unpacks our parameter into these tensors. It only moves elements, so a round
-trip is bit-exact in every dtype; on meta tensors it computes shapes.
+trip is bit-exact in every dtype; on meta tensors it computes shapes. (`convert.mxfp4` has an expression that decodes.)
 
     "layers.{i}.mlp.gate_up_proj.weight": Rearrange(
         "f two ... -> (f two) ...",
@@ -31,6 +31,9 @@ from liger_models.layers.config import DecoderConfig
 
 class Expression(ABC):
     """One of our tensors as a function of the checkpoint's tensors, and the inverse of the function."""
+
+    by_rows = False
+    """Whether row i of our tensor is made of row i of each of the checkpoint's tensors."""
 
     @abstractmethod
     def names(self) -> list[str]:

@@ -301,7 +301,7 @@ def test_fresh_weights(pair):
     drawn = get_arch(arch).from_config(ours.config)
     for name, parameter in drawn.named_parameters():
         assert parameter.isfinite().all(), name
-        if parameter.dim() > 1:
+        if parameter.dim() > 1 and not name.endswith("_bias"):  # the experts', a row for each
             assert 0.8 < parameter.std() / ours.config.initializer_range < 1.2, name
     assert (drawn.lm_head.weight is drawn.embed_tokens.weight) == ours.config.tie_word_embeddings
 

@@ -40,11 +40,14 @@ GGUF = {
 
 VISION = {"gemma3", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
 
+TAKEN_APART = {"gpt_oss"}
+"""Families whose experts' tensors the converter splits before it looks up a name."""
+
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def test_every_text_family_has_a_name_in_gguf():
-    assert GGUF.keys() == set(built_in()) - VISION
+    assert GGUF.keys() == set(built_in()) - VISION - TAKEN_APART
 
 
 def as_stacked(name: str) -> str:

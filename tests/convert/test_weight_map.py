@@ -10,6 +10,7 @@ from liger_models.arch import get_arch
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.convert import format_of
 from liger_models.convert.config_map import read_config
+from liger_models.convert.load import pick_map
 from liger_models.convert.weight_map import (
     Cat,
     Expression,
@@ -49,13 +50,17 @@ def hub_shapes(config_file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def test_maps_onto_the_hub_checkpoint(config_file: Path) -> None:
-    model, weights = meta_model(config_file)
+    model, _ = meta_model(config_file)
     shapes = hub_shapes(config_file)
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    maps = format_of(type(model)).weight_maps(model.config)
+    weights = pick_map(maps, tensors, dict(model.named_parameters()))
+    # What is written is the hub's layout, unless that is quantised.
+    assert maps.index(weights) == (len(maps) - 1 if "quantization_config" in config_file.read_text() else 0)
 
     unpacked = weights.shapes(dict(model.named_parameters()))
     assert {name: tuple(tensor.shape) for name, tensor in unpacked.items()} == shapes
 
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     packed = {name: tuple(expression.pack(tensors).shape) for name, expression in weights.entries.items()}
     assert packed == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 

@@ -1,0 +1,234 @@
+"""GPT-OSS (gpt-oss-20b, gpt-oss-120b): model_type ``gpt_oss``.
+
+Differs from Mixtral: attention has a sink, one learned score per head that no token belongs to; every second layer,
+from the first on, has a window; all projections have biases, the router and the experts too. The experts' activation is
+a clamped SwiGLU. Routing weights are the softmax over the logits of the chosen experts. The norms' weights multiply in
+fp32.
+
+The released experts are stored in MXFP4, four bits a weight. They are read as bf16 and trained as such.
+
+Source: https://arxiv.org/abs/2508.10925, transformers ``models/gpt_oss``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.mxfp4 import Mxfp4
+from liger_models.convert.weight_map import Expression, Rearrange, WeightMap, decoder_map
+from liger_models.kernels.collectives import Group
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, check_values, is_sliding
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.layer import AttentionSpec
+from liger_models.layers.linear import local
+from liger_models.layers.lm_head import LigerLMHead
+from liger_models.layers.moe import LigerMoE
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.rope import RopeScaling, RotaryEmbedding, YarnScaling
+
+YARN = YarnScaling(factor=32.0, original_max_position_embeddings=4096, truncate=False)
+"""What transformers takes where config.json has no rope parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(RMSNormDecoderConfig):
+    """Sizes and constants of a GPT-OSS model."""
+
+    vocab_size: int = 201088
+    hidden_size: int = 2880
+    intermediate_size: int = 2880
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 64
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 150000.0
+    rope_scaling: RopeScaling | None = YARN
+    attention_bias: bool = True
+    sliding_window: int | None = 128
+    layer_types: list[str] | None = None
+    num_experts_per_tok: int = 4
+    num_local_experts: int = 128
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layer_types("GptOssConfig", self.layer_types, self.num_hidden_layers)
+        check_values(self, swiglu_alpha=(1.702,))
+
+    def window(self, layer: int) -> int | None:
+        """The attention window of a layer, or None."""
+        return self.sliding_window if is_sliding(layer, self.layer_types, default=layer % 2 == 0) else None
+
+
+class GptOssAttention(LigerAttention):
+    """`LigerAttention` with a sink per query head, which takes its share of the softmax."""
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.sinks = nn.Parameter(torch.empty(self.num_heads))
+        self.draw(0.02)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """What the layer requires from the model, and what it computes."""
+        return super().attention._replace(needs_flash=True)
+
+    def draw(self, std: float) -> bool:
+        """Initialise the sinks from a normal distribution with ``std``."""
+        nn.init.normal_(self.sinks, std=std)
+        return True
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """As `LigerAttention.shard`; each rank has the sinks of its heads."""
+        return {**super().shard(group), "sinks": 0}
+
+    def _local_sinks(self) -> Tensor:
+        sinks, context = local(self.sinks), self.groups.context
+        return sinks if context is None else sinks.chunk(context.size)[context.rank]
+
+
+class GptOssBlock(nn.Module):
+    """``h += attention(norm(h)); h += experts(norm(h))``; each addition is fused with the norm that follows it."""
+
+    def __init__(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        norm = partial(
+            LigerRMSNorm, config.hidden_size, config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm
+        )
+        self.input_layernorm = norm()
+        self.self_attn = GptOssAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_size,
+            layer=layer,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            window=config.window(layer),
+            dropout=config.attention_dropout,
+            rope_kernel=kernels.rope,
+        )
+        self.post_attention_layernorm = norm()
+        self.mlp = LigerMoE(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_local_experts,
+            config.num_experts_per_tok,
+            normalize=True,
+            round_weights=True,
+            act="clamped_swiglu",
+            limit=config.swiglu_limit,
+            bias=True,
+            kernel=kernels.swiglu,
+        )
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair and the router logits."""
+        x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+
+
+class LigerGptOss(CausalLM):
+    """GPT-OSS with its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = GptOssConfig
+
+    def __init__(self, config: GptOssConfig, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.layers = nn.ModuleList(GptOssBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
+        self.norm = LigerRMSNorm(
+            config.hidden_size, config.rms_norm_eps, casting_mode="gemma", kernel=self.kernels.rms_norm
+        )
+        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+        rotary = RotaryEmbedding(
+            config.head_size, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
+        self.rotary = nn.ModuleDict({"default": rotary})
+        self.post_init()
+
+
+IGNORED_KEYS = ("experts_per_token", "initial_context_length")  # what num_experts_per_tok and rope_scaling say, too
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Without rope parameters transformers takes YaRN with the released constants."""
+    if hf.get("rope_scaling") or hf.get("rope_parameters") is not None:
+        return dict(hf)
+    return {**hf, "rope_scaling": {"rope_type": "yarn", **asdict(YARN)}}
+
+
+def to_json(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `from_json`."""
+    return {**fields, "rope_scaling": fields["rope_scaling"] or {"rope_type": "default"}}
+
+
+def weight_map(config: GptOssConfig) -> WeightMap:
+    """Maps the parameters of GPT-OSS to the tensors of a Hugging Face checkpoint without quantisation."""
+    experts = "model.layers.{i}.mlp.experts"
+    return _map(config, *(Rearrange("x i o -> x o i", f"{experts}.{name}_proj") for name in ("gate_up", "down")))
+
+
+def mxfp4_map(config: GptOssConfig) -> WeightMap:
+    """As `weight_map`, for experts in MXFP4, as they are released."""
+    experts = "model.layers.{i}.mlp.experts"
+    return _map(
+        config,
+        *(Mxfp4(f"{experts}.{name}_proj_blocks", f"{experts}.{name}_proj_scales") for name in ("gate_up", "down")),
+    )
+
+
+def _map(config: GptOssConfig, gate_up: Expression, down: Expression) -> WeightMap:
+    mlp = "model.layers.{i}.mlp"
+    return decoder_map(
+        config,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        instead={
+            "self_attn.sinks": "model.layers.{i}.self_attn.sinks",
+            "mlp.gate_up_proj.weight": None,
+            "mlp.down_proj.weight": None,
+            "mlp.gate.weight": f"{mlp}.router.weight",
+            "mlp.gate.bias": f"{mlp}.router.bias",
+            "mlp.gate_up_weight": gate_up,
+            "mlp.gate_up_bias": f"{mlp}.experts.gate_up_proj_bias",
+            "mlp.down_weight": down,
+            "mlp.down_bias": f"{mlp}.experts.down_proj_bias",
+        },
+    )
+
+
+add_family(
+    LigerGptOss,
+    CheckpointFormat(
+        model_type="gpt_oss",
+        hf_class="GptOssForCausalLM",
+        weight_map=weight_map,
+        quantised_maps={"mxfp4": mxfp4_map},
+        from_json=from_json,
+        to_json=to_json,
+        ignored_keys=IGNORED_KEYS,
+    ),
+)

@@ -1,0 +1,115 @@
+"""MXFP4: four-bit floats in blocks of 32 that share a power of two.
+
+A tensor [..., I] is stored as blocks [..., I / 32, 16] and scales [..., I / 32], both uint8. A byte of a block holds
+two values, the first in its low half; a value is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. A scale s stands for the
+factor 2^(s − 127). In bf16 each product is exact, so values that were not changed are encoded again bit by bit, given
+the scales: these cannot be told from the values, because a block of zeros fits every scale, and 1 at one scale is 2 at
+the next.
+
+Source: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.weight_map import Expression, WeightMap
+from liger_models.kernels.checks import check
+
+BLOCK = 32
+"""Values that share a scale."""
+
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """2 to the power of each exponent [..., I / 32], in fp32, for the values of a block: [..., I / 32, 1]."""
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents).unsqueeze(-1)
+
+
+def decode(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The values of blocks [X, ..., I / 32, 16] uint8 with scales [X, ..., I / 32] uint8: [X, ..., I] in ``dtype``."""
+    out = torch.empty(*scales.shape[:-1], scales.shape[-1] * BLOCK, dtype=dtype, device=blocks.device)
+    if out.is_meta:
+        return out
+    signed = torch.tensor([*MAGNITUDES, *(-each for each in MAGNITUDES)], device=blocks.device)
+    # Both values of a byte at once: byte 16 · b + a holds a, then b.
+    pairs = torch.stack([signed.repeat(16), signed.repeat_interleave(16)], 1)
+    for values, block, scale in zip(out, blocks, scales, strict=True):  # a row at a time, for the memory
+        decoded = pairs[block.int()].flatten(-2) * _powers(scale.int() - 127)
+        values.copy_(decoded.flatten(-2))
+    return out
+
+
+def encode(values: Tensor, scales: Tensor) -> Tensor | None:
+    """Blocks [X, ..., I / 32, 16] uint8 that decode to values [X, ..., I] bit for bit; None if there are none."""
+    blocks = torch.empty(*scales.shape, BLOCK // 2, dtype=torch.uint8, device=values.device)
+    magnitudes = torch.tensor(MAGNITUDES, device=values.device)
+    for block, value, scale in zip(blocks, values, scales, strict=True):
+        scaled = value.float().unflatten(-1, (-1, BLOCK)) * _powers(127 - scale.int())
+        codes = torch.searchsorted(magnitudes, scaled.abs().contiguous()).clamp_(max=len(MAGNITUDES) - 1)
+        codes = (codes + 8 * scaled.signbit()).to(torch.uint8)
+        block.copy_(codes[..., 0::2] | (codes[..., 1::2] << 4))
+        again = decode(block[None], scale[None], value.dtype)[0]
+        if not torch.equal(again, value) or not torch.equal(again.signbit(), value.signbit()):
+            return None
+    return blocks
+
+
+class Mxfp4(Expression):
+    """A tensor that a checkpoint stores in MXFP4.
+
+    It is unpacked only with the scales of the checkpoint that its values come from; see `with_scales`.
+
+    Args:
+        blocks, scales: the names of the two tensors.
+    """
+
+    by_rows = True
+
+    def __init__(self, blocks: str, scales: str) -> None:
+        self.blocks, self.scales = blocks, scales
+        self.read: Callable[[str], Tensor] | None = None
+
+    def names(self) -> list[str]:
+        return [self.blocks, self.scales]
+
+    def expand(self, indices: Mapping[str, int]) -> Mxfp4:
+        return Mxfp4(self.blocks.format(**indices), self.scales.format(**indices))
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return decode(tensors[self.blocks], tensors[self.scales])
+
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        *shape, width = packed.shape
+        check(
+            width % BLOCK == 0,
+            f"{self.blocks}: the last dimension must be a multiple of {BLOCK} in MXFP4, got {list(packed.shape)}.",
+        )
+        if packed.is_meta:
+            scales = packed.new_empty(*shape, width // BLOCK, dtype=torch.uint8)
+            return {self.blocks: scales.new_empty(*scales.shape, BLOCK // 2), self.scales: scales}
+        check(self.read is not None, f"{self.blocks}: unpacking MXFP4 needs the scales of a checkpoint, got none.")
+        assert self.read is not None
+        scales = self.read(self.scales).to(packed.device)
+        blocks = encode(packed, scales) if scales.shape == (*shape, width // BLOCK) else None
+        if blocks is None:
+            raise ValueError(
+                f"{self.blocks}: the values must be those of the checkpoint in MXFP4, got others. They were trained or "
+                "merged: save without mxfp4."
+            )
+        return {self.blocks: blocks, self.scales: scales}
+
+    def __str__(self) -> str:
+        return f"Mxfp4({self.blocks}, {self.scales})"
+
+
+def with_scales(weights: WeightMap, read: Callable[[str], Tensor]) -> WeightMap:
+    """The map, whose tensors in MXFP4 are written with the scales that ``read`` returns for their names."""
+    for expression in weights.entries.values():
+        if isinstance(expression, Mxfp4):
+            expression.read = read
+    return weights
