@@ -1,5 +1,6 @@
 import copy
 import itertools
+import math
 import multiprocessing
 import pickle
 import socket
@@ -379,6 +380,31 @@ def test_in_backward_errors():
         optimizer.step()
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"a loss scale .* needs all gradients before the step, got step_in"):
+        scaler.step(optimizer)
+
+
+def test_a_loss_scale():
+    models = [nn.Linear(4, 1) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [LigerAdamW(model.parameters(), lr=0.1) for model in models]
+    scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+    for factor in (1.0, math.inf, 1.0, 2.0):
+        losses = [factor * model(torch.ones(1, 4)).sum() for model in models]
+        scaler.scale(losses[0]).backward()
+        scaler.step(optimizers[0])
+        scaler.update()
+        if factor < math.inf:
+            losses[1].backward()
+            optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert_same(models[0].parameters(), models[1].parameters())
+    assert [state["step"].item() for state in optimizers[0].state.values()] == [3, 3]
+    assert scaler.get_scale() == 2**16
 
 
 def test_ordinary_steps_behind_a_loop_that_called_no_step():

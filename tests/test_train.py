@@ -367,7 +367,7 @@ def test_options_that_cannot_be(capsys):
         ("--lr=inf", "lr must be finite, got inf"),
         ("--epochs=inf", "epochs must be finite, got inf"),
         ("--warmup=2", "warmup must be a share from 0 to 1, got 2"),
-        ("--dtype=int99", "dtype must be one of float32, bfloat16, got 'int99'"),
+        ("--dtype=int99", "dtype must be one of float32, bfloat16, float16, got 'int99'"),
         ("--export-dtype=int64", "export_dtype must be one of float32, bfloat16, float16, got 'int64'"),
         ("--checkpointing=some", "checkpointing must be one of none, selective, full, got 'some'"),
         ("--report-to=mlflow", "report_to must be among tensorboard, wandb, got mlflow"),

@@ -61,6 +61,17 @@ def get_arch(model_type: str) -> type[CausalLM]:
     return MODEL_CLASSES[model_type]
 
 
+def load_by_name(name: str, **options: Any) -> CausalLM:
+    """Load the model in a folder; elsewhere a model of the hub, whose name may lack an owner.
+
+    Args:
+        name: what a user has typed.
+        options: arguments of `CausalLM.from_pretrained` and `CausalLM.from_hub`.
+    """
+    load = AutoLigerModel.from_pretrained if Path(name).exists() else AutoLigerModel.from_hub
+    return load(name, **options)
+
+
 def _plugins() -> EntryPoints:
     return entry_points(group=ENTRY_POINTS)
 

@@ -34,7 +34,7 @@ from liger_models.parallel.groups import is_distributed, raise_on_all_ranks, ran
 
 LATEST = "latest"
 SHARED = "shared.pt"
-"""File of the state that all ranks share: step, number of ranks, scheduler, what the model is."""
+"""File of the state that all ranks share: step, number of ranks, scheduler, loss scale, what the model is."""
 MAY_DIFFER = ("dropout", "initializer_range")
 """Endings of settings of a model or its adapters that do not change what the weights mean."""
 
@@ -58,6 +58,7 @@ def save_state(
     optimizer: Optimizer | None = None,
     scheduler: Stateful | None = None,
     data: Stateful | None = None,
+    scaler: Stateful | None = None,
     *,
     background: bool = False,
     keep: int | None = None,
@@ -76,6 +77,7 @@ def save_state(
         optimizer: its state is saved under the names of the parameters.
         scheduler: saved once for all ranks.
         data: saved for each rank. The states of ``data`` and ``scheduler`` must hold plain values and tensors only.
+        scaler: the loss scale of a run in float16 (``torch.amp.GradScaler``), saved once for all ranks.
         background: copy the state to host memory and return; training may continue while it is written.
         keep: delete all but this number of the newest checkpoints.
 
@@ -103,6 +105,7 @@ def save_state(
             "step": step,
             "ranks": world_size(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
             "model": described,
         }
         of_rank = {"random": _random_state(), "data": None if data is None else data.state_dict()}
@@ -136,7 +139,7 @@ def save_state(
             pointer.replace(folder / LATEST)
             shutil.rmtree(old, ignore_errors=True)
             steps = _steps(folder)
-            for outdated in [each for each in steps if each != place][: len(steps) - (keep or len(steps))]:
+            for outdated in [each for each in steps if each != place][: max(len(steps) - (keep or len(steps)), 0)]:
                 shutil.rmtree(outdated)
 
     def written(saving: "Future[Any]") -> None:
@@ -174,6 +177,7 @@ def load_state(
     optimizer: Optimizer | None = None,
     scheduler: Stateful | None = None,
     data: Stateful | None = None,
+    scaler: Stateful | None = None,
     *,
     step: int | None = None,
 ) -> int | None:
@@ -186,6 +190,7 @@ def load_state(
     Args:
         folder: folder of the run.
         model, optimizer, scheduler, data: created as for a new run; None skips a part.
+        scaler: as these; it stays as it is if the checkpoint has no loss scale, because the run was not in float16.
         step: step of the checkpoint. Default: the one named in ``latest``, or, if that was deleted, the newest.
 
     Returns:
@@ -238,6 +243,8 @@ def load_state(
         scheduler.load_state_dict(shared["scheduler"])
     if data is not None:
         data.load_state_dict(of_rank["data"])
+    if scaler is not None and shared.get("scaler"):
+        scaler.load_state_dict(shared["scaler"])
     if "random" in of_rank:
         _restore_random_state(of_rank["random"])
     return int(shared["step"])

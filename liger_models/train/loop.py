@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as option
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from liger_models.adapters.lora import apply_lora, language_targets
 from liger_models.adapters.lora_layers import LoRAConfig
 from liger_models.adapters.nf4 import quantize_base
 from liger_models.adapters.peft_files import save_adapter
-from liger_models.arch.auto import AutoLigerModel
+from liger_models.arch.auto import load_by_name
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.convert.files import as_dtype
@@ -55,8 +56,8 @@ LEAST |= dict.fromkeys(
 )
 LEAST |= dict.fromkeys(("log_every", "eval_every", "save_every"), 1)
 """The smallest allowed values of options."""
-DTYPES = {"dtype": (torch.float32, torch.bfloat16), "export_dtype": (torch.float32, torch.bfloat16, torch.float16)}
-"""The allowed dtypes of options. Weights in float16 are not among them: small gradients would be lost."""
+DTYPES = dict.fromkeys(("dtype", "export_dtype"), (torch.float32, torch.bfloat16, torch.float16))
+"""The allowed dtypes of options."""
 KNOWN = {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES, "broken_media": BROKEN_MEDIA}
 TRACKERS = ("tensorboard", "wandb")
 """The allowed values of options."""
@@ -102,7 +103,11 @@ class TrainOptions(ObjectiveOptions):
     weight_decay: float = option(default=0.1, metadata={"help": "weight decay of matrices; vectors have none"})
     max_norm: float = option(default=1.0, metadata={"help": "norm to which the gradients are clipped"})
     dtype: str = option(
-        default="float32", metadata={"help": "dtype of the weights: float32 or bfloat16 (adapters are always float32)"}
+        default="float32",
+        metadata={
+            "help": "dtype of the weights: float32, bfloat16, or float16 with a loss scale; float16 and adapters are "
+            "trained in float32"
+        },
     )
     lora_r: int = option(default=0, metadata={"help": "rank of LoRA adapters, which alone are then trained; 0: none"})
     lora_alpha: float | None = option(default=None, metadata={"help": "adapter scale times rank; default: 2 lora_r"})
@@ -249,8 +254,9 @@ def train(options: TrainOptions) -> None:
     if any(name.startswith(PREFIX) for name in (options.model, *options.data, *options.eval_data)):
         files = [[fetch(name, dataset=True) for name in names] for names in (options.data, options.eval_data)]
         options = replace(options, model=fetch(options.model), data=files[0], eval_data=files[1])
-    model, objective = load_model(options, device, mesh), make_objective(options)
-    objective.prepare(model, lambda name: load_frozen(fetch(name), device))
+    computed = computing_dtype(options, device)
+    model, objective = load_model(options, device, mesh, computed), make_objective(options)
+    objective.prepare(model, lambda name: load_frozen(fetch(name), device, computed))
     model.set_checkpointing(options.checkpointing)
     if options.compile:
         compile_blocks(model)
@@ -276,8 +282,11 @@ def train(options: TrainOptions) -> None:
         return cosine(step, max(1, round(options.warmup * steps)), steps, options.min_lr)
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+    scaler = torch.amp.GradScaler(device.type, enabled=computed == torch.float16)
+    if scaler.is_enabled():  # the first steps may be left out
+        warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before", UserWarning)
 
-    start = load_state(output, model, optimizer, scheduler, loader) or 0
+    start = load_state(output, model, optimizer, scheduler, loader, scaler) or 0
     passed = data.passed / (data_ranks["ranks"] * options.batch_size * options.accumulate)
     passed *= objective.repeats  # in steps of this run
     if options.steps is None and passed != start:  # steps had another size before
@@ -318,12 +327,14 @@ def train(options: TrainOptions) -> None:
         loss, metrics = torch.zeros((), device=device), Metrics()
         for batch in accumulated:
             part, found = objective.loss(model, batch, num_items)
-            part.backward()
+            scaler.scale(part).backward()
             loss += part.detach()
             add_metrics(metrics, found)
+        scaler.unscale_(optimizer)
         norm = clip_grad_norm_(trained, options.max_norm)
         lr = float(optimizer.param_groups[0]["lr"])
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         scheduler.step()
         optimizer.zero_grad()
 
@@ -333,6 +344,7 @@ def train(options: TrainOptions) -> None:
             means = mean_metrics(metrics)
             epochs = data.passed / (len(data) * data.ranks * data.batch_size)
             values = {"loss": loss.item(), "norm": norm.item(), "lr": lr, "epoch": data.epoch, **means}
+            values |= {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
             log.write(step, epochs=epochs, **values, **log.rates())
         if tests is not None and (step % options.eval_every == 0 or last):
             log.write(step, **evaluate(model, tests, device, objective))
@@ -343,12 +355,13 @@ def train(options: TrainOptions) -> None:
         if step % options.save_every == 0 or last or stopping:
             if saving is not None:
                 saving.result()  # raises if the previous save failed
-            check(
-                math.isfinite(norm),
+            check(  # one overflow halves the loss scale; below 1 it is none of the scale
+                math.isfinite(norm) or (scaler.is_enabled() and scaler.get_scale() >= 1),
                 f"train: the norm of the gradients must be finite to save step {step}, got {norm.item()}. Resume "
                 "from the last checkpoint with a lower lr, or inspect the data of that step.",
             )
-            saving = save_state(output, step, model, optimizer, scheduler, loader, background=True, keep=options.keep)
+            parts = (optimizer, scheduler, loader, scaler)
+            saving = save_state(output, step, model, *parts, background=True, keep=options.keep)
             log.restart()
         log.bar.update()
         if stopping:
@@ -373,17 +386,34 @@ def train(options: TrainOptions) -> None:
     stop.leave()
 
 
-def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh) -> CausalLM:
-    """The model, sharded over the ranks, with adapters if ``options`` asks for them."""
+def computing_dtype(options: TrainOptions, device: torch.device) -> torch.dtype:
+    """The dtype of the computation: bfloat16, or float16 if ``options.dtype`` is that or a GPU has no bfloat16.
+
+    Raises:
+        ValueError: ``options.dtype`` is bfloat16 on such a GPU.
+    """
+    has_bfloat16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    check(
+        has_bfloat16 or options.dtype != "bfloat16",
+        "train: dtype must be float16 or float32 on a GPU without bfloat16, got bfloat16. Use float16.",
+    )
+    return torch.bfloat16 if has_bfloat16 and options.dtype != "float16" else torch.float16
+
+
+def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, computed: torch.dtype) -> CausalLM:
+    """The model, sharded over the ranks, with adapters if ``options`` asks for them; it computes in ``computed``."""
 
     def shard(model: CausalLM) -> CausalLM:
         if options.tensor_parallel > 1:
-            return apply_fsdp(apply_tp(model, mesh["shared"], sequence_parallel=True), mesh["dp"])
-        return apply_fsdp(apply_cp(model, mesh["shared"]))
+            model = apply_tp(model, mesh["shared"], sequence_parallel=True)
+            return apply_fsdp(model, mesh["dp"], param_dtype=computed)
+        return apply_fsdp(apply_cp(model, mesh["shared"]), param_dtype=computed)
 
     given: dict[str, Any] = {"dtype": options.dtype, "device": device}
+    if options.lora_r == 0 and options.dtype == "float16":  # which would lose small updates
+        given["dtype"] = torch.float32
     if options.lora_r == 0:
-        return _load(options.model, shard=shard, **given)
+        return load_by_name(options.model, shard=shard, **given)
     alpha = 2 * options.lora_r if options.lora_alpha is None else options.lora_alpha
 
     def adapt(model: CausalLM) -> CausalLM:
@@ -394,22 +424,19 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh) ->
         return apply_lora(model, LoRAConfig(target_modules=targets, **sizes))
 
     if not options.lora_4bit:
-        return _load(options.model, shard=lambda model: shard(adapt(model)), **given)
+        return load_by_name(options.model, shard=lambda model: shard(adapt(model)), **given)
     ranks = dist.get_world_size()
     check(ranks == 1, f"train: with lora_4bit there must be one rank, got {ranks}. Start one, or leave lora_4bit out.")
     # Loaded on the CPU: the device need not have room for the weights in more than 4 bits.
-    return quantize_base(adapt(_load(options.model, **given | {"device": "cpu"})), device)
+    whole = load_by_name(options.model, **given | {"device": "cpu"})
+    return quantize_base(adapt(whole), device)
 
 
-def load_frozen(name: str, device: torch.device) -> CausalLM:
-    """A reference model or teacher, without gradients, sharded over all ranks, in bfloat16 as it computes."""
-    return _load(name, shard=apply_fsdp, dtype=torch.bfloat16, device=device).requires_grad_(False).eval()
-
-
-def _load(name: str, **options: Any) -> CausalLM:
-    """A model from a folder or from the hub."""
-    load = AutoLigerModel.from_pretrained if Path(name).is_dir() else AutoLigerModel.from_hub
-    return load(name, **options)
+def load_frozen(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM:
+    """A reference model or teacher, without gradients, sharded over all ranks, in the dtype in which it computes."""
+    shard = partial(apply_fsdp, param_dtype=dtype)
+    model = load_by_name(name, shard=shard, dtype=dtype, device=device)
+    return model.requires_grad_(False).eval()
 
 
 def bound_images(model: CausalLM, max_pixels: int | None) -> None:

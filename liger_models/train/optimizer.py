@@ -102,6 +102,16 @@ class LigerAdamW(torch.optim.Optimizer):
         self._settle()
         return super().state_dict()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What ``torch.amp.GradScaler.step`` asks first."""
+        if self._backwards is not None:
+            raise RuntimeError(
+                "LigerAdamW: a loss scale (GradScaler) needs all gradients before the step, got step_in_backward, "
+                "which has used them with the scale. Leave one of them out."
+            )
+        return False
+
     def _settle(self) -> None:
         for staging in (self._staging or {}).values():
             staging.settle()

@@ -28,9 +28,10 @@ HEADER_EVERY = 25
 """Lines after which the names of the columns are repeated."""
 SAMPLE_TOKENS = 64
 """Length of a sample of text."""
-COLUMNS = {"epoch": 6, "loss": 8, "lr": 8, "norm": 8, "tokens_per_s": 9, "mfu": 5, "memory_gib": 9, "eta": 10}
+COLUMNS = {"epoch": 6, "loss": 8, "lr": 8, "norm": 8, "loss_scale": 8, "tokens_per_s": 9, "mfu": 5, "memory_gib": 9}
+COLUMNS |= {"eta": 10}
 """Values of the log that have a column -> its width."""
-HEADERS = {"tokens_per_s": "tokens/s", "mfu": "MFU", "memory_gib": "memory", "eta": "ETA"}
+HEADERS = {"loss_scale": "scale", "tokens_per_s": "tokens/s", "mfu": "MFU", "memory_gib": "memory", "eta": "ETA"}
 
 
 def say(*lines: str) -> None:

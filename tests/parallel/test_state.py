@@ -263,6 +263,9 @@ def test_folder(tmp_path):
             load_state(tmp_path, run.model, **{name: part})
     with pytest.raises(ValueError, match="keep must be at least 1"):
         save_state(tmp_path, 4, *run.parts, keep=0)
+    for step in range(1, 6):
+        save_state(tmp_path / "four", step, run.model, keep=4)
+        assert len([*(tmp_path / "four").glob("step-*")]) == min(step, 4)
 
 
 def save_into_a_file(folder: Path) -> None:
