@@ -21,7 +21,10 @@ import liger_models
 from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, list_archs, register
 from liger_models.adapters import LoRAConfig, apply_lora, save_adapter
 from liger_models.cli import commands
+from liger_models.data import PromptDataset
 
+from .packing.test_videos import save_clip
+from .packing.vision import make_model
 from .processes import environment
 from .processing.conftest import encoded, picture
 from .processing.test_transformers import make
@@ -259,6 +262,25 @@ def test_generate_with_images(seeing):
     plain = answer([asked[0], {"role": "user", "content": "Hi"}])
     assert heard.stdout == f"> > > {plain}\n> "
     assert "nowhere.png" in run("generate", "seeing", "Hi", "--image", "nowhere.png", code=1)
+
+
+def test_generate_with_videos(tmp_path, monkeypatch):
+    """As rows of data with the same video."""
+    monkeypatch.chdir(tmp_path)
+    model = make_model("qwen3_vl")
+    model.save_pretrained("seeing")
+    save_clip("clip.mp4", frames=9)
+    options = ["--max-new-tokens", "5", "--no-sample", "--device", "cpu"]
+    content = [{"type": "video", "video": "clip.mp4"}, {"type": "text", "text": "What?"}]
+    asked = [{"prompt": [{"role": "user", "content": content}]}]
+    row = PromptDataset(asked, model.processor, length=256, progress=False).rows[0]
+    assert row["pixels"].keys() == {"pixel_values_videos", "video_grid_thw"}
+    want = model.generate([row["ids"]], max_new_tokens=5, do_sample=False, **row["pixels"])[0, len(row["ids"]) :]
+    text = model.tokenizer.decode(want)
+    assert read("generate", "seeing", "What?", "--video", "clip.mp4", *options) == {"prompt": "What?", "text": text}
+    heard = run("generate", "seeing", "--chat", *options, input="/video clip.mp4\nWhat?\n")
+    assert heard.replace("> ", "") == f"{text}\n"
+    assert "nowhere.mp4" in run("generate", "seeing", "Hi", "--video", "nowhere.mp4", code=1)
 
 
 def test_images_for_a_model_of_texts(folder):

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from liger_models import AutoLigerModel, PackedDataset
+from liger_models import AutoLigerModel, LigerFusedLinearORPOLoss, PackedDataset, preference_batch
 from liger_models.adapters import load_adapter
+from liger_models.data import AnswerDataset, PromptDataset
 from liger_models.train import TrainOptions, train
 
+from .packing.examples import write
 from .packing.vision import chat, make_model, save_pictures
 from .parallel.conftest import two  # noqa: F401
 
@@ -35,10 +37,26 @@ def folder(tmp_path_factory) -> Path:
         make_model(family).save_pretrained(folder / family)
     paths = [path.name for path in save_pictures(folder)]
     chats = [chat(*paths[n % 5 : n % 5 + n % 3], question="?" * (n % 7), answer=f"{n} a.") for n in range(10)]
-    for name, share in (("train", chats), ("texts", chats[::3]), ("eval", chats[:2])):
-        lines = [json.dumps({"messages": messages}) + "\n" for messages in share]
-        (folder / f"{name}.jsonl").write_text("".join(lines))
+    rows = {
+        name: [{"messages": messages} for messages in share]
+        for name, share in (("train", chats), ("texts", chats[::3]), ("eval", chats[:2]))
+    }
+    answers = [([{"role": "assistant", "content": text}]) for text in ("Noise.", "Who knows?")]
+    asked = [{"prompt": messages[:1]} for messages in chats]
+    asked[0] = {"prompt": [{"role": "user", "content": "<image>What?"}], "images": [paths[3]]}
+    rows["pairs"] = [{**each, "chosen": answers[0], "rejected": answers[1]} for each in asked]
+    rows["marked"] = [{**each, "completion": answers[n % 2], "label": n % 2 == 0} for n, each in enumerate(asked)]
+    rows["asked"] = [{**each, "number": n} for n, each in enumerate(asked)]
+    for name, examples in rows.items():
+        write(folder / f"{name}.jsonl", examples)
+    (folder / "reward.py").write_text(REWARD)
     return folder
+
+
+REWARD = """
+def short(completion_ids, number, **columns):
+    return [1 / len(ids) for ids, _ in zip(completion_ids, number, strict=True)]
+"""
 
 
 def options(folder: Path, family: str, name: str, **given) -> TrainOptions:
@@ -96,6 +114,114 @@ def test_adapters_of_the_language_model_or_of_the_tower_as_well(folder, family, 
         loras = dict(after.named_parameters())
         assert all(loras[path].any() for path in adapters if "lora_B" in path and path.startswith("layers."))
         assert set(dict(before.named_parameters())) <= set(loras)
+
+
+def log(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("objective", "data"), [("orpo", "pairs"), ("dpo", "pairs"), ("kto", "marked")])
+def test_preferences_with_images(folder, family, objective, data, monkeypatch):
+    """The tower is trained, and the first loss is that of the pairs by themselves."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    files = {"data": [str(folder / f"{data}.jsonl")], "eval_data": [str(folder / f"{data}.jsonl")], "eval_every": 2}
+    given = {"objective": objective, "weight_decay": 0.0, "workers": 1, "batch_size": 3, **files}
+    train(options(folder, family, objective, **given))
+    lines, before = log(folder / family / objective), load(folder / family)
+    assert all(torch.isfinite(torch.tensor(line.get("loss", line.get("eval_loss")))) for line in lines)
+    assert any(
+        name.startswith("visual.blocks.") for name in changed(before, load(folder / family / objective / "model"))
+    )
+    if objective != "orpo":
+        assert lines[0]["loss"] == pytest.approx(0.6931 if objective == "dpo" else 0.5, abs=1e-3)
+        return
+    place = {"cache_dir": folder, "progress": False}
+    first = AnswerDataset(folder / "pairs.jsonl", before.processor, length=128, formats=("preference",), **place)
+    pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    monkeypatch.chdir(folder)
+    batch = preference_batch([pairs[first.rows.number(n)] for n in range(3)], processor=before.processor)
+    loss = LigerFusedLinearORPOLoss()
+    model = before.bfloat16()
+    pixels = {name: each.bfloat16() if name.startswith("pixel") else each for name, each in batch.items()}
+    want = model(**pixels, loss_function=lambda x, weight, target: loss(weight, x, target)).loss[0]
+    assert lines[0]["loss"] == pytest.approx(want.item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "mllama"])
+def test_answers_about_images_are_sampled_and_rewarded(folder, family, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    given = {"reward": f"{folder}/reward.py:short", "num_generations": 2, "max_new_tokens": 4, "beta": 0.1}
+    asked = [str(folder / "asked.jsonl")]
+    train(options(folder, family, "grpo", objective="grpo", data=asked, weight_decay=0.0, **given))
+    assert all(line["reward"] > 0 for line in log(folder / family / "grpo"))
+    before = load(folder / family)
+    rows = PromptDataset(folder / "asked.jsonl", before.processor, length=128, shuffle=False, progress=False).rows
+    with_images = [bool(row["pixels"].get("pixel_values", torch.empty(0)).numel()) for row in rows]
+    assert with_images == [True] + [n % 3 > 0 for n in range(1, 10)]
+    monkeypatch.chdir(folder)
+    alone = before.processor.apply_chat_template(rows[1]["example"]["prompt"], add_generation_prompt=True)
+    assert rows[1]["ids"] == alone["input_ids"][0].tolist()
+    assert rows[1]["pixels"]["pixel_values"].equal(alone["pixel_values"])
+
+
+def test_pairs_with_broken_images(folder, tmp_path):
+    processor = load(folder / "gemma3").processor
+    pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    content = (folder / "1.jpg").read_bytes()
+    (tmp_path / "half.jpg").write_bytes(content[: len(content) // 2])
+    at = lambda *names: chat(*(str(folder / name) for name in names))[:1]
+    good = [{**pairs[0], "prompt": at("0.png"), "images": None}, {**pairs[1], "prompt": at("2.webp", "3.bmp")}]
+    for bad, header in ((str(tmp_path / "half.jpg"), True), ("nowhere.png", False)):
+        source = [good[0], {**pairs[1], "prompt": chat(bad)[:1]}, good[1]]
+        given = {"length": 128, "batch_size": 3, "shuffle": False, "formats": ("preference",)}
+        made = lambda given=given, source=source, **more: AnswerDataset(
+            source, processor, cache_dir=tmp_path, progress=False, **given, **more
+        )
+        with pytest.raises(ValueError, match=r"example 2: an image must be a file that can be read"):
+            next(iter(made()))
+        message = "replaced by the next ones" if header else "1 examples have broken"
+        with pytest.warns(UserWarning, match=message):
+            batch = next(iter(data := made(broken_media="skip")))
+        assert len(data.rows) == 2 + header
+        assert data.broken == int(header)
+        order = [good[0], good[1], good[1]] if header else [good[0], good[1], good[0]]
+        want = preference_batch(order, processor=processor)
+        assert batch["pixel_values"].equal(want["pixel_values"])
+
+
+def test_pairs_longer_than_a_row(folder, tmp_path):
+    """A row ends before an image that does not fit."""
+    model = load(folder / "gemma3")
+    pair = json.loads((folder / "pairs.jsonl").read_text().splitlines()[2])
+    pair["prompt"] = chat(question="?" * 40) + chat(*(str(folder / name) for name in ("0.png", "1.jpg")))[:1]
+    whole = preference_batch([pair], processor=model.processor)
+    places = (whole["input_ids"][0] == model.config.image_token_index).nonzero().flatten().tolist()
+    for length, seen in ((int(whole["attention_mask"].sum(1).max()), 2), (places[-1], 1)):
+        source = [pair, {"prompt": chat()[:1], "chosen": pair["chosen"], "rejected": pair["rejected"]}]
+        given = {"length": length, "formats": ("preference",), "shuffle": False, "cache_dir": tmp_path}
+        batch = next(iter(AnswerDataset(source, model.processor, progress=False, **given)))
+        assert len(batch.get("pixel_values", ())) == 2 * seen
+        assert int((batch["input_ids"] == model.config.image_token_index).sum()) == 2 * seen * (len(places) // 2)
+        if seen == 2:
+            assert batch["pixel_values"].equal(whole["pixel_values"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["dpo", "grpo"])
+def test_two_ranks_of_which_one_has_no_image(folder, two, objective):  # noqa: F811
+    two(compare_on_a_rank, folder, objective)
+    assert len(log(folder / "qwen2_5_vl" / f"two-{objective}")) == 4
+
+
+def compare_on_a_rank(folder: Path, objective: str) -> None:
+    place = {"XDG_CACHE_HOME": str(folder)}
+    with mock.patch.dict(os.environ, place), mock.patch("torch.accelerator.current_accelerator", return_value=None):
+        given = {"data": [str(folder / ("pairs.jsonl" if objective == "dpo" else "asked.jsonl"))], "lora_r": 2}
+        if objective == "grpo":
+            given |= {"reward": f"{folder}/reward.py:short", "num_generations": 2, "max_new_tokens": 3}
+        run = options(folder, "qwen2_5_vl", f"two-{objective}", objective=objective, batch_size=1, steps=4, **given)
+        train(run)
 
 
 def test_options_of_images(folder, monkeypatch):

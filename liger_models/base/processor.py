@@ -217,6 +217,11 @@ class Processor(ABC):
         return re.compile("|".join(f"(?P<{kind}>{each})" for kind, each in self.placeholders.items()))
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """What the model takes besides text: "image", or "image" and "video"."""
+        return tuple(self.placeholders)
+
+    @property
     @abstractmethod
     def media_tokens(self) -> tuple[str, ...]:
         """The tokens that stand for parts of an image or a video in the text that a model gets."""
@@ -333,7 +338,7 @@ class Processor(ABC):
         return out if return_dict else out["input_ids"]
 
     def _labels(self, ids: Any, masks: Any) -> Any:
-        media = sorted(self._media_ids())
+        media = sorted(self.media_ids)
         if isinstance(ids, Tensor):
             return ids.masked_fill((masks == 0) | torch.isin(ids, torch.tensor(media)), -100)
         return [
@@ -341,7 +346,9 @@ class Processor(ABC):
             for row, mask in zip(ids, masks, strict=True)
         ]
 
-    def _media_ids(self) -> set[int]:
+    @property
+    def media_ids(self) -> set[int]:
+        """The ids of `media_tokens`."""
         return {id for id in map(self.tokenizer.backend.token_to_id, self.media_tokens) if id is not None}
 
     def decode(self, ids: Sequence[int] | Tensor, skip_special_tokens: bool = True) -> str:
@@ -423,7 +430,7 @@ class Processor(ABC):
                 for encoding, (_, moved) in zip(encodings, written, strict=True)
             ]
         if truncation:
-            media = self._media_ids()
+            media = self.media_ids
             for row in rows["input_ids"]:
                 lost = sum(token in media for token in row[max_length:])
                 check(

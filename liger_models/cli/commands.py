@@ -337,6 +337,9 @@ def generate(
             help="Image for a model with images, before the prompt: a path, file:// URL or data URI. Repeatable."
         ),
     ] = None,
+    video: Annotated[
+        list[str] | None, typer.Option(help="Video file for a model with videos, in the same way. Repeatable.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 256,
     sample: Annotated[
         bool | None, typer.Option(help="Sample tokens, or take the most probable. Default: the checkpoint's setting.")
@@ -352,27 +355,37 @@ def generate(
 ) -> None:
     """Continue a prompt, or chat. The text is printed as it is generated. End of input (Ctrl-D) ends a chat.
 
-    With --image the prompt is a question about the images, which the chat template renders. In a conversation,
-    **/image PATH** adds an image to the next message.
+    With --image or --video the prompt is a question about these, which the chat template renders. In a conversation,
+    **/image PATH** and **/video PATH** add one to the next message.
     """
-    if prompt is None and (not (chat or image) or as_json):
+    if prompt is None and (not (chat or image or video) or as_json):
         raise typer.BadParameter("give a prompt, or --chat without --json to converse")
-    if system is not None and not (chat or image):
+    if system is not None and not (chat or image or video):
         raise typer.BadParameter("--system needs --chat: give both")
     import torch
 
-    from liger_models.base.images import open_image
     from liger_models.base.vision_language import VisionLanguageModel
+    from liger_models.data.pixels import make_pixels
+    from liger_models.data.prompts import encode_prompt
 
-    images = [open_image(each) for each in image or ()]
+    given = {"image": image or (), "video": video or ()}
+    media = [_open_medium(kind, each) for kind, sources in given.items() for each in sources]
     if seed is not None:
         torch.manual_seed(seed)
     loaded = _load(model, revision, dtype, _device(device), adapter, progress=not as_json)
     tokenizer = loaded.tokenizer
     processor: Any = loaded.processor if isinstance(loaded, VisionLanguageModel) else None
-    if images and processor is None:
-        raise ValueError(f"generate: --image needs a model with images, got {type(loaded).__name__}. Leave it out.")
-    chat = chat or bool(images)
+    kinds = () if processor is None else processor.kinds
+
+    def check_kind(option: str, kind: str) -> None:
+        if kind not in kinds:
+            raise ValueError(
+                f"generate: {option} needs a model with {kind}s, got {type(loaded).__name__}. Leave it out."
+            )
+
+    for part in media:
+        check_kind(f"--{part['type']}", part["type"])
+    chat = chat or bool(media)
     settings: dict[str, Any] = {"do_sample": sample, "temperature": temperature, "top_p": top_p}
 
     def answer(ids: Any, inputs: dict[str, Any]) -> Iterator[str]:
@@ -388,7 +401,7 @@ def generate(
         yield tokenizer.decode(made)[len(shown) :]
 
     history: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-    asked, pictured = prompt, False
+    asked = prompt
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 that is typed must not end the chat
     while True:
@@ -397,28 +410,21 @@ def generate(
                 asked = input("> ")
             except EOFError:
                 return
-            if asked.split(" ")[0] == "/image":
+            command, _, path = asked.partition(" ")
+            if command in ("/image", "/video"):
                 try:
-                    if processor is None:
-                        raise ValueError(f"/image needs a model with images, got {type(loaded).__name__}.")
-                    images.append(open_image(asked.removeprefix("/image").strip()))
+                    check_kind(command, command[1:])
+                    media.append(_open_medium(command[1:], path.strip()))
                 except (OSError, ValueError) as error:
                     messages.print(str(error), markup=False, highlight=False, soft_wrap=True)
                 asked = None
                 continue
-        if chat:
-            content: Any = [{"type": "image", "image": each} for each in images]
-            history.append(
-                {"role": "user", "content": [*content, {"type": "text", "text": asked}] if images else asked}
-            )
-            pictured, images = pictured or bool(images), []
         inputs: dict[str, Any] = {}
-        if pictured:
-            inputs = processor.apply_chat_template(history, add_generation_prompt=True)
-            inputs = {name: each.to(loaded.device) for name, each in inputs.items()}
-            ids: Any = inputs.pop("input_ids")
-        elif chat:
-            ids = tokenizer.apply_chat_template(history, add_generation_prompt=True)
+        if chat:
+            content: Any = [*media, {"type": "text", "text": asked}] if media else asked
+            history.append({"role": "user", "content": content})
+            ids, found = encode_prompt("generate", {"prompt": history}, processor or tokenizer)
+            inputs, media = make_pixels(found, processor), []
         else:
             ids = tokenizer.encode(asked)
         pieces = []
@@ -529,6 +535,18 @@ def new_arch_command(
     messages.print("Next:", *steps, sep="\n", markup=False, highlight=False, soft_wrap=True)
 
 
+def _open_medium(kind: str, source: str) -> dict[str, Any]:
+    """The part of a message for an image, decoded, or for a video, whose header is read so that errors come early."""
+    from liger_models.base.images import locate_image, open_image
+    from liger_models.base.videos import read_header
+
+    if kind == "image":
+        return {"type": kind, kind: open_image(source)}
+    found: Any = locate_image(source)
+    read_header(found)
+    return {"type": kind, kind: found}
+
+
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
 
@@ -570,15 +588,14 @@ def _load(
 ) -> "CausalLM":
     from liger_models.adapters.lora import merge_lora
     from liger_models.adapters.peft_files import load_adapter
-    from liger_models.arch.auto import AutoLigerModel
+    from liger_models.arch.auto import load_by_name
 
     options: dict[str, Any] = {
         "dtype": None if dtype == "auto" else _dtype(dtype),
         "device": device,
         "progress": progress,
     }
-    load = AutoLigerModel.from_pretrained if Path(model).exists() else AutoLigerModel.from_hub
-    loaded = load(model, revision=revision, **options)
+    loaded = load_by_name(model, revision=revision, **options)
     return loaded if adapter is None else merge_lora(load_adapter(loaded, adapter))
 
 

@@ -12,8 +12,9 @@ from liger_models.data.batch import Batch, collate, make_row
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.encoding import Document, Encoder
 from liger_models.data.formats import mark_learnt
+from liger_models.data.media import BrokenMediaError, Medium, keep_whole
 from liger_models.data.packing import PackedRows, seeded_generator
-from liger_models.data.pixels import RowMaker
+from liger_models.data.pixels import RowMaker, make_pixels
 from liger_models.data.preference import ANSWERS, encode_pair
 from liger_models.data.sources import Located
 from liger_models.data.tokens import TokenFile, tokenise
@@ -26,7 +27,7 @@ MULTIPLE = 64
 class AnswerEncoder(Encoder):
     """Each example as two documents: the chosen and the rejected answer, or an answer and its label as a number.
 
-    A document is the prompt, without labels, and the answer.
+    A document is the prompt, without labels, and the answer. The first one of a pair has the images of the prompt.
     """
 
     def encode(self, examples: Iterable[Located]) -> Iterator[Document]:
@@ -39,25 +40,37 @@ class AnswerEncoder(Encoder):
                 f"{where}: label must be true for a good answer and false for a bad one, got {label!r}. Correct it.",
             )
             try:
-                rows = encode_pair(where, example, self.tokenizer, ("completion",) if labelled else ANSWERS)
+                reader = self.tokenizer if self.processor is None else self.processor
+                rows = encode_pair(where, example, reader, ("completion",) if labelled else ANSWERS)
+            except BrokenMediaError as error:
+                if self.broken_media == "error":
+                    raise
+                self.skipped.add(error)
+                continue
             except ValueError as error:
                 raise ValueError(f"{where}: {str(error).removeprefix(where).lstrip(',: ')}") from error
-            for prompt, answer in rows:
-                yield Document(array("i", [*(~token for token in prompt), *answer]))
+            for number, (prompt, answer, media) in enumerate(rows):  # both answers have the same images
+                yield Document(array("i", [*(~token for token in prompt), *answer]), () if number else media)
             if labelled:
                 yield Document(array("i", [int(label)]))
 
 
 class AnswerRows(PackedRows):
-    """The examples of an epoch by their number, each as its two documents. `AnswerDataset` makes them."""
+    """The examples of an epoch by their number. `AnswerDataset` makes them.
 
-    def __init__(self, tokens: TokenFile, length: int, filler: int, shuffle: bool, seed: int) -> None:
-        super().__init__(tokens, RowMaker(length, filler), "truncate", shuffle, seed)
+    An example is its two documents as ``first`` and ``second``, [n] int32 each, and pixels under the names of the
+    forward's arguments. With ``broken_media="skip"`` the next one of the source stands for one whose images cannot be
+    decoded.
+    """
+
+    def __init__(self, tokens: TokenFile, make_row: RowMaker, shuffle: bool, seed: int) -> None:
+        super().__init__(tokens, make_row, "truncate", shuffle, seed)
         self._order: Tensor | None = None
 
     def has_targets(self) -> bool:
         """Whether an answer begins within ``length`` tokens."""
-        return any((each[: self.length] >= 0).any() for index in range(len(self)) for each in self[index].values())
+        documents = (each for number in range(len(self)) for each in self._documents(number)[:2])
+        return any((each >= 0).any() for each in documents)
 
     def plan(self, epoch: int) -> None:
         """Make these the examples of ``epoch``."""
@@ -75,29 +88,47 @@ class AnswerRows(PackedRows):
     def __len__(self) -> int:
         return len(self.tokens.ends) // 2
 
-    def __getitem__(self, index: int) -> Batch:
-        number = self.number(index)
+    def _documents(self, number: int) -> tuple[Tensor, Tensor, list[Medium]]:
+        """The documents of an example, cut at ``length`` or before an image that does not fit, and the images."""
         middle, end = self.tokens.ends[2 * number : 2 * number + 2].tolist()
         start = int(self.tokens.ends[2 * number - 1]) if number else 0
-        return {"first": self.tokens.ids[start:middle], "second": self.tokens.ids[middle:end]}
+        media = self.tokens.media_in(start, middle)
+        length = keep_whole([(medium.first, medium.end) for medium in media], self.length)
+        first, second = self.tokens.ids[start:middle], self.tokens.ids[middle:end]
+        return first[:length], second[:length], [medium for medium in media if medium.end <= length]
+
+    def __getitem__(self, index: int) -> Any:
+        first = self.number(index)
+        for step in range(len(self)):
+            try:
+                return self._read((first + step) % len(self))
+            except BrokenMediaError as error:
+                self.make_row.count(error, "Examples with broken images or videos are replaced by the next ones.")
+        raise ValueError(f"{type(self).__name__}: images must be files that can be read, got only broken ones.")
+
+    def _read(self, number: int) -> Any:
+        first, second, media = self._documents(number)
+        return {"first": first, "second": second, **make_pixels(media, self.make_row.processor)}
 
 
 class AnswerDataset(PackedDataset):
     """Batches of answers to learn from by comparison: this rank's share of the examples, epoch after epoch.
 
     An example is a pair (``chosen``, ``rejected`` and ``prompt``, or both with the prompt) or a labelled answer
-    (``prompt``, ``completion``, ``label``), each as texts or messages, as TRL's trainers take them. A batch is the
-    arguments of a forward: all chosen sequences, then all rejected ones, a row each, padded on the right; only answers
-    have labels.
-    Of labelled answers it also has ``preference_labels`` [rows] bool, and under names with ``kl_`` the same prompts,
-    each with the answer to the next one, from which KTO estimates its divergence. Sequences are cut at ``length``.
+    (``prompt``, ``completion``, ``label``), each as texts or messages, as TRL's trainers take them. With the model's
+    processor the messages of a prompt may have images, spelled as for `PackedDataset`. A batch is the arguments of a
+    forward: all chosen sequences, then all rejected ones, a row each, padded on the right; only answers have labels,
+    and both have the pixels of their prompt. Of labelled answers it also has ``preference_labels`` [rows] bool, and
+    under names with ``kl_`` the same prompts, each with the answer to the next one, from which KTO estimates its
+    divergence; their pixels are those of the answers. Sequences are cut at ``length``, or before an image that does not
+    fit.
 
     Order, ranks, position and cache are as in `PackedDataset`, with examples for rows. The last step of an epoch is
     completed with its first examples.
 
     Args:
         source: files or another source with a length, as for `PackedDataset`.
-        tokenizer: the tokenizer of the model.
+        tokenizer: the tokenizer of the model, or its processor, which also takes images.
         length: largest number of tokens of a sequence.
         formats: the formats that examples may have: ("preference",) or ("kto",).
         options: as for `PackedDataset`; ``batch_size`` is the number of examples in a batch.
@@ -125,7 +156,8 @@ class AnswerDataset(PackedDataset):
 
     def _load_rows(self, source: Any, cache_dir: str | PathLike[str] | None, progress: bool) -> PackedRows:
         tokens = tokenise(source, self.encoder, cache_dir, progress)
-        return AnswerRows(tokens, self.length, self._filler, self.shuffle, self.seed)
+        self._warn(*tokens.skipped, 0)
+        return AnswerRows(tokens, self._make_row, self.shuffle, self.seed)
 
     def _show(self, documents: list[list[int]]) -> str:
         shown = mark_learnt(self.encoder.tokenizer, documents[0])
@@ -135,31 +167,33 @@ class AnswerDataset(PackedDataset):
 
     def _batch(self, rows: list[Batch]) -> Batch:
         rows = self._completed(rows)
-        answers, others = [row["first"] for row in rows], [row["second"] for row in rows]
+        answers, others = ([row.pop(name) for row in rows] for name in ("first", "second"))
         if self.formats != ("kto",):
-            return self._padded(answers + others)
+            return self._padded(answers + others, rows * 2)
         prompts = [each[: int((each < 0).sum())] for each in answers]
         replies = [each[int((each < 0).sum()) :] for each in answers]
         unrelated = [torch.cat(pair) for pair in zip(prompts, replies[1:] + replies[:1], strict=True)]
         return {
-            **self._padded(answers),
+            **self._padded(answers, rows),
             "preference_labels": torch.tensor([bool(label) for label in others]),
             **{f"kl_{name}": tensor for name, tensor in self._padded(unrelated).items()},
         }
 
-    def _padded(self, documents: list[Tensor]) -> Batch:
-        return padded(documents, self.length, self._filler)
+    def _padded(self, documents: list[Tensor], pixels: Sequence[Batch] = ()) -> Batch:
+        return padded(documents, self.length, self._filler, pixels)
 
 
-def padded(documents: Sequence[Tensor], length: int, filler: int) -> Batch:
+def padded(documents: Sequence[Tensor], length: int, filler: int, pixels: Sequence[Batch] = ()) -> Batch:
     """A batch with a row for each document, cut at ``length`` and padded to the longest, or some tokens more.
 
     Args:
         documents: [n] each; ``~id`` instead of ``id`` for a token without a label, as in a `TokenFile`.
         length: the most tokens of a row.
         filler: token id of padding.
+        pixels: what each row has besides text, if any has.
     """
     documents = [each[:length] for each in documents]
     longest = max(map(len, documents))
     rounded = max(min(-(-longest // MULTIPLE) * MULTIPLE, length), 2)
-    return collate([make_row([each.int()], rounded, filler) for each in documents])
+    rows = [make_row([each.int()], rounded, filler) for each in documents]
+    return collate([row | own for row, own in zip(rows, pixels or [{}] * len(rows), strict=True)])

@@ -43,9 +43,15 @@ def collate(rows: Sequence[Batch]) -> Batch:
     for row in rows:
         bounds.append(row["cu_seqlens"][1:] + tokens)
         tokens += row["input_ids"].numel()
+    rows = [{name: tensor for name, tensor in row.items() if name != "cu_seqlens"} for row in rows]
+    return {**join_rows(rows), "cu_seqlens": torch.cat(bounds)}
+
+
+def join_rows(rows: Sequence[Batch]) -> Batch:
+    """Concatenate tokens or pixels of rows; what has no elements is left out."""
     names = dict.fromkeys(name for row in rows for name in row)
-    joined = {name: _join([row[name] for row in rows if name in row]) for name in names if name != "cu_seqlens"}
-    return {**{name: tensor for name, tensor in joined.items() if tensor.numel()}, "cu_seqlens": torch.cat(bounds)}
+    joined = {name: _join([row[name] for row in rows if name in row]) for name in names}
+    return {name: tensor for name, tensor in joined.items() if tensor.numel()}
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:

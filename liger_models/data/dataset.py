@@ -322,11 +322,14 @@ class PackedDataset(IterableDataset[Batch]):
     def _warn(self, skipped: int, why: str, truncated: int) -> None:
         """Warn of examples that were left out or truncated because of their images."""
         if skipped:
-            warnings.warn(f"PackedDataset: {skipped} examples have broken images and are left out. {why}", stacklevel=3)
+            warnings.warn(
+                f"PackedDataset: {skipped} examples have broken images or videos and are left out. {why}", stacklevel=3
+            )
         if truncated:
             warnings.warn(
-                f"PackedDataset: {truncated} documents with images are longer than a row (length={self.length}). They "
-                "are truncated before an image that does not fit, or left out if no target remains. Raise length.",
+                f"PackedDataset: {truncated} documents with images or videos are longer than a row (length="
+                f"{self.length}). They are truncated before the one that does not fit, or left out if no target "
+                "remains. Raise length.",
                 stacklevel=3,
             )
 

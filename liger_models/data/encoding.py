@@ -16,6 +16,7 @@ from liger_models.data.media import (
     columns_of,
     fill,
     find_tokens,
+    open_media,
     place_media,
     write_media,
 )
@@ -66,7 +67,7 @@ class Content(NamedTuple):
 
 @dataclass
 class Skipped:
-    """Examples that were left out because of broken images: their number, and the first error."""
+    """Examples that were left out because of broken images or videos: their number, and the first error."""
 
     count: int = 0
     why: str = ""
@@ -84,7 +85,8 @@ class Encoder:
         field: the field of an example to read, whatever else it has; None to read it by its format.
         formats: the formats that examples may have. Default: `DOCUMENTS`.
         max_samples: the most examples to read; None for all.
-        broken_media: "error", or "skip" to leave out examples whose images are missing or have no readable header.
+        broken_media: "error", or "skip" to leave out examples with an image or a video that is missing or has no
+            readable header.
 
     Attributes:
         skipped: what was left out.
@@ -111,12 +113,9 @@ class Encoder:
             for id, token in added.items()
             if token.special and any(name in token.content for name in MEDIA)
         }
-        kinds = ("image", "video") if self.processor is not None and self.processor.takes_videos else ("image",)
-        self.kinds: Sequence[str] = () if self.processor is None else kinds
+        self.kinds: Sequence[str] = () if self.processor is None else self.processor.kinds
         self.takes_bounds = self.processor is not None and self.processor.takes_bounds
-        tokens = () if self.processor is None else self.processor.media_tokens
-        ids = (self.tokenizer.backend.token_to_id(token) for token in tokens)
-        self._media_ids = {id for id in ids if id is not None}
+        self._media_ids = set() if self.processor is None else self.processor.media_ids
 
     def encode(self, examples: Iterable[Located]) -> Iterator[Document]:
         """The documents of the examples, in order.
@@ -137,7 +136,7 @@ class Encoder:
             if isinstance(content, Content):
                 _check_characters(where, content.text)
                 characters += len(content.text)
-                characters += sum(len(each.source) for each in content.media if isinstance(each.source, bytes))
+                characters += sum(each.memory for each in content.media)
             group.append(content)
             if len(group) == GROUP or characters >= GROUP_CHARACTERS:
                 yield from self._tokenise(group)
@@ -160,7 +159,7 @@ class Encoder:
             f"{where}: an example must have {field}, got {known}. Name another column by field=.",
         )
         unread = [name for name in MEDIA_COLUMNS if name.rstrip("s") not in self.kinds]
-        media = [name for name in unread if not _is_empty(example.get(name))]
+        media = [name for name in unread if not is_empty(example.get(name))]
         taken = " and ".join(("text", *self.kinds))
         check(not media, f"{where}: an example must be {taken}, got a field {', '.join(media)}. {self._advice}")
         columns = columns_of(example, self.kinds)
@@ -214,8 +213,7 @@ class Encoder:
         """A text with the tokens of the images that were found, each with its kind."""
         if self.processor is None or not found:
             return Content(where, self._check_text(where, text), spans, special)
-        sampled = {"image": None, "video": self.processor.sampled}
-        media = [Medium.open(where, source, own, sampled[kind]) for kind, source, own in found]
+        media = open_media(where, found, self.processor)
         text, spans, counts = write_media(where, text, spans, media, self.processor)
         return Content(where, text, spans, special, media, counts)
 
@@ -359,7 +357,8 @@ def _media_in(part: Any) -> list[str]:
     return [name for name in names if any(kind in name for kind in MEDIA)]
 
 
-def _is_empty(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
+    """Whether a column of an example has nothing."""
     return value is None or (isinstance(value, list | tuple | str) and not value)
 
 

@@ -39,13 +39,13 @@ class Medium:
 
     Attributes:
         where: where its example is, for errors.
-        source: the absolute path of the file, or its content.
+        source: the absolute path of the file, its content, or a PIL image in RGB.
         size: what decides how many tokens it has.
         first, end: its first token in the document, and the one after its last.
     """
 
     where: str
-    source: Path | bytes
+    source: "Path | bytes | Image"
     size: MediaSize
     first: int = 0
     end: int = 0
@@ -80,7 +80,7 @@ class Medium:
                 numbers = sampled(frames, fps, own.get("fps"))
                 rate = len(numbers) / frames * fps
                 size = MediaSize(width, height, len(numbers), rate, numbers=numbers, file_fps=fps)
-            return cls(where, found if isinstance(found, Path | bytes) else _to_png(found), size)
+            return cls(where, found if isinstance(found, Path | bytes) else read_image(found), size)
         except (OSError, TypeError, ValueError) as error:
             raise BrokenMediaError(f"{where}: {named} must be a file that can be read, got: {error}") from error
 
@@ -93,7 +93,9 @@ class Medium:
         named = "an image" if self.size.numbers is None else "a video"
         try:
             images = (
-                [read_image(self.source)] if self.size.numbers is None else read_frames(self.source, self.size.numbers)
+                [read_image(self.source)]
+                if self.size.numbers is None
+                else read_frames(cast("Path | bytes", self.source), self.size.numbers)
             )
         except (OSError, ValueError) as error:
             raise BrokenMediaError(f"{self.where}: {named} must be a file that can be read, got: {error}") from error
@@ -111,11 +113,23 @@ class Medium:
 
         return [Image.new("RGB", self.size[:2])] * (self.size.frames or 1)
 
+    @property
+    def content(self) -> bytes:
+        """What is stored of it: nothing of a file, and a PIL image as PNG."""
+        if isinstance(self.source, Path):
+            return b""
+        if isinstance(self.source, bytes):
+            return self.source
+        content = io.BytesIO()
+        self.source.save(content, "PNG", compress_level=1)
+        return content.getvalue()
 
-def _to_png(image: Any) -> bytes:
-    content = io.BytesIO()
-    read_image(image).save(content, "PNG", compress_level=1)
-    return content.getvalue()
+    @property
+    def memory(self) -> int:
+        """Bytes of memory of its source."""
+        if isinstance(self.source, bytes):
+            return len(self.source)
+        return 0 if isinstance(self.source, Path) else 3 * self.size.width * self.size.height
 
 
 def columns_of(example: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, list[Any]]:
@@ -240,6 +254,12 @@ def _read_part(where: str, part: Any, kinds: Mapping[str, Any], bounds: bool) ->
     )
     spellings = [present[key] for key in (kind, f"{kind}_url", "path", "url", "bytes") if key in present]
     return kind, spellings[0] if spellings else None, own
+
+
+def open_media(where: str, found: Sequence[Found], processor: Processor | None) -> list[Medium]:
+    """What `place_media` found, with what the headers say; see `Medium.open`."""
+    sampled = {} if processor is None else {"video": processor.sampled}
+    return [Medium.open(where, source, own, sampled.get(kind)) for kind, source, own in found]
 
 
 def write_media(

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +13,12 @@ from liger_models.data.batch import Batch, make_row
 from liger_models.data.media import BrokenMediaError, Medium
 from liger_models.kernels.checks import check
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 BROKEN_MEDIA = ("error", "skip")
 WORKERS = 256
-"""Workers that count broken images separately."""
+"""Workers that count broken images and videos separately."""
 
 Piece = tuple[Tensor, Sequence[Medium]]
 """Tokens of a piece of a document, [n] int32 as in a `TokenFile`, and the images in it."""
@@ -31,7 +35,8 @@ class RowMaker:
             removes the labels of its document.
 
     Attributes:
-        broken: documents whose labels were removed, counted by each worker of this process, [WORKERS] int64.
+        broken: documents whose labels were removed, or examples that were replaced, counted by each worker of this
+            process, [WORKERS] int64.
     """
 
     def __init__(
@@ -55,27 +60,49 @@ class RowMaker:
             try:
                 decoded += [medium.decode() for medium in media]
             except BrokenMediaError as error:
-                if self.broken_media == "error":
-                    raise
-                self._count(error)
+                self.count(error, "The labels of documents with broken images or videos are removed.")
                 decoded += [medium.blank() for medium in media]
                 ids = torch.minimum(ids, ~ids)  # no labels
             tokens.append(ids)
         row = make_row(tokens, self.length, self.filler)
-        if self.processor is None:
-            return row
-        sizes = [medium.size for _, media in pieces for medium in media]
-        images = [(image, size) for (image, *_), size in zip(decoded, sizes, strict=True) if size.kind == "image"]
-        videos = [(frames, size) for frames, size in zip(decoded, sizes, strict=True) if size.kind == "video"]
-        return row | self.processor.pixels(
-            [image for image, _ in images],
-            [frames for frames, _ in videos],
-            [float(size.fps or 0) for _, size in videos],
-            ([size.min_pixels for _, size in images], [size.max_pixels for _, size in images]),
-        )
+        return row | make_pixels([medium for _, media in pieces for medium in media], self.processor, decoded)
 
-    def _count(self, error: Exception) -> None:
+    def count(self, error: BrokenMediaError, done: str) -> None:
+        """Count what has a broken image or video; the first one is a warning that says what is done with it.
+
+        Raises:
+            BrokenMediaError: with ``broken_media="error"``.
+        """
+        if self.broken_media == "error":
+            raise error
         if not self.broken.any():
-            warnings.warn(f"{error} The labels of documents with broken images are removed.", stacklevel=2)
+            warnings.warn(f"{error} {done}", stacklevel=2)
         worker = get_worker_info()
         self.broken[0 if worker is None else worker.id % WORKERS] += 1
+
+
+def make_pixels(
+    media: Sequence[Medium], processor: Processor | None, decoded: "Sequence[Sequence[Image]] | None" = None
+) -> dict[str, Tensor]:
+    """The inputs of a model's forward besides text, for the images and videos of one row; none without a processor.
+
+    Args:
+        media: the images and videos.
+        processor: of the model.
+        decoded: the image, or the frames, of each of them. Default: they are decoded now.
+
+    Raises:
+        BrokenMediaError: an image or a video cannot be decoded.
+    """
+    if processor is None:
+        return {}
+    decoded = [medium.decode() for medium in media] if decoded is None else decoded
+    found = [(frames, medium.size) for frames, medium in zip(decoded, media, strict=True)]
+    images = [(image, size) for (image, *_), size in found if size.kind == "image"]
+    videos = [(frames, size) for frames, size in found if size.kind == "video"]
+    return processor.pixels(
+        [image for image, _ in images],
+        [frames for frames, _ in videos],
+        [float(size.fps or 0) for _, size in videos],
+        ([size.min_pixels for _, size in images], [size.max_pixels for _, size in images]),
+    )

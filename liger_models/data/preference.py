@@ -1,29 +1,39 @@
 """Preference pairs as batches: texts, chats, token ids, or what TRL's collators return."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from liger_models.base.processor import Processor
-from liger_models.data.batch import Batch
-from liger_models.data.encoding import read_messages, read_tools
-from liger_models.data.media import place_media
+from liger_models.data.batch import Batch, join_rows
+from liger_models.data.encoding import is_empty, read_messages, read_tools
+from liger_models.data.media import Medium, columns_of, find_tokens, open_media, place_media, write_media
+from liger_models.data.pixels import make_pixels
+from liger_models.data.sources import MEDIA_COLUMNS
 from liger_models.generation.options import PromptInputs
 from liger_models.kernels.checks import check
 from liger_models.text.chat import answer_mask
 from liger_models.text.tokenizer import Tokenizer
 
 ANSWERS = ("chosen", "rejected")
-IMAGE_FIELDS = ("images", "image")
-"""Fields of a pair that hold images; TRL's names."""
 IMAGE_INPUTS = frozenset(PromptInputs.__annotations__)
 """Arguments of a model's forward besides text."""
 
-Row = tuple[list[int], list[int]]
-"""Token ids of a prompt and of an answer to it."""
+
+class Row(NamedTuple):
+    """A prompt and an answer to it.
+
+    Attributes:
+        prompt, answer: token ids.
+        media: the images and videos of the prompt.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+    media: Sequence[Medium] = ()
 
 
 def preference_batch(
@@ -52,10 +62,10 @@ def preference_batch(
             Or a collated batch: tensors ``input_ids``, ``attention_mask`` and ``completion_mask`` (also of TRL's
             unpaired data). Pixels and other inputs of a vision-language model are passed on.
         tokenizer: not needed for token ids.
-        processor: of a vision-language model, instead of the tokenizer. The pairs are then lists of messages, with
-            images in the parts of the prompt's messages, or in a field ``images`` (or ``image``), whose images stand
-            where the prompt has parts ``{"type": "image"}``, or else before the text of the user's first message. An
-            image is whatever `locate_image` takes.
+        processor: of a vision-language model, instead of the tokenizer. Pairs of messages may then have images in the
+            parts of the prompt's messages, or in a field ``images`` (or ``image``), whose images stand where the prompt
+            has parts ``{"type": "image"}``, or else before the text of the user's first message. An image is whatever
+            `locate_image` takes. Likewise videos (Qwen-VL), under ``video`` and ``videos``, which are files.
 
     Returns:
         ``input_ids``, ``labels`` (−100 for prompt and padding) and ``attention_mask``, each [2 · pairs, T] int64, for a
@@ -64,7 +74,7 @@ def preference_batch(
 
     Raises:
         ValueError: no pairs, a missing key, a tensor of token ids without its mask, an answer without tokens, images
-            without a processor, or more or fewer images than places for them.
+            without a processor, an image that cannot be read, or more or fewer images than places for them.
     """
     check(
         tokenizer is None or processor is None,
@@ -73,27 +83,24 @@ def preference_batch(
     if isinstance(pairs, Mapping) and "completion_mask" in pairs:
         return _from_collated(pairs)
     if isinstance(pairs, Mapping):
-        pairs = _from_columns(pairs, () if processor is None else IMAGE_FIELDS)
+        pairs = _from_columns(pairs, () if processor is None else MEDIA_COLUMNS)
     check(len(pairs) > 0, "preference_batch: pairs must hold at least one, got none.")
-    images: Batch = {}
-    if processor is None:
-        encoded = [
-            encode_pair(f"preference_batch, pair {number}", pair, tokenizer) for number, pair in enumerate(pairs, 1)
-        ]
-        rows = [chosen for chosen, _ in encoded] + [rejected for _, rejected in encoded]
-    else:
-        rows, images = _encode_with_images(pairs, processor)
-        tokenizer = processor.tokenizer
-    filler = 0 if tokenizer is None else tokenizer.padding_id
+    reader = tokenizer if processor is None else processor
+    encoded = [encode_pair(f"preference_batch, pair {number}", pair, reader) for number, pair in enumerate(pairs, 1)]
+    rows = [row for side in zip(*encoded, strict=True) for row in side]
+    images = [make_pixels(chosen.media, processor) for chosen, _ in encoded]
+    known = tokenizer if processor is None else processor.tokenizer
+    filler = 0 if known is None else known.padding_id
 
     def padded(value: int, of_row: Callable[[list[int], list[int]], list[int]]) -> Tensor:
-        return pad_sequence([torch.tensor(of_row(*row)) for row in rows], batch_first=True, padding_value=value)
+        made = [torch.tensor(of_row(row.prompt, row.answer)) for row in rows]
+        return pad_sequence(made, batch_first=True, padding_value=value)
 
     return {
         "input_ids": padded(filler, lambda prompt, answer: prompt + answer),
         "labels": padded(-100, lambda prompt, answer: [-100] * len(prompt) + answer),
         "attention_mask": padded(0, lambda prompt, answer: [1] * len(prompt + answer)),
-        **images,
+        **join_rows(images * 2),
     }
 
 
@@ -129,60 +136,50 @@ def _from_columns(pairs: Mapping[str, Any], fields: Sequence[str] = ()) -> list[
 
 
 def encode_pair(
-    where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None, answers: Sequence[str] = ANSWERS
+    where: str, pair: Mapping[str, Any], reader: Tokenizer | Processor | None, answers: Sequence[str] = ANSWERS
 ) -> list[Row]:
-    """The rows of the chosen and of the rejected answer, or of other ``answers`` to one prompt."""
-    images = [name for name in ("image", "images", *sorted(IMAGE_INPUTS)) if len(pair.get(name) or ()) > 0]
+    """The rows of the chosen and of the rejected answer, or of other ``answers`` to one prompt.
+
+    Raises:
+        ValueError: the pair is malformed.
+        BrokenMediaError: an image is missing, or its header cannot be read.
+    """
+    processor = reader if isinstance(reader, Processor) else None
+    tokenizer = reader.tokenizer if isinstance(reader, Processor) else reader
+    columns = columns_of(pair, () if processor is None else processor.kinds)
+    unread = [name for name in (*MEDIA_COLUMNS, *sorted(IMAGE_INPUTS)) if name.rstrip("s") not in columns]
+    unread = [name for name in unread if not is_empty(pair.get(name))]
+    taken = " and ".join(("text", *columns))
     check(
-        not images,
-        f"{where}: must be text, got {', '.join(images)}. Pass the model's processor: processor=model.processor.",
+        not unread,
+        f"{where}: must be {taken}, got {', '.join(unread)}. Pass the model's processor: processor=model.processor."
+        if processor is None
+        else f"{where}: must be {taken}, got {', '.join(unread)}, which the model does not take. Leave it out.",
     )
-    rows = _read_ids(pair) or _encode_texts(where, pair, tokenizer, answers)
-    for name, (_, answer) in zip(answers, rows, strict=True):
-        check(bool(answer), f"{where}: {name} must have tokens, got none. Leave it out.")
+    rows = _read_ids(pair)
+    parts = [part for part in (*answers, "prompt") if pair.get(part) is not None]
+    texts = [isinstance(pair[part], str) for part in parts]
+    if not rows:
+        check(
+            {*answers} <= {*parts} and ("prompt" in parts or not any(texts)),
+            f"{where}: must have prompt, {' and '.join(answers)}, or the same with _ids, got {sorted(pair)}.",
+        )
+        check(tokenizer is not None, f"{where}: texts and messages need a tokenizer. Pass it.")
+        check(all(texts) or not any(texts), f"{where}: must be all texts or all messages, got both. Convert them.")
+    check(
+        not any(columns.values()) or not (rows or any(texts)),
+        f"{where}: images stand in messages, got a field {', '.join(kind for kind in columns if columns[kind])} beside "
+        "texts or token ids. Convert them.",
+    )
+    if not rows and tokenizer is not None:
+        rows = (
+            _encode_texts(pair, tokenizer, answers)
+            if any(texts)
+            else _encode_chats(where, pair, tokenizer, processor, columns, answers)
+        )
+    for name, row in zip(answers, rows, strict=True):
+        check(bool(row.answer), f"{where}: {name} must have tokens, got none. Leave it out.")
     return rows
-
-
-def _encode_with_images(pairs: Sequence[Mapping[str, Any]], processor: Processor) -> tuple[list[Row], Batch]:
-    """The rows of all chosen, then of all rejected answers, and the inputs that their images become."""
-    tokenizer, texts, answers = processor.tokenizer, [], []
-    found: list[tuple[str, Any, Mapping[str, Any]]] = []
-    for side in ANSWERS:
-        for number, pair in enumerate(pairs, 1):
-            where = f"preference_batch, pair {number}"
-            parts = [part for part in (*ANSWERS, "prompt") if pair.get(part) is not None]
-            check(
-                {*ANSWERS} <= {*parts} and not any(isinstance(pair[part], str) for part in parts),
-                f"{where}: must have prompt, chosen and rejected as lists of messages, got {sorted(pair)}. With a "
-                "processor pairs are chats.",
-            )
-            shared = 0 if "prompt" in parts else _shared_prefix(*(pair[name] for name in ANSWERS))
-            prompt = pair["prompt"] if "prompt" in parts else pair[side][:shared]
-            columns = {"image": [image for name in IMAGE_FIELDS for image in _listed(pair.get(name))]}
-            messages, images = place_media(where, prompt, columns, processor.takes_bounds)
-            messages = read_messages(where, [*messages, *pair[side][shared:]], ["image"])
-            _, pictured = place_media(where, messages[len(prompt) :], {"image": []})
-            check(not pictured, f"{where}: {side} must be text, got an image. Only prompts may have images.")
-            variables = {"tools": read_tools(pair), **(pair.get("chat_template_kwargs") or {})}
-            text, spans = tokenizer.render_answers(messages, **variables)
-            earlier = sum(message.get("role") == "assistant" for message in messages[: len(prompt)])
-            texts.append(text)
-            answers.append(spans[earlier:])
-            found += images
-    out = processor(texts, answers=answers, return_tensors=None, padding=False, **processor.media(found))
-    rows = []
-    for number, (ids, mask) in enumerate(zip(out.pop("input_ids"), out.pop("assistant_masks"), strict=True)):
-        where = f"preference_batch, pair {number % len(pairs) + 1}"
-        check(any(mask), f"{where}: an answer must be a message of the assistant that is not empty, got none.")
-        first, last = mask.index(1), len(mask) - mask[::-1].index(1)
-        rows.append((ids[:first], ids[first:last]))
-    del out["attention_mask"]
-    return rows, out
-
-
-def _listed(images: Any) -> Sequence[Any]:
-    """The images of a field, which may be a list, one image, or None."""
-    return images if isinstance(images, list | tuple) else [] if images is None else [images]
 
 
 def _read_ids(pair: Mapping[str, Any]) -> list[Row]:
@@ -200,31 +197,14 @@ def _read_ids(pair: Mapping[str, Any]) -> list[Row]:
         ids, labels = unpadded(part, "ids", "input_ids"), unpadded(part, "labels")
         if ids is not None and labels is not None:  # the ids include the prompt
             first = next((i for i, label in enumerate(labels) if label != -100), len(labels))
-            rows.append((ids[:first], ids[first:]))
+            rows.append(Row(ids[:first], ids[first:]))
         elif ids is not None and prompt is not None:
-            rows.append((prompt, ids))
+            rows.append(Row(prompt, ids))
     return rows if len(rows) == len(ANSWERS) else []
 
 
-def _encode_texts(
-    where: str, pair: Mapping[str, Any], tokenizer: Tokenizer | None, answers: Sequence[str]
-) -> list[Row]:
-    """The rows of a pair of texts or of lists of messages."""
-    parts = (*answers, "prompt")
-    check(
-        all(part in pair for part in answers) and ("prompt" in pair or not isinstance(pair[answers[0]], str)),
-        f"{where}: must have prompt, {' and '.join(answers)}, or the same with _ids, got {sorted(pair)}.",
-    )
-    check(tokenizer is not None, f"{where}: texts and messages need a tokenizer. Pass it.")
-    assert tokenizer is not None
-    texts = [isinstance(pair[part], str) for part in parts if part in pair]
-    check(all(texts) or not any(texts), f"{where}: must be all texts or all messages, got both. Convert them.")
-    if not any(texts):
-        pair = {**pair, **{part: read_messages(f"{where}, {part}", pair[part]) for part in parts if part in pair}}
-        shared = 0 if "prompt" in pair else _shared_prefix(*(pair[answer] for answer in answers))
-        prompt = pair["prompt"] if "prompt" in pair else pair["chosen"][:shared]
-        variables = {"tools": read_tools(pair), **(pair.get("chat_template_kwargs") or {})}
-        return [_encode_chat(prompt, pair[answer][shared:], tokenizer, variables) for answer in answers]
+def _encode_texts(pair: Mapping[str, Any], tokenizer: Tokenizer, answers: Sequence[str]) -> list[Row]:
+    """The rows of a pair of texts."""
     eos = tokenizer.eos_token_id
     end = [] if eos is None else [eos]
     sequences = [tokenizer.encode(pair["prompt"] + pair[answer]) for answer in answers]
@@ -232,20 +212,50 @@ def _encode_texts(
     prompt = tokenizer.encode(pair["prompt"])
     prompt = prompt[:-1] if prompt[-1:] == end else prompt
     first = min(_shared_prefix(prompt, ids) for ids in sequences)
-    return [(ids[:first], ids[first:]) for ids in sequences]
+    return [Row(ids[:first], ids[first:]) for ids in sequences]
+
+
+def _encode_chats(
+    where: str,
+    pair: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    processor: Processor | None,
+    columns: Mapping[str, Sequence[Any]],
+    answers: Sequence[str],
+) -> list[Row]:
+    """The rows of a pair of lists of messages: the tokens before an answer, and from its first to its last.
+
+    Args:
+        columns: the images of the prompt in fields of their own, by kind.
+        Others: as in `encode_pair`.
+    """
+    whole = pair.get("prompt") is None
+    shared = _shared_prefix(*(pair[name] for name in answers)) if whole else 0
+    prompt = pair[answers[0]][:shared] if whole else pair["prompt"]
+    prompt, found = place_media(where, prompt, columns, processor is not None and processor.takes_bounds)
+    prompt, media = read_messages(f"{where}, prompt", prompt, [*columns]), open_media(where, found, processor)
+    earlier = sum(message.get("role") == "assistant" for message in prompt)
+    variables = {"tools": read_tools(pair), **(pair.get("chat_template_kwargs") or {})}
+    rows: list[Row] = []
+    counts: list[int] = []
+    for name in answers:
+        answer, pictured = place_media(where, pair[name][shared:], dict.fromkeys(columns, ()))
+        check(not pictured, f"{where}: {name} must be text, got an image or a video. Only prompts may have some.")
+        answer = read_messages(f"{where}, {name}", answer)
+        text, spans = tokenizer.render_answers([*prompt, *answer], **variables)
+        if processor is not None:
+            text, moved, counts = write_media(where, text, spans, media, processor)
+            spans = moved or []
+        encoding = tokenizer.backend.encode(text, add_special_tokens=False)
+        mask = answer_mask(encoding.offsets, spans[earlier:])
+        check(any(mask), f"{where}: an answer must be a message of the assistant that is not empty, got {answer}.")
+        first, last = mask.index(True), len(mask) - mask[::-1].index(True)
+        ids = encoding.ids[:last]
+        tokens = set() if processor is None else processor.media_ids
+        rows.append(Row(ids[:first], ids[first:], find_tokens(where, ids, media, counts, tokens)))
+    return rows
 
 
 def _shared_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Number of items that two sequences have in common at the beginning."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _encode_chat(prompt: Any, answer: Any, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> Row:
-    """Token ids before an answer, and those from the first to the last token in it that the assistant writes."""
-    text, spans = tokenizer.render_answers([*prompt, *answer], **variables)
-    earlier = sum(message.get("role") == "assistant" for message in prompt)
-    encoding = tokenizer.backend.encode(text, add_special_tokens=False)
-    mask = answer_mask(encoding.offsets, spans[earlier:])
-    check(any(mask), f"preference_batch: an answer must be a message of the assistant, got {answer}.")
-    first, last = mask.index(True), len(mask) - mask[::-1].index(True)
-    return encoding.ids[:first], encoding.ids[first:last]

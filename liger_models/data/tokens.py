@@ -46,7 +46,7 @@ class TokenFile:
         ends: [documents] int64, where each document ends.
         media: [images, 2] int64, first token of each image in ``ids``, and the one after its last.
         checksum, media_checksum: of the tokens, and of the images' places, sizes and contents.
-        skipped: number of examples with broken images that were left out, and the first error.
+        skipped: number of examples with broken images or videos that were left out, and the first error.
 
     Raises:
         ValueError: the folder lacks a file, or a file does not have the size with which it was written.
@@ -153,13 +153,11 @@ class TokenFile:
                 if not document.ids:
                     continue
                 for medium in document.media:
+                    content = medium.content
                     header: dict[str, Any] = {"where": medium.where, "path": None, "size": medium.size}
+                    header |= {"bytes": len(content)}
                     if isinstance(medium.source, Path):
                         header |= {"path": str(medium.source), "bytes": medium.source.stat().st_size}
-                        content = b""
-                    else:
-                        content = medium.source
-                        header |= {"bytes": len(content)}
                     files[HEADERS].write(json.dumps(header).encode() + b"\n")
                     files[CONTENTS].write(content)
                     place = (total + medium.first, total + medium.end, files[HEADERS].size, files[CONTENTS].size)

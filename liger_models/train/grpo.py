@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.data.answers import padded
-from liger_models.data.batch import Batch
+from liger_models.data.batch import Batch, join_rows
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.prompts import PromptDataset
 from liger_models.generation.options import resolve
@@ -25,7 +25,7 @@ from liger_models.losses.grpo import TOKEN_MEANS, LigerFusedLinearGRPOLoss
 from liger_models.parallel.fsdp import reshard
 from liger_models.parallel.groups import raise_on_all_ranks, world_size
 from liger_models.parallel.step import targets_per_rank
-from liger_models.train.objectives import INPUTS, Load, Metrics, Objective, Reference, pair
+from liger_models.train.objectives import INPUTS, Load, Metrics, Objective, Reference, pair, reader_of
 
 Reward = Callable[..., Any]
 
@@ -76,18 +76,21 @@ class GRPOObjective(Objective):
 
     def dataset(self, source: Any, model: CausalLM, *, overflow: str | None, **options: Any) -> PackedDataset:
         """See `Objective.dataset`."""
-        return PromptDataset(source, model.tokenizer, **{**options, "length": options["length"] - self.new})
+        return PromptDataset(source, reader_of(model), **{**options, "length": options["length"] - self.new})
 
     @torch.no_grad()
     def batch(self, model: CausalLM, rows: Any) -> Batch:
         """Sampled answers to a batch of prompts, ``num_generations`` to each, with ``rewards`` and ``advantages``."""
         rows = [row for row in rows for _ in range(self.generations)]
         prompts, stops = [row["ids"] for row in rows], set(resolve(model, self.new, {}).eos_token_id)
+        pixels: list[Any] = [row["pixels"] for row in rows]
+        inputs: dict[str, Any] = {**join_rows(pixels)}
         # With FSDP all ranks must run the same number of forwards, so that no answer may end the sampling.
         ends: dict[str, Any] = {"eos_token_id": []} if world_size() > 1 else {}
         sampled = model.generate(
             prompts, max_new_tokens=self.new, do_sample=True, temperature=self.temperature, top_k=0, top_p=1.0,
             repetition_penalty=1.0, pad_token_id=model.tokenizer.padding_id, **ends,
+            **inputs,
         )[:, max(map(len, prompts)) :].tolist()  # fmt: skip
         reshard(model)
         answers = [_until(ids, stops) for ids in sampled]
@@ -101,7 +104,7 @@ class GRPOObjective(Objective):
             torch.tensor([*(~token for token in prompt), *answer])
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        batch = padded(documents, max(map(len, documents)), model.tokenizer.padding_id)
+        batch = padded(documents, max(map(len, documents)), model.tokenizer.padding_id, pixels)
         return {**batch, "rewards": rewards, "advantages": advantages.flatten()}
 
     def _rewards(self, model: CausalLM, examples: list[Any], answers: list[list[int]]) -> list[float]:
@@ -132,7 +135,7 @@ class GRPOObjective(Objective):
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
         """See `Objective.loss`. What the policy that sampled and the reference said is kept in ``batch``."""
-        inputs = {name: batch[name] for name in INPUTS}
+        inputs = {name: tensor for name, tensor in batch.items() if name in INPUTS}
 
         def log_probs(model: CausalLM) -> Tensor:
             found: Tensor = model(**inputs, loss_function=self._log_probs).loss

@@ -25,8 +25,8 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     """Floating-point operations of a forward and backward on this rank: matrix products, and attention in documents.
 
     Each element of a weight counts 2 per token for the forward, 2 for the gradient of its input if anything before it
-    is trained, and 2 for its own gradient if it is trained. Recomputation is not counted. Experts count only for the
-    tokens routed to them, and the head only for tokens with a target.
+    is trained, and 2 for its own gradient if it is trained. Recomputation and vision towers are not counted. Experts
+    count only for the tokens routed to them, and the head only for tokens with a target.
 
     Args:
         model: sharded or not. Ranks that share a batch (`apply_tp`, `apply_cp`) have equal shares of the work.

@@ -16,6 +16,7 @@ from liger_models.data.answers import AnswerDataset
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.formats import DOCUMENTS
+from liger_models.generation.options import PromptInputs
 from liger_models.kernels.checks import check
 from liger_models.losses.cosine import LigerFusedLinearCosineSimilarityLoss
 from liger_models.losses.cpo import LigerFusedLinearCPOLoss
@@ -78,7 +79,7 @@ class Reference:
         return found
 
 
-INPUTS = ("input_ids", "labels", "cu_seqlens")
+INPUTS = frozenset({"input_ids", "labels", "cu_seqlens", *PromptInputs.__annotations__})
 """What a model's forward takes of a batch."""
 
 
@@ -166,7 +167,7 @@ class Compared(Objective):
 
     def dataset(self, source: Any, model: CausalLM, *, overflow: str | None, **options: Any) -> PackedDataset:
         """See `Objective.dataset`."""
-        return AnswerDataset(source, model.tokenizer, formats=self.formats, **options)
+        return AnswerDataset(source, reader_of(model), formats=self.formats, **options)
 
     def num_items(self, batches: list[Batch]) -> Tensor | None:
         """None: each batch has the same number of examples."""
@@ -252,8 +253,8 @@ class KTOObjective(Compared):
         return {**given, "use_ref_model": True}
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
-        unrelated = {name.removeprefix("kl_"): tensor for name, tensor in batch.items() if name.startswith("kl_")}
-        answers = {name: batch[name] for name in INPUTS}
+        answers = {name: tensor for name, tensor in batch.items() if name in INPUTS}
+        unrelated = {name: batch.get(f"kl_{name}", tensor) for name, tensor in answers.items()}  # pixels are the same
         good = batch["preference_labels"]
         with torch.no_grad():
             moved = _log_probs(unrelated)(model).sum(-1)

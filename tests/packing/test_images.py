@@ -255,7 +255,7 @@ def test_an_image_is_never_split(model, make, tmp_path, stream):
         source = [{"messages": messages}, {"messages": chat(question="short", answer="b")}]
         source = Stream(source) if stream else source
         if (length < first and per_image > 1) or length == places[0] + 1:
-            with pytest.warns(UserWarning, match="1 documents with images are longer than a row"):
+            with pytest.warns(UserWarning, match="1 documents with images or videos are longer than a row"):
                 batches = list(make(source, model, length=length, overflow="split"))
             assert not any("pixel_values" in batch for batch in batches)
             continue
@@ -283,10 +283,12 @@ def test_what_is_broken_is_named_or_skipped(qwen, make, tmp_path):
             renew()
         assert str(paths[1]) in str(error.value)
         for _ in range(2):  # also from the cache
-            with pytest.warns(UserWarning, match=r"1 examples have broken images and are left out.*line 2"):
+            with pytest.warns(UserWarning, match=r"1 examples have broken images or videos and are left out.*line 2"):
                 data = make(source, qwen, length=64, broken_media="skip")
             assert sum("pixel_values" in batch for batch in data) == 2
-        with pytest.warns(UserWarning, match=r"1 examples have broken images and are left out.*Stream, example 2"):
+        with pytest.warns(
+            UserWarning, match=r"1 examples have broken images or videos and are left out.*Stream, example 2"
+        ):
             list(make(Stream([{"messages": chat(path)} for path in paths]), qwen, length=64, broken_media="skip"))
         shutil.rmtree(tmp_path / "cache")
     paths[1].write_bytes(good[: len(good) // 2])  # the header is whole
@@ -295,7 +297,9 @@ def test_what_is_broken_is_named_or_skipped(qwen, make, tmp_path):
     with pytest.raises(ValueError, match=r"train.jsonl, line 2: .*1\.jpg"):
         list(PackedLoader(renew(), num_workers=1))
     data = make(source, qwen, length=64, broken_media="skip", shuffle=False)
-    with pytest.warns(UserWarning, match=r"line 2: .* The labels of documents with broken images are removed"):
+    with pytest.warns(
+        UserWarning, match=r"line 2: .* The labels of documents with broken images or videos are removed"
+    ):
         batches = list(data)
     assert data.broken == 1
     assert [(batch["labels"] != -100).any().item() for batch in batches] == [True, False, True]

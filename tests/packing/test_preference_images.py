@@ -5,11 +5,15 @@ import copy
 import pytest
 import torch
 
-from liger_models import LigerFusedLinearDPOLoss, preference_batch
+from liger_models import LigerFusedLinearDPOLoss, PackedDataset, preference_batch
+from liger_models.data import AnswerDataset
 
 from ..late import Late
 from ..processing.conftest import encoded, picture
 from ..processing.test_transformers import FAMILIES, make, theirs
+from .examples import write
+from .test_videos import save_clip
+from .vision import make_model
 
 trl = Late("trl.trainer.dpo_trainer", "trl")
 
@@ -104,6 +108,72 @@ def test_pairs_with_and_without_images(model):
     assert model(**got).loss.isfinite()
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_pairs_with_videos(family, tmp_path):
+    """Each row is what the packed data make of its chat."""
+    model = make_model(family).double()
+    clip, other = (str(save_clip(str(tmp_path / f"{n}.mp4"), frames=n)) for n in (25, 9))
+    asked = [user({"type": "video", "video": other}, {"type": "text", "text": "What?"})]
+    pairs = [
+        {"videos": [clip], "prompt": [{"role": "user", "content": "<video>What?"}]},
+        {"prompt": asked, "images": [SMALL]},
+    ]
+    pairs = [{**pair, "chosen": said("Noise."), "rejected": said("No.")} for pair in pairs]
+    got = preference_batch(pairs, processor=model.processor)
+    losses = 0.0
+    for side in ("chosen", "rejected"):
+        for pair in pairs:
+            rest = {name: value for name, value in pair.items() if name in ("videos", "images")}
+            chat = {"messages": pair["prompt"] + pair[side], **rest}
+            data = PackedDataset([chat], model.processor, length=256, cache_dir=tmp_path, progress=False)
+            losses += model(**next(iter(data)), num_items_in_batch=1).loss
+    torch.testing.assert_close(model(**got, num_items_in_batch=1).loss, losses, rtol=1e-9, atol=0)
+    write(tmp_path / "pairs.jsonl", [{**pair, "images": []} for pair in pairs])
+    given = {"length": 256, "batch_size": 2, "shuffle": False, "formats": ("preference",), "cache_dir": tmp_path}
+    batch = next(iter(AnswerDataset(tmp_path / "pairs.jsonl", model.processor, progress=False, **given)))
+    want = preference_batch([{**pair, "images": []} for pair in pairs], processor=model.processor)
+    for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"):
+        assert (name in batch) == (name in want)
+        assert name not in want or batch[name].equal(want[name])
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mllama"])
+def test_rows_of_files_are_those_of_pairs(family, tmp_path):
+    model = make_model(family)
+    for name, image in (("a", SMALL), ("b", WIDE)):
+        image.save(tmp_path / f"{name}.png")
+    pairs = [{**pair, "images": [f"{'ab'[image is WIDE]}.png" for image in pair["images"]]} for pair in PAIRS]
+    file = write(tmp_path / "pairs.jsonl", [*pairs, {**PAIRS[1], "images": []}])
+    given = {"length": 192, "batch_size": 3, "shuffle": False, "cache_dir": tmp_path, "progress": False}
+    batch = next(iter(AnswerDataset(file, model.processor, formats=("preference",), **given)))
+    want = preference_batch([*PAIRS, {**PAIRS[1], "images": []}], processor=model.processor)
+    for row, seen in enumerate(want["attention_mask"].sum(1).tolist()):
+        for name in ("input_ids", "labels"):
+            assert batch[name][row, :seen].equal(want[name][row, :seen])
+        assert (batch["labels"][row, seen:] == -100).all()
+    text = {"input_ids", "labels", "attention_mask", "cu_seqlens"}
+    assert want.keys() - text == batch.keys() - text
+    assert all(batch[name].equal(want[name]) for name in want.keys() - text)
+    # answers with a label: those of another prompt have the same pixels
+    marked = [
+        {**{name: pair[name] for name in ("images", "prompt")}, "completion": pair["chosen"], "label": n > 0}
+        for n, pair in enumerate(pairs)
+    ]
+    file = write(tmp_path / "marked.jsonl", marked)
+    batch = next(iter(AnswerDataset(file, model.processor, formats=("kto",), **{**given, "batch_size": 2})))
+    whole = preference_batch(PAIRS, processor=model.processor)
+    assert batch["preference_labels"].tolist() == [False, True]
+    assert batch.keys() - whole.keys() == {
+        "cu_seqlens",
+        "preference_labels",
+        "kl_input_ids",
+        "kl_labels",
+        "kl_cu_seqlens",
+    }
+    for name in whole.keys() - text:
+        assert batch[name].equal(whole[name][: len(whole[name]) // 2])
+
+
 def test_a_step_of_dpo(model):
     """The gradient reaches the tower, and a step makes the chosen answers likelier against the rejected ones."""
     model = copy.deepcopy(model)
@@ -130,8 +200,10 @@ def test_a_step_of_dpo(model):
     [
         ({"images": [SMALL]}, r"pair 1: an example must have a place for each of its 1 images, .*got 2"),
         ({"images": []}, r"pair 1: an example must have a place for each of its 0 images, .*got 2"),
-        ({"prompt": "What?"}, "pair 1: must have prompt, chosen and rejected as lists of messages"),
-        ({"chosen": None}, "pair 1: must have prompt, chosen and rejected as lists of messages"),
+        ({"prompt": "What?"}, "pair 1: must be all texts or all messages, got both"),
+        ({"chosen": None}, "pair 1: must have prompt, chosen and rejected, or the same with _ids"),
+        (dict.fromkeys(("prompt", "chosen", "rejected"), "A"), "images stand in messages, got a field image beside te"),
+        ({"videos": ["a.mp4"]}, "pair 1: must be text and image, got videos, which the model does not take"),
         ({"chosen": [{"role": "assistant", "content": [{**IMAGE, "image": SMALL}]}]}, "chosen must be text, got an im"),
         ({"rejected": [{"role": "user", "content": "No."}]}, "pair 1: an answer must be a message of the assistant"),
         ({"images": ["https://example.com/a.png", SMALL]}, "got the URL https://example.com/a.png. Download it"),
@@ -149,5 +221,5 @@ def test_images_need_a_processor():
         preference_batch(PAIRS, model.tokenizer)
     with pytest.raises(ValueError, match="tokenizer or processor must be given, got both"):
         preference_batch(PAIRS, model.tokenizer, processor=model.processor)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match=r"pair 1: an image must be a file that can be read, .*nowhere\.png"):
         preference_batch([{**PAIRS[1], "images": ["nowhere.png"]}], processor=model.processor)

@@ -201,7 +201,7 @@ def test_what_is_broken_is_named_or_skipped(qwen, make, tmp_path):
         with pytest.raises(ValueError, match=rf"train.jsonl, line 2: a video must be a file.*{found}") as error:
             make(source, qwen, length=64)
         assert str(clips[1]) in str(error.value)
-        with pytest.warns(UserWarning, match=r"1 examples have broken images.*line 2"):
+        with pytest.warns(UserWarning, match=r"1 examples have broken images or videos.*line 2"):
             assert len(list(make(source, qwen, length=64, broken_media="skip"))) == 2
     # The header says 25 frames, and the packets hold nothing.
     clips[1].write_bytes(emptied(good))
@@ -209,7 +209,9 @@ def test_what_is_broken_is_named_or_skipped(qwen, make, tmp_path):
     with pytest.raises(ValueError, match=r"train.jsonl, line 2: a video must be .*1\.mp4"):
         list(data)
     data = make(source, qwen, length=64, cache_dir=tmp_path / "another", broken_media="skip")
-    with pytest.warns(UserWarning, match=r"line 2: .* The labels of documents with broken images are removed"):
+    with pytest.warns(
+        UserWarning, match=r"line 2: .* The labels of documents with broken images or videos are removed"
+    ):
         batches = list(data)
     assert [(batch["labels"] != -100).any().item() for batch in batches] == [True, False, True]
     assert torch.equal(batches[1]["video_grid_thw"], batches[0]["video_grid_thw"])
