@@ -3,7 +3,7 @@ import torch
 
 from liger_models.kernels.sink_attention import sink_attention, sink_attention_reference
 
-from .oracle import assert_close_to_truth, opcheck, run
+from .oracle import assert_close_to_truth, opcheck, run, wide
 
 GPU_DTYPES = [torch.float16, torch.bfloat16]
 SHAPES = [(1, 5, 2, 2, 16), (2, 9, 4, 2, 8), (2, 7, 3, 1, 20), (1, 70, 2, 1, 32)]  # B, T, H, G, D
@@ -30,7 +30,16 @@ def check(inputs, dy, **options):
         bounds = None if bounds is None else bounds.to(tensors[0].device)
         return sink_attention_reference(*tensors, scale=0.3, window=options.get("window"), cu_seqlens=bounds)
 
-    assert_close_to_truth(ours, reference, inputs, [dy], factor=factor)
+    slack = {4: rounding_of_sinks(reference, inputs, dy)} if inputs[0].dtype in GPU_DTYPES else None
+    assert_close_to_truth(ours, reference, inputs, [dy], factor=factor, slack=slack)
+
+
+def rounding_of_sinks(reference, inputs, dy) -> float:
+    """What the rounding of y adds to the gradient of the sinks, which is a sum over the tokens of share · (dy · y)."""
+    q, k, v, sinks = (wide(tensor) for tensor in inputs)
+    share = 1 - reference(q, k, torch.ones_like(v), sinks)  # of the sink in the softmax
+    terms = share * wide(dy) * reference(q, k, v, sinks)
+    return torch.finfo(dy.dtype).eps * terms.norm().item()
 
 
 def bounds(B, T, device):
