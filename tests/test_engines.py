@@ -1,7 +1,6 @@
 """Other engines train these models as they are: the same loss, saved, resumed, on one rank or two."""
 
 import json
-import os
 import re
 from itertools import islice
 from pathlib import Path
@@ -21,7 +20,6 @@ from .packing.conftest import tokenizer  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.filterwarnings("ignore")  # the engines'
-EXTENSIONS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions" / "liger_models"
 """What DeepSpeed compiles at its first start, for all later ones."""
 SIZES = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 
@@ -301,7 +299,7 @@ def test_deepspeed(folder, stage, device):
     page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
     (folder / "train.py").write_text(re.search(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1])
     variables = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
-    variables["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS / device)
+    variables["TORCH_EXTENSIONS_DIR"] = str(processes.EXTENSIONS / device)
     ranks = 2 if device == "cpu" else torch.cuda.device_count()
     printed = [processes.torchrun(ranks, "train.py", stage, cwd=folder, **variables).stdout for _ in range(2)]
     lines = [line for line in "".join(printed).splitlines() if line.startswith("step ")]
