@@ -25,7 +25,6 @@ from liger_models import (
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
     LigerLlama,
-    LlamaConfig,
     PackedDataset,
     preference_batch,
 )
@@ -36,14 +35,7 @@ from liger_models.train.options import read_options
 
 from .packing.conftest import tokenizer  # noqa: F401
 from .parallel.conftest import two  # noqa: F401
-
-
-@pytest.fixture(autouse=True)
-def _no_group_is_left():
-    """A run that fails leaves its process group."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+from .runs import log, no_group_is_left, save_llama  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +43,7 @@ def folder(tmp_path_factory, tokenizer) -> Path:  # noqa: F811
     """A checkpoint, a larger one as its teacher, and data of each kind."""
     folder = tmp_path_factory.mktemp("objectives")
     for seed, (name, size) in enumerate({"checkpoint": 32, "teacher": 48}.items()):
-        torch.manual_seed(seed)
-        sizes = {"hidden_size": size, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-        model = LigerLlama.from_config(LlamaConfig(vocab_size=258, bos_token_id=0, eos_token_id=1, **sizes))
-        files = {"tokenizer.json": tokenizer.backend.to_str()}
-        files["tokenizer_config.json"] = json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
-        model.assets = {name: content.encode() for name, content in files.items()}
-        model.save_pretrained(folder / name)
+        save_llama(folder / name, tokenizer.backend.to_str(), hidden_size=size, seed=seed)
     good, bad = "{}, gladly".format, "Why {}?".format
     rows = {
         "text": [{"text": f"{n} + {n} = {2 * n}"} for n in range(30)],
@@ -98,11 +84,6 @@ def train_on(folder: Path, output: str, objective: str, data: str | list[str], *
     alone = mock.patch("torch.accelerator.current_accelerator", return_value=None) if cpu else nullcontext()
     with mock.patch.dict(os.environ, place), alone:
         train(TrainOptions(**{**given, **options}))
-
-
-def log(run: Path) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())
-    return [{name: value for name, value in line.items() if name != "tokens_per_s"} for line in lines]
 
 
 def result(run: Path) -> dict[str, bytes]:

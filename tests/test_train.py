@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint import FileSystemReader
 
-from liger_models import LigerLlama, LlamaConfig, PackedDataset
+from liger_models import LigerLlama, PackedDataset
 from liger_models.adapters import load_adapter
 from liger_models.data import collate
 from liger_models.memory import training_memory
@@ -39,6 +39,7 @@ from .arch.families import load, make_folder, tiny
 from .late import transformers
 from .parallel.conftest import two  # noqa: F401
 from .processes import agents, run, torchrun
+from .runs import log, no_group_is_left, on_the_cpu, save_llama  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 KILLED = """
@@ -63,14 +64,6 @@ liger_models.train.loop.main()
 """
 
 
-@pytest.fixture(autouse=True)
-def _no_group_is_left():
-    """A run that fails leaves its process group."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A checkpoint with random weights and a tokenizer, and texts."""
@@ -85,25 +78,12 @@ def folder(tmp_path_factory) -> Path:
         special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     backend.train_from_iterator([], trainer)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LigerLlama.from_config(LlamaConfig(vocab_size=258, bos_token_id=0, eos_token_id=1, **sizes))
-    model.assets = {
-        "tokenizer.json": backend.to_str().encode(),
-        "tokenizer_config.json": json.dumps({"bos_token": "<s>", "eos_token": "</s>"}).encode(),
-    }
-    model.save_pretrained(folder / "checkpoint")
+    save_llama(folder / "checkpoint", backend.to_str())
     options = {"model": "checkpoint", "data": "train.jsonl", "length": 64, "batch_size": 2, "accumulate": 2}
     options |= {"steps": 10, "lr": "1e-2", "save_every": 2, "log_every": 1, "export_dtype": "float32", "workers": 0}
     (folder / "config.yaml").write_text("".join(f"{name}: {value}\n" for name, value in options.items()))
     (folder / "killed.py").write_text(KILLED)
     return folder
-
-
-def log(run: Path) -> list[dict[str, Any]]:
-    timed = ("tokens_per_s", "mfu", "memory_gib")
-    lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())
-    return [{name: value for name, value in line.items() if name not in timed} for line in lines]
 
 
 def files(run: Path) -> dict[str, bytes]:
@@ -220,10 +200,9 @@ def test_deterministic_runs_are_equal_in_every_bit(folder, tmp_path, device):
     assert log(tmp_path / "other")[0]["loss"] != log(tmp_path / "first")[0]["loss"]  # the same weights, other rows
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("arch", ["qwen2_vl", "mllama"])
-def test_what_texts_do_not_reach_stays_as_it_is(arch, folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+def test_what_texts_do_not_reach_stays_as_it_is(arch, folder, tmp_path):
     model = load(arch, make_folder(arch, next(iter(tiny(arch))), tmp_path))
     model.assets = {path.name: path.read_bytes() for path in (folder / "checkpoint").glob("tokenizer*")}
     model.save_pretrained(tmp_path / "before")
@@ -237,9 +216,8 @@ def test_what_texts_do_not_reach_stays_as_it_is(arch, folder, tmp_path, monkeypa
     assert len(cross) == (2 if arch == "mllama" else 0)
 
 
-def test_steps_of_the_epochs(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+@pytest.mark.usefixtures("on_the_cpu")
+def test_steps_of_the_epochs(folder, tmp_path):
     options = {"model": str(folder / "checkpoint"), "data": [str(folder / "eval.jsonl")], "length": 64, "workers": 0}
     train(TrainOptions(**options, output=str(tmp_path / "run"), epochs=1.5, log_every=1))
     epochs = [line["epoch"] for line in log(tmp_path / "run")]
@@ -397,9 +375,8 @@ def test_files_are_looked_for_before_the_model_is_loaded(tmp_path):
         train(TrainOptions(model="no/model", output=str(tmp_path / "file"), data=[str(tmp_path)]))
 
 
-def test_options_of_now_hold_when_a_run_goes_on(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+@pytest.mark.usefixtures("on_the_cpu")
+def test_options_of_now_hold_when_a_run_goes_on(folder, tmp_path):
     given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "workers": 0}
     given |= {"output": str(tmp_path / "run"), "log_every": 1, "warmup": 0}
     train(TrainOptions(**given, steps=2, lr=1e-2))
@@ -413,9 +390,8 @@ def test_options_of_now_hold_when_a_run_goes_on(folder, tmp_path, monkeypatch):
     assert [group["weight_decay"] for group in made[0].param_groups] == [0.3, 0.0]
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_epochs_end_with_the_data_whatever_the_size_of_a_step(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
     given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "workers": 0}
     given |= {"output": str(tmp_path / "run"), "save_every": 4, "keep": 1}
     with monkeypatch.context() as patch:
@@ -432,9 +408,8 @@ def test_epochs_end_with_the_data_whatever_the_size_of_a_step(folder, tmp_path, 
         assert log(tmp_path / "run")[-1]["step"] == expected
 
 
-def test_weights_that_are_no_numbers_are_not_saved(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+@pytest.mark.usefixtures("on_the_cpu")
+def test_weights_that_are_no_numbers_are_not_saved(folder, tmp_path):
     given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "workers": 0}
     given |= {"output": str(tmp_path / "run"), "save_every": 2, "keep": 1}
     train(TrainOptions(**given, steps=2))
@@ -443,9 +418,8 @@ def test_weights_that_are_no_numbers_are_not_saved(folder, tmp_path, monkeypatch
     assert (tmp_path / "run" / "latest").read_text() == "step-00000002\n"
 
 
-def test_tokens_that_the_model_does_not_have(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+@pytest.mark.usefixtures("on_the_cpu")
+def test_tokens_that_the_model_does_not_have(folder, tmp_path):
     (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [5, 258, 6]}))
     given = {"model": str(folder / "checkpoint"), "length": 64, "workers": 0, "output": str(tmp_path / "run")}
     with pytest.raises(ValueError, match=r"train: token ids must be less than the model's vocab_size \(258\), got 258"):
@@ -505,7 +479,7 @@ class FakeWandB(types.ModuleType):
         return types.SimpleNamespace(id=given["id"] or "made-up", log=log, finish=finish)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("on_the_cpu")
 def test_wandb(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandB())
     train(options(folder, tmp_path, steps=1, report_to="wandb", sample_prompt="3 times"))
@@ -539,14 +513,7 @@ def options(folder: Path, tmp_path: Path, **given: Any) -> TrainOptions:
     return TrainOptions(**{**known, "length": 64, "workers": 0, "log_every": 1, **given})
 
 
-@pytest.fixture
-def alone(tmp_path, monkeypatch):
-    """On the CPU, in a cache of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
-
-
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("on_the_cpu")
 def test_another_model_or_other_data_in_the_folder_of_a_run(folder, tmp_path):
     train(options(folder, tmp_path, steps=2))
     before = files(tmp_path / "run")
@@ -571,7 +538,7 @@ def test_another_model_or_other_data_in_the_folder_of_a_run(folder, tmp_path):
     assert log(tmp_path / "run")[-1]["step"] == 2
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("on_the_cpu")
 def test_a_finished_run_says_so(folder, tmp_path, capfd):
     for _ in range(2):
         assert "the run is finished" not in capfd.readouterr().out
@@ -582,7 +549,7 @@ def test_a_finished_run_says_so(folder, tmp_path, capfd):
     assert [line["step"] for line in log(tmp_path / "run")] == [1, 2, 3]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("on_the_cpu")
 def test_a_run_goes_on_from_before_a_damaged_checkpoint(folder, tmp_path):
     train(options(folder, tmp_path, steps=4, save_every=2))
     expected = log(tmp_path / "run"), files(tmp_path / "run")
@@ -598,7 +565,7 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint(folder, tmp_path):
     assert (log(tmp_path / "run"), files(tmp_path / "run")) == expected
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("on_the_cpu")
 def test_data_without_a_target_are_refused_before_the_first_step(folder, tmp_path):
     (tmp_path / "none.jsonl").write_text(json.dumps({"input_ids": [5]}) + "\n")
     for name in ("data", "eval_data"):
@@ -608,7 +575,7 @@ def test_data_without_a_target_are_refused_before_the_first_step(folder, tmp_pat
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("on_the_cpu")
 def test_steps_without_a_target_among_others(folder, tmp_path):
     masked = {"input_ids": [5] * 64, "labels": [-100] * 64}
     (tmp_path / "few.jsonl").write_text(

@@ -19,7 +19,8 @@ from liger_models.train.objectives import Objective
 
 from .packing.conftest import tokenizer  # noqa: F401
 from .parallel.conftest import two  # noqa: F401
-from .test_objectives import _no_group_is_left, folder, log, result, train_on  # noqa: F401
+from .runs import log, no_group_is_left  # noqa: F401
+from .test_objectives import folder, result, train_on  # noqa: F401
 
 SIZES = {"intermediate_size": 48, "num_hidden_layers": 1, "num_key_value_heads": 2}
 

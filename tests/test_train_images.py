@@ -18,15 +18,9 @@ from liger_models.train import TrainOptions, train
 from .packing.examples import write
 from .packing.vision import chat, make_model, save_pictures
 from .parallel.conftest import two  # noqa: F401
+from .runs import log, no_group_is_left  # noqa: F401
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "mllama")
-
-
-@pytest.fixture(autouse=True)
-def _no_group_is_left():
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +108,6 @@ def test_adapters_of_the_language_model_or_of_the_tower_as_well(folder, family, 
         loras = dict(after.named_parameters())
         assert all(loras[path].any() for path in adapters if "lora_B" in path and path.startswith("layers."))
         assert set(dict(before.named_parameters())) <= set(loras)
-
-
-def log(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,7 +13,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from liger_models.train.loop import TrainOptions, train
 
 from ..processes import scripts, torchrun
-from ..test_train import files, folder, log  # noqa: F401
+from ..runs import log
+from ..test_train import files, folder  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,8 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from liger_models.train.loop import TrainOptions, train
 
-from ..test_train import alone, folder, log  # noqa: F401
+from ..runs import log, on_the_cpu  # noqa: F401
+from ..test_train import folder  # noqa: F401
 
 BLOCK = 2**15
 """Bytes of a block of LevelDB's log format, in which an offline run is stored after 7 bytes of its own."""
@@ -32,7 +33,7 @@ def records(file: Path) -> Iterator[Record]:
             joined = b""
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("on_the_cpu")
 def test_two_runs_are_one_and_hold_the_log(folder, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setenv("WANDB_MODE", "offline")
     given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "workers": 0}

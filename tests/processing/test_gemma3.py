@@ -2,13 +2,13 @@ import json
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from liger_models import LigerGemma3
 from liger_models.arch.gemma3.model import Gemma3Config, Gemma3VisionConfig
 from liger_models.arch.gemma3.processor import Gemma3Images
 
 from ..late import Late
+from ..text.folders import byte_tokens
 from .conftest import encoded, picture
 
 theirs = Late("transformers.models.gemma3.image_processing_pil_gemma3", "a transformers with a Pillow backend")
@@ -38,12 +38,7 @@ def test_pixels_are_transformers_bit_for_bit(scan):
 
 
 def make(**settings):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<img>", "<boi>", "<eoi>", "<bos>", "<start>", "<end>"]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    tokenizer = byte_tokens("<img>", "<boi>", "<eoi>", "<bos>", "<start>", "<end>")
     config = Gemma3Config(
         vocab_size=262, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=16, image_token_index=256,

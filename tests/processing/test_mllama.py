@@ -2,13 +2,13 @@ import json
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from liger_models import LigerMllama
 from liger_models.arch.mllama.model import MllamaConfig, MllamaVisionConfig
 from liger_models.arch.mllama.processor import MllamaImages
 
 from ..late import Late
+from ..text.folders import byte_tokens
 from .conftest import encoded, picture
 
 theirs = Late("transformers.models.mllama.image_processing_pil_mllama", "a transformers with a Pillow backend")
@@ -43,11 +43,7 @@ def test_pixels_are_transformers_bit_for_bit(tiles, stats):
 
 
 def make(**settings):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
+    tokenizer = byte_tokens(*SPECIAL)
     config = MllamaConfig(
         vocab_size=259, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, cross_attention_layers=[1], image_token_index=259, bos_token_id=256, eos_token_id=258,

@@ -62,6 +62,16 @@ LLAMA3_STYLE = """\
 """
 
 
+def byte_tokens(*special: str) -> tokenizers.Tokenizer:
+    """Each byte is a token, from 0 on in the order of their characters; the special tokens come after them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.AddedToken(token, normalized=False) for token in special])
+    return tokenizer
+
+
 def byte_level() -> tokenizers.Tokenizer:
     """As Llama 3: byte-level BPE that begins a text with bos."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
