@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from liger_models.kernels.causal_attention import MOST_HEAD_DIM, causal_attention
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group, sum_over, to_heads, to_tokens
-from liger_models.kernels.dispatch import ACCELERATORS
+from liger_models.kernels.dispatch import ACCELERATORS, TRITON_DTYPES
 from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from liger_models.kernels.rms_norm import scale_normed
 from liger_models.kernels.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
@@ -24,7 +25,7 @@ from liger_models.kernels.sink_attention import is_fused, sink_attention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.layer import AttentionSpec, Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible
-from liger_models.layers.masks import VARLEN_OPTIONS, Segments, takes_flash, takes_segments
+from liger_models.layers.masks import MOST_FLASH_DIM, VARLEN_OPTIONS, Segments, takes_flash, takes_segments
 from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear
 from liger_models.memory.recompute import draws, recomputes, run_twice
 
@@ -249,10 +250,13 @@ def attention(
         ValueError: ``dropout`` is positive, but the kernel for this batch does not support it.
     """
     T, H, G = q.shape[1], q.shape[2], k.shape[2]
+    if layout.masks[window].counted:
+        return _CountedAttention.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
+    plain = softcap is None and sinks is None and dropout == 0.0 and layout.causal and not layout.masks[window].later
+    if plain and _takes_wide_heads(q):
+        return causal_attention(q, k, v, layout.documents, scale=scale, window=window)
     unfused = q.device.type in ACCELERATORS and not is_fused(q)
     mask = layout.mask(window, q, explicit=sinks is not None and (unfused or dropout > 0))
-    if mask.counted:
-        return _CountedAttention.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
     check(
         dropout == 0.0 or (mask.block is None and mask.segments is None),
         f"attention: dropout must be 0 with packed or padded batches, windows, softcaps and sinks on {q.device.type}, "
@@ -292,6 +296,12 @@ def attention(
             out = _sdpa(queries, keys, values, attn_mask=dense, dropout_p=dropout, is_causal=causal, scale=scale)
     y: Tensor = out.transpose(1, 2)
     return y
+
+
+def _takes_wide_heads(q: Tensor) -> bool:
+    """Whether q [B, T, H, D] has heads that only `causal_attention` takes, and more than a single token to decode."""
+    wide = MOST_FLASH_DIM < q.shape[3] <= MOST_HEAD_DIM
+    return wide and q.shape[1] > 1 and q.device.type in ACCELERATORS and q.dtype in TRITON_DTYPES
 
 
 def _unmasked(x: Tensor, T: int) -> AbstractContextManager[Any]:

@@ -82,9 +82,13 @@ MOST_DOCUMENTS = 32
 only told that no document is longer than a row, so for each document it launches programs for a whole row."""
 
 
+MOST_FLASH_DIM = 256
+"""Largest head dimension that flash attention supports."""
+
+
 def takes_flash(dtype: torch.dtype | None, head_dim: int) -> bool:
     """Whether flash attention supports heads of this dtype and size."""
-    return dtype in (torch.bfloat16, torch.float16) and head_dim <= 256
+    return dtype in (torch.bfloat16, torch.float16) and head_dim <= MOST_FLASH_DIM
 
 
 def takes_segments(device: torch.device, dtype: torch.dtype | None, head_dim: int = 0) -> bool:
@@ -105,12 +109,14 @@ class Mask:
             rows, tiles and windows.
         counted: for memory estimates on tensors without values: attention computes nothing and saves what a fused
             kernel saves, which is q, k, v, the output and one number per head and token.
+        later: whether some tokens attend to later ones (images).
     """
 
     block: BlockMask | None = None
     dense: Tensor | None = None
     segments: Segments | None = None
     counted: bool = False
+    later: bool = False
 
 
 def text_mask(
@@ -145,7 +151,8 @@ def text_mask(
     if segments is not None and not needed and T > 1:
         return Mask(segments=segments)
     if T > 1 and device.type in ACCELERATORS:
-        return Mask(block=_block_mask(documents, past, window, B, T, device, visible_until))
+        block = _block_mask(documents, past, window, B, T, device, visible_until)
+        return Mask(block=block, later=visible_until is not None)
     query = torch.arange(past, past + T, device=device)[:, None]
     key = torch.arange(past + T, device=device)
     visible = query >= key if visible_until is None else (visible_until[:, None, :, None] + past) >= key
@@ -154,7 +161,7 @@ def text_mask(
     dense = visible if visible.dim() == 4 else visible[None, None]
     if documents is not None:
         dense = dense & (documents[:, None, past:, None] == documents[:, None, None, :])
-    return Mask(dense=dense)
+    return Mask(dense=dense, later=visible_until is not None)
 
 
 def document_mask(documents: Tensor) -> Mask:

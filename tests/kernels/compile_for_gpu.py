@@ -22,6 +22,7 @@ from liger_models.kernels import dispatch
 from liger_models.kernels.act_linear import ACTIVATIONS, act_linear
 from liger_models.kernels.adamw import Hyper, Update, adamw_
 from liger_models.kernels.add_parts import add_parts
+from liger_models.kernels.causal_attention import causal_attention
 from liger_models.kernels.cross_entropy import cross_entropy
 from liger_models.kernels.divergence import (
     DISTRIBUTION_KINDS,
@@ -42,6 +43,7 @@ from liger_models.kernels.moe import moe_mlp, route
 from liger_models.kernels.nf4_linear import nf4_linear
 from liger_models.kernels.norm_linear import layer_norm_linear, rms_norm_linear
 from liger_models.kernels.qk_norm_rope import qk_norm_rope
+from liger_models.kernels.qkv_norm_rope import qkv_norm_rope
 from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.rope import rope, rope_qkv
 from liger_models.kernels.short_conv import short_conv
@@ -181,6 +183,17 @@ def run_sinks() -> None:
         differentiate(sink_attention(q, k, v, draw(H), scale=0.1))
 
 
+def run_wide_heads(dtype: torch.dtype, D: int, window: int | None) -> None:
+    documents = None if window is None else torch.zeros(1, 3, dtype=torch.int64)
+    attended = causal_attention(*(draw(1, 3, heads, D, dtype=dtype) for heads in (4, 2, 2)), documents, window=window)
+    differentiate(attended)
+    for parts in range(3):
+        cos, sin = torch.randn(2, 1, 3, D // 2)
+        weights = [draw(D, dtype=dtype) for _ in range(2 if parts else 1)]
+        split = qkv_norm_rope(draw(1, 3, (8 + 2 * parts) * D, dtype=dtype), cos, sin, 8, 2, D, *weights)
+        differentiate(split if parts else split[0])
+
+
 def run_optimizer() -> None:
     hyper = Hyper(1e-3, 0.9, 0.99, 1e-8, 0.1, False, 1)
     for p, state in ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)):
@@ -200,6 +213,9 @@ if __name__ == "__main__":
     JITFunction.__getitem__ = compile_instead
     dispatch.INTERPRET = True  # ops on the CPU take the way of the kernels
     torch.manual_seed(0)
+    # The other targets have 64 KB and 160 KB of shared memory.
+    tier = (lambda x: x.element_size()) if sys.argv[1] == "sm_90" else (lambda x: 4)
+    importlib.import_module("liger_models.kernels.causal_attention")._tier = tier
     run(torch.bfloat16, 4096, 512, 128256)
     if sys.argv[1] == "sm_90":  # the other targets get every kernel, but not at every width and dtype
         run(torch.bfloat16, 640, 352, 49155)
@@ -209,6 +225,9 @@ if __name__ == "__main__":
     if sys.argv[1] == "sm_90":
         run_delta_rule(torch.float32)
     run_wide_norm()
+    for dtype in (torch.bfloat16, torch.float32):
+        run_wide_heads(dtype, 512, None if dtype == torch.bfloat16 else 100)
+    run_wide_heads(torch.bfloat16, 320, 100)
     run_experts(8, 2, 512)
     run_experts(128, 8, 256)
     run_sinks()

@@ -1,0 +1,530 @@
+"""Causal attention for heads of up to 512, which the kernels of libraries stop short of: they take 256.
+
+Query i of T is token i + S − T of the S keys. It sees key j if j is not after it, fewer than ``window`` tokens before
+it, and of its document. With s_ij = scale · q_i · k_j, summed over the keys that i sees, in fp32::
+
+    lse_i = log Σ_j exp(s_ij)
+    o_i   = Σ_j exp(s_ij − lse_i) · v_j
+
+Backward, with p_ij = exp(s_ij − lse_i) and δ_i = do_i · o_i; dk and dv sum over the query heads that share them, too::
+
+    dv_j = Σ_i p_ij · do_i
+    ds_ij = scale · p_ij · (do_i · v_j − δ_i)
+    dq_i = Σ_j ds_ij · k_j,   dk_j = Σ_i ds_ij · q_i
+
+Saved: q, k, v, o and lse. p and ds are rounded to the dtype of q, like the probabilities of the forward.
+
+The forward is one kernel with an online softmax. The backward is not: a program that kept dk and dv of 64 keys, heads
+of 512, in registers would need all registers of a Hopper multiprocessor, and one that keeps only one of them computes
+8 products instead of 5. At this width p and ds are small beside the products that they take part in, so a kernel
+writes the tiles of both that are visible to a workspace, for some queries and heads at a time, and three plain matrix
+products read them.
+
+Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import check, check_floating
+from .dispatch import LIBRARY, fitting_stages, on_device_of, tl, triton, use_triton
+from .rope import contiguous_rows
+
+MOST_HEAD_DIM = 512
+
+LARGE, SMALL = 2, 4
+"""Keys of the tables below: half precision with 200 KB of shared memory (Hopper, Blackwell), and everything else."""
+
+FORWARD_TILE = {LARGE: (64, 32), SMALL: (32, 16)}
+FORWARD_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 2}, SMALL: {"num_warps": 8, "num_stages": 1}}
+"""Queries and keys of a step, and the launch. Two warp groups hold o of 64 queries in half of their
+registers. Queries and two steps of keys and values take 192 KB of Hopper's 227 KB of shared memory."""
+
+TILE = {LARGE: (128, 128, 64), SMALL: (64, 64, 32)}
+SCORES_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 3}, SMALL: {"num_warps": 4, "num_stages": 2}}
+"""Backward: queries and keys of a tile of p and ds, and columns of the heads of a step."""
+
+PRODUCT_COLUMNS = {LARGE: 256, SMALL: 64}
+PRODUCT_STEP = {LARGE: 64, SMALL: 32}
+PRODUCT_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 3}, SMALL: {"num_warps": 4, "num_stages": 2}}
+"""Backward: columns of a tile of dq, dk and dv, and queries or keys of a step."""
+
+PAIRS = 2**26
+MOST_ROWS, LEAST_ROWS = 4096, 2048
+"""Pairs of a query and a key whose p and ds the workspace holds (4 bytes each in half precision), and queries, over all
+heads of a group, that are taken at a time. dk and dv are summed over these in fp32; at 4096 reading and writing the
+sums takes about 4% of the time of the products. Beyond 32768 keys the workspace grows, to hold `LEAST_ROWS`."""
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def causal_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, *, scale: float, window: int | None = None
+) -> Tensor:
+    """`causal_attention` in plain torch, with all scores in memory (differentiable; fp64 stays fp64)."""
+    T, S, queries = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(queries, 1) for x in (k, v))
+    key = torch.arange(S, device=q.device)
+    distance = key[S - T :, None] - key
+    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if documents is not None:
+        visible = visible & (documents[:, None, S - T :, None] == documents[:, None, None, :])
+    scores = ((q @ k.transpose(-1, -2)) * scale).masked_fill(~visible, float("-inf"))
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return (weights @ v).transpose(1, 2)
+
+
+@triton.jit
+def _visible(
+    position, key, S, window, documents, document, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr
+):  # fmt: skip
+    """Which of the keys [N] each query [M] sees, [M, N]; ``documents`` points to those of the keys."""
+    visible = (position[:, None] >= key[None, :]) & (key < S)[None, :]
+    if HAS_WINDOW:
+        visible = visible & (position[:, None] - key[None, :] < window)
+    if HAS_DOCUMENTS:
+        others = tl.load(documents + key, mask=key < S, other=-2)
+        visible = visible & (document[:, None] == others[None, :])
+    return visible
+
+
+@triton.jit
+def _load_rows(
+    rows_ptr, row, end, stride, column, D: tl.constexpr, EVERY_ROW: tl.constexpr, EVERY_COLUMN: tl.constexpr
+):
+    """Rows [N] up to ``end``, columns [C] up to D; 0 elsewhere."""
+    pointers = rows_ptr + row.to(tl.int64)[:, None] * stride + column[None, :]
+    if EVERY_ROW and EVERY_COLUMN:
+        x = tl.load(pointers)
+    elif EVERY_COLUMN:
+        x = tl.load(pointers, mask=(row < end)[:, None], other=0.0)
+    else:
+        x = tl.load(pointers, mask=(row < end)[:, None] & (column < D)[None, :], other=0.0)
+    return x
+
+
+@triton.jit
+def _attend(
+    total, most, weight, q, position, document, k_ptr, v_ptr, documents, begin, end, S, window, k_t, v_t, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the keys from ``begin`` to ``end``, a multiple of BLOCK_N apart."""
+    column = tl.arange(0, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        k = _load_rows(k_ptr, key, S, k_t, column, D, not MASKED, D == BLOCK_D)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if MASKED:
+            visible = _visible(position, key, S, window, documents, document, HAS_DOCUMENTS, HAS_WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        v = _load_rows(v_ptr, key, S, v_t, column, D, not MASKED, D == BLOCK_D)
+        larger = tl.maximum(most, tl.max(scores, 1))
+        finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query that has seen no key yet
+        p = tl.exp2(scores - finite[:, None])
+        shrink = tl.exp2(most - finite)
+        weight = weight * shrink + tl.sum(p, 1)
+        total = tl.dot(p.to(v.dtype), v, total * shrink[:, None], input_precision=PRECISION)
+        most = larger
+    return total, most, weight
+
+
+@triton.jit
+def _causal_attention_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, documents_ptr, low_ptr, T, S, window, scale,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
+    H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the queries with the most keys first
+    head = (tl.program_id(0) % H).to(tl.int64)
+    batch = (tl.program_id(0) // H).to(tl.int64)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = tile * BLOCK_M + S - T
+    position = row + S - T
+    column = tl.arange(0, BLOCK_D)
+    q = _load_rows(q_ptr + batch * q_b + head * q_h, row, T, q_t, column, D, False, D == BLOCK_D)
+    k_ptr += batch * k_b + head // QUERIES * k_h
+    v_ptr += batch * v_b + head // QUERIES * v_h
+    documents = documents_ptr + batch * S
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    scale = scale * LOG2_E
+    end = tl.minimum(first + BLOCK_M, S)
+    if HAS_DOCUMENTS or HAS_WINDOW:
+        document = position
+        if HAS_DOCUMENTS:
+            document = tl.load(documents + position, mask=position < S, other=-3)
+        begin = tl.load(low_ptr + batch * S + first) // BLOCK_N * BLOCK_N
+        total, most, weight = _attend(
+            total, most, weight, q, position, document, k_ptr, v_ptr, documents, begin, end, S, window, k_t, v_t,
+            scale, D, BLOCK_D, BLOCK_N, True, HAS_DOCUMENTS, HAS_WINDOW, PRECISION,
+        )  # fmt: skip
+    else:
+        whole = (first + 1) // BLOCK_N * BLOCK_N  # up to here every query sees every key
+        total, most, weight = _attend(
+            total, most, weight, q, position, position, k_ptr, v_ptr, documents, 0, whole, S, window, k_t, v_t,
+            scale, D, BLOCK_D, BLOCK_N, False, False, False, PRECISION,
+        )  # fmt: skip
+        total, most, weight = _attend(
+            total, most, weight, q, position, position, k_ptr, v_ptr, documents, whole, end, S, window, k_t, v_t,
+            scale, D, BLOCK_D, BLOCK_N, True, False, False, PRECISION,
+        )  # fmt: skip
+    weight = tl.where(weight == 0.0, 1.0, weight)  # rows past the last query
+    out = out_ptr + ((batch * T + row.to(tl.int64)) * H + head)[:, None] * D + column[None, :]
+    inside = (row < T)[:, None] & (column < D)[None, :]
+    tl.store(out, (total / weight[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(lse_ptr + (batch * H + head) * T + row, (most + tl.log2(weight)) / LOG2_E, mask=row < T)
+
+
+@triton.jit
+def _row_products_kernel(
+    out_ptr, d_out_ptr, delta_ptr, N, T, d_b, d_t, d_h, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """δ [B, H, T] of o [B, T, H, D] and do, ROWS of the N = B · T · H vectors in each program."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    head = row % H
+    token = row // H
+    batch = token // T
+    position = token % T
+    column = tl.arange(0, BLOCK_D)[None, :]
+    inside = (row < N)[:, None] & (column < D)
+    out = tl.load(out_ptr + row[:, None] * D + column, mask=inside, other=0.0).to(tl.float32)
+    start = batch * d_b + position * d_t + head * d_h
+    d_out = tl.load(d_out_ptr + start[:, None] + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + (batch * H + head) * T + position, tl.sum(out * d_out, 1), mask=row < N)
+
+
+@triton.jit
+def _score_gradients_kernel(
+    q_ptr, k_ptr, v_ptr, d_out_ptr, lse_ptr, delta_ptr, p_ptr, ds_ptr, documents_ptr, low_ptr,
+    T, S, window, scale, first_unit, first_row, height, width,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, d_b, d_t, d_h,
+    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Tiles of p and ds [heads, height, width] of the queries from ``first_row`` on. A unit is a KV head of a row."""
+    start = tl.program_id(0) * BLOCK_N
+    top = first_row + tl.program_id(1) * BLOCK_M
+    slot = tl.program_id(2).to(tl.int64)
+    unit = first_unit + slot // QUERIES
+    batch = unit // G
+    group = unit % G
+    head = group * QUERIES + slot % QUERIES
+    first = top + S - T
+    lowest = 0
+    if HAS_DOCUMENTS or HAS_WINDOW:
+        lowest = tl.load(low_ptr + batch * S + first)
+    if (start < first + BLOCK_M) & (start + BLOCK_N > lowest):
+        row = top + tl.arange(0, BLOCK_M)
+        position = row + S - T
+        key = start + tl.arange(0, BLOCK_N)
+        q_ptr += batch * q_b + head * q_h
+        k_ptr += batch * k_b + group * k_h
+        v_ptr += batch * v_b + group * v_h
+        d_out_ptr += batch * d_b + head * d_h
+        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        d_weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for left in range(0, D, BLOCK_D):
+            column = left + tl.arange(0, BLOCK_D)
+            q = _load_rows(q_ptr, row, T, q_t, column, D, False, D % BLOCK_D == 0)
+            k = _load_rows(k_ptr, key, S, k_t, column, D, False, D % BLOCK_D == 0)
+            scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
+            d_out = _load_rows(d_out_ptr, row, T, d_t, column, D, False, D % BLOCK_D == 0)
+            v = _load_rows(v_ptr, key, S, v_t, column, D, False, D % BLOCK_D == 0)
+            d_weights = tl.dot(d_out, tl.trans(v), d_weights, input_precision=PRECISION)
+        lse = tl.load(lse_ptr + (batch * G * QUERIES + head) * T + row, mask=row < T, other=0.0)
+        delta = tl.load(delta_ptr + (batch * G * QUERIES + head) * T + row, mask=row < T, other=0.0)
+        documents = documents_ptr + batch * S
+        document = position
+        if HAS_DOCUMENTS:
+            document = tl.load(documents + position, mask=position < S, other=-3)
+        visible = _visible(position, key, S, window, documents, document, HAS_DOCUMENTS, HAS_WINDOW)
+        visible = visible & (row < T)[:, None]
+        exponent = tl.where(visible, scores * (scale * LOG2_E) - (lse * LOG2_E)[:, None], float("-inf"))
+        p = tl.exp2(exponent)
+        ds = p * (d_weights - delta[:, None]) * scale
+        place = (slot * height + (row - first_row).to(tl.int64))[:, None] * width + key[None, :]
+        tl.store(p_ptr + place, p.to(p_ptr.dtype.element_ty))  # whole tiles: the workspace has room for them
+        tl.store(ds_ptr + place, ds.to(ds_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _d_queries_kernel(
+    ds_ptr, k_ptr, dq_ptr, low_ptr, T, S, first_unit, first_row, height, width, k_b, k_t, k_h,
+    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """dq [B, T, H, D] = ds · k."""
+    top = first_row + (tl.num_programs(2) - 1 - tl.program_id(2)) * BLOCK_M  # the queries with the most keys first
+    slot = tl.program_id(1).to(tl.int64)
+    unit = first_unit + slot // QUERIES
+    batch = unit // G
+    group = unit % G
+    first = top + S - T
+    row = top + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    begin = 0
+    if BOUNDED:
+        begin = tl.load(low_ptr + batch * S + first) // BLOCK_N * BLOCK_N
+    end = tl.minimum(first + BLOCK_M, S)
+    k_ptr += batch * k_b + group * k_h
+    ds_ptr += (slot * height + (row - first_row).to(tl.int64))[:, None] * width
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(begin, end, STEP):
+        key = start + tl.arange(0, STEP)
+        ds = tl.load(ds_ptr + key[None, :])
+        k = _load_rows(k_ptr, key, S, k_t, column, D, False, D % BLOCK_D == 0)
+        total = tl.dot(ds, k, total, input_precision=PRECISION)
+    head = group * QUERIES + slot % QUERIES
+    place = ((batch * T + row.to(tl.int64)) * (G * QUERIES) + head)[:, None] * D + column[None, :]
+    inside = (row < T)[:, None] & (column < D)[None, :]
+    tl.store(dq_ptr + place, total.to(dq_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _d_keys_kernel(
+    weights_ptr, rows_ptr, sum_ptr, last_ptr, T, S, first_unit, first_row, height, width, rows_b, rows_t, rows_h,
+    G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """weightsᵀ · rows, summed over the heads of a unit: dv of p and do, dk of ds and q. With ADD it is added to sum."""
+    start = tl.program_id(2) * BLOCK_N
+    unit = (first_unit + tl.program_id(1)).to(tl.int64)
+    batch = unit // G
+    group = unit % G
+    key = start + tl.arange(0, BLOCK_N)
+    column = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    # The tiles of queries that were written for these keys, counted from first_row.
+    begin = tl.maximum(start - (S - T) - first_row, 0) // BLOCK_M * BLOCK_M
+    end = tl.minimum(height, T - first_row)
+    if BOUNDED:
+        last = tl.load(last_ptr + batch * S + tl.minimum(start + BLOCK_N, S) - 1)
+        end = tl.minimum(end, last + 1 - (S - T) - first_row)
+    steps = tl.maximum((end - begin + STEP - 1) // STEP, 0)
+    weights_ptr += tl.program_id(1).to(tl.int64) * QUERIES * height * width + key[None, :]
+    rows_ptr += batch * rows_b + group * QUERIES * rows_h
+    total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for i in range(0, QUERIES * steps):
+        query = i // steps
+        row = begin + i % steps * STEP + tl.arange(0, STEP)
+        weights = tl.load(weights_ptr + (query.to(tl.int64) * height + row)[:, None] * width)
+        rows = _load_rows(
+            rows_ptr + query.to(tl.int64) * rows_h, first_row + row, T, rows_t, column, D, False, D % BLOCK_D == 0
+        )
+        total = tl.dot(tl.trans(weights), rows, total, input_precision=PRECISION)
+    place = sum_ptr + ((batch * S + key.to(tl.int64)) * G + group)[:, None] * D + column[None, :]
+    inside = (key < S)[:, None] & (column < D)[None, :]
+    if ADD:
+        if steps > 0:
+            tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
+    else:
+        tl.store(place, total.to(sum_ptr.dtype.element_ty), mask=inside)
+
+
+def _tier(x: Tensor) -> int:
+    """Which entry of the tables of tiles holds for ``x``."""
+    return LARGE if x.element_size() == 2 and fitting_stages(x, 2, 100 * 2**10) == 2 else SMALL
+
+
+def _precision(x: Tensor) -> str:
+    """How fp32 is multiplied: as TF32 only if the user chose that for matrix products."""
+    chosen = getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")  # from torch 2.9
+    return "tf32" if x.element_size() == 4 and chosen == "tf32" else "ieee"
+
+
+def _bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: Tensor) -> tuple[Tensor, ...]:
+    """``(documents, low, last)``, [B, S] int32 each: low[i] is not after the first key that token i or a later one
+    sees, last[j] the last token i with low[i] <= j. Without documents and window, tensors that are not read."""
+    if documents is None and window is None:
+        nothing = torch.empty(0, dtype=torch.int32, device=like.device)
+        return nothing, nothing, nothing
+    token = torch.arange(S, device=like.device).expand(B, -1)
+    low = torch.zeros_like(token) if window is None else (token - (window - 1)).clamp_min(0)
+    if documents is None:
+        documents = token
+    else:
+        number = documents.long() - documents.amin()
+        number = number.clamp_max(S)  # numbers are dense, so this changes none
+        first = torch.full((B, S + 1), S, device=like.device).scatter_reduce(1, number, token, "amin")
+        low = torch.maximum(low, first.gather(1, number).flip(1).cummin(1)[0].flip(1))
+    last = torch.searchsorted(low.contiguous(), token.contiguous(), right=True) - 1
+    return documents.int().contiguous(), low.int().contiguous(), last.int().contiguous()
+
+
+LIBRARY.define(
+    "causal_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, float scale, int? window) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "causal_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? documents,"
+    " float scale, int? window) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "causal_attention", "CompositeExplicitAutograd")
+def _causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
+    (B, T, H, D), (_, S, G, _) = q.shape, k.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+    if out.numel():
+        numbers, low, _ = _bounds(documents, window, B, S, q)
+        block_m, block_n = FORWARD_TILE[_tier(q)]
+        with on_device_of(q):
+            _causal_attention_kernel[(B * H, triton.cdiv(T, block_m))](
+                q, k, v, out, lse, numbers, low, T, S, window or 0, scale,
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+                H=H, QUERIES=H // G, D=D, BLOCK_D=max(triton.next_power_of_2(D), 16),
+                HAS_DOCUMENTS=documents is not None, HAS_WINDOW=window is not None, PRECISION=_precision(q),
+                BLOCK_M=block_m, BLOCK_N=block_n, **FORWARD_LAUNCH[_tier(q)],
+            )  # fmt: skip
+    return out, lse
+
+
+@torch.library.impl(LIBRARY, "causal_attention_backward", "CompositeExplicitAutograd")
+def _causal_attention_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d_out, q, k, v = (contiguous_rows(x) for x in (d_out, q, k, v))
+    out = out.contiguous()
+    (B, T, H, D), (_, S, G, _) = q.shape, k.shape
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if not out.numel():
+        return dq, dk.zero_(), dv.zero_()
+    tier, queries = _tier(q), H // G
+    numbers, low, last = _bounds(documents, window, B, S, q)
+    block_m, block_n, block_d = TILE[tier]
+    width = triton.cdiv(S, block_n) * block_n
+    rows = max(min(max(PAIRS // width, LEAST_ROWS), MOST_ROWS) // queries, 1)
+    height = min(triton.cdiv(rows, block_m), triton.cdiv(T, block_m)) * block_m
+    units = min(max(PAIRS // (height * queries * width), 1), B * G)
+    parts = height < T  # dk and dv are then sums over the launches
+    sums = [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (k, v)] if parts else [dk, dv]
+    p, ds = (torch.empty(units * queries, height, width, dtype=q.dtype, device=q.device) for _ in range(2))
+    delta = torch.empty_like(lse)
+    shared: dict[str, Any] = {"G": G, "QUERIES": queries, "D": D, "PRECISION": _precision(q)}
+    bounded = {"BOUNDED": documents is not None or window is not None}
+    masks = {"HAS_DOCUMENTS": documents is not None, "HAS_WINDOW": window is not None}
+    columns = min(PRODUCT_COLUMNS[tier], max(triton.next_power_of_2(D), 16))
+    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": columns, "STEP": PRODUCT_STEP[tier]}
+    across = triton.cdiv(D, columns)
+    with on_device_of(q):
+        vectors, block = B * T * H, max(triton.next_power_of_2(D), 16)
+        _row_products_kernel[(triton.cdiv(vectors, 4),)](
+            out, d_out, delta, vectors, T, *d_out.stride()[:3], H=H, D=D, BLOCK_D=block, ROWS=4
+        )
+        for unit in range(0, B * G, units):
+            count = min(units, B * G - unit)
+            for row in range(0, T, height):
+                tiles = triton.cdiv(min(height, T - row), block_m)
+                seen = triton.cdiv(min(row + height, T) + S - T, block_n)  # tiles of keys, up to the last query's
+                place = T, S, unit, row, height, width
+                _score_gradients_kernel[(seen, tiles, count * queries)](
+                    q, k, v, d_out, lse, delta, p, ds, numbers, low, T, S, window or 0, scale, *place[2:],
+                    *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *d_out.stride()[:3],
+                    BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, **shared, **masks, **SCORES_LAUNCH[tier],
+                )  # fmt: skip
+                _d_queries_kernel[(across, count * queries, tiles)](
+                    ds, k, dq, low, *place, *k.stride()[:3], **shared, **bounded, **tile, **PRODUCT_LAUNCH[tier]
+                )
+                for weights, factor, total in ((ds, q, sums[0]), (p, d_out, sums[1])):
+                    _d_keys_kernel[(across, count, seen if parts else triton.cdiv(S, block_n))](
+                        weights, factor, total, last, *place, *factor.stride()[:3],
+                        ADD=parts, **shared, **bounded, **tile, **PRODUCT_LAUNCH[tier],
+                    )  # fmt: skip
+    if parts:
+        dk.copy_(sums[0])
+        dv.copy_(sums[1])
+    return dq, dk, dv
+
+
+@torch.library.register_fake("liger_models::causal_attention", lib=LIBRARY)
+def _causal_attention_fake(q, k, v, documents, scale, window):
+    return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+
+
+@torch.library.register_fake("liger_models::causal_attention_backward", lib=LIBRARY)
+def _causal_attention_backward_fake(d_out, q, k, v, out, lse, documents, scale, window):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, documents, ctx.scale, ctx.window = inputs
+    out, lse = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, out, lse, documents)
+
+
+def _backward(ctx, d_out, _d_lse):
+    if d_out is None:
+        return (None,) * 6
+    grads = torch.ops.liger_models.causal_attention_backward(d_out, *ctx.saved_tensors, ctx.scale, ctx.window)
+    return *grads, None, None, None
+
+
+torch.library.register_autograd("liger_models::causal_attention", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention within documents and a window. Only q, k, v, the result and one number per query are saved.
+
+    Args:
+        q: [B, T, H, D], float32, float16 or bfloat16, D at most 512.
+        k, v: [B, S, G, D] in the dtype of q, S at least T; H is a multiple of G. The queries are the last T tokens.
+        documents: [B, S] integers, the document of each token, −1 for padding, below S. A token sees its own document.
+            None: all tokens are one document.
+        scale: factor of q·k; None for D^-0.5.
+        window: number of tokens that a token sees, itself included; None for all.
+
+    Returns:
+        [B, T, H, D] in the dtype of q.
+
+    Raises:
+        ValueError: shapes do not match, heads are wider than 512, or the window is below 1.
+        TypeError: the tensors are not floating-point or differ in dtype, or the documents are not integers.
+    """
+    op = "causal_attention"
+    check_floating(op, q=q, k=k, v=v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"{op}: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
+    fits = q.dim() == k.dim() == 4 and k.shape == v.shape and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+    if not (fits and q.shape[1] <= k.shape[1] and k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0):
+        raise ValueError(
+            f"{op}: q must be [B, T, H, D], k and v [B, S, G, D] with S >= T and H a multiple of G, got "
+            f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
+        )
+    D, S = q.shape[3], k.shape[1]
+    if not 1 <= D <= MOST_HEAD_DIM:
+        raise ValueError(
+            f"{op}: heads must be 1 to {MOST_HEAD_DIM} wide, got {D}. Wider ones need PyTorch's attention."
+        )
+    check(window is None or window >= 1, f"{op}: window must be at least 1, got {window}. None is for no window.")
+    if documents is not None:
+        if documents.dtype.is_floating_point or documents.dtype.is_complex:
+            raise TypeError(f"{op}: documents must be integers, got {documents.dtype}.")
+        if documents.shape != k.shape[:2]:
+            raise ValueError(f"{op}: documents must be {[q.shape[0], S]}, got {list(documents.shape)}.")
+    scale = 1 / math.sqrt(D) if scale is None else scale
+    if not use_triton(q):
+        return causal_attention_reference(q, k, v, documents, scale=scale, window=window)
+    out: Tensor = torch.ops.liger_models.causal_attention(q, k, v, documents, scale, window)[0]
+    return out
