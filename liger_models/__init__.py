@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from liger_models.arch.gemma2 import LigerGemma2 as LigerGemma2
     from liger_models.arch.gemma3 import LigerGemma3 as LigerGemma3
     from liger_models.arch.gemma3_text import LigerGemma3Text as LigerGemma3Text
+    from liger_models.arch.gemma4_text import Gemma4TextConfig as Gemma4TextConfig
+    from liger_models.arch.gemma4_text import LigerGemma4Text as LigerGemma4Text
     from liger_models.arch.glm import LigerGLM as LigerGLM
     from liger_models.arch.glm4 import LigerGLM4 as LigerGLM4
     from liger_models.arch.gpt_oss import LigerGptOss as LigerGptOss
@@ -113,6 +115,7 @@ else:
             "arch.gemma2": ["LigerGemma2"],
             "arch.gemma3": ["LigerGemma3"],
             "arch.gemma3_text": ["LigerGemma3Text"],
+            "arch.gemma4_text": ["Gemma4TextConfig", "LigerGemma4Text"],
             "arch.glm": ["LigerGLM"],
             "arch.glm4": ["LigerGLM4"],
             "arch.gpt_oss": ["LigerGptOss"],

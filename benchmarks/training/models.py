@@ -17,6 +17,9 @@ FAMILIES = {
     "gemma": ("gemma/gemma-2b.json", 4),
     "gemma2": ("gemma2/gemma-2-2b.json", 4),
     "gemma3_text": ("gemma3_text/gemma-3-1b-it.json", 6),
+    "gemma4_text": ("gemma4_text/gemma-4-E4B-it.text.json", 6),
+    "gemma4_text_shared": ("gemma4_text/gemma-4-E4B-it.text.json", 12),
+    "gemma4_text_moe": ("gemma4_text/gemma-4-26B-A4B.text.json", 6),
     "ministral3": ("ministral3/Ministral-3-3B-Instruct-2512.text.json", 4),
     "qwen2": ("qwen2/Qwen2.5-7B.json", 4),
     "qwen3": ("qwen3/Qwen3-8B.json", 4),
@@ -55,7 +58,11 @@ def read_config(name: str) -> dict:
 
 def keep_layers(config: dict, layers: int) -> None:
     text = text_part(config)
-    text["num_hidden_layers"] = layers
+    released, text["num_hidden_layers"] = text["num_hidden_layers"], layers
+    if text.get("num_kv_shared_layers"):  # as large a part as in the release, if a layer of each type remains
+        shared = text["num_kv_shared_layers"] * layers // released
+        complete = {*text["layer_types"][: layers - shared]} == {*text["layer_types"]}
+        text["num_kv_shared_layers"] = shared if complete else 0
     for key in ("layer_types", "no_rope_layers"):
         if text.get(key):
             text[key] = text[key][:layers]

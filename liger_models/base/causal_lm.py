@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.convert.files import as_dtype
 from liger_models.convert.hub import download, push
@@ -19,7 +19,8 @@ from liger_models.generation.prompts import Prompts
 from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import CausalLMConfig, Decoder
-from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.embedding import LigerEmbedding, resize_rows
+from liger_models.layers.lm_head import LigerLMHead
 from liger_models.lazy.foreign import foreign_arguments, is_hub_name
 from liger_models.parallel.groups import wait_for_ranks
 from liger_models.text.tokenizer import Tokenizer
@@ -91,7 +92,7 @@ class CausalLM(Decoder):
         for name, given in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
             check(given is None or given > 0, f"resize_token_embeddings: {name} must be positive, got {given}.")
         V = -(-new_num_tokens // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
-        parts: tuple[nn.Module, ...] = self.embed_tokens, self.lm_head
+        parts: tuple[LigerEmbedding | LigerLMHead, ...] = self.embed_tokens, self.lm_head
         plain = all([name for name, _ in part.named_parameters()] == ["weight"] for part in parts)
         cut = self.groups.tensor is not None or any(hasattr(part.weight, "full_tensor") for part in parts)
         check(
@@ -99,25 +100,18 @@ class CausalLM(Decoder):
             "resize_token_embeddings: embedding and head must not be sharded or have adapters, got a model that "
             f"{'is sharded' if cut else 'has adapters on them'}. Resize first.",
         )
-        rows = [len(part.weight) for part in parts]  # type: ignore[arg-type]
+        rows = [len(part.weight) for part in parts]
         check(
             rows[0] == rows[1] == self.config.vocab_size,
             f"resize_token_embeddings: embedding and head must have vocab_size ({self.config.vocab_size}) rows, got "
             f"{rows[0]} and {rows[1]}. Ids beyond the vocabulary are placeholders.",
         )
         tied = self.lm_head.weight is self.embed_tokens.weight
-        for part in parts[: 1 if tied else 2]:
-            old: Tensor = part.weight  # type: ignore[assignment]
-            with torch.no_grad():
-                mean = old.mean(0, dtype=torch.promote_types(old.dtype, torch.float32)).to(old.dtype)
-                kept = old[:V]
-                weight = torch.cat([kept, mean.expand(V - len(kept), -1)])
-            part.weight = nn.Parameter(weight, requires_grad=old.requires_grad)
+        resize_rows(self.embed_tokens, V)
         if tied:
-            self.lm_head.weight = self.embed_tokens.weight
-        self.embed_tokens.num_embeddings = self.lm_head.out_features = V
-        if self.embed_tokens.padding_idx is not None and self.embed_tokens.padding_idx >= V:
-            self.embed_tokens.padding_idx = None
+            self.lm_head.weight, self.lm_head.out_features = self.embed_tokens.weight, V
+        else:
+            resize_rows(self.lm_head, V)
         self.config = replace(self.config, vocab_size=V)
         return self.embed_tokens
 

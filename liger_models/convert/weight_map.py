@@ -273,6 +273,13 @@ def qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
 
 
+def key_rows(q: str, k: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
+    """`qkv_rows` without values."""
+    groups = [Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (q, k)]
+    sizes = [heads // kv_heads * head_dim, head_dim]
+    return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
+
+
 def equal_qkv_rows(qkv: str, heads: int) -> Expression:
     """`qkv_rows` for a fused checkpoint tensor with rows of all q, all k, all v, and equally many heads of each."""
     return Rearrange("(three h d) ... -> (h three d) ...", qkv, three=3, h=heads)

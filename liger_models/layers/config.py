@@ -15,9 +15,11 @@ _SIZES = """
     moe_intermediate_size num_experts_per_tok decoder_sparse_step no_rope_layer_interval depth embed_dim num_heads
     mlp_ratio in_channels num_channels patch_size spatial_merge_size temporal_patch_size image_size window_size
     mm_tokens_per_image out_hidden_size num_position_embeddings attention_heads max_num_tiles
+    global_head_dim num_global_key_value_heads top_k_experts
 """
 _LENGTHS = """
     vocab_size max_position_embeddings original_max_position_embeddings sliding_window query_pre_attn_scalar
+    vocab_size_per_layer_input
 """
 _POSITIVE = """
     rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor
@@ -26,7 +28,7 @@ _POSITIVE = """
 """
 _NOT_NEGATIVE = """
     rms_norm_eps layer_norm_eps norm_eps initializer_range attention_dropout mscale mscale_all_dim num_global_layers
-    num_experts num_local_experts
+    num_experts num_local_experts hidden_size_per_layer_input num_kv_shared_layers
 """
 LIMITS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(_SIZES.split(), (1, 2**24)),

@@ -142,8 +142,8 @@ class Decoder(nn.Module):
     """Arguments of `forward` that belong to a prompt besides its tokens, such as pixels."""
     embed_tokens: LigerEmbedding
     layers: nn.ModuleList
-    """Blocks: ``(x | None, residual, layout) -> (x, residual)``, where x is yet to be added to the residual stream. A
-    block with routed experts also returns its router logits."""
+    """Blocks: ``(x | None, residual, layout) -> (x | None, residual)``, where x is yet to be added to the residual
+    stream. A block with routed experts also returns its router logits; others may return more, for `carry`."""
     norm: Norm
     lm_head: LigerLMHead
     rotary: nn.ModuleDict
@@ -187,7 +187,7 @@ class Decoder(nn.Module):
             spec = layer.attention
             if spec is None:
                 continue
-            other = slots.setdefault(spec.cache_slot, path)
+            other = path if spec.cache_slot is None else slots.setdefault(spec.cache_slot, path)
             check(
                 other == path,
                 f"{name}: each attention layer must have a slot of its own in the decode cache, got "
@@ -404,8 +404,9 @@ class Decoder(nn.Module):
         cu_seqlens = take_cu_seqlens(cu_seqlens, {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k})
         embeds, shape = self.embed(input_ids, inputs_embeds)
         layout = self.layout(
-            shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache
-        )
+            shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
+            **self.layout_inputs(input_ids, embeds, shape[1]),
+        )  # fmt: skip
         return self.run(
             embeds, layout, labels=labels, num_items_in_batch=num_items_in_batch, return_logits=return_logits,
             return_log_probs=return_log_probs, loss_function=loss_function, logits_to_keep=logits_to_keep,
@@ -425,6 +426,34 @@ class Decoder(nn.Module):
         B, T = input_ids.shape
         self.groups.check_tokens(T, whole=False)
         return self.embed_tokens(self.groups.context_share(input_ids)), (B, T)
+
+    def layout_inputs(self, input_ids: Tensor | None, embeds: Tensor, T: int) -> dict[str, Any]:
+        """The fields that ``layout_class`` adds, from the T tokens of a row; ``embeds`` are this rank's share."""
+        return {}
+
+    def stand_ins(self, layout: BatchLayout, like: Tensor) -> BatchLayout:
+        """The layout with tensors in place of what other blocks add to it, so that a block runs by itself.
+
+        Args:
+            layout: as `layout` returns it.
+            like: [B, T, C], the stream, in whose dtype they are.
+        """
+        return layout
+
+    @property
+    def held_elements(self) -> int:
+        """Number of elements per token that the forward holds for the backward besides what the blocks save."""
+        return 0
+
+    def carry(self, index: int, more: list[Tensor], layout: BatchLayout) -> tuple[list[Tensor], BatchLayout]:
+        """The router logits of a block, and the layout for the blocks after it.
+
+        Args:
+            index: index of the block.
+            more: what the block returned besides x and the stream.
+            layout: the layout that the block was given.
+        """
+        return more, layout
 
     def layout(self, shape: tuple[int, int], embeds: Tensor, **options: Any) -> BatchLayout:
         """The layout of a batch of ``shape`` (B, T); options as in `BatchLayout.build`."""
@@ -546,7 +575,8 @@ class Decoder(nn.Module):
                 states.append(residual if x is None else residual + x)
             run = functools.partial(run_again, block) if index in again and not is_compiled(block) else block
             with offload.saving(index in self.offloaded) if offload else nullcontext():
-                x, residual, *routed = run(x, residual, layout)
+                x, residual, *more = run(x, residual, layout)
+            routed, layout = self.carry(index, more, layout)
             router_logits += routed
             residual = self.after_block(index, residual, layout)
         if offload:

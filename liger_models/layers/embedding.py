@@ -63,6 +63,22 @@ class LigerEmbedding(nn.Embedding, Layer):
 
 
 @torch.no_grad()
+def resize_rows(embedding: nn.Embedding | nn.Linear, count: int) -> None:
+    """Give an embedding or a head ``count`` rows, in a new parameter; new rows are the mean of the old ones."""
+    old = embedding.weight
+    mean = old.mean(0, dtype=torch.promote_types(old.dtype, torch.float32)).to(old.dtype)
+    kept = old[:count]
+    rows = torch.cat([kept, mean.expand(count - len(kept), -1)])
+    embedding.weight = nn.Parameter(rows, requires_grad=old.requires_grad)
+    if isinstance(embedding, nn.Linear):
+        embedding.out_features = count
+        return
+    embedding.num_embeddings = count
+    if embedding.padding_idx is not None and embedding.padding_idx >= count:
+        embedding.padding_idx = None
+
+
+@torch.no_grad()
 def zero_padding_row(embedding: nn.Embedding) -> None:
     """Set the row of ``padding_idx`` to 0, if there is one. The weight may be sharded."""
     if embedding.padding_idx is None:

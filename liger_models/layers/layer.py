@@ -15,7 +15,7 @@ class AttentionSpec(NamedTuple):
     """What an attention layer requires from the model, and what it computes.
 
     Attributes:
-        cache_slot: index of the layer's keys and values in the decode cache.
+        cache_slot: index of the layer's keys and values in the decode cache; None for a layer that has none of its own.
         rotary: name of the rotary embedding that rotates queries and keys; None for no rotation.
         window: number of tokens that a token attends to, itself included; None for all.
         needs_mask: whether the kernel needs a mask even for plainly causal attention (softcaps).
@@ -24,7 +24,7 @@ class AttentionSpec(NamedTuple):
             (sinks).
     """
 
-    cache_slot: int
+    cache_slot: int | None
     rotary: str | None
     window: int | None
     needs_mask: bool

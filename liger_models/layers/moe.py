@@ -161,12 +161,20 @@ class LigerMoE(Layer):
         """x [..., C] -> ``(y [..., C], router_logits [N, X])``, N the number of tokens."""
         if self.training and self.router_jitter:
             x = x * torch.empty_like(x).uniform_(1 - self.router_jitter, 1 + self.router_jitter)
+        return self._mix(x, *self._route(self.gate(x.reshape(-1, x.shape[-1]))))
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(weights [N, K], experts [N, K], logits [N, X])`` of the router's logits.
+
+        Routing is not recomputed, because the backward must not select other experts.
+        """
+        choose = route if self.kernel and use_triton(logits) else route_reference
+        return *choose(logits, self.top_k, self.normalize, self.round_weights), logits
+
+    def _mix(self, x: Tensor, weights: Tensor, experts: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of x [..., C], weighted: ``(y [..., C], logits [N, X])`` of all tokens."""
         rows = x.reshape(-1, x.shape[-1])
-        logits: Tensor = self.gate(rows)
         fused = self.kernel and use_triton(rows)
-        # Routing is not recomputed, because the backward must not select other experts.
-        choose = route if fused else route_reference
-        weights, experts = choose(logits, self.top_k, self.normalize, self.round_weights)
         group, expert = self.groups.tensor, self.groups.expert
         down_bias = local_or_none(self.down_bias)
         if group is not None and down_bias is not None:  # one rank adds it to the sum, and all get its gradient

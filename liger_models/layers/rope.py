@@ -220,6 +220,20 @@ class RotaryEmbedding(Layer):
             return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
 
+class ProportionalRotaryEmbedding(RotaryEmbedding):
+    """`RotaryEmbedding` in which only the pairs of the highest frequencies turn; the others have the frequency 0.
+
+    Args:
+        width: head dimension, even.
+        theta: base of the frequencies, which are those of the whole width.
+        share: the share of the pairs that turn.
+    """
+
+    def __init__(self, width: int, theta: float, share: float) -> None:
+        super().__init__(width, theta)
+        self.inv_freq[int(share * width // 2) :] = 0.0
+
+
 class MultimodalRotaryEmbedding(RotaryEmbedding):
     """cos and sin of positions in time, height and width; each frequency belongs to one of the three (M-RoPE).
 

@@ -84,7 +84,8 @@ def training_memory(model: Decoder, tokens: int, dtype: torch.dtype = torch.bflo
     finally:
         for block, policy in zip(model.layers, policies, strict=True):
             set_policy(block, policy)
-    activations = {policy: sum(blocks) for policy, blocks in saved.items()}
+    held = model.held_elements * tokens * size
+    activations = {policy: sum(blocks) + held for policy, blocks in saved.items()}
     more = {policy: map(operator.sub, saved["none"], blocks) for policy, blocks in saved.items()}
     recomputed = {policy: max(max(blocks, default=0) - logits, 0) for policy, blocks in more.items()}
     return TrainingMemory(sum(sizes.values()), gradients, 2 * gradients, activations, head, recomputed)
@@ -164,6 +165,7 @@ def _block_bytes(model: Decoder, block: nn.Module, tokens: int, dtype: torch.dty
         shape = (1, tokens, model.config.hidden_size)
         x, residual = (torch.empty(shape, dtype=dtype).requires_grad_() for _ in range(2))
         layout = model.layout((1, tokens), residual, position_ids=torch.arange(tokens))
+        layout = model.stand_ins(layout, residual)
         for spec in (layer.attention for layer in layers_of(block)):
             if spec is not None:
                 layout.masks[spec.window] = Mask(counted=True)

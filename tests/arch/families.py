@@ -78,6 +78,10 @@ def make_folder(arch: str, variant: str, root: Path) -> Path:
         for parameter in model.parameters():
             # Also norms and biases away from the ones and zeros that they start from.
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.1))
+        saved = model.state_dict()
+        for name, buffer in model.named_buffers():
+            if name in saved:  # such as Gemma 4's factor of the stream
+                buffer.mul_(0.8)
     model.save_pretrained(folder)
     return folder
 
@@ -104,6 +108,8 @@ def hf_gradients(model) -> dict[str, Tensor]:
         for (name, parameter), source in zip(gradients.named_parameters(), model.parameters(), strict=True):
             assert source.grad is not None or is_tower(name) or name.startswith(crossing), name
             parameter.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
+        for buffer in gradients.buffers():
+            buffer.zero_()
     with tempfile.TemporaryDirectory() as folder:
         gradients.save_pretrained(folder)
         return load_file(Path(folder) / "model.safetensors")

@@ -20,6 +20,7 @@ GGUF = {
     "gemma": "GEMMA",
     "gemma2": "GEMMA2",
     "gemma3_text": "GEMMA3",
+    "gemma4_text": "GEMMA4",
     "glm": "CHATGLM",
     "glm4": "GLM4",
     "granite": "GRANITE",

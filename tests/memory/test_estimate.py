@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from liger_models import AutoLigerModel, LigerLlama, LlamaConfig
 from liger_models.adapters import LoRAConfig, apply_lora
@@ -47,7 +48,8 @@ def measured_bytes(model, ids):
 
     def with_tables(*args, **options):
         made = layout(*args, **options)
-        seen.update(table.untyped_storage().data_ptr() for pair in made.tables.values() for table in pair)
+        held = [each for each in tree_leaves(vars(made)) if isinstance(each, torch.Tensor)]
+        seen.update(each.untyped_storage().data_ptr() for each in held)
         return made
 
     def pack(tensor):

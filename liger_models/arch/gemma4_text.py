@@ -1,0 +1,54 @@
+"""Gemma 4, the language models (E2B, E4B, 12B, 26B-A4B, 31B): model_type ``gemma4_text``.
+
+Differs from Gemma 3: norms scale by their weight and not by 1 + weight, and values are normed, too, without a weight;
+scores are not scaled. Layers without a window have wider heads (``global_head_dim``) and, with ``attention_k_eq_v``,
+their own number of KV heads and no projection for values: the keys before norm and rotation are the values. In these
+layers only the first ``partial_rotary_factor`` of a head's pairs turn. The last ``num_kv_shared_layers`` layers attend
+to the keys and values of the last layer of their type before them. Blocks end with a factor of the stream.
+
+E2B and E4B embed each token a second time, into an input for each block, which gates a small projection of the stream
+into the stream. 26B-A4B has experts beside the MLP of each block; the router has a norm of its own.
+
+Source: transformers ``models/gemma4``.
+"""
+
+from liger_models.arch._gemma4.text import (
+    IGNORED_KEYS,
+    Gemma4Decoder,
+    from_json,
+    text_map,
+    to_json,
+)
+from liger_models.arch._gemma4.text import Gemma4TextConfig as Gemma4TextConfig
+from liger_models.arch.registry import add_family
+from liger_models.convert.format import CheckpointFormat
+from liger_models.kernels.options import KernelOptions
+
+
+class LigerGemma4Text(Gemma4Decoder):
+    """A Gemma 4 language model with its head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = Gemma4TextConfig
+
+    def __init__(self, config: Gemma4TextConfig, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        self.build(config)
+        self.post_init()
+
+
+add_family(
+    LigerGemma4Text,
+    CheckpointFormat(
+        model_type="gemma4_text",
+        hf_class="Gemma4ForCausalLM",
+        weight_map=text_map,
+        from_json=from_json,
+        to_json=to_json,
+        ignored_keys=IGNORED_KEYS,
+    ),
+)

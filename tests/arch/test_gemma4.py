@@ -1,0 +1,99 @@
+"""What Gemma 4 has of its own: keys and values that layers share, an input for each block, a factor of the stream."""
+
+import pytest
+import torch
+
+from liger_models import AutoLigerModel
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.layer import CHECKPOINTING_POLICIES
+from liger_models.memory.estimate import training_memory
+
+from .families import CASES, LIMIT, error, gradients_of, tiny, tokens
+
+CASES = [case for case in CASES if case[0] == "gemma4_text"]
+every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
+one_case = pytest.mark.parametrize("pair", CASES[:1], indirect=True, ids="-".join)
+
+
+@every_case
+def test_policies_and_mixed_ones_give_identical_gradients(pair):
+    """A block that is recomputed must not replace the keys and values that other blocks have taken from it."""
+    arch, variant, _, ours = pair
+    ids = tokens(arch, variant, 2, 16)
+    blocks = len(ours.layers)
+    expected = None
+    for policy in (*CHECKPOINTING_POLICIES, [("full", "none")[i % 2] for i in range(blocks)]):
+        ours.zero_grad()
+        ours.set_checkpointing(policy)
+        ours(ids, labels=ids).loss.backward()
+        expected = expected or gradients_of(ours)
+        assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients_of(ours).items())
+
+
+@one_case
+def test_the_cache_holds_shared_keys_and_values_once(pair):
+    arch, variant, theirs, ours = pair
+    ids, cache = tokens(arch, variant, 2, 12), DecodeCache(12)
+    with torch.no_grad():
+        first = ours(ids[:, :7], cache=cache).logits
+        rest = ours(ids[:, 7:8], cache=cache).logits
+        want = theirs(ids[:, :8]).logits
+    assert error(torch.cat([first, rest], 1), want) <= LIMIT
+    assert sorted(cache._layers) == [0, 1]
+    assert [hasattr(block.self_attn.k_norm, "weight") for block in ours.layers] == [True, True, False, False]
+    assert ours.layers[2].self_attn.qkv_proj.out_features == 4 * 4
+
+
+@one_case
+def test_the_factor_of_the_stream_is_not_trained(pair, tmp_path):
+    _, _, _, ours = pair
+    frozen = [name for name, parameter in ours.named_parameters() if not parameter.requires_grad]
+    assert frozen == [f"layers.{i}.layer_scalar.weight" for i in range(4)]
+    assert all(block.layer_scalar.weight.item() == pytest.approx(0.8) for block in ours.layers)
+    ours.save_pretrained(tmp_path)
+    again = AutoLigerModel.from_pretrained(tmp_path, progress=False)
+    assert [name for name, parameter in again.named_parameters() if not parameter.requires_grad] == frozen
+
+
+@one_case
+def test_embeddings_of_no_token_are_refused(pair):
+    arch, variant, _, ours = pair
+    ids = tokens(arch, variant, 2, 5)
+    embeds = ours.embed_tokens(ids)
+    assert error(ours(inputs_embeds=embeds).logits, ours(ids).logits) <= LIMIT
+    with pytest.raises(ValueError, match="inputs_embeds must be embeddings of tokens"):
+        ours(inputs_embeds=embeds + 0.1)
+
+
+def test_the_estimate_counts_what_lies_between_the_blocks():
+    hf = {"model_type": "gemma4_text", **tiny("gemma4_text")["shared"]}
+    model = AutoLigerModel.from_config(hf, device="meta")
+    without = AutoLigerModel.from_config(
+        {**hf, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}, device="meta"
+    )
+    full = (training_memory(each, 64).activations["full"] for each in (model, without))
+    assert next(full) - next(full) == 64 * 2 * 2 * 4 * 8  # bf16, the inputs of 4 blocks and what they are made of
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_shared_layers": 3}, r"num_kv_shared_layers \(3\) must leave a layer of each type"),
+        (
+            {"num_global_key_value_heads": 3, "attention_k_eq_v": True},
+            "must be a multiple of num_global_key_value_heads",
+        ),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention must be None or 'vision', got 'all'"),
+        ({"enable_moe_block": True}, "enable_moe_block needs num_experts, top_k_experts and moe_intermediate_size"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "rope_parameters must be of type 'proportional'",
+        ),
+        ({"per_layer_config": {"1": {"intermediate_size": 3}}}, "per_layer_config must give head_dim and"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_configurations_that_do_not_fit(changes, message):
+    hf = {"model_type": "gemma4_text", **tiny("gemma4_text")["shared"]}
+    with pytest.raises(ValueError, match=message):
+        AutoLigerModel.from_config({**hf, **changes}, device="meta")
