@@ -68,7 +68,7 @@ def measure_errors(job: Job) -> Row:
         # To get our gradients under transformers' names, save and load them as weights.
         with torch.no_grad():
             for parameter in ours.parameters():
-                parameter.copy_(parameter.grad)
+                parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         ours.save_pretrained(folder)
         named = type(theirs).from_pretrained(folder, dtype=torch.bfloat16)
         results["ours"] = (results["ours"][0], {n: p.detach().to("cuda") for n, p in named.named_parameters()})

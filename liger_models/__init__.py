@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from liger_models.arch.gemma3_text import LigerGemma3Text as LigerGemma3Text
     from liger_models.arch.gemma4_text import Gemma4TextConfig as Gemma4TextConfig
     from liger_models.arch.gemma4_text import LigerGemma4Text as LigerGemma4Text
+    from liger_models.arch.gemma4_unified_text import Gemma4UnifiedTextConfig as Gemma4UnifiedTextConfig
+    from liger_models.arch.gemma4_unified_text import LigerGemma4UnifiedText as LigerGemma4UnifiedText
     from liger_models.arch.glm import LigerGLM as LigerGLM
     from liger_models.arch.glm4 import LigerGLM4 as LigerGLM4
     from liger_models.arch.gpt_oss import LigerGptOss as LigerGptOss
@@ -116,6 +118,7 @@ else:
             "arch.gemma3": ["LigerGemma3"],
             "arch.gemma3_text": ["LigerGemma3Text"],
             "arch.gemma4_text": ["Gemma4TextConfig", "LigerGemma4Text"],
+            "arch.gemma4_unified_text": ["Gemma4UnifiedTextConfig", "LigerGemma4UnifiedText"],
             "arch.glm": ["LigerGLM"],
             "arch.glm4": ["LigerGLM4"],
             "arch.gpt_oss": ["LigerGptOss"],

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from liger_models import AutoLigerModel
+from liger_models.kernels.dispatch import reference_backend
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.memory.estimate import training_memory
 
 from .families import CASES, LIMIT, error, gradients_of, tiny, tokens
 
-CASES = [case for case in CASES if case[0] == "gemma4_text"]
+CASES = [case for case in CASES if case[0] in ("gemma4_text", "gemma4_unified_text")]
 every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
 one_case = pytest.mark.parametrize("pair", CASES[:1], indirect=True, ids="-".join)
 
@@ -63,6 +64,55 @@ def test_embeddings_of_no_token_are_refused(pair):
     assert error(ours(inputs_embeds=embeds).logits, ours(ids).logits) <= LIMIT
     with pytest.raises(ValueError, match="inputs_embeds must be embeddings of tokens"):
         ours(inputs_embeds=embeds + 0.1)
+
+
+def test_unified_models_have_neither_experts_nor_inputs_for_blocks():
+    hf = {"model_type": "gemma4_unified_text", **tiny("gemma4_unified_text")["untied"]}
+    with pytest.raises(ValueError, match="hidden_size_per_layer_input 0, got False and 8"):
+        AutoLigerModel.from_config({**hf, "hidden_size_per_layer_input": 8}, device="meta")
+
+
+WIDE = {
+    "model_type": "gemma4_text", "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 50, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 101,
+}  # fmt: skip
+"""With the heads of releases, of 256 and of 512."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"attention_k_eq_v": True, "num_global_key_value_heads": 1}], ids=str)
+@pytest.mark.parametrize("batch", ["plain", "packed", "left", "right"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_heads_of_releases_on_gpu(changes, batch, dtype):
+    """Loss and gradients are those of the CPU in fp32, up to the rounding of the dtype."""
+    torch.manual_seed(0)
+    model = AutoLigerModel.from_config({**WIDE, **changes}, device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    ids = torch.randint(3, 101, (2, 150), generator=torch.Generator().manual_seed(0))
+    options = {"labels": ids}
+    if batch == "packed":
+        options["cu_seqlens"] = torch.tensor([0, 70, 150, 151, 300])
+    elif batch != "plain":
+        options["attention_mask"] = torch.ones_like(ids)
+        options["attention_mask"][1, slice(0, 30) if batch == "left" else slice(120, 150)] = 0
+    results = []
+    with reference_backend():
+        loss = model(ids, **options).loss
+        loss.backward()
+    results.append((loss.detach(), gradients_of(model)))
+    model.zero_grad()
+    model.to("cuda", dtype)
+    loss = model(ids.cuda(), **{name: value.cuda() for name, value in options.items()}).loss
+    loss.backward()
+    results.append((loss.detach(), gradients_of(model)))
+    (want, exact), (got, gradients) = results
+    limit = 0.06 if dtype == torch.bfloat16 else 1e-4
+    assert error(got, want) <= limit / 4
+    whole = [torch.cat([each[name].float().cpu().flatten() for name in exact]) for each in (gradients, exact)]
+    assert error(*whole) <= limit
 
 
 def test_the_estimate_counts_what_lies_between_the_blocks():

@@ -21,6 +21,7 @@ GGUF = {
     "gemma2": "GEMMA2",
     "gemma3_text": "GEMMA3",
     "gemma4_text": "GEMMA4",
+    "gemma4_unified_text": "GEMMA4",
     "glm": "CHATGLM",
     "glm4": "GLM4",
     "granite": "GRANITE",
