@@ -187,7 +187,7 @@ def verify(
     kind = read_model_type(read_json_config(folder))
     empty, stored = _empty_model(str(folder), None), read_headers(folder)
     parameters = dict(empty.named_parameters())
-    weights = pick_map(format_of(type(empty)).weight_maps(empty.config), stored, parameters)
+    weights = pick_map(format_of(type(empty)).file_maps(empty.config), stored, parameters)
     expected = weights.shapes(parameters)
     result: dict[str, Any] = {
         "tensors": len(stored),

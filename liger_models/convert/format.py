@@ -35,8 +35,11 @@ class CheckpointFormat:
 
     def weight_maps(self, config: Any) -> list[WeightMap]:
         """The `WeightMap` of each layout that checkpoints may have, the written one first."""
-        quantised = (quantised_map(config) for quantised_map in self.quantised_maps.values())
-        return [self.weight_map(config), *self.other_maps(config), *quantised]
+        return [self.weight_map(config), *self.other_maps(config)]
+
+    def file_maps(self, config: Any) -> list[WeightMap]:
+        """As `weight_maps`, and the layouts of quantised checkpoints, which exist only in files."""
+        return [*self.weight_maps(config), *(quantised(config) for quantised in self.quantised_maps.values())]
 
     def module_map(self, config: Any) -> WeightMap:
         """The `WeightMap` under the names of transformers' modules in memory, which adapters are saved by.

@@ -89,7 +89,7 @@ def load_pretrained(
             model = model_class(config, kernels=kernels)
         model.check_buffers()
         parameters = dict(model.named_parameters())
-        weights = pick_map(format_of(model_class).weight_maps(config), stored, parameters)
+        weights = pick_map(format_of(model_class).file_maps(config), stored, parameters)
         check_tensors(str(folder), weights, parameters, stored)
         if config.tie_word_embeddings:
             _check_head(weights, stored)

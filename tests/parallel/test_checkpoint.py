@@ -319,3 +319,24 @@ def push_whole() -> tuple[str, int]:
 
 def test_a_whole_model_is_uploaded_by_the_first_rank(two):
     assert two(push_whole) == [("2", 1), ("2", 0)]
+
+
+def load_mxfp4(folder: Path, target: Path) -> dict[str, Any]:
+    """What two ranks load of a checkpoint in MXFP4, each its own rows, and save as one."""
+    bytes_read: Counter[str] = Counter()
+    with mock.patch.object(files, "safe_open", lambda *a, **k: Counting(safe_open(*a, **k), bytes_read)):
+        model = load("gpt_oss", folder, shard=partial(apply_fsdp, param_dtype=None))
+    model.save_pretrained(target, mxfp4=folder)
+    return {"weights": whole(model.named_parameters()), "bytes": bytes_read}
+
+
+def test_experts_in_mxfp4(two, tmp_path):
+    from ..convert.test_mxfp4 import make
+
+    folder = make(tmp_path / "mxfp4")
+    stored, expected = read_tensors(folder), load("gpt_oss", folder)
+    for result in two(load_mxfp4, folder, tmp_path / "saved"):
+        assert_same_bits(result["weights"], {name: p.detach() for name, p in expected.named_parameters()})
+        blocks = "model.layers.0.mlp.experts.down_proj_blocks"
+        assert result["bytes"][blocks] == stored[blocks].nbytes // 2
+    assert_same_bits(read_tensors(tmp_path / "saved"), stored)

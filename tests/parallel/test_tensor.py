@@ -130,6 +130,7 @@ RUNS = {
     "granite": ("granite", {"residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
     "olmo2": ("olmo2", {}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5}),
 }
 
 
@@ -758,14 +759,19 @@ def train_experts(case: tuple[str, Any], shape: tuple[int, int], policy: str) ->
 
 
 def experts_case(arch: str, *, balanced: bool) -> tuple[str, Any]:
-    sizes = {"mixtral": {"num_local_experts": 4}, "qwen3_moe": CHECKPOINTS["qwen3_moe"]}[arch]
+    sizes = {"mixtral": {"num_local_experts": 4}, "gpt_oss": RUNS["gpt_oss"][1]}.get(arch) or CHECKPOINTS[arch]
     balance = {"output_router_logits": balanced, "router_aux_loss_coef": 0.5}
     return arch, get_arch(arch).config_class(**{**TINY, "initializer_range": 0.1, **sizes, **balance})
 
 
 @pytest.mark.parametrize(
     ("arch", "shape", "policy"),
-    [("mixtral", (1, 2), "selective"), ("qwen3_moe", (2, 2), "none"), ("mixtral", (1, 4), "full")],
+    [
+        ("mixtral", (1, 2), "selective"),
+        ("qwen3_moe", (2, 2), "none"),
+        ("mixtral", (1, 4), "full"),
+        ("gpt_oss", (1, 2), "none"),
+    ],
 )
 def test_experts_on_ranks(two, four, arch, shape, policy):
     case = experts_case(arch, balanced=True)

@@ -156,13 +156,16 @@ def _act_kernel(
 
 @triton.jit
 def _act_backward_kernel(
-    g_ptr, gate_up_ptr, weights_ptr, order_ptr, d_gate_up_ptr, product_ptr, d_weights_ptr, bias_ptr, ends_ptr, F, X,
-    limit, ACT: tl.constexpr, BIAS: tl.constexpr, READ_G: tl.constexpr, STORE_D_GATE_UP: tl.constexpr,
-    STORE_PRODUCT: tl.constexpr, STORE_D_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr,
+    g_ptr, gate_up_ptr, weights_ptr, order_ptr, d_gate_up_ptr, product_ptr, d_weights_ptr, bias_ptr, ends_ptr,
+    d_rows_ptr, down_bias_ptr, F, C, X, limit, ACT: tl.constexpr, BIAS: tl.constexpr, DOWN_BIAS: tl.constexpr,
+    READ_G: tl.constexpr, STORE_D_GATE_UP: tl.constexpr, STORE_PRODUCT: tl.constexpr, STORE_D_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * F
-    if BIAS:
-        bias_ptr += _expert_of(tl.program_id(0), ends_ptr, X, BLOCK_X).to(tl.int64) * 2 * F
+    if BIAS or DOWN_BIAS:
+        expert = _expert_of(tl.program_id(0), ends_ptr, X, BLOCK_X).to(tl.int64)
+        bias_ptr += expert * 2 * F
+        down_bias_ptr += expert * C
     copy = tl.load(order_ptr + tl.program_id(0))
     w = tl.load(weights_ptr + copy).to(tl.float32)
     dtype = gate_up_ptr.dtype.element_ty
@@ -184,6 +187,12 @@ def _act_backward_kernel(
         if STORE_PRODUCT:
             tl.store(product_ptr + row + start + results, (w * p).to(dtype), mask=results < left)
     if STORE_D_WEIGHTS:
+        if DOWN_BIAS:
+            for start in range(0, C, BLOCK):
+                inside = start + results < C
+                d = tl.load(d_rows_ptr + tl.program_id(0).to(tl.int64) * C + start + results, mask=inside, other=0.0)
+                b = tl.load(down_bias_ptr + start + results, mask=inside, other=0.0)
+                dot += d.to(tl.float32) * b.to(tl.float32)
         tl.store(d_weights_ptr + copy, tl.sum(dot, 0).to(d_weights_ptr.dtype.element_ty))
 
 
@@ -208,9 +217,9 @@ def _act(gate_up: Tensor, bias: Tensor | None, ends: Tensor, act: str, limit: fl
 
 
 def _act_backward(
-    g: Tensor | None, gate_up: Tensor, weights: Tensor, order: Tensor, bias: Tensor | None, ends: Tensor, act: str,
-    limit: float, *, need_d_gate_up: bool, need_product: bool, need_d_weights: bool,
-    overwrite_gate_up: bool,
+    g: Tensor | None, gate_up: Tensor, weights: Tensor, order: Tensor, ends: Tensor, d_rows: Tensor,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, limit: float, *, need_d_gate_up: bool,
+    need_product: bool, need_d_weights: bool, overwrite_gate_up: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch the activation's backward: ``(d_gate_up, weighted product, d_weights)``. The product overwrites g."""
     S, F = gate_up.shape[0], gate_up.shape[1] // 2
@@ -223,8 +232,9 @@ def _act_backward(
         _act_backward_kernel[(S,)](
             gate_up if g is None else g, gate_up, weights, order, gate_up if d_gate_up is None else d_gate_up,
             gate_up if product is None else product, weights if d_weights is None else d_weights,
-            gate_up if bias is None else bias, ends, F, len(ends), limit,
-            ACT=act, BIAS=bias is not None, READ_G=g is not None, STORE_D_GATE_UP=need_d_gate_up,
+            gate_up if gate_up_bias is None else gate_up_bias, ends, d_rows, d_rows if down_bias is None else down_bias,
+            F, d_rows.shape[1], len(ends), limit, ACT=act, BIAS=gate_up_bias is not None,
+            DOWN_BIAS=down_bias is not None and need_d_weights, READ_G=g is not None, STORE_D_GATE_UP=need_d_gate_up,
             STORE_PRODUCT=need_product, STORE_D_WEIGHTS=need_d_weights, **_row_blocks(F, len(ends)),
         )  # fmt: skip
     return d_gate_up, product, d_weights
@@ -300,19 +310,13 @@ def _moe_mlp_backward(
     if need_d_gate_up or need_weights:
         g = grouped_mm(d_rows, down_weight, ends, library)
     d_gate_up, product, d_weights = _act_backward(
-        g, gate_up, weights.contiguous(), order, _contiguous(gate_up_bias), ends, act, limit,
-        need_d_gate_up=need_d_gate_up, need_product=need_down, need_d_weights=need_weights, overwrite_gate_up=own,
+        g, gate_up, weights.contiguous(), order, ends, d_rows, _contiguous(gate_up_bias), _contiguous(down_bias), act,
+        limit, need_d_gate_up=need_d_gate_up, need_product=need_down, need_d_weights=need_weights,
+        overwrite_gate_up=own,
     )  # fmt: skip
     del g, gate_up
-    if down_bias is not None and (need_weights or need_down_bias):
-        chosen = torch.searchsorted(ends, slot.view(weights.shape), right=True)
-        if d_weights is not None:
-            along = dy.float() @ down_bias.float().t()  # [N, X]
-            d_weights = d_weights + along.gather(1, chosen).to(d_weights.dtype)
-        if need_down_bias:
-            shares = weights.new_zeros(N, len(ends), dtype=torch.float32)
-            shares = shares.scatter_add_(1, chosen, weights.float())
-            d_down_bias = (shares.t() @ dy.float()).to(down_bias.dtype)
+    if down_bias is not None and need_down_bias:
+        d_down_bias = grouped_sum(d_rows, ends, down_bias.dtype, weights.contiguous(), order)
     if product is not None:
         d_down_weight = grouped_outer(d_rows, product, ends, library)
     del d_rows, product

@@ -4,7 +4,7 @@ Rows are sorted by expert; expert e owns the rows from ends[e − 1] to ends[e]:
 
     product       out_j = rows_j · W_e             for every row j of e
     outer         out_e = Σ_j left_j ⊗ right_j     over the rows j of e; 0 for an expert without rows
-    sum           out_e = Σ_j rows_j               likewise, in fp32
+    sum           out_e = Σ_j w_j · rows_j         likewise, in fp32, with or without weights
 
 `grouped_mm` and `grouped_outer` run PyTorch's grouped_mm where that is one kernel (`library_runs`), and the Triton
 kernels below elsewhere; neither waits for the device. The registered ops of the same meaning loop over the experts in
@@ -144,7 +144,10 @@ def _outer_kernel(
 
 
 @triton.jit
-def _sum_kernel(rows_ptr, ends_ptr, out_ptr, W, BLOCK_ROWS: tl.constexpr, BLOCK_W: tl.constexpr):
+def _sum_kernel(
+    rows_ptr, ends_ptr, weights_ptr, order_ptr, out_ptr, W, WEIGHTED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):  # fmt: skip
     expert = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
@@ -153,7 +156,11 @@ def _sum_kernel(rows_ptr, ends_ptr, out_ptr, W, BLOCK_ROWS: tl.constexpr, BLOCK_
     for start in range(first, end, BLOCK_ROWS):
         rows = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
         inside = (rows < end)[:, None] & (columns < W)[None, :]
-        total += tl.load(rows_ptr + rows[:, None] * W + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(rows_ptr + rows[:, None] * W + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            copies = tl.load(order_ptr + rows, mask=rows < end, other=0)
+            values *= tl.load(weights_ptr + copies, mask=rows < end, other=0.0).to(tl.float32)[:, None]
+        total += values
     result = tl.sum(total, 0).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + expert.to(tl.int64) * W + columns, result, mask=columns < W)
 
@@ -227,13 +234,19 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor, library: bool) -> T
     return out
 
 
-def grouped_sum(rows: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum over each expert's rows, in fp32: [S, W] -> [X, W], rounded once to ``dtype``."""
+def grouped_sum(
+    rows: Tensor, ends: Tensor, dtype: torch.dtype, weights: Tensor | None = None, order: Tensor | None = None
+) -> Tensor:
+    """Sum over each expert's rows, in fp32: [S, W] -> [X, W], rounded once to ``dtype``.
+
+    With ``weights`` [N, K] row j counts weights[order[j]] times; ``order`` [S] int32 is from `sort_by_expert`.
+    """
     X, W = ends.shape[0], rows.shape[1]
     out = torch.empty(X, W, dtype=dtype, device=rows.device)
     block_rows, block_columns = SUM_BLOCK
     with on_device_of(rows):
         _sum_kernel[(X, triton.cdiv(W, block_columns))](
-            rows, ends, out, W, BLOCK_ROWS=block_rows, BLOCK_W=block_columns
-        )
+            rows, ends, rows if weights is None else weights, ends if order is None else order, out, W,
+            WEIGHTED=weights is not None, BLOCK_ROWS=block_rows, BLOCK_W=block_columns,
+        )  # fmt: skip
     return out

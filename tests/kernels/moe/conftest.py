@@ -11,6 +11,7 @@ def many_blocks(monkeypatch):
 
     if dispatch.INTERPRET:
         monkeypatch.setattr(grouped_mm, "PRODUCT_BLOCKS", {2: (32, 64, 32), 4: (16, 64, 32)})
+        monkeypatch.setattr(grouped_mm, "SUM_BLOCK", (2, 16))
         monkeypatch.setattr(permutation, "SORT_BLOCK", 16)
         monkeypatch.setattr(permutation, "ROW_BLOCK", 32)
         monkeypatch.setattr(experts, "ACT_BLOCK", 128)
