@@ -146,7 +146,9 @@ def _conv_backward_kernel(
         x3 = _before(x_at, initial_ptr, first - 3, start, x_t, at_initial, inside, K, HAS_INITIAL)
         x2 = _before(x_at, initial_ptr, first - 2, start, x_t, at_initial, inside, K, HAS_INITIAL)
         x1 = _before(x_at, initial_ptr, first - 1, start, x_t, at_initial, inside, K, HAS_INITIAL)
-        d1, d2, d3 = none, none, none
+        # dx of the last three tokens as far as it is known. The d0 of as many steps would be simpler, but Triton 3.6 and
+        # 3.7 drop values that a loop only hands from one variable to the next if they start from the same constant.
+        dx1, dx2, dx3 = none, none, none
         # The gradient of token t − 3 needs that of p up to token t, so three more tokens of the document are visited.
         for t in tl.range(first, last + 3, num_stages=STAGES):
             x0 = tl.load(x_at + t * x_t, mask=inside & (t < end), other=0.0).to(tl.float32)
@@ -161,14 +163,14 @@ def _conv_backward_kernel(
             dw2 += own * x1
             dw3 += own * x0
             d_bias += own
-            dx = w3 * d3 + w2 * d2 + w1 * d1 + w0 * d0
+            dx = dx3 + w0 * d0
             tl.store(dx_ptr + (t - 3) * C + channels, dx.to(dx_ptr.dtype.element_ty), mask=inside & (t - 3 >= first))
             if HAS_INITIAL:
                 place = K - 1 + t - 3 - start
                 mask = inside & (t - 3 < start) & (first == start) & (place >= 0)
                 tl.store(d_initial_ptr + at_initial + place, dx.to(d_initial_ptr.dtype.element_ty), mask=mask)
             x3, x2, x1 = x2, x1, x0
-            d3, d2, d1 = d2, d1, d0
+            dx3, dx2, dx1 = dx2 + w1 * d0, dx1 + w2 * d0, w3 * d0
     d_weight_ptr += tl.program_id(0).to(tl.int64) * 5 * C + channels
     tl.store(d_weight_ptr, dw0, mask=inside)
     tl.store(d_weight_ptr + C, dw1, mask=inside)
