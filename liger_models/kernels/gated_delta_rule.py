@@ -10,15 +10,17 @@ value, E_ij = exp(G_i − G_j) for i ≥ j and 0 otherwise, and rows of matrices
     M_ij = β_i · E_ij · k̂_i·k̂_j  (i > j),   A = (I + M)⁻¹,   P_ij = scale · E_ij · q̂_i·k̂_j
     X = β · (V − e^{G_i} · K̂ S),   D = A X,   O = scale · e^{G_i} · Q̂ S + P D,   S ← e^G · S + (e^{G − G_i} · K̂)ᵀ D
 
-A and P of all chunks come from one kernel. A second one goes through the chunks in order, each program with some
-columns of S in registers. Backward, with dS the gradient of the state after the chunk, in the opposite order::
+P and, without its β, M of all chunks come from one kernel, and A from a second one. A third goes through the chunks in
+order, each program with some columns of S in registers. Backward, with dS the gradient of the state after the chunk, in
+the opposite order::
 
     dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX,   dM = −dX Dᵀ,   dP = dO Dᵀ
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
 A last kernel computes the other gradients of each chunk from S, D, dS and dX, the value heads of a key head one after
-the other, so that all sums are within a program. Products are in the dtype of q, k and v and are summed in fp32; the
-state, the decay and the inverse are in fp32. Saved: only the inputs. The backward recomputes A, P, S and D.
+the other, so that all sums are within a program. Products are in the dtype of q, k and v, for fp32 as three of TF32 on
+GPUs that have it, and are summed in fp32; the state, the decay and the inverse are in fp32. Saved: only the inputs. The
+backward recomputes A, P, S and D.
 
 A few tokens without gradients (decoding) have a kernel of their own, which follows the recurrence.
 
@@ -40,11 +42,14 @@ L2_EPS = 1e-6
 STEP_TOKENS = 16
 """Most tokens for which the recurrence is followed token by token, where no gradient is needed."""
 
-PREPARE_WARPS = 2
-SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 32
+SIMILARITY_WARPS, INVERSE_WARPS = 4, 1
+SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 64
 """Of the kernels that go through the chunks in order: each program has this many columns of the state of one head."""
 
 GRADIENT_WARPS = 8
+GRADIENT_BYTES = 160 * 1024
+"""Shared memory that the last kernel's tiles may take, which decides how many columns of v it has at a time."""
+
 STEP_WARPS, STEP_COLUMNS = 4, 32
 
 
@@ -143,19 +148,68 @@ def _decays(left, right, keep):
 
 
 @triton.jit
-def _similar(left, right, left_factor, right_factor, left_total, right_total, keep, PRECISION: tl.constexpr):
-    """A block of left_factor_i · right_factor_j · exp(left_total_i − right_total_j) · left_i·right_j."""
-    product = tl.dot(left, tl.trans(right), input_precision=PRECISION)
-    return product * (left_factor[:, None] * right_factor[None, :]) * _decays(left_total, right_total, keep)
+def _similarity_kernel(
+    q_ptr, k_ptr, g_ptr, cu_ptr, m_ptr, p_ptr, total_ptr, q_norm_ptr, k_norm_ptr, tokens, documents,
+    q_t, q_h, k_t, k_h, g_t, g_h, scale, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr,
+    BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
+    NEED_P: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """M without its β, P, the running sums of g and the inverse norms of one chunk and key head."""
+    key_head = tl.program_id(1).to(tl.int64)
+    _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
+    if first == end:
+        return
+    index = tl.arange(0, C)
+    rows = first + index
+    inside = rows < end
+    k = _load_rows(k_ptr + key_head * k_h, rows, k_t, end, DK, BLOCK_K)
+    k_norm = _inverse_norms(k, NORMALIZE, EPS)
+    tl.store(k_norm_ptr + key_head * tokens + rows, k_norm, mask=inside)
+    kk = tl.dot(k, tl.trans(k), input_precision=PRECISION) * (k_norm[:, None] * k_norm[None, :])
+    kk = tl.where(index[:, None] > index[None, :], kk, 0.0)
+    if NEED_P:
+        q = _load_rows(q_ptr + key_head * q_h, rows, q_t, end, DK, BLOCK_K)
+        q_norm = _inverse_norms(q, NORMALIZE, EPS)
+        tl.store(q_norm_ptr + key_head * tokens + rows, q_norm, mask=inside)
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * q_norm[:, None] * k_norm[None, :])
+    for head in range(key_head * GROUP, (key_head + 1) * GROUP):
+        total = tl.cumsum(tl.load(g_ptr + head * g_h + rows * g_t, mask=inside, other=0.0).to(tl.float32), 0)
+        tl.store(total_ptr + head * tokens + rows, total, mask=inside)
+        decays = _decays(total, total, index[:, None] >= index[None, :])
+        at = (head * tokens + rows)[:, None] * C + index[None, :]
+        tl.store(m_ptr + at, kk * decays, mask=inside[:, None])
+        if NEED_P:
+            tl.store(p_ptr + at, (qk * decays).to(p_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
-def _eliminate(x, m, j):
-    """One step of the forward substitution that turns I into (I + m)⁻¹: subtract what row j puts into those below."""
+def _row_solved(x, m_ptr, beta_ptr, i, C: tl.constexpr, BLOCK: tl.constexpr, beta_t, rows):
+    """One step of the forward substitution that turns I into (I + βM)⁻¹, for a block of 16 x 16 on the diagonal."""
     index = tl.arange(0, 16)
-    column = tl.sum(tl.where(index[None, :] == j, m, 0.0), 1)
-    row = tl.sum(tl.where(index[:, None] == j, x, 0.0), 0)
-    return x - column[:, None] * row[None, :]
+    row = BLOCK * 16 + i
+    beta = tl.load(beta_ptr + row * beta_t, mask=row < rows, other=0.0).to(tl.float32)
+    m = tl.load(m_ptr + row * C + BLOCK * 16 + index, mask=(index < i) & (row < rows), other=0.0) * beta
+    return tl.where(index[:, None] == i, x - tl.sum(m[:, None] * x, 0)[None, :], x)
+
+
+@triton.jit
+def _block(ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexpr):
+    """Where a block of 16 x 16 of a chunk's matrix is, and its rows."""
+    index = tl.arange(0, 16)
+    return (ROW * 16 + index)[:, None] * C + (COLUMN * 16 + index)[None, :], ROW * 16 + index
+
+
+@triton.jit
+def _load_block(m_ptr, beta_ptr, beta_t, rows, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexpr):
+    at, row = _block(ROW, COLUMN, C)
+    beta = tl.load(beta_ptr + row * beta_t, mask=row < rows, other=0.0).to(tl.float32)
+    return tl.load(m_ptr + at, mask=(row < rows)[:, None], other=0.0) * beta[:, None]
+
+
+@triton.jit
+def _store_block(a_ptr, x, rows, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexpr):
+    at, row = _block(ROW, COLUMN, C)
+    tl.store(a_ptr + at, x.to(a_ptr.dtype.element_ty), mask=(row < rows)[:, None])
 
 
 @triton.jit
@@ -164,137 +218,55 @@ def _times(left, right):
 
 
 @triton.jit
-def _store_block(ptr, first, end, x, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexpr):
-    """Store a block of 16 x 16 of a chunk's matrix."""
-    rows = first + ROW * 16 + tl.arange(0, 16)
-    columns = COLUMN * 16 + tl.arange(0, 16)
-    tl.store(ptr + rows[:, None] * C + columns[None, :], x.to(ptr.dtype.element_ty), mask=(rows < end)[:, None])
-
-
-@triton.jit
-def _prepare_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, q_norm_ptr, k_norm_ptr,
-    tokens, documents, q_t, q_h, k_t, k_h, g_t, g_h, beta_t, beta_h, scale,
-    GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr,
-    NORMALIZE: tl.constexpr, EPS: tl.constexpr, NEED_P: tl.constexpr, PRECISION: tl.constexpr,
+def _inverse_kernel(
+    m_ptr, beta_ptr, cu_ptr, a_ptr, tokens, documents, beta_t, beta_h, C: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """A, P, the running sums of g and the inverse norms of one chunk and value head."""
+    """A of one chunk and value head: the blocks on the diagonal row by row, then those below them by products."""
     head = tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
-    if first == end:
+    rows = end - first
+    if rows == 0:
         return
+    m_ptr += (head * tokens + first) * C
+    a_ptr += (head * tokens + first) * C
+    beta_ptr += head * beta_h + first * beta_t
     index = tl.arange(0, 16)
-    r0, r1, r2, r3 = first + index, first + 16 + index, first + 32 + index, first + 48 + index
-    g_ptr += head * g_h
-    t0 = tl.cumsum(tl.load(g_ptr + r0 * g_t, mask=r0 < end, other=0.0).to(tl.float32), 0)
-    t1 = tl.cumsum(tl.load(g_ptr + r1 * g_t, mask=r1 < end, other=0.0).to(tl.float32), 0)
-    t2 = tl.cumsum(tl.load(g_ptr + r2 * g_t, mask=r2 < end, other=0.0).to(tl.float32), 0)
-    t3 = tl.cumsum(tl.load(g_ptr + r3 * g_t, mask=r3 < end, other=0.0).to(tl.float32), 0)
-    last = index == 15
-    t1 += tl.sum(tl.where(last, t0, 0.0), 0)
-    t2 += tl.sum(tl.where(last, t1, 0.0), 0)
-    t3 += tl.sum(tl.where(last, t2, 0.0), 0)
-    total_ptr += head * tokens
-    tl.store(total_ptr + r0, t0, mask=r0 < end)
-    tl.store(total_ptr + r1, t1, mask=r1 < end)
-    tl.store(total_ptr + r2, t2, mask=r2 < end)
-    tl.store(total_ptr + r3, t3, mask=r3 < end)
-    beta_ptr += head * beta_h
-    b0 = tl.load(beta_ptr + r0 * beta_t, mask=r0 < end, other=0.0).to(tl.float32)
-    b1 = tl.load(beta_ptr + r1 * beta_t, mask=r1 < end, other=0.0).to(tl.float32)
-    b2 = tl.load(beta_ptr + r2 * beta_t, mask=r2 < end, other=0.0).to(tl.float32)
-    b3 = tl.load(beta_ptr + r3 * beta_t, mask=r3 < end, other=0.0).to(tl.float32)
-
-    key_head = head // GROUP
-    k_ptr += key_head * k_h
-    k0 = _load_rows(k_ptr, r0, k_t, end, DK, BLOCK_K)
-    k1 = _load_rows(k_ptr, r1, k_t, end, DK, BLOCK_K)
-    k2 = _load_rows(k_ptr, r2, k_t, end, DK, BLOCK_K)
-    k3 = _load_rows(k_ptr, r3, k_t, end, DK, BLOCK_K)
-    n0, n1 = _inverse_norms(k0, NORMALIZE, EPS), _inverse_norms(k1, NORMALIZE, EPS)
-    n2, n3 = _inverse_norms(k2, NORMALIZE, EPS), _inverse_norms(k3, NORMALIZE, EPS)
-    leads = head % GROUP == 0  # of the value heads of a key head
-    k_norm_ptr += key_head * tokens
-    tl.store(k_norm_ptr + r0, n0, mask=(r0 < end) & leads)
-    tl.store(k_norm_ptr + r1, n1, mask=(r1 < end) & leads)
-    tl.store(k_norm_ptr + r2, n2, mask=(r2 < end) & leads)
-    tl.store(k_norm_ptr + r3, n3, mask=(r3 < end) & leads)
-    below, upto = index[:, None] > index[None, :], index[:, None] >= index[None, :]
-    every = index[:, None] >= 0
-
-    f0, f1, f2, f3 = b0 * n0, b1 * n1, b2 * n2, b3 * n3
-    m00 = _similar(k0, k0, f0, n0, t0, t0, below, PRECISION)
-    m11 = _similar(k1, k1, f1, n1, t1, t1, below, PRECISION)
-    m22 = _similar(k2, k2, f2, n2, t2, t2, below, PRECISION)
-    m33 = _similar(k3, k3, f3, n3, t3, t3, below, PRECISION)
     unit = (index[:, None] == index[None, :]).to(tl.float32)
     a00, a11, a22, a33 = unit, unit, unit, unit
-    for j in range(15):
-        a00, a11 = _eliminate(a00, m00, j), _eliminate(a11, m11, j)
-        a22, a33 = _eliminate(a22, m22, j), _eliminate(a33, m33, j)
-    m10 = _similar(k1, k0, f1, n0, t1, t0, every, PRECISION)
-    m21 = _similar(k2, k1, f2, n1, t2, t1, every, PRECISION)
-    m32 = _similar(k3, k2, f3, n2, t3, t2, every, PRECISION)
+    for i in range(1, 16):
+        a00 = _row_solved(a00, m_ptr, beta_ptr, i, C, 0, beta_t, rows)
+        a11 = _row_solved(a11, m_ptr, beta_ptr, i, C, 1, beta_t, rows)
+        a22 = _row_solved(a22, m_ptr, beta_ptr, i, C, 2, beta_t, rows)
+        a33 = _row_solved(a33, m_ptr, beta_ptr, i, C, 3, beta_t, rows)
+    m10 = _load_block(m_ptr, beta_ptr, beta_t, rows, 1, 0, C)
+    m21 = _load_block(m_ptr, beta_ptr, beta_t, rows, 2, 1, C)
+    m32 = _load_block(m_ptr, beta_ptr, beta_t, rows, 3, 2, C)
     a10 = -_times(a11, _times(m10, a00))
     a21 = -_times(a22, _times(m21, a11))
     a32 = -_times(a33, _times(m32, a22))
-    m20 = _similar(k2, k0, f2, n0, t2, t0, every, PRECISION)
-    m31 = _similar(k3, k1, f3, n1, t3, t1, every, PRECISION)
-    m30 = _similar(k3, k0, f3, n0, t3, t0, every, PRECISION)
+    m20 = _load_block(m_ptr, beta_ptr, beta_t, rows, 2, 0, C)
+    m31 = _load_block(m_ptr, beta_ptr, beta_t, rows, 3, 1, C)
+    m30 = _load_block(m_ptr, beta_ptr, beta_t, rows, 3, 0, C)
     a20 = -_times(a22, _times(m20, a00) + _times(m21, a10))
     a31 = -_times(a33, _times(m31, a11) + _times(m32, a21))
     a30 = -_times(a33, _times(m30, a00) + _times(m31, a10) + _times(m32, a20))
     none = tl.zeros([16, 16], tl.float32)
-    a_ptr += head * tokens * C
-    _store_block(a_ptr, first, end, a00, 0, 0, C)
-    _store_block(a_ptr, first, end, a10, 1, 0, C)
-    _store_block(a_ptr, first, end, a20, 2, 0, C)
-    _store_block(a_ptr, first, end, a30, 3, 0, C)
-    _store_block(a_ptr, first, end, none, 0, 1, C)
-    _store_block(a_ptr, first, end, a11, 1, 1, C)
-    _store_block(a_ptr, first, end, a21, 2, 1, C)
-    _store_block(a_ptr, first, end, a31, 3, 1, C)
-    _store_block(a_ptr, first, end, none, 0, 2, C)
-    _store_block(a_ptr, first, end, none, 1, 2, C)
-    _store_block(a_ptr, first, end, a22, 2, 2, C)
-    _store_block(a_ptr, first, end, a32, 3, 2, C)
-    _store_block(a_ptr, first, end, none, 0, 3, C)
-    _store_block(a_ptr, first, end, none, 1, 3, C)
-    _store_block(a_ptr, first, end, none, 2, 3, C)
-    _store_block(a_ptr, first, end, a33, 3, 3, C)
-
-    if NEED_P:
-        q_ptr += key_head * q_h
-        q_norm_ptr += key_head * tokens
-        p_ptr += head * tokens * C
-        q0 = _load_rows(q_ptr, r0, q_t, end, DK, BLOCK_K)
-        u0 = _inverse_norms(q0, NORMALIZE, EPS)
-        tl.store(q_norm_ptr + r0, u0, mask=(r0 < end) & leads)
-        _store_block(p_ptr, first, end, _similar(q0, k0, u0 * scale, n0, t0, t0, upto, PRECISION), 0, 0, C)
-        _store_block(p_ptr, first, end, none, 0, 1, C)
-        _store_block(p_ptr, first, end, none, 0, 2, C)
-        _store_block(p_ptr, first, end, none, 0, 3, C)
-        q1 = _load_rows(q_ptr, r1, q_t, end, DK, BLOCK_K)
-        u1 = _inverse_norms(q1, NORMALIZE, EPS)
-        tl.store(q_norm_ptr + r1, u1, mask=(r1 < end) & leads)
-        _store_block(p_ptr, first, end, _similar(q1, k0, u1 * scale, n0, t1, t0, every, PRECISION), 1, 0, C)
-        _store_block(p_ptr, first, end, _similar(q1, k1, u1 * scale, n1, t1, t1, upto, PRECISION), 1, 1, C)
-        _store_block(p_ptr, first, end, none, 1, 2, C)
-        _store_block(p_ptr, first, end, none, 1, 3, C)
-        q2 = _load_rows(q_ptr, r2, q_t, end, DK, BLOCK_K)
-        u2 = _inverse_norms(q2, NORMALIZE, EPS)
-        tl.store(q_norm_ptr + r2, u2, mask=(r2 < end) & leads)
-        _store_block(p_ptr, first, end, _similar(q2, k0, u2 * scale, n0, t2, t0, every, PRECISION), 2, 0, C)
-        _store_block(p_ptr, first, end, _similar(q2, k1, u2 * scale, n1, t2, t1, every, PRECISION), 2, 1, C)
-        _store_block(p_ptr, first, end, _similar(q2, k2, u2 * scale, n2, t2, t2, upto, PRECISION), 2, 2, C)
-        _store_block(p_ptr, first, end, none, 2, 3, C)
-        q3 = _load_rows(q_ptr, r3, q_t, end, DK, BLOCK_K)
-        u3 = _inverse_norms(q3, NORMALIZE, EPS)
-        tl.store(q_norm_ptr + r3, u3, mask=(r3 < end) & leads)
-        _store_block(p_ptr, first, end, _similar(q3, k0, u3 * scale, n0, t3, t0, every, PRECISION), 3, 0, C)
-        _store_block(p_ptr, first, end, _similar(q3, k1, u3 * scale, n1, t3, t1, every, PRECISION), 3, 1, C)
-        _store_block(p_ptr, first, end, _similar(q3, k2, u3 * scale, n2, t3, t2, every, PRECISION), 3, 2, C)
-        _store_block(p_ptr, first, end, _similar(q3, k3, u3 * scale, n3, t3, t3, upto, PRECISION), 3, 3, C)
+    _store_block(a_ptr, a00, rows, 0, 0, C)
+    _store_block(a_ptr, none, rows, 0, 1, C)
+    _store_block(a_ptr, none, rows, 0, 2, C)
+    _store_block(a_ptr, none, rows, 0, 3, C)
+    _store_block(a_ptr, a10, rows, 1, 0, C)
+    _store_block(a_ptr, a11, rows, 1, 1, C)
+    _store_block(a_ptr, none, rows, 1, 2, C)
+    _store_block(a_ptr, none, rows, 1, 3, C)
+    _store_block(a_ptr, a20, rows, 2, 0, C)
+    _store_block(a_ptr, a21, rows, 2, 1, C)
+    _store_block(a_ptr, a22, rows, 2, 2, C)
+    _store_block(a_ptr, none, rows, 2, 3, C)
+    _store_block(a_ptr, a30, rows, 3, 0, C)
+    _store_block(a_ptr, a31, rows, 3, 1, C)
+    _store_block(a_ptr, a32, rows, 3, 2, C)
+    _store_block(a_ptr, a33, rows, 3, 3, C)
 
 
 @triton.jit
@@ -314,14 +286,19 @@ def _scan_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE_OUT: tl.constexpr,
     STORE_STATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Output and final state, or with STORE_STATES the state before each chunk and D, which the backward needs."""
+    """Output and final state, or with STORE_STATES the state before each chunk and D, which the backward needs.
+
+    Tiles with columns of v are transposed: [columns, keys] of the state and [columns, tokens] of V, X, D and O. What a
+    product gives is thus the left side of the next one, which stays in registers.
+    """
     n, head, key_head, v_columns = _columns(documents, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     k_columns, index = tl.arange(0, BLOCK_K), tl.arange(0, C)
-    inside_v = (v_columns < DV)[None, :]
-    inside_state = (k_columns < DK)[:, None] & inside_v
-    at_state = k_columns[:, None] * DV + v_columns[None, :]
+    inside_v = (v_columns < DV)[:, None]
+    inside_state = (k_columns < DK)[None, :] & inside_v
+    at_state = k_columns[None, :] * DV + v_columns[:, None]
+    at_stored = v_columns[:, None] * DK + k_columns[None, :]
     q_ptr += key_head * q_h
     k_ptr += key_head * k_h
     v_ptr += head * v_h
@@ -331,7 +308,7 @@ def _scan_kernel(
     total_ptr += head * tokens
     q_norm_ptr += key_head * tokens
     k_norm_ptr += key_head * tokens
-    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
     if HAS_INITIAL:
         state = tl.load(initial_ptr + (n * Hv + head) * (DK * DV) + at_state, mask=inside_state, other=0.0)
     for number in tl.range(0, tl.cdiv(end - start, C), num_stages=STAGES):
@@ -340,30 +317,30 @@ def _scan_kernel(
         inside = rows < end
         k = _load_rows(k_ptr, rows, k_t, end, DK, BLOCK_K)
         a = _load_rows(a_ptr, rows, C, end, C, C)
-        v = tl.load(v_ptr + rows[:, None] * v_t + v_columns[None, :], mask=inside[:, None] & inside_v, other=0.0)
+        v = tl.load(v_ptr + rows[None, :] * v_t + v_columns[:, None], mask=inside[None, :] & inside_v, other=0.0)
         total = tl.load(total_ptr + rows, mask=inside, other=0.0)
         beta = tl.load(beta_ptr + rows * beta_t, mask=inside, other=0.0).to(tl.float32)
         k_norm = tl.load(k_norm_ptr + rows, mask=inside, other=0.0)
         whole = tl.load(total_ptr + tl.minimum(first + C, end) - 1)
         rounded = state.to(dtype)
-        seen = tl.dot(k, rounded, input_precision=PRECISION)
-        x = beta[:, None] * (v.to(tl.float32) - seen * (tl.exp(total) * k_norm)[:, None])
-        d = tl.dot(a, x.to(dtype), input_precision=PRECISION)
-        at = (head * tokens + rows)[:, None] * DV + v_columns[None, :]
+        seen = tl.dot(rounded, tl.trans(k), input_precision=PRECISION)
+        x = beta[None, :] * (v.to(tl.float32) - seen * (tl.exp(total) * k_norm)[None, :])
+        d = tl.dot(x.to(dtype), tl.trans(a), input_precision=PRECISION)
         if STORE_OUT:
             q = _load_rows(q_ptr, rows, q_t, end, DK, BLOCK_K)
             p = _load_rows(p_ptr, rows, C, end, C, C)
             q_norm = tl.load(q_norm_ptr + rows, mask=inside, other=0.0)
-            out = tl.dot(q, rounded, input_precision=PRECISION) * (tl.exp(total) * q_norm * scale)[:, None]
-            out = tl.dot(p, d.to(dtype), out, input_precision=PRECISION)
-            at_out = (rows * Hv + head)[:, None] * DV + v_columns[None, :]
-            tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & inside_v)
+            out = tl.dot(rounded, tl.trans(q), input_precision=PRECISION) * (tl.exp(total) * q_norm * scale)[None, :]
+            out = tl.dot(d.to(dtype), tl.trans(p), out, input_precision=PRECISION)
+            at_out = (rows * Hv + head)[None, :] * DV + v_columns[:, None]
+            tl.store(out_ptr + at_out, out.to(dtype), mask=inside[None, :] & inside_v)
         if STORE_STATES:
             slot = start // C + n + number
-            tl.store(states_ptr + (slot * Hv + head) * (DK * DV) + at_state, rounded, mask=inside_state)
-            tl.store(d_ptr + at, d.to(dtype), mask=inside[:, None] & inside_v)
-        update = (d * (tl.exp(whole - total) * k_norm)[:, None]).to(dtype)
-        state = tl.dot(tl.trans(k), update, state * tl.exp(whole), input_precision=PRECISION)
+            tl.store(states_ptr + (slot * Hv + head) * (DK * DV) + at_stored, rounded, mask=inside_state)
+            at = (head * tokens + rows)[None, :] * DV + v_columns[:, None]
+            tl.store(d_ptr + at, d.to(dtype), mask=inside[None, :] & inside_v)
+        update = (d * (tl.exp(whole - total) * k_norm)[None, :]).to(dtype)
+        state = tl.dot(update, k, state * tl.exp(whole), input_precision=PRECISION)
     if not STORE_STATES:
         tl.store(final_ptr + (n * Hv + head) * (DK * DV) + at_state, state, mask=inside_state)
 
@@ -376,14 +353,15 @@ def _scan_back_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_OUT: tl.constexpr, HAS_FINAL: tl.constexpr,
     STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dX, the gradient of the state after each chunk, and that of the initial state."""
+    """dX, the gradient of the state after each chunk, and that of the initial state; tiles as in `_scan_kernel`."""
     n, head, key_head, v_columns = _columns(documents, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     k_columns, index = tl.arange(0, BLOCK_K), tl.arange(0, C)
-    inside_v = (v_columns < DV)[None, :]
-    inside_state = (k_columns < DK)[:, None] & inside_v
-    at_state = k_columns[:, None] * DV + v_columns[None, :]
+    inside_v = (v_columns < DV)[:, None]
+    inside_state = (k_columns < DK)[None, :] & inside_v
+    at_state = k_columns[None, :] * DV + v_columns[:, None]
+    at_stored = v_columns[:, None] * DK + k_columns[None, :]
     q_ptr += key_head * q_h
     k_ptr += key_head * k_h
     d_out_ptr += head * d_out_h
@@ -393,7 +371,7 @@ def _scan_back_kernel(
     total_ptr += head * tokens
     q_norm_ptr += key_head * tokens
     k_norm_ptr += key_head * tokens
-    d_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    d_state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
     if HAS_FINAL:
         d_state = tl.load(d_final_ptr + (n * Hv + head) * (DK * DV) + at_state, mask=inside_state, other=0.0)
     chunks = tl.cdiv(end - start, C)
@@ -410,23 +388,23 @@ def _scan_back_kernel(
         whole = tl.load(total_ptr + tl.minimum(first + C, end) - 1)
         rounded = d_state.to(dtype)
         slot = start // C + n + number
-        tl.store(d_states_ptr + (slot * Hv + head) * (DK * DV) + at_state, rounded, mask=inside_state)
-        dd = tl.dot(k, rounded, input_precision=PRECISION) * (tl.exp(whole - total) * k_norm)[:, None]
+        tl.store(d_states_ptr + (slot * Hv + head) * (DK * DV) + at_stored, rounded, mask=inside_state)
+        dd = tl.dot(rounded, tl.trans(k), input_precision=PRECISION) * (tl.exp(whole - total) * k_norm)[None, :]
         d_state *= tl.exp(whole)
         if HAS_OUT:
             q = _load_rows(q_ptr, rows, q_t, end, DK, BLOCK_K)
             p = _load_rows(p_ptr, rows, C, end, C, C)
-            at_out = rows[:, None] * d_out_t + v_columns[None, :]
-            d_out = tl.load(d_out_ptr + at_out, mask=inside[:, None] & inside_v, other=0.0)
+            at_out = rows[None, :] * d_out_t + v_columns[:, None]
+            d_out = tl.load(d_out_ptr + at_out, mask=inside[None, :] & inside_v, other=0.0)
             q_norm = tl.load(q_norm_ptr + rows, mask=inside, other=0.0)
-            dd = tl.dot(tl.trans(p), d_out, dd, input_precision=PRECISION)
-            scaled = d_out.to(tl.float32) * (tl.exp(total) * q_norm * scale)[:, None]
-            d_state = tl.dot(tl.trans(q), scaled.to(dtype), d_state, input_precision=PRECISION)
-        dx = tl.dot(tl.trans(a), dd.to(dtype), input_precision=PRECISION)
-        at = (rows * Hv + head)[:, None] * DV + v_columns[None, :]
-        tl.store(dx_ptr + at, dx.to(dtype), mask=inside[:, None] & inside_v)
-        taken = (-dx * (beta * tl.exp(total) * k_norm)[:, None]).to(dtype)
-        d_state = tl.dot(tl.trans(k), taken, d_state, input_precision=PRECISION)
+            dd = tl.dot(d_out, p, dd, input_precision=PRECISION)
+            scaled = d_out.to(tl.float32) * (tl.exp(total) * q_norm * scale)[None, :]
+            d_state = tl.dot(scaled.to(dtype), q, d_state, input_precision=PRECISION)
+        dx = tl.dot(dd.to(dtype), a, input_precision=PRECISION)
+        at = (rows * Hv + head)[None, :] * DV + v_columns[:, None]
+        tl.store(dx_ptr + at, dx.to(dtype), mask=inside[None, :] & inside_v)
+        taken = (-dx * (beta * tl.exp(total) * k_norm)[None, :]).to(dtype)
+        d_state = tl.dot(taken, k, d_state, input_precision=PRECISION)
     if STORE_INITIAL:
         tl.store(d_initial_ptr + (n * Hv + head) * (DK * DV) + at_state, d_state, mask=inside_state)
 
@@ -442,8 +420,8 @@ def _unnormalized(x, d, norms, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def _gradients_kernel(
-    q_ptr, k_ptr, v_ptr, beta_ptr, cu_ptr, total_ptr, q_norm_ptr, k_norm_ptr, states_ptr, d_states_ptr, d_ptr,
-    d_out_ptr, dq_ptr, dk_ptr, dx_ptr, dg_ptr, dbeta_ptr, tokens, documents, q_t, q_h, k_t, k_h, v_t, v_h,
+    q_ptr, k_ptr, v_ptr, beta_ptr, cu_ptr, m_ptr, p_ptr, total_ptr, q_norm_ptr, k_norm_ptr, states_ptr, d_states_ptr,
+    d_ptr, d_out_ptr, dq_ptr, dk_ptr, dx_ptr, dg_ptr, dbeta_ptr, tokens, documents, q_t, q_h, k_t, k_h, v_t, v_h,
     beta_t, beta_h, d_out_t, d_out_h, scale, Hk: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
     DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr,
     HAS_OUT: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
@@ -460,74 +438,83 @@ def _gradients_kernel(
     if first == end:
         return
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    index, k_columns, v_columns = tl.arange(0, C), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    index, k_columns = tl.arange(0, C), tl.arange(0, BLOCK_K)
     rows = first + index
     inside = rows < end
     k = _load_rows(k_ptr + key_head * k_h, rows, k_t, end, DK, BLOCK_K)
     k_norm = tl.load(k_norm_ptr + key_head * tokens + rows, mask=inside, other=0.0)
-    kk = tl.dot(k, tl.trans(k), input_precision=PRECISION) * (k_norm[:, None] * k_norm[None, :])
     dk = tl.zeros([C, BLOCK_K], tl.float32)
     dq = tl.zeros([C, BLOCK_K], tl.float32)
     if HAS_OUT:
         q = _load_rows(q_ptr + key_head * q_h, rows, q_t, end, DK, BLOCK_K)
         q_norm = tl.load(q_norm_ptr + key_head * tokens + rows, mask=inside, other=0.0)
-        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (q_norm[:, None] * k_norm[None, :])
-    at_state = k_columns[:, None] * DV + v_columns[None, :]
-    inside_state = (k_columns < DK)[:, None] & (v_columns < DV)[None, :]
     for member in tl.range(0, GROUP, num_stages=1):  # two value heads at a time do not fit into shared memory
         head = key_head * GROUP + member
         whole = tl.load(total_ptr + head * tokens + end - 1)
         total = tl.load(total_ptr + head * tokens + rows, mask=inside, other=0.0)
         total = tl.where(inside, total, whole)  # differences stay negative for rows that do not exist
         beta = tl.load(beta_ptr + head * beta_h + rows * beta_t, mask=inside, other=0.0).to(tl.float32)
-        state = tl.load(states_ptr + (slot * Hv + head) * (DK * DV) + at_state, mask=inside_state, other=0.0)
-        d_state = tl.load(d_states_ptr + (slot * Hv + head) * (DK * DV) + at_state, mask=inside_state, other=0.0)
-        d = _load_rows(d_ptr + head * tokens * DV, rows, DV, end, DV, BLOCK_V)
-        dx = _load_rows(dx_ptr + head * DV, rows, Hv * DV, end, DV, BLOCK_V)
-        v = _load_rows(v_ptr + head * v_h, rows, v_t, end, DV, BLOCK_V)
-        wide = k.to(tl.float32) * k_norm[:, None]
-        # What the state gives and takes: K̂ S in X, (e^{G − G_i} · K̂)ᵀ D and e^G · S in the next state.
-        part = tl.dot(dx, tl.trans(state), input_precision=PRECISION) * tl.exp(total)[:, None]
-        along = tl.sum(part * wide, 1)
-        dbeta = tl.sum(dx.to(tl.float32) * v.to(tl.float32), 1) - along
-        d_total = -beta * along
-        dk -= part * beta[:, None]
-        part = tl.dot(d, tl.trans(d_state), input_precision=PRECISION) * tl.exp(whole - total)[:, None]
-        along = tl.sum(part * wide, 1)
-        d_total -= along
-        dk += part
-        d_whole = tl.sum(along, 0)
-        d_whole += tl.sum(state.to(tl.float32) * d_state.to(tl.float32)) * tl.exp(whole)
-        # M below the diagonal, and with rows and columns exchanged above it.
+        dm, dm_across = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+        dp, dp_across = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+        d_total, dbeta, d_whole = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), 0.0
+        for start in tl.range(0, DV, BLOCK_V, num_stages=1):
+            v_columns = start + tl.arange(0, BLOCK_V)
+            mask = inside[:, None] & (v_columns < DV)[None, :]
+            at_state = (slot * Hv + head) * (DK * DV) + v_columns[:, None] * DK + k_columns[None, :]
+            inside_state = (v_columns < DV)[:, None] & (k_columns < DK)[None, :]
+            at_x = (rows * Hv + head)[:, None] * DV + v_columns[None, :]
+            # What the state gives and takes: K̂ S in X, (e^{G − G_i} · K̂)ᵀ D and e^G · S in the next state.
+            state = tl.load(states_ptr + at_state, mask=inside_state, other=0.0)
+            dx = tl.load(dx_ptr + at_x, mask=mask, other=0.0)
+            v = tl.load(v_ptr + head * v_h + rows[:, None] * v_t + v_columns[None, :], mask=mask, other=0.0)
+            dbeta += tl.sum(dx.to(tl.float32) * v.to(tl.float32), 1)
+            tl.store(dx_ptr + at_x, (dx.to(tl.float32) * beta[:, None]).to(dtype), mask=mask)
+            part = tl.dot(dx, state, input_precision=PRECISION) * tl.exp(total)[:, None]
+            along = tl.sum(part * k.to(tl.float32), 1) * k_norm
+            dbeta -= along
+            d_total -= beta * along
+            dk -= part * beta[:, None]
+            if HAS_OUT:
+                at_out = head * d_out_h + rows[:, None] * d_out_t + v_columns[None, :]
+                d_out = tl.load(d_out_ptr + at_out, mask=mask, other=0.0)
+                part = tl.dot(d_out, state, input_precision=PRECISION) * (tl.exp(total) * scale)[:, None]
+                d_total += tl.sum(part * q.to(tl.float32), 1) * q_norm
+                dq += part
+            d_state = tl.load(d_states_ptr + at_state, mask=inside_state, other=0.0)
+            d_whole += tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0) * tl.exp(whole)
+            at_d = (head * tokens + rows)[:, None] * DV + v_columns[None, :]
+            d = tl.load(d_ptr + at_d, mask=mask, other=0.0)
+            part = tl.dot(d, d_state, input_precision=PRECISION) * tl.exp(whole - total)[:, None]
+            along = tl.sum(part * k.to(tl.float32), 1) * k_norm
+            d_total -= along
+            d_whole += tl.sum(along, 0)
+            dk += part
+            dm = tl.dot(dx, tl.trans(d), dm, input_precision=PRECISION)
+            dm_across = tl.dot(d, tl.trans(dx), dm_across, input_precision=PRECISION)
+            if HAS_OUT:
+                dp = tl.dot(d_out, tl.trans(d), dp, input_precision=PRECISION)
+                dp_across = tl.dot(d, tl.trans(d_out), dp_across, input_precision=PRECISION)
+        # M below the diagonal, and with rows and columns exchanged above it; both without the sign of dM.
         below, above = index[:, None] > index[None, :], index[:, None] < index[None, :]
-        dm = -tl.dot(dx, tl.trans(d), input_precision=PRECISION) * _decays(total, total, below)
-        dm_across = -tl.dot(d, tl.trans(dx), input_precision=PRECISION)
-        dm_across *= tl.exp(tl.where(above, total[None, :] - total[:, None], float("-inf")))
-        both = dm * beta[:, None] + dm_across * beta[None, :]
-        dk = tl.dot((both * k_norm[None, :]).to(dtype), k, dk, input_precision=PRECISION)
-        dm *= kk
-        dbeta += tl.sum(dm, 1)
-        by_decay = dm * beta[:, None]
+        at = (head * tokens + rows)[:, None] * C + index[None, :]
+        m = tl.load(m_ptr + at, mask=inside[:, None], other=0.0) * dm
+        dbeta -= tl.sum(m, 1)
+        by_decay = -m * beta[:, None]
+        dm *= _decays(total, total, below) * beta[:, None]
+        dm += dm_across * tl.exp(tl.where(above, total[None, :] - total[:, None], float("-inf"))) * beta[None, :]
+        dk = tl.dot((-dm * k_norm[None, :]).to(dtype), k, dk, input_precision=PRECISION)
         if HAS_OUT:
-            d_out = _load_rows(d_out_ptr + head * d_out_h, rows, d_out_t, end, DV, BLOCK_V)
-            part = tl.dot(d_out, tl.trans(state), input_precision=PRECISION) * (tl.exp(total) * scale)[:, None]
-            d_total += tl.sum(part * (q.to(tl.float32) * q_norm[:, None]), 1)
-            dq += part
-            upto, from_on = index[:, None] >= index[None, :], index[:, None] <= index[None, :]
-            dp = tl.dot(d_out, tl.trans(d), input_precision=PRECISION) * (_decays(total, total, upto) * scale)
+            by_decay += dp * tl.load(p_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
+            dp *= _decays(total, total, index[:, None] >= index[None, :]) * scale
             dq = tl.dot((dp * k_norm[None, :]).to(dtype), k, dq, input_precision=PRECISION)
-            by_decay += dp * qk
-            dp_across = tl.dot(d, tl.trans(d_out), input_precision=PRECISION) * scale
-            dp_across *= tl.exp(tl.where(from_on, total[None, :] - total[:, None], float("-inf")))
+            from_on = index[:, None] <= index[None, :]
+            dp_across *= tl.exp(tl.where(from_on, total[None, :] - total[:, None], float("-inf"))) * scale
             dk = tl.dot((dp_across * q_norm[None, :]).to(dtype), q, dk, input_precision=PRECISION)
         d_total += tl.sum(by_decay, 1) - tl.sum(by_decay, 0)
         d_total += tl.where(rows == end - 1, d_whole, 0.0)
         dg = tl.cumsum(tl.where(inside, d_total, 0.0), 0, reverse=True)
         tl.store(dg_ptr + rows * Hv + head, dg, mask=inside)
         tl.store(dbeta_ptr + rows * Hv + head, dbeta, mask=inside)
-        at = (rows * Hv + head)[:, None] * DV + v_columns[None, :]
-        dv = (dx.to(tl.float32) * beta[:, None]).to(dtype)
-        tl.store(dx_ptr + at, dv, mask=inside[:, None] & (v_columns < DV)[None, :])
     at = (rows * Hk + key_head)[:, None] * DK + k_columns[None, :]
     mask = inside[:, None] & (k_columns < DK)[None, :]
     dk = _unnormalized(k.to(tl.float32), dk, k_norm, NORMALIZE)
@@ -581,32 +568,41 @@ class _Sizes:
         block_k, block_v = (max(triton.next_power_of_2(size), 16) for size in (self.Dk, self.Dv))
         columns = min(block_v, SCAN_COLUMNS)
         self.shape = {"GROUP": self.Hv // self.Hk, "C": CHUNK, "DK": self.Dk, "BLOCK_K": block_k}
-        self.precision = {"PRECISION": "ieee" if k.dtype == torch.float32 else "tf32"}
+        # Three products of TF32 are as good as one of fp32, and tensor cores have them.
+        self.precision = {"PRECISION": "tf32x3" if torch.version.hip is None else "ieee"}
         self.chunked = {"DOCUMENTS": triton.next_power_of_2(self.documents)}
         # A chunk of q, k, A, P and v or dO, as many times as there are stages.
         stage = CHUNK * (2 * block_k + 2 * CHUNK + columns) * k.element_size()
         self.scan = self.shape | self.precision | {
             "Hv": self.Hv, "DV": self.Dv, "BLOCK_V": columns, "STAGES": fitting_stages(k, SCAN_STAGES, stage),
-            "num_warps": SCAN_WARPS,
+            "num_warps": SCAN_WARPS * (2 if block_k * k.element_size() > 256 else 1),
         }  # fmt: skip
         self.scan_grid = (self.documents * self.Hv * triton.cdiv(self.Dv, columns),)
+        # A chunk of q and k, and for each column of v both states, D, dX and dO.
+        free = GRADIENT_BYTES // k.element_size() - 2 * CHUNK * block_k
+        fitting = max(free // (2 * block_k + 3 * CHUNK), 16)
+        self.gradient_columns = min(block_v, 1 << fitting.bit_length() - 1)
         self.block_v = block_v
 
 
 def _prepare(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, sizes: _Sizes, scale: float, normalize: bool, need_p: bool
 ) -> tuple[Tensor, ...]:
-    """A, P, running sums of g, inverse norms of q and k; all with the heads first."""
-    inverse, similarity = (k.new_empty(sizes.Hv, sizes.tokens, CHUNK) for _ in range(2))
-    total = torch.empty(sizes.Hv, sizes.tokens, dtype=torch.float32, device=k.device)
-    q_norm, k_norm = (torch.empty(sizes.Hk, sizes.tokens, dtype=torch.float32, device=k.device) for _ in range(2))
-    made = inverse, similarity, total, q_norm, k_norm
-    _prepare_kernel[(sizes.slots, sizes.Hv)](
-        q, k, g, beta, sizes.cu, *made, sizes.tokens, sizes.documents, *q.stride()[:2], *k.stride()[:2], *g.stride(),
-        *beta.stride(), scale, NORMALIZE=normalize, EPS=L2_EPS, NEED_P=need_p, num_warps=PREPARE_WARPS,
+    """M without its β, A, P, running sums of g, inverse norms of q and k; all with the heads first."""
+    similarity = k.new_empty(sizes.Hv, sizes.tokens, CHUNK, dtype=torch.float32)
+    inverse, p = (k.new_empty(sizes.Hv, sizes.tokens, CHUNK) for _ in range(2))
+    total = similarity.new_empty(sizes.Hv, sizes.tokens)
+    q_norm, k_norm = (similarity.new_empty(sizes.Hk, sizes.tokens) for _ in range(2))
+    counts = sizes.tokens, sizes.documents
+    _similarity_kernel[(sizes.slots, sizes.Hk)](
+        q, k, g, sizes.cu, similarity, p, total, q_norm, k_norm, *counts, *q.stride()[:2], *k.stride()[:2],
+        *g.stride(), scale, NORMALIZE=normalize, EPS=L2_EPS, NEED_P=need_p, num_warps=SIMILARITY_WARPS,
         **sizes.shape, **sizes.precision, **sizes.chunked,
     )  # fmt: skip
-    return made
+    _inverse_kernel[(sizes.slots, sizes.Hv)](
+        similarity, beta, sizes.cu, inverse, *counts, *beta.stride(), C=CHUNK, num_warps=INVERSE_WARPS, **sizes.chunked
+    )
+    return similarity, inverse, p, total, q_norm, k_norm
 
 
 LIBRARY.define(
@@ -636,7 +632,7 @@ def _gated_delta_rule(
     q, k, v, g, beta = map(flat, (q, k, v, g, beta))
     initial = final if initial_state is None else initial_state.contiguous()
     with on_device_of(k):
-        made = _prepare(q, k, g, beta, sizes, scale, normalize, need_out) if sizes.tokens else (final,) * 5
+        made = _prepare(q, k, g, beta, sizes, scale, normalize, need_out)[1:] if sizes.tokens else (final,) * 5
         # A pointer argument that the constants switch off still has to be a tensor.
         _scan_kernel[sizes.scan_grid](
             q, k, v, beta, sizes.cu, *made, initial, out, final, k, k, sizes.tokens, sizes.documents,
@@ -664,7 +660,8 @@ def _gated_delta_rule_backward(
     d = k.new_empty(sizes.Hv, sizes.tokens, sizes.Dv)
     counts, strides = (sizes.tokens, sizes.documents), (*q.stride()[:2], *k.stride()[:2])
     with on_device_of(k):
-        made = _, _, total, q_norm, k_norm = _prepare(q, k, g, beta, sizes, scale, normalize, has_out)
+        m, *made = _prepare(q, k, g, beta, sizes, scale, normalize, has_out)
+        _, p, total, q_norm, k_norm = made
         # A pointer argument that the constants switch off still has to be a tensor.
         _scan_kernel[sizes.scan_grid](
             q, k, v, beta, sizes.cu, *made, total if initial_state is None else initial_state.contiguous(), k, total,
@@ -677,9 +674,9 @@ def _gated_delta_rule_backward(
             HAS_OUT=has_out, HAS_FINAL=has_final, STORE_INITIAL=initial_state is not None, **sizes.scan,
         )  # fmt: skip
         _gradients_kernel[(sizes.slots, sizes.Hk)](
-            q, k, v, beta, sizes.cu, total, q_norm, k_norm, states, d_states, d, d_out, dq, dk, dx, dg, dbeta,
+            q, k, v, beta, sizes.cu, m, p, total, q_norm, k_norm, states, d_states, d, d_out, dq, dk, dx, dg, dbeta,
             *counts, *strides, *v.stride()[:2], *beta.stride(), *d_out.stride()[:2], scale,
-            Hk=sizes.Hk, DV=sizes.Dv, BLOCK_V=sizes.block_v, HAS_OUT=has_out, NORMALIZE=normalize,
+            Hk=sizes.Hk, DV=sizes.Dv, BLOCK_V=sizes.gradient_columns, HAS_OUT=has_out, NORMALIZE=normalize,
             num_warps=GRADIENT_WARPS, **sizes.shape, **sizes.precision, **sizes.chunked,
         )  # fmt: skip
     return grads

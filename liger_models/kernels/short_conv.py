@@ -146,8 +146,8 @@ def _conv_backward_kernel(
         x3 = _before(x_at, initial_ptr, first - 3, start, x_t, at_initial, inside, K, HAS_INITIAL)
         x2 = _before(x_at, initial_ptr, first - 2, start, x_t, at_initial, inside, K, HAS_INITIAL)
         x1 = _before(x_at, initial_ptr, first - 1, start, x_t, at_initial, inside, K, HAS_INITIAL)
-        # dx of the last three tokens as far as it is known. The d0 of as many steps would be simpler, but Triton 3.6
-        # and 3.7 drop values that a loop only hands from one variable to the next if they start from the same constant.
+        # dx of the last three tokens as far as it is known. To keep three d0 would be simpler, but Triton 3.6 and 3.7
+        # drop values that a loop only hands from one variable to the next if they start from the same constant.
         dx1, dx2, dx3 = none, none, none
         # The gradient of token t − 3 needs that of p up to token t, so three more tokens of the document are visited.
         for t in tl.range(first, last + 3, num_stages=STAGES):

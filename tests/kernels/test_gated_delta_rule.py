@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from liger_models.kernels import gated_delta_rule as module
 from liger_models.kernels.gated_delta_rule import (
     STEP_TOKENS,
     gated_delta_rule,
@@ -21,11 +22,11 @@ qwen3_next = Late("transformers.models.qwen3_next.modeling_qwen3_next")
 
 # (B, T, Hk, Hv, Dk, Dv), and the bounds of packed documents
 SHAPES = [
-    ((2, 70, 1, 1, 16, 16), None),
-    ((1, 130, 1, 2, 16, 32), None),
-    ((1, 64, 2, 2, 24, 20), None),
-    ((1, 17, 1, 2, 40, 8), None),
-    ((1, 150, 1, 2, 16, 16), [0, 3, 3, 67, 70, 150]),
+    ((2, 66, 1, 1, 16, 16), None),
+    ((1, 130, 1, 1, 16, 40), None),
+    ((1, 20, 2, 4, 24, 20), None),
+    ((1, 17, 1, 1, 40, 8), None),
+    ((1, 80, 1, 1, 16, 16), [0, 3, 3, 69, 80]),
 ]
 GPU_SHAPES = [
     ((1, 1091, 2, 4, 128, 128), None),
@@ -38,6 +39,8 @@ GPU_SHAPES = [
 LIMITS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Relative error of a result: the norm of the difference over the norm of the truth. Half precision has twice epsilon,
 because the products are of rounded numbers, and of sums of such products."""
+
+HALF = torch.float16, torch.bfloat16
 
 
 def recurrence(q, k, v, g, beta, initial_state, *, scale=None, normalize=True, cu_seqlens=None):
@@ -98,7 +101,9 @@ def check(inputs, upstream, options, limit=None, truth=recurrence):
     errors = {}
     for name, mine, exact in zip(names, got, want, strict=True):
         assert mine.shape == exact.shape, name
-        errors[name] = ((wide(mine) - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+        # Half precision cannot hold what is far below the other numbers, as the last result is after a strong decay.
+        least = 1e-4 * exact.numel() ** 0.5 if name == "d initial" and dtype in HALF else 1e-30
+        errors[name] = ((wide(mine) - exact).norm() / exact.norm().clamp_min(least)).item()
     assert max(errors.values()) <= (LIMITS[dtype] if limit is None else limit), errors
     return errors
 
@@ -113,7 +118,9 @@ def test_reference_is_the_recurrence(shape, bounds):
 
 
 @pytest.mark.parametrize(("shape", "bounds"), SHAPES, ids=str)
-def test_matches_fp64(backend, shape, bounds, poisoned_empty):
+def test_matches_fp64(backend, shape, bounds, poisoned_empty, monkeypatch):
+    monkeypatch.setattr(module, "SCAN_COLUMNS", 16)  # several programs for a head, and several parts of v in the last
+    monkeypatch.setattr(module, "GRADIENT_BYTES", 0)
     for dtype in dtypes(backend):
         check(*make(shape, bounds, dtype, backend))
 
@@ -152,7 +159,7 @@ def test_beta_of_zero(backend):
 
 
 def test_unnormalized_with_a_scale(backend):
-    inputs, upstream, options = make((1, 70, 1, 2, 16, 16), device=backend)
+    inputs, upstream, options = make((1, 66, 1, 1, 16, 16), device=backend)
     inputs[1] = F.normalize(inputs[1], dim=-1)
     check(inputs, upstream, options | {"normalize": False, "scale": 0.7})
 
@@ -177,9 +184,12 @@ def test_views_and_strided_gradients(backend):
     assert all(torch.equal(a, b) for a, b in zip(*alike, strict=True))
 
 
-def test_documents_do_not_see_each_other(backend):
-    """Another first document changes no bit of the second, and the second's loss gives the first no gradient."""
-    inputs, _, options = make((1, 150, 1, 2, 16, 16), [0, 67, 150], device=backend)
+def test_documents_do_not_see_each_other(kernel_device):
+    """Another first document changes no bit of the second, and the second's loss gives the first no gradient.
+
+    The reference sums the decay over documents and subtracts, so there both hold up to rounding.
+    """
+    inputs, _, options = make((1, 90, 1, 1, 16, 16), [0, 67, 90], device=kernel_device)
     other = [torch.cat([x[:, :67].flip(1) * 3, x[:, 67:]], 1) for x in inputs[:5]]
     outs = [gated_delta_rule(*x, **options)[:, 67:] for x in (inputs, other) for x in [x[:5]]]
     assert torch.equal(*outs)
@@ -192,11 +202,10 @@ def test_documents_do_not_see_each_other(backend):
         assert grad[:, 67:].any()
 
 
-@pytest.mark.parametrize("bounds", [None, [0, 30, 90]])
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize(("parts", "bounds"), [(4, None), (2, [0, 30, 90])])
 def test_parts_of_a_sequence_make_the_whole(backend, parts, bounds):
     """As ranks compute it: each from its own tokens, and from what the others exchange."""
-    inputs, upstream, _ = make((1, 90, 1, 2, 16, 24), device=backend)
+    inputs, upstream, _ = make((1, 90, 1, 1, 16, 24), device=backend)
     options = {"cu_seqlens": None if bounds is None else torch.tensor(bounds, device=backend)}
     cuts = [round(90 * part / parts) for part in range(parts + 1)]
 
@@ -225,7 +234,7 @@ def test_parts_of_a_sequence_make_the_whole(backend, parts, bounds):
 
 def test_decoding_continues_the_sequence(backend):
     """In pieces of a few tokens, from state to state, without gradients."""
-    (*inputs, initial), _, _ = make((2, 70, 1, 2, 16, 24), device=backend)
+    (*inputs, initial), _, _ = make((1, 70, 1, 1, 16, 24), device=backend)
     want, end = gated_delta_rule(*inputs, initial_state=initial, return_state=True)
     with torch.no_grad():
         outs, state, start = [], initial, 0
@@ -245,7 +254,7 @@ def test_decoding_continues_the_sequence(backend):
 
 @pytest.mark.parametrize("which", ["out", "state"])
 def test_only_one_result_has_a_gradient(backend, which):
-    inputs, upstream, _ = make((1, 70, 1, 2, 16, 16), device=backend)
+    inputs, upstream, _ = make((1, 66, 1, 1, 16, 16), device=backend)
     index = ["out", "state"].index(which)
     got = run(lambda *x: ours(*x)[index], inputs, [upstream[index]])
     want = run(lambda *x: recurrence(*x)[index], [wide(x) for x in inputs], [wide(upstream[index])])
@@ -254,7 +263,7 @@ def test_only_one_result_has_a_gradient(backend, which):
 
 
 def test_nothing_but_inputs_is_saved(kernel_device):
-    inputs, _, _ = make((1, 70, 1, 2, 16, 24), device=kernel_device)
+    inputs, _, _ = make((1, 20, 1, 1, 16, 24), device=kernel_device)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()), lambda t: t):
         gated_delta_rule(*(x.requires_grad_() for x in inputs[:5]))
@@ -262,7 +271,7 @@ def test_nothing_but_inputs_is_saved(kernel_device):
 
 
 def test_second_backward_agrees_and_nothing_is_overwritten(backend):
-    inputs, upstream, _ = make((1, 70, 1, 2, 16, 16), device=backend)
+    inputs, upstream, _ = make((1, 66, 1, 1, 16, 16), device=backend)
     leaves = [x.requires_grad_() for x in inputs]
     outputs = ours(*leaves)
     kept = [t.clone() for t in (*leaves, *outputs, *upstream)]
@@ -290,7 +299,7 @@ def test_no_tokens_and_empty_documents(backend, poisoned_empty):
 
 
 def test_transformers(backend):
-    inputs, _, _ = make((2, 70, 1, 2, 16, 16), device=backend, state=False)
+    inputs, _, _ = make((1, 70, 1, 2, 16, 16), device=backend, state=False)
     want, state = qwen3_next.torch_chunk_gated_delta_rule(
         *inputs[:5], output_final_state=True, use_qk_l2norm_in_kernel=True
     )
@@ -301,8 +310,8 @@ def test_transformers(backend):
 
 def test_opcheck(kernel_device):
     ops = torch.ops.liger_models
-    inputs, upstream, _ = make((1, 66, 1, 2, 16, 16), [0, 2, 66], device=kernel_device)
-    cu_seqlens = torch.tensor([0, 2, 66], device=kernel_device)
+    inputs, upstream, _ = make((1, 18, 1, 1, 16, 16), [0, 2, 18], device=kernel_device)
+    cu_seqlens = torch.tensor([0, 2, 18], device=kernel_device)
     leaves = [x.requires_grad_() for x in inputs]
     opcheck(ops.gated_delta_rule, (*leaves, cu_seqlens, 0.25, True, True))
     opcheck(ops.gated_delta_rule_backward, (*upstream, *(x.detach() for x in inputs), cu_seqlens, 0.25, True))
@@ -310,9 +319,9 @@ def test_opcheck(kernel_device):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("bounds", [None, [0, 20, 70]])
+@pytest.mark.parametrize("bounds", [None, [0, 20, 66]])
 def test_compiles_without_graph_breaks(backend, bounds):
-    inputs, upstream, options = make((1, 70, 1, 2, 16, 16), bounds, device=backend)
+    inputs, upstream, options = make((1, 66, 1, 1, 16, 16), bounds, device=backend)
     function = partial(ours, **options)
     compiler = "inductor" if backend == "cuda" else "aot_eager"
     compiled = torch.compile(function, fullgraph=True, backend=compiler)
