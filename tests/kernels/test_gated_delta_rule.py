@@ -166,8 +166,8 @@ def test_unnormalized_with_a_scale(backend):
 
 def test_views_and_strided_gradients(backend):
     """q, k and v of one packed tensor, as the convolution returns them; gradients of another layout."""
-    (_, _, _, g, beta, initial), upstream, _ = make((2, 70, 1, 2, 16, 16), device=backend)
-    packed = draw(2, 70, 64, device=backend)
+    (_, _, _, g, beta, initial), upstream, _ = make((2, 20, 1, 2, 16, 16), device=backend)
+    packed = draw(2, 20, 64, device=backend)
 
     def split(function, packed, *rest, **options):
         q, k, v = packed.split([16, 16, 32], -1)
@@ -202,12 +202,12 @@ def test_documents_do_not_see_each_other(kernel_device):
         assert grad[:, 67:].any()
 
 
-@pytest.mark.parametrize(("parts", "bounds"), [(4, None), (2, [0, 30, 90])])
+@pytest.mark.parametrize(("parts", "bounds"), [(4, None), (2, [0, 30, 70])])
 def test_parts_of_a_sequence_make_the_whole(backend, parts, bounds):
     """As ranks compute it: each from its own tokens, and from what the others exchange."""
-    inputs, upstream, _ = make((1, 90, 1, 1, 16, 24), device=backend)
+    inputs, upstream, _ = make((1, 70, 1, 1, 16, 24), device=backend)
     options = {"cu_seqlens": None if bounds is None else torch.tensor(bounds, device=backend)}
-    cuts = [round(90 * part / parts) for part in range(parts + 1)]
+    cuts = [round(70 * part / parts) for part in range(parts + 1)]
 
     def whole(*inputs):
         return gated_delta_rule(*inputs, **options)
@@ -290,7 +290,7 @@ def test_no_tokens_and_empty_documents(backend, poisoned_empty):
         inputs, upstream, options = make(shape, bounds, device=backend)
         leaves = [x.requires_grad_() for x in inputs]
         out, state = ours(*leaves, **options)
-        grads = torch.autograd.grad((out, state), leaves, upstream)
+        grads = torch.autograd.grad((out, state), leaves, upstream, materialize_grads=True)
         assert out.shape == inputs[2].shape
         assert all(grad.shape == x.shape and grad.isfinite().all() for grad, x in zip(grads, inputs, strict=True))
         empty = [True] * len(inputs[5]) if bounds is None else [True, False, True]
