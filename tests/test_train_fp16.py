@@ -4,6 +4,7 @@ import itertools
 import math
 import shutil
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -177,6 +178,19 @@ def test_which_dtype_is_computed_in(monkeypatch):
         )
     with pytest.raises(ValueError, match="dtype must be float16 or float32 on a GPU without bfloat16, got bfloat16"):
         computing_dtype(made("bfloat16"), gpu)
+
+
+@pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning")
+def test_adapters_beside_4_bits(folder, tmp_path):  # noqa: F811
+    """Frozen weights and the computation are in float16, without FSDP; adapters are in float32."""
+    pytest.importorskip("torchao")
+    given = {"lora_r": 4, "lora_4bit": True}
+    half, single = (str(tmp_path / name) for name in ("float16", "float32"))
+    train_on(folder, half, "sft", "text", dtype="float16", **given)
+    train_on(folder, single, "sft", "text", dtype="float32", **given)
+    losses = [[line["loss"] for line in log(Path(run))] for run in (half, single)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    assert log(Path(half))[-1]["loss_scale"] == 2**16
 
 
 @pytest.mark.gpu
