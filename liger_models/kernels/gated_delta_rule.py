@@ -853,7 +853,7 @@ def gated_delta_transition(
         ``(A, b)``: [B, Hv, Dk, Dk] and [B, Hv, Dk, Dv], float32.
 
     Raises:
-        As `gated_delta_rule`.
+        ValueError, TypeError: as in `gated_delta_rule`.
     """
     _check("gated_delta_transition", k, k, v, g, beta, None, cu_seqlens)
     (B, T, _, Dk), Hv = k.shape, v.shape[2]
