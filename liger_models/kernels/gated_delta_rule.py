@@ -784,6 +784,14 @@ def _check(
     )
 
 
+def is_fused(v: Tensor) -> bool:
+    """Whether kernels compute the rule for such values: on an accelerator in half precision.
+
+    In float32 the backward was wrong on a GPU, so plain torch runs there.
+    """
+    return use_triton(v) and (v.dtype != torch.float32 or v.device.type == "cpu")
+
+
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -800,7 +808,7 @@ def gated_delta_rule(
     """The gated delta rule over whole sequences, packed documents, or the next tokens of a sequence.
 
     Args:
-        q, k: [B, T, Hk, Dk], float32, float16 or bfloat16.
+        q, k: [B, T, Hk, Dk], float32, float16 or bfloat16. Where `is_fused` is False, plain torch computes.
         v: [B, T, Hv, Dv], of the same dtype. Each key head serves Hv / Hk consecutive value heads.
         g: [B, T, Hv], the logarithm of the decay, at most 0; float32.
         beta: [B, T, Hv], how far a token's value replaces what the state has for its key.
@@ -822,7 +830,7 @@ def gated_delta_rule(
     T, Dk = k.shape[1], k.shape[3]
     scale = Dk**-0.5 if scale is None else float(scale)
     inputs = q, k, v, g, beta, initial_state
-    if not use_triton(v):
+    if not is_fused(v):
         out, state = gated_delta_rule_reference(
             q, k, v, g, beta, scale=scale, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens
         )
@@ -868,7 +876,7 @@ def gated_delta_transition(
         identity = identity.expand(B, Hv, Dk, Dk)
 
     def final_state(v: Tensor, initial_state: Tensor | None) -> Tensor:
-        if use_triton(v):
+        if is_fused(v):
             inputs = k, k, v, g, beta, initial_state, cu_seqlens
             state: Tensor = torch.ops.liger_models.gated_delta_rule(*inputs, 1.0, normalize, False)[1]
         else:

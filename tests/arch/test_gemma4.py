@@ -1,5 +1,7 @@
 """What Gemma 4 has of its own: keys and values that layers share, an input for each block, a factor of the stream."""
 
+import copy
+
 import pytest
 import torch
 
@@ -85,12 +87,15 @@ WIDE = {
 @pytest.mark.parametrize("batch", ["plain", "packed", "left", "right"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_heads_of_releases_on_gpu(changes, batch, dtype):
-    """Loss and gradients are those of the CPU in fp32, up to the rounding of the dtype."""
+    """Loss and gradients are as near to fp64 as those of plain torch on the CPU in the same dtype."""
     torch.manual_seed(0)
     model = AutoLigerModel.from_config({**WIDE, **changes}, device="cpu", dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
+            if "q_norm" in name:  # scores of about 1; with those of random weights rounding decides which key wins
+                parameter.mul_(0.05)
+    model.to(dtype)
     ids = torch.randint(3, 101, (2, 150), generator=torch.Generator().manual_seed(0))
     options = {"labels": ids}
     if batch == "packed":
@@ -98,21 +103,18 @@ def test_heads_of_releases_on_gpu(changes, batch, dtype):
     elif batch != "plain":
         options["attention_mask"] = torch.ones_like(ids)
         options["attention_mask"][1, slice(0, 30) if batch == "left" else slice(120, 150)] = 0
-    results = []
-    with reference_backend():
-        loss = model(ids, **options).loss
+
+    def run(device, dtype):
+        made = copy.deepcopy(model).to(device, dtype)
+        loss = made(ids.to(device), **{name: value.to(device) for name, value in options.items()}).loss
         loss.backward()
-    results.append((loss.detach(), gradients_of(model)))
-    model.zero_grad()
-    model.to("cuda", dtype)
-    loss = model(ids.cuda(), **{name: value.cuda() for name, value in options.items()}).loss
-    loss.backward()
-    results.append((loss.detach(), gradients_of(model)))
-    (want, exact), (got, gradients) = results
-    limit = 0.06 if dtype == torch.bfloat16 else 1e-4
-    assert error(got, want) <= limit / 4
-    whole = [torch.cat([each[name].float().cpu().flatten() for name in exact]) for each in (gradients, exact)]
-    assert error(*whole) <= limit
+        gradients = gradients_of(made)
+        return loss.detach().double().cpu(), torch.cat([gradients[name].double().cpu().flatten() for name in gradients])
+
+    with reference_backend():
+        exact, plain = run("cpu", torch.float64), run("cpu", dtype)
+    for got, near, want in zip(run("cuda", dtype), plain, exact, strict=True):
+        assert error(got, want) <= 1.5 * error(near, want) + 1e-6
 
 
 def test_the_estimate_counts_what_lies_between_the_blocks():
