@@ -168,13 +168,11 @@ def run_wide_norm() -> None:
 
 
 def run_experts(X: int, K: int, F: int) -> None:
-    x, logits = draw(5, 256), draw(5, X)
-    weights, experts = route(logits, K, normalize=True)
-    experts = torch.arange(5 * K).view(5, K) % X  # what the kernel would have written
-    matrices = draw(X, 2 * F, 256), draw(X, 256, F)
-    differentiate(moe_mlp(x, weights, experts, *matrices))
-    biases = draw(X, 2 * F), draw(X, 256)
-    differentiate(moe_mlp(x, weights, experts, *matrices, *biases, act="clamped_swiglu", limit=7.0))
+    for act, biases in (("silu", ()), ("clamped_swiglu", (draw(X, 2 * F), draw(X, 256)))):
+        x, logits = draw(5, 256), draw(5, X)
+        weights, experts = route(logits, K, normalize=True)
+        experts = torch.arange(5 * K).view(5, K) % X  # what the kernel would have written
+        differentiate(moe_mlp(x, weights, experts, draw(X, 2 * F, 256), draw(X, 256, F), *biases, act=act, limit=7.0))
 
 
 def run_sinks() -> None:
