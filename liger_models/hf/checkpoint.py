@@ -137,6 +137,8 @@ class Checkpoint:
         device = torch.device("meta") if _without_values() else _device(device_map)
         model: Any = cls._load(chosen, folder, dtype, device)
         decoder = model.model.decoder
+        if hasattr(chosen, "quantization_config"):  # MXFP4, which was read dequantised
+            del chosen.quantization_config
         chosen.dtype = decoder.dtype
         chosen.name_or_path = str(pretrained_model_name_or_path)
         if generation_config is not None:

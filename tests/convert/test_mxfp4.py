@@ -137,6 +137,18 @@ def test_merged_adapters_of_attention_leave_the_experts_in_mxfp4(folder: Path, t
     }
 
 
+def test_the_model_of_transformers_is_no_longer_quantised(folder: Path, tmp_path: Path) -> None:
+    """Neither in memory, where trainers would ask for adapters, nor in what it saves."""
+    from liger_models.hf import GptOssForCausalLM
+
+    model = GptOssForCausalLM.from_pretrained(folder)
+    assert not hasattr(model.config, "quantization_config")
+    model.save_pretrained(tmp_path / "saved")
+    load(folder).save_pretrained(tmp_path / "plain")
+    assert_same_bits(read_tensors(tmp_path / "saved"), read_tensors(tmp_path / "plain"))
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
 def test_trained_experts_are_refused(folder: Path, tmp_path: Path) -> None:
     model = load(folder)
     with torch.no_grad():
