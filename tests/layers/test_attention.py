@@ -70,6 +70,57 @@ def test_windows_and_softcaps(window, softcap):
     torch.testing.assert_close(got, naive(q, k, v, sees(6, window, packed.documents), 0.5, softcap))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 1e-9])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 3, 100])
+def test_sinks(window, packed, dropout):
+    """A sink is a key of its own score, and of a value of zeros, that every token of a head sees."""
+    torch.manual_seed(0)
+    q, k, v, sinks = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8), torch.randn(4)
+    layout = sequence(2, 6, windows={window: False}, cu_seqlens=torch.tensor([0, 5, 12]) if packed else None)
+    got = attention(q, k, v, layout, scale=0.5, window=window, dropout=dropout, sinks=sinks)
+    visible = sees(6, window or 6, layout.documents).expand(2, 4, 6, 6)
+    keys, values = (x.repeat_interleave(2, 2) for x in (k, v))
+    scores = (torch.einsum("bthd,bshd->bhts", q, keys) * 0.5).masked_fill(~visible, -math.inf)
+    every = torch.cat([scores, sinks[:, None, None].expand(2, 4, 6, 1)], 3).softmax(-1)
+    torch.testing.assert_close(got, torch.einsum("bhts,bshd->bthd", every[..., :-1], values))
+
+
+@pytest.mark.gpu
+def test_no_dropout_beside_sinks_on_gpus():
+    q, k = (torch.randn(1, 64, h, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2))
+    layout = BatchLayout.build((1, 64), q.device, {}, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"dropout must be 0 with .* and sinks on cuda, got 0\.1"):
+        attention(q, k, k, layout, scale=0.1, dropout=0.1, sinks=torch.zeros(4, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("D", [64, 12])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("padded", [False, True])
+def test_sinks_on_gpus_are_those_on_the_cpu(padded, window, D, dtype):
+    """In fp32 and with padding by flex_attention, otherwise by the flash kernels."""
+    torch.manual_seed(0)
+    T = 384
+    tensors = [torch.randn(2, T, heads, D, dtype=dtype) for heads in (4, 2, 2)] + [torch.randn(4, dtype=dtype)]
+    mask = torch.ones(2, T, dtype=torch.long)
+    mask[1, 300:] = 0
+    dy, results = torch.randn(2, T, 4, D, dtype=dtype) * mask[:, :, None, None], []
+    for device, exact in (("cpu", torch.float64), ("cuda", dtype)):
+        leaves = [each.to(device, exact).requires_grad_() for each in tensors]
+        needed = {window: dtype == torch.float32 and device == "cuda"}
+        layout = BatchLayout.build(
+            (2, T), torch.device(device), {}, windows=needed, attention_mask=mask.to(device) if padded else None,
+            dtype=exact,
+        )  # fmt: skip
+        y = attention(*leaves[:3], layout, scale=0.2, window=window, sinks=leaves[3])
+        results.append([y * mask[:, :, None, None].to(device), *torch.autograd.grad(y, leaves, dy.to(device, exact))])
+    limit = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for want, got in zip(*results, strict=True):
+        assert (got.cpu().double() - want).norm() <= limit * want.norm()
+
+
 @pytest.mark.parametrize(("H", "G"), [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 1.5}, {"window": 2, "softcap": 1.5}], ids=str)
 @pytest.mark.parametrize("padded", [False, True])
