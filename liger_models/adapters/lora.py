@@ -178,7 +178,7 @@ def unmerge_lora(model: Model) -> Model:
 def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]:
     """The linear layers that can have adapters, by their path, each with its weight's entry in the weight map."""
     entries = _entries(model)
-    routers = {id(layer.router) for layer in layers_of(model) if layer.router is not None}
+    routers = {id(each) for layer in layers_of(model) if layer.router is not None for each in layer.router.modules()}
     found = {
         path: (layer, entries.get(f"{path}.weight", Name(f"{path}.weight")))  # a tied head has no entry
         for path, layer in model.named_modules()

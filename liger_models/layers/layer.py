@@ -51,8 +51,8 @@ class Layer(nn.Module):
     """True if submodules of the layer adapt its weight; see `adapted_weight`."""
     linears: tuple[str, ...] = ()
     """Names of the linear layers whose products may be computed in another dtype (float8)."""
-    router: nn.Linear | None = None
-    """The linear layer that routes tokens to experts, if there is one."""
+    router: nn.Module | None = None
+    """The module that routes tokens to experts, if there is one: a linear layer, or more."""
     switch_length: int | None = None
     """Length beyond which a rotary embedding changes the frequencies of all positions, including those of cached keys
     (longrope); None for layers without such a length."""

@@ -68,7 +68,7 @@ class LigerMoE(Layer):
             1 <= top_k <= num_experts,
             f"LigerMoE: top_k ({top_k}) must be 1 to num_experts ({num_experts}). Check config.json.",
         )
-        self.gate = nn.Linear(hidden_size, num_experts, bias=bias)
+        self.gate: nn.Module = nn.Linear(hidden_size, num_experts, bias=bias)
         self.gate_up_weight = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_weight = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size)) if bias else None
@@ -81,8 +81,8 @@ class LigerMoE(Layer):
         self.reset_parameters()
 
     @property
-    def router(self) -> nn.Linear:  # type: ignore[override]
-        """The linear layer that routes tokens to experts."""
+    def router(self) -> nn.Module:  # type: ignore[override]
+        """The module that routes tokens to experts."""
         return self.gate
 
     @property
@@ -110,7 +110,8 @@ class LigerMoE(Layer):
             self.router_jitter == 0,
             f"LigerMoE: router_jitter must be 0 with apply_tp, got {self.router_jitter}. Set router_jitter_noise=0.",
         )
-        self.gate = ReplicatedLinear.of(self.gate, group)
+        if isinstance(self.gate, nn.Linear):  # a router that is more than that shards itself
+            self.gate = ReplicatedLinear.of(self.gate, group)
         self.groups = replace(self.groups, tensor=group)
         biased = {} if self.gate_up_bias is None else {"gate_up_bias": 1}
         return {"gate_up_weight": 1, "down_weight": 2, **biased}

@@ -119,6 +119,10 @@ def test_every_architecture(two, arch):
             assert_same_once(got, right)
 
 
+GEMMA4 = {
+    "head_dim": 8, "global_head_dim": 16, "sliding_window": 5, "vocab_size_per_layer_input": 97, "rms_norm_eps": 0.1,
+    "hidden_size_per_layer_input": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 # Whole training runs: tied and not, of all kinds of layers.
 RUNS = {
     "llama": ("llama", {}),
@@ -131,6 +135,7 @@ RUNS = {
     "olmo2": ("olmo2", {}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5}),
+    "gemma4": ("gemma4_text", GEMMA4 | {"num_hidden_layers": 4, "num_kv_shared_layers": 2}),
 }
 
 
@@ -759,8 +764,11 @@ def train_experts(case: tuple[str, Any], shape: tuple[int, int], policy: str) ->
 
 
 def experts_case(arch: str, *, balanced: bool) -> tuple[str, Any]:
-    sizes = {"mixtral": {"num_local_experts": 4}, "gpt_oss": RUNS["gpt_oss"][1]}.get(arch) or CHECKPOINTS[arch]
-    balance = {"output_router_logits": balanced, "router_aux_loss_coef": 0.5}
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12}
+    gemma4 = GEMMA4 | experts | {"layer_types": GEMMA4["layer_types"][:3], "attention_k_eq_v": True}
+    every = {"mixtral": {"num_local_experts": 4}, "gpt_oss": RUNS["gpt_oss"][1], "gemma4_text": gemma4}
+    sizes = every.get(arch) or CHECKPOINTS[arch]
+    balance = {"output_router_logits": balanced, "router_aux_loss_coef": 0.5} if arch != "gemma4_text" else {}
     return arch, get_arch(arch).config_class(**{**TINY, "initializer_range": 0.1, **sizes, **balance})
 
 
@@ -771,6 +779,7 @@ def experts_case(arch: str, *, balanced: bool) -> tuple[str, Any]:
         ("qwen3_moe", (2, 2), "none"),
         ("mixtral", (1, 4), "full"),
         ("gpt_oss", (1, 2), "none"),
+        ("gemma4_text", (1, 2), "full"),
     ],
 )
 def test_experts_on_ranks(two, four, arch, shape, policy):

@@ -1,6 +1,6 @@
 """The language model of the Gemma 4 families: configuration, layers, block, decoder, names in a checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -229,8 +229,47 @@ class Gemma4Attention(LigerAttention):
         )  # fmt: skip
 
 
+class Gemma4Router(Layer):
+    """Chooses experts by the logits of a normed token, and multiplies their weights by a factor of each expert.
+
+    Args:
+        config: sizes and constants.
+        norm: returns a Gemma 4 norm for a width.
+    """
+
+    def __init__(self, config: Gemma4TextConfig, norm: partial[LigerRMSNorm]) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.norm = norm(config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.per_expert_scale = nn.Parameter(torch.ones(config.num_experts))
+
+    def draw(self, std: float) -> bool:
+        """Set the factors to 1; norm and projection initialise themselves."""
+        nn.init.ones_(self.per_expert_scale)
+        return True
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """Replicate the projection."""
+        self.proj = ReplicatedLinear.of(self.proj, group)
+        self.groups = replace(self.groups, tensor=group)
+        return {}
+
+    def sum_gradients(self, group: Group) -> bool:
+        """Return True: the forward sums the gradient of the factors."""
+        return True
+
+    def forward(
+        self, x: Tensor, route: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, C] -> ``(weights [N, K], experts [N, K], logits [N, X])``, N the number of tokens."""
+        logits, _ = add_norm_linear(self.norm, self.proj, None, x)
+        weights, experts, logits = route(logits.flatten(0, -2) * x.shape[-1] ** -0.5)
+        return weights * replicated(self.per_expert_scale, self.groups.tensor)[experts], experts, logits
+
+
 class Gemma4Experts(LigerMoE):
-    """`LigerMoE` whose router has a norm of its own, with a weight, and a factor for each expert.
+    """`LigerMoE` with a `Gemma4Router`, whose input is not that of the experts.
 
     Args:
         config: sizes and constants.
@@ -244,26 +283,11 @@ class Gemma4Experts(LigerMoE):
         assert K is not None
         assert width is not None
         super().__init__(config.hidden_size, width, X, K, normalize=True, act="gelu_tanh", kernel=kernels.swiglu)
-        self.router_norm, self.experts_norm = norm(config.hidden_size), norm(config.hidden_size)
-        self.per_expert_scale = nn.Parameter(torch.ones(X))
+        self.gate = Gemma4Router(config, norm)
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """As `LigerMoE.reset_parameters`; the factors are 1."""
-        super().reset_parameters(std)
-        if hasattr(self, "per_expert_scale"):  # not yet while the constructor of the base class runs
-            nn.init.ones_(self.per_expert_scale)
-
-    def sum_gradients(self, group: Group) -> bool:
-        """Return True: the forward sums the gradient of the factors."""
-        return True
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, T, C], not normed -> ``(y [B, T, C], router_logits [N, X])``, N the number of tokens."""
-        logits, _ = add_norm_linear(self.router_norm, self.gate, None, x)
-        logits = logits.flatten(0, -2) * x.shape[-1] ** -0.5
-        weights, experts, logits = self._route(logits)
-        factors = replicated(self.per_expert_scale, self.groups.tensor)
-        return self._mix(self.experts_norm(x), weights * factors[experts], experts, logits)
+    def forward(self, x: Tensor, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x and the stream before its norm [B, T, C] -> ``(y [B, T, C], router_logits [N, X])``, N tokens."""
+        return self._mix(x, *self.gate(x if stream is None else stream, self._route))
 
 
 class PerLayerInputs(Layer):
@@ -371,6 +395,7 @@ class Gemma4Block(nn.Module):
         self.moe: Gemma4Experts | None = None
         if config.enable_moe_block:
             self.moe = Gemma4Experts(config, norm, kernels)
+            self.pre_feedforward_layernorm_2 = norm(C)
             self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2 = norm(C), norm(C)
         self.per_layer = PerLayerBranch(config, norm) if config.hidden_size_per_layer_input else None
         self.layer_scalar = LayerScale()
@@ -381,7 +406,7 @@ class Gemma4Block(nn.Module):
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
         if self.moe is not None:
-            y, router_logits = self.moe(residual)
+            y, router_logits = self.moe(self.pre_feedforward_layernorm_2(residual), residual)
             more.append(router_logits)
             y = self.post_feedforward_layernorm_2(y)
             x, _ = self.post_feedforward_layernorm.add(y, self.post_feedforward_layernorm_1(x))
@@ -584,13 +609,12 @@ def text_map(
         "post_feedforward_layernorm",
     ]  # fmt: skip
     if config.enable_moe_block:
-        norms += ["post_feedforward_layernorm_1", "post_feedforward_layernorm_2"]
+        norms += [f"{place}_feedforward_layernorm_{n}" for place, n in (("pre", 2), ("post", 1), ("post", 2))]
         gate_up, down = fused_expert_rows(f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj")
         entries |= {
-            "layers.{i}.moe.gate.weight": f"{block}.router.proj.weight",
-            "layers.{i}.moe.router_norm.weight": f"{block}.router.scale",
-            "layers.{i}.moe.experts_norm.weight": f"{block}.pre_feedforward_layernorm_2.weight",
-            "layers.{i}.moe.per_expert_scale": f"{block}.router.per_expert_scale",
+            "layers.{i}.moe.gate.proj.weight": f"{block}.router.proj.weight",
+            "layers.{i}.moe.gate.norm.weight": f"{block}.router.scale",
+            "layers.{i}.moe.gate.per_expert_scale": f"{block}.router.per_expert_scale",
             "layers.{i}.moe.gate_up_weight": gate_up,
             "layers.{i}.moe.down_weight": down,
         }
