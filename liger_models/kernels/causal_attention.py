@@ -58,6 +58,9 @@ MOST_ROWS, LEAST_ROWS = 4096, 2048
 heads of a group, that are taken at a time. dk and dv are summed over these in fp32; at 4096 reading and writing the
 sums takes about 4% of the time of the products. Beyond 32768 keys the workspace grows, to hold `LEAST_ROWS`."""
 
+PLACE = ["first_unit", "first_row"]
+"""Arguments that differ between the launches of one backward, which all run the same compiled kernel."""
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -201,7 +204,7 @@ def _row_products_kernel(
     tl.store(delta_ptr + (batch * H + head) * T + position, tl.sum(out * d_out, 1), mask=row < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLACE)
 def _score_gradients_kernel(
     q_ptr, k_ptr, v_ptr, d_out_ptr, lse_ptr, delta_ptr, p_ptr, ds_ptr, documents_ptr, low_ptr,
     T, S, window, scale, first_unit, first_row, height, width,
@@ -256,7 +259,7 @@ def _score_gradients_kernel(
         tl.store(ds_ptr + place, ds.to(ds_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLACE)
 def _d_queries_kernel(
     ds_ptr, k_ptr, dq_ptr, low_ptr, T, S, first_unit, first_row, height, width, k_b, k_t, k_h,
     G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
@@ -289,7 +292,7 @@ def _d_queries_kernel(
     tl.store(dq_ptr + place, total.to(dq_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLACE)
 def _d_keys_kernel(
     weights_ptr, rows_ptr, sum_ptr, last_ptr, T, S, first_unit, first_row, height, width, rows_b, rows_t, rows_h,
     G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
