@@ -745,11 +745,10 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, d_out, d_final):
     if d_out is None and d_final is None:
         return (None,) * 10
-    grads = torch.ops.liger_models.gated_delta_rule_backward(
-        d_out, d_final, *ctx.saved_tensors, ctx.scale, ctx.normalize
-    )
+    saved = ctx.saved_tensors  # once: checkpointing recomputes what it unpacks
+    grads = torch.ops.liger_models.gated_delta_rule_backward(d_out, d_final, *saved, ctx.scale, ctx.normalize)
     # The initial state is the sixth input; the output, the only thing that q affects, may have no gradient.
-    given = d_out is not None, *(True,) * 4, ctx.saved_tensors[5] is not None
+    given = d_out is not None, *(True,) * 4, saved[5] is not None
     return *(grad if use else None for grad, use in zip(grads, given, strict=True)), *(None,) * 4
 
 

@@ -260,8 +260,9 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, d_out):
-    _, _, bias, initial_state, _ = ctx.saved_tensors
-    dx, d_weight, d_bias, d_initial = torch.ops.liger_models.short_conv_backward(d_out, *ctx.saved_tensors, ctx.silu)
+    saved = ctx.saved_tensors  # once: checkpointing recomputes what it unpacks
+    _, _, bias, initial_state, _ = saved
+    dx, d_weight, d_bias, d_initial = torch.ops.liger_models.short_conv_backward(d_out, *saved, ctx.silu)
     d_bias = None if bias is None else d_bias.to(bias.dtype)
     return dx, d_weight, d_bias, None if initial_state is None else d_initial, None, None
 
