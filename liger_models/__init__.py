@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from liger_models.arch.qwen2_vl import LigerQwen2VL as LigerQwen2VL
     from liger_models.arch.qwen3 import LigerQwen3 as LigerQwen3
     from liger_models.arch.qwen3_moe import LigerQwen3MoE as LigerQwen3MoE
+    from liger_models.arch.qwen3_next import LigerQwen3Next as LigerQwen3Next
     from liger_models.arch.qwen3_vl import LigerQwen3VL as LigerQwen3VL
     from liger_models.arch.qwen3_vl_moe import LigerQwen3VLMoE as LigerQwen3VLMoE
     from liger_models.arch.registry import register as register
@@ -137,6 +138,7 @@ else:
             "arch.qwen2_vl": ["LigerQwen2VL"],
             "arch.qwen3": ["LigerQwen3"],
             "arch.qwen3_moe": ["LigerQwen3MoE"],
+            "arch.qwen3_next": ["LigerQwen3Next"],
             "arch.qwen3_vl": ["LigerQwen3VL"],
             "arch.qwen3_vl_moe": ["LigerQwen3VLMoE"],
             "arch.registry": ["register"],

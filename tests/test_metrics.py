@@ -11,6 +11,7 @@ from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.arch.mistral import LigerMistral
 from liger_models.arch.mixtral import LigerMixtral
+from liger_models.arch.qwen3_next import LigerQwen3Next
 from liger_models.kernels.collectives import Group
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.groups import ParallelGroups
@@ -52,6 +53,26 @@ def test_a_rank_of_two_that_share_a_batch():
         block.self_attn.shard_tokens(ranks)
     model.groups = ParallelGroups(context=ranks)
     assert flops(model, [batch([0, 40, 64])]) == whole / 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_linear_attention(ranks):
+    """Three products of a vector and the state, and backward twice as much; no pairs of tokens."""
+    keys, values = {"linear_num_key_heads": 2, "linear_key_head_dim": 8}, {"linear_num_value_heads": 4}
+    others = {"shared_expert_intermediate_size": 8, "moe_intermediate_size": 8, "num_experts": 16}
+    model = make(
+        LigerQwen3Next, layer_types=["linear_attention"] * 3, linear_value_head_dim=16, **keys, **values, **others
+    )
+    C, projected, channels = 32, 2 * (2 * 8 + 2 * 2 * 16 + 2 * 2), 2 * (2 * 8 + 2 * 16)
+    weights = C * (projected + 4 * 16) + 4 * channels  # a filter has 4 elements
+    mlp = C * (16 + 1) + 3 * C * 8 * (10 + 1)  # router and gate, ten experts that are chosen and the shared one
+    recurrence = 3 * 4 * 8 * 16
+    if ranks == 2:
+        group = Group("", 2, 0)
+        for block in model.layers:
+            block.linear_attn.shard_tokens(group)
+        model.groups = ParallelGroups(context=group)
+    assert flops(model, [batch([0, 20, 64])]) * ranks == 6 * 64 * (3 * (weights + mlp + recurrence) + C * 100)
 
 
 def test_a_window_and_experts():

@@ -14,7 +14,7 @@ from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
 from .arch.families import LIMIT, error, hf_model, load, make_folder, tiny, tokens
 from .late import Late
-from .test_lora import IDS, llama, stir, with_image
+from .test_lora import IDS, SHARED_EXPERTS, llama, stir, with_image
 
 peft = Late("peft", "it adapts models of this package")
 pytestmark = [
@@ -55,6 +55,7 @@ def assert_same_step(ours, theirs, ours_get, theirs_get) -> None:
 def adapters(arch: str, **options):
     """All linear layers that both sides have."""
     targets: Any = SEVEN[:4] if arch in ("mixtral", "qwen3_moe") else "all-linear"  # there PEFT adapts experts as well
+    targets = r".*attn\.\w*proj\w*|.*shared_expert_gate" if arch in SHARED_EXPERTS else targets
     targets = r".*\.(qkv?|proj|fc[12]|[qkvo]_proj|gate_proj|up_proj|down_proj)" if arch == "mllama" else targets
     return peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, **options)
 

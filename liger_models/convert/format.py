@@ -22,6 +22,7 @@ class CheckpointFormat:
         from_json: renames the keys of a config.json to the fields of the config class.
         to_json: the inverse of ``from_json``.
         ignored_keys: keys of released config.json files that do not change the model.
+        modules: name of the module in transformers that holds the blocks, if one of the layouts has it.
     """
 
     model_type: str
@@ -32,6 +33,7 @@ class CheckpointFormat:
     from_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     to_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     ignored_keys: Collection[str] = ()
+    modules: str = "model.language_model"
 
     def weight_maps(self, config: Any) -> list[WeightMap]:
         """The `WeightMap` of each layout that checkpoints may have, the written one first."""
@@ -46,7 +48,7 @@ class CheckpointFormat:
 
         These names differ from those in the older checkpoints of vision-language models.
         """
-        maps, inside = self.weight_maps(config), "model.language_model.norm.weight"
+        maps, inside = self.weight_maps(config), f"{self.modules}.norm.weight"
         named = (each for each in maps if any(inside in entry.names() for entry in each.entries.values()))
         return next(named, maps[0])
 

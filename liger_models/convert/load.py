@@ -69,7 +69,8 @@ def load_pretrained(
         hf_config: replaces the content of config.json.
 
     Returns:
-        The model, with the content of config.json in ``hf_config`` and tokenizer and generation files in ``assets``.
+        The model, with the content of config.json in ``hf_config``, tokenizer and generation files in ``assets``, and
+        on rank 0 the tensors that belong to no parameter in ``kept_tensors``.
 
     Raises:
         FileNotFoundError: the folder or a file in it is missing.
@@ -97,6 +98,10 @@ def load_pretrained(
         _load_parts(model, shard, weights, stored, target, device, progress)
     else:
         _load_whole(model, weights, stored, target, device, progress)
+    if rank() == 0:  # which saves
+        model.kept_tensors = {
+            name: read_tensor(stored[name].file, name) for name in stored if name.startswith(weights.kept)
+        }
     model.hf_config = hf_config
     model.assets = read_assets(folder, hf_config)
     if not (folder / CONFIG).is_file() or (folder / CONFIG).stat().st_mtime_ns != written:
@@ -189,6 +194,13 @@ def _load_parts(
         layer.reset_adapters()
 
 
+def read_tensor(file: Path, name: str) -> Tensor:
+    """A tensor of a file, in host memory, whose pages are not those of the file."""
+    with open_safetensors(file) as opened:
+        tensor: Tensor = opened.get_tensor(name)
+        return tensor.clone()
+
+
 def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:
     """Raise ValueError if the ``model_type`` in config.json is not that of the class."""
     model_type = format_of(model_class).model_type
@@ -240,7 +252,7 @@ def check_tensors(
         ValueError: a name is missing or unexpected, a shape is wrong, or a dtype is not a floating-point type.
     """
     expected = weights.shapes(parameters)
-    unexpected = sorted(stored.keys() - expected.keys() - weights.skip)
+    unexpected = sorted(name for name in stored.keys() - expected.keys() if not weights.passes_over(name))
     missing = [name for name in expected if name not in stored]
     if missing or unexpected:
         message = f"{where}: the checkpoint must hold exactly the tensors that its {CONFIG} describes."

@@ -1,5 +1,6 @@
 """Saving a model as a Hugging Face checkpoint, atomically."""
 
+import itertools
 import os
 import shutil
 from collections.abc import Mapping
@@ -92,7 +93,7 @@ def save_pretrained(
         weights, quantised = read_mxfp4(type(model), stored.config, Path(mxfp4))
         stored = stored._replace(weights=weights)
     plan = split_state_dict_into_shards_factory(
-        stored.shapes(dtype),
+        stored.shapes(dtype) | model.kept_tensors,
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
@@ -114,7 +115,7 @@ def save_pretrained(
         if plan.is_sharded:
             write_json(place / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
         begun: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in stored.unpack(gathered, dtype):
+        for name, tensor in itertools.chain(stored.unpack(gathered, dtype), model.kept_tensors.items()):
             file = plan.tensor_to_filename[name]
             begun.setdefault(file, {})[name] = tensor.cpu()
             if len(begun[file]) == len(plan.filename_to_tensors[file]):

@@ -151,7 +151,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
         try:
             for name, tensor in tensors:
                 weights = names.accept(name, tensor)
-                if name in weights.skip:
+                if weights.passes_over(name):
                     if config.tie_word_embeddings and name.endswith("lm_head.weight"):
                         heads[name] = tensor
                     continue
@@ -321,7 +321,7 @@ class _Names:
             f"{where}: {name} must be a whole tensor of one of the dtypes {', '.join(map(str, FLOATS.values()))}, got "
             f"{type(tensor).__name__} {getattr(tensor, 'dtype', '')}. Gather or dequantise it.",
         )
-        known = [layout for layout in self.layouts if name in layout[1] or name in layout[0].skip]
+        known = [layout for layout in self.layouts if name in layout[1] or layout[0].passes_over(name)]
         if not known:
             near = difflib.get_close_matches(name, self.layouts[0][1], n=1)
             hint = f" Did you mean {near[0]}?" if near else ""

@@ -216,6 +216,8 @@ class WeightMap:
             such as ``{i}``, makes one entry for each value of its index set.
         over: the index sets: name of the index -> values.
         skip: names of checkpoint tensors that are ignored if they exist.
+        kept: what names of checkpoint tensors begin with that belong to no parameter. If they exist, the model keeps
+            them in host memory and saves them again, bit for bit.
 
     Raises:
         ValueError: a parameter has two entries, or a checkpoint tensor is used twice.
@@ -227,6 +229,7 @@ class WeightMap:
         *,
         over: Mapping[str, Sequence[int]],
         skip: Iterable[str] = (),
+        kept: Iterable[str] = (),
     ) -> None:
         expanded = [
             (name.format(**indices), _expression(expression).expand(indices))
@@ -235,9 +238,14 @@ class WeightMap:
         ]
         self.entries = dict(expanded)
         self.skip = frozenset(name.format(**indices) for name in skip for indices in _indices(name, over))
+        self.kept = tuple(kept)
         names = [name for _, expression in expanded for name in expression.names()]
         if len(self.entries) < len(expanded) or len(set(names)) < len(names):
             raise ValueError(f"WeightMap: every name must be in one entry only. Look for duplicates in:\n{self}")
+
+    def passes_over(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint is ignored or kept, so that no parameter is made of it."""
+        return name in self.skip or name.startswith(self.kept)
 
     def shapes(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The checkpoint's tensors as meta tensors, with the names, shapes and dtypes that the parameters unpack to.
@@ -360,6 +368,7 @@ def decoder_map(
     also: Mapping[str, Expression | str] | None = None,
     over: Mapping[str, Sequence[int]] | None = None,
     skip: Iterable[str] = (),
+    kept: Iterable[str] = (),
     prefix: str = "model",
     head: str = "lm_head.weight",
 ) -> WeightMap:
@@ -373,7 +382,7 @@ def decoder_map(
             (``model.layers.{i}. ...``, or with another prefix), or None to remove the entry.
         also: additional entries, with full names.
         over: the index sets of ``also``, besides ``i``.
-        skip: names of checkpoint tensors that are ignored if they exist.
+        skip, kept: as in `WeightMap`.
         prefix: prefix of the checkpoint's names, except that of the head.
         head: name of the head's weight in the checkpoint.
     """
@@ -405,7 +414,7 @@ def decoder_map(
         skip.append(head)  # some checkpoints with tied weights store the head
     else:
         entries["lm_head.weight"] = head
-    return WeightMap(entries, over={"i": range(config.num_hidden_layers), **(over or {})}, skip=skip)
+    return WeightMap(entries, over={"i": range(config.num_hidden_layers), **(over or {})}, skip=skip, kept=kept)
 
 
 def _kinds(bias: bool) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """The decode cache under the interface of transformers, so that its generation can use it."""
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 from transformers import Cache
@@ -83,7 +85,16 @@ class LigerCache(Cache):
         self.decode.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; ``tokens_to_remove`` is minus their number."""
+        """Forget the last tokens; ``tokens_to_remove`` is minus their number.
+
+        Raises:
+            ValueError: there are states of linear attention, from which no token can be taken.
+        """
+        check(
+            self.is_croppable,
+            "crop: the cache must hold keys and values only, got states of linear attention, from which no token can "
+            "be taken. Generate without assistant_model and prompt_lookup_num_tokens.",
+        )
         self.decode.length -= min(abs(tokens_to_remove), self.decode.length)
 
     def reset(self) -> None:
@@ -94,7 +105,8 @@ class LigerCache(Cache):
     @property
     def batch_size(self) -> int:
         """Number of rows; −1 before the first token."""
-        return next((len(keys) for keys, _ in self.decode._layers.values()), -1)
+        kept = itertools.chain(self.decode._layers.values(), self.decode._states.values())
+        return next((len(each[0]) for each in kept), -1)
 
     @property
     def is_initialized(self) -> bool:
@@ -103,5 +115,5 @@ class LigerCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """True: `crop` leaves no trace."""
-        return True
+        """Whether `crop` leaves no trace."""
+        return not self.decode.is_recurrent

@@ -236,8 +236,8 @@ class Checkpoint:
         parameters = dict(decoder.named_parameters())
         weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), state_dict, parameters)
         missing = [name for entry in weights.entries.values() for name in entry.names() if name not in state_dict]
-        known = {name for entry in weights.entries.values() for name in entry.names()} | weights.skip
-        unexpected = [name for name in state_dict if name not in known]
+        known = {name for entry in weights.entries.values() for name in entry.names()}
+        unexpected = [name for name in state_dict if not (name in known or weights.passes_over(name))]
         check(
             not strict or not (missing or unexpected),
             "load_state_dict: the names must be those of the model, or of its checkpoint. Missing: "

@@ -12,6 +12,7 @@ class KernelOptions:
         layer_norm: LayerNorms, likewise.
         rope: rotary embedding on the packed QKV projection.
         swiglu: the activation of the MLP, gated or not, whatever its function.
+        linear_attention: the recurrence of linear attention, its convolution and its gated norm.
         cross_entropy: loss on logits that are built in full.
         fused_linear_cross_entropy: head and loss in one, without building the logits.
 
@@ -23,6 +24,7 @@ class KernelOptions:
     layer_norm: bool = True
     rope: bool = True
     swiglu: bool = True
+    linear_attention: bool = True
     cross_entropy: bool = False
     fused_linear_cross_entropy: bool = True
 

@@ -6,6 +6,7 @@ from liger_models.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from liger_models.layers.attention import LigerAttention as LigerAttention
+    from liger_models.layers.attention import LigerGatedAttention as LigerGatedAttention
     from liger_models.layers.attention import LigerQKNormAttention as LigerQKNormAttention
     from liger_models.layers.batch import BatchLayout as BatchLayout
     from liger_models.layers.config import DecoderConfig as DecoderConfig
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from liger_models.layers.decoder import CausalLMOutput as CausalLMOutput
     from liger_models.layers.decoder import Decoder as Decoder
     from liger_models.layers.embedding import LigerEmbedding as LigerEmbedding
+    from liger_models.layers.gated_delta_net import LigerGatedDeltaNet as LigerGatedDeltaNet
     from liger_models.layers.groups import ParallelGroups as ParallelGroups
     from liger_models.layers.kv_cache import DecodeCache as DecodeCache
     from liger_models.layers.layer import AttentionSpec as AttentionSpec
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from liger_models.layers.mlp import LigerTiledGEGLUMLP as LigerTiledGEGLUMLP
     from liger_models.layers.mlp import LigerTiledSwiGLUMLP as LigerTiledSwiGLUMLP
     from liger_models.layers.moe import LigerMoE as LigerMoE
+    from liger_models.layers.moe import LigerSharedExpertMoE as LigerSharedExpertMoE
     from liger_models.layers.norm import LigerLayerNorm as LigerLayerNorm
     from liger_models.layers.norm import LigerRMSNorm as LigerRMSNorm
     from liger_models.layers.rope import RotaryEmbedding as RotaryEmbedding
@@ -32,11 +35,12 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "attention": ["LigerAttention", "LigerQKNormAttention"],
+            "attention": ["LigerAttention", "LigerGatedAttention", "LigerQKNormAttention"],
             "batch": ["BatchLayout"],
             "config": ["DecoderConfig", "RMSNormDecoderConfig"],
             "decoder": ["CausalLMOutput", "Decoder"],
             "embedding": ["LigerEmbedding"],
+            "gated_delta_net": ["LigerGatedDeltaNet"],
             "groups": ["ParallelGroups"],
             "kv_cache": ["DecodeCache"],
             "layer": ["AttentionSpec", "Layer"],
@@ -49,7 +53,7 @@ else:
                 "LigerTiledGEGLUMLP",
                 "LigerTiledSwiGLUMLP",
             ],
-            "moe": ["LigerMoE"],
+            "moe": ["LigerMoE", "LigerSharedExpertMoE"],
             "norm": ["LigerLayerNorm", "LigerRMSNorm"],
             "rope": ["RotaryEmbedding"],
         },

@@ -459,7 +459,12 @@ class LigerAttention(Layer):
 
     def _attend(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
         context = self.groups.context
-        qkv = qkv if context is None else to_heads(qkv, context)
+        out = self._mix(qkv if context is None else to_heads(qkv, context), layout)
+        y: Tensor = self.o_proj(out if context is None else to_tokens(out, context))
+        return y
+
+    def _mix(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
+        """The heads' results [B, T, H · D] from the projection's output for all tokens."""
         q, k, v = self._split(qkv, layout)
         if layout.cache is not None:
             k, v = layout.cache.extend(self.layer, k, v)
@@ -467,9 +472,7 @@ class LigerAttention(Layer):
             q, k, v, layout, scale=self.scale, window=self.window, softcap=self.softcap,
             dropout=self.dropout if self.training else 0.0, sinks=self._local_sinks(),
         )  # fmt: skip
-        out = out.flatten(2)  # [B, T, H · D]
-        y: Tensor = self.o_proj(out if context is None else to_tokens(out, context))
-        return y
+        return out.flatten(2)
 
 
 class LigerQKNormAttention(LigerAttention):
@@ -547,3 +550,24 @@ class LigerQKNormAttention(LigerAttention):
             eps=self.q_norm.eps, weight_offset=self.q_norm.offset, scale_in_fp32=self.q_norm.scale_in_fp32,
             interleaved=self.interleaved,
         )  # fmt: skip
+
+
+class LigerGatedAttention(LigerQKNormAttention):
+    """`LigerQKNormAttention` whose heads are multiplied by ``sigmoid`` of a gate, which is projected with them.
+
+    The rows of ``qkv_proj`` are grouped by KV head: its H / G query heads, their gates, then its key, then its value.
+
+    Args: as in `LigerQKNormAttention`.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, **options: Any) -> None:
+        super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, **options)
+        bias = self.qkv_proj.bias is not None
+        self.qkv_proj = nn.Linear(hidden_size, 2 * (num_heads + num_kv_heads) * head_dim, bias=bias)
+
+    def _mix(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
+        queries = self.num_heads // self.num_kv_heads
+        groups = qkv.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))  # [B, T, G, 2 H / G + 2, D]
+        q, gate, kv = groups.split([queries, queries, 2], 3)
+        out: Tensor = super()._mix(torch.cat([q, kv], 3).flatten(2), layout) * gate.flatten(2).sigmoid()
+        return out

@@ -40,6 +40,8 @@ class BatchLayout:
         masks: window of a layer (None: no window) -> its mask.
         causal: False if tokens also attend to later tokens.
         attention_mask: [B, S], as it was passed to the forward.
+        bounds: [n + 1] int32, the start of each packed document in the B · T flattened tokens, and the end of the last;
+            each row starts a document, and documents may be empty. None if the rows are not packed, or no layer asks.
     """
 
     position_ids: Tensor
@@ -50,6 +52,7 @@ class BatchLayout:
     masks: dict[int | None, Mask] = field(default_factory=dict)
     causal: bool = True
     attention_mask: Tensor | None = None
+    bounds: Tensor | None = None
 
     @classmethod
     def bidirectional(
@@ -87,6 +90,7 @@ class BatchLayout:
         cache: DecodeCache | None = None,
         visible_until: Tensor | None = None,
         dtype: torch.dtype | None = None,
+        needs_bounds: bool = False,
         **extra: Any,
     ) -> "Self":
         """The layout of a batch of text.
@@ -111,6 +115,7 @@ class BatchLayout:
                 attends to, itself or a later one (the tokens of an image attend to each other). Default: itself.
             dtype: dtype of the activations, which allows masks that only some kernels support; None for masks that
                 every kernel supports.
+            needs_bounds: whether a layer reads ``bounds``.
             extra: the fields that a derived class adds.
 
         Raises:
@@ -168,12 +173,16 @@ class BatchLayout:
         segments, few = None, cu_seqlens is None or len(cu_seqlens) - 1 <= MOST_DOCUMENTS * B
         if attention_mask is None and cache is None and visible_until is None and few and takes_segments(device, dtype):
             segments = Segments.of_rows(B, T, cu_seqlens, device)
+        bounds = None
+        if cu_seqlens is not None and needs_bounds:
+            bounds = (segments or Segments.of_rows(B, T, cu_seqlens, device)).cu_seqlens
         masks = {
             window: text_mask(documents, past, window, B, T, device, needed, visible_until, segments)
             for window, needed in ({None: False} if windows is None else windows).items()
         }
         tables = {name: table(positions) for name, table in rotary.items()}
-        return cls(positions, tables, documents, past, cache, masks, attention_mask=attention_mask, **extra)
+        options = {"attention_mask": attention_mask, "bounds": bounds, **extra}
+        return cls(positions, tables, documents, past, cache, masks, **options)
 
     def mask(self, window: int | None, q: Tensor, *, explicit: bool = False) -> Mask:
         """The mask of the layers with this window, in a form that the kernel for q [B, T, H, D] supports.
@@ -193,6 +202,12 @@ class BatchLayout:
             B, T = q.shape[:2]
             mask = self.masks[window] = text_mask(self.documents, 0, window, B, T, q.device, needed=False)
         return mask
+
+    def padding(self, T: int) -> Tensor | None:
+        """Which of the last T tokens are padding, [B, T] bool; None if none are, and for single tokens after others."""
+        if self.attention_mask is None or self.documents is None or (T == 1 and self.past):
+            return None
+        return self.documents[:, -T:] < 0
 
     def shift(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
         """The target of each token: the label of the next token of its document.

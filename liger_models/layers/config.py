@@ -12,9 +12,11 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 _SIZES = """
     hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-    moe_intermediate_size num_experts_per_tok decoder_sparse_step no_rope_layer_interval depth embed_dim num_heads
-    mlp_ratio in_channels num_channels patch_size spatial_merge_size temporal_patch_size image_size window_size
-    mm_tokens_per_image out_hidden_size num_position_embeddings attention_heads max_num_tiles
+    moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok decoder_sparse_step
+    full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+    linear_num_value_heads no_rope_layer_interval depth embed_dim num_heads mlp_ratio in_channels num_channels
+    patch_size spatial_merge_size temporal_patch_size image_size window_size mm_tokens_per_image out_hidden_size
+    num_position_embeddings attention_heads max_num_tiles
     global_head_dim num_global_key_value_heads top_k_experts
 """
 _LENGTHS = """
@@ -168,13 +170,15 @@ def check_values(config: DecoderConfig, **allowed: tuple[Any, ...]) -> None:
         )
 
 
-def check_layer_types(name: str, layer_types: list[str] | None, num_hidden_layers: int) -> None:
+def check_layer_types(
+    name: str, layer_types: list[str] | None, num_hidden_layers: int, known: tuple[str, ...] = LAYER_TYPES
+) -> None:
     """Raise ValueError if ``layer_types`` is given but does not name a known type for each layer."""
     if layer_types is None:
         return
     check(
-        len(layer_types) == num_hidden_layers and set(layer_types) <= set(LAYER_TYPES),
-        f"{name}: layer_types must hold {num_hidden_layers} of {', '.join(LAYER_TYPES)}, got {layer_types}.",
+        len(layer_types) == num_hidden_layers and set(layer_types) <= set(known),
+        f"{name}: layer_types must hold {num_hidden_layers} of {', '.join(known)}, got {layer_types}.",
     )
 
 

@@ -162,6 +162,8 @@ class Decoder(nn.Module):
         """The vision tower, whose blocks are in ``visual.blocks``; None for models without one."""
         self.groups = ParallelGroups()
         """The process groups that the model is distributed over."""
+        self._needs_bounds = False
+        """Whether a layer reads `BatchLayout.bounds`; set by `post_init`."""
         self._windows: dict[int | None, bool] | None = None
         """Window of the attention layers -> whether one of these layers always needs a mask; set by `post_init`."""
         self._needs_flash: set[int | None] = set()
@@ -170,6 +172,8 @@ class Decoder(nn.Module):
         """The config.json that the model was loaded with. Keys that the model does not read are saved again."""
         self.assets: dict[str, bytes] = {}
         """Name -> content of files saved with the checkpoint unchanged: generation_config.json, tokenizer files."""
+        self.kept_tensors: dict[str, Tensor] = {}
+        """Name -> tensor of the checkpoint that belongs to no parameter, saved unchanged; in host memory, on rank 0."""
 
     def post_init(self) -> None:
         """Check the attributes, tie and initialise the weights. Call it last in the constructor of a subclass.
@@ -184,6 +188,7 @@ class Decoder(nn.Module):
         self._windows = {}
         slots: dict[int, str] = {}
         for path, layer in named_layers(self.layers, remove_duplicate=False):
+            self._needs_bounds = self._needs_bounds or layer.needs_bounds
             spec = layer.attention
             if spec is None:
                 continue
@@ -465,7 +470,10 @@ class Decoder(nn.Module):
         windows = self._windows or {}
         if embeds.device.type in ACCELERATORS and not takes_segments(embeds.device, embeds.dtype):
             windows = {window: needed or window in self._needs_flash for window, needed in windows.items()}
-        return self.layout_class.build(shape, embeds.device, rotary, windows=windows, dtype=embeds.dtype, **options)
+        return self.layout_class.build(
+            shape, embeds.device, rotary, windows=windows, needs_bounds=self._needs_bounds, dtype=embeds.dtype,
+            **options,
+        )  # fmt: skip
 
     @foreign_arguments("forward")
     def run(

@@ -1,4 +1,4 @@
-"""The decode cache: keys and values of the tokens so far."""
+"""The decode cache: keys and values of the tokens so far, and states of linear attention."""
 
 from collections.abc import Hashable
 
@@ -8,7 +8,7 @@ from liger_models.kernels.checks import check
 
 
 class DecodeCache:
-    """Keys and values of the tokens so far, for decoding. Memory for each layer is allocated on first use.
+    """What layers keep of the tokens so far, for decoding. Memory for each layer is allocated on first use.
 
     Args:
         capacity: maximum number of tokens per sequence.
@@ -19,6 +19,7 @@ class DecodeCache:
         self.extra: dict[Hashable, Tensor] = {}
         """Other tensors [B, ...] that a family saves for later tokens."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._states: dict[int, tuple[Tensor, ...]] = {}
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v [B, T, G, D] of one layer, and return all keys and values of it, [B, length + T, G, D] each.
@@ -41,7 +42,21 @@ class DecodeCache:
         values[:, self.length : end] = v
         return keys[:, :end], values[:, :end]
 
+    def states(self, layer: int) -> tuple[Tensor, ...] | None:
+        """The states of a layer of linear attention after the tokens so far, [B, ...] each; None before the first."""
+        return self._states[layer] if self.length else None
+
+    def replace_states(self, layer: int, *states: Tensor) -> None:
+        """Store the states of a layer after its new tokens; unlike keys and values they replace what was there."""
+        self._states[layer] = states
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether there are such states, from which the last tokens cannot be removed."""
+        return bool(self._states)
+
     def select(self, rows: Tensor) -> None:
         """Select, repeat or reorder sequences; ``rows`` [B'] int64 indexes the batch."""
         self._layers = {layer: (k[rows], v[rows]) for layer, (k, v) in self._layers.items()}
+        self._states = {layer: tuple(each[rows] for each in kept) for layer, kept in self._states.items()}
         self.extra = {name: kept[rows] for name, kept in self.extra.items()}

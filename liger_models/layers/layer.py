@@ -43,10 +43,14 @@ class Layer(nn.Module):
     replayable: bool = True
     """False if a second forward may give a different result (routed experts). Blocks with such a layer are not
     recomputed as a whole."""
+    needs_bounds: bool = False
+    """True if the layer reads `BatchLayout.bounds`, the boundaries of packed documents."""
     needs_images: bool = False
     """True if text without images skips the layer."""
     active_share: float = 1.0
     """Fraction of the layer's own parameters that are active for a token (routed experts: top_k / experts)."""
+    token_flops: int = 0
+    """Floating-point operations of the forward per token, besides the products with weights and `attention`."""
     has_adapters: bool = False
     """True if submodules of the layer adapt its weight; see `adapted_weight`."""
     linears: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router sends each token through a few of many gated MLPs."""
+"""Mixture of experts: a router sends each token through a few of many gated MLPs, and a gate through a shared one."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,6 +22,7 @@ from liger_models.kernels.moe.experts import check_expert_act, moe_mlp, moe_mlp_
 from liger_models.kernels.moe.routing import route, route_reference
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none
+from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights
 
 
@@ -219,3 +220,40 @@ class LigerMoE(Layer):
         )
         # The model returns the logits, and FSDP2 warns of outputs that are views.
         return weights.flatten(0, -2), experts.flatten(0, -2), logits.flatten(0, -2).clone()
+
+
+class LigerSharedExpertMoE(LigerMoE):
+    """`LigerMoE` with another expert, which every token passes: ``experts(x) + sigmoid(g · x) · shared_expert(x)``.
+
+    Args:
+        shared_size: F of the shared expert.
+        Others: as in `LigerMoE`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        shared_size: int,
+        act: str = "silu",
+        kernel: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, num_experts, top_k, act=act, kernel=kernel, **options)
+        self.shared_expert = GatedMLP(hidden_size, shared_size, act=act, kernel=kernel)
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """As `LigerMoE.shard`; the shared expert is sharded by itself, and its gate is replicated."""
+        dims = super().shard(group)
+        self.shared_expert_gate = ReplicatedLinear.of(self.shared_expert_gate, group)
+        return dims
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., C] -> ``(y [..., C], router_logits [N, X])``, N the number of tokens."""
+        y, router_logits = super().forward(x)
+        shared, _ = self.shared_expert.add_norm(None, None, x)
+        return y + self.shared_expert_gate(x).sigmoid() * shared, router_logits

@@ -22,7 +22,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "
 
 
 def flops(model: Decoder, batches: Sequence[Batch]) -> float:
-    """Floating-point operations of a forward and backward on this rank: matrix products, and attention in documents.
+    """Floating-point operations of a forward and backward on this rank: matrix products, and attention of all kinds.
 
     Each element of a weight counts 2 per token for the forward, 2 for the gradient of its input if anything before it
     is trained, and 2 for its own gradient if it is trained. Recomputation and vision towers are not counted. Experts
@@ -34,21 +34,24 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     """
     sharing = model.groups.sharded
     share_of_rank = 1 if sharing is None else 1 / sharing.size
-    tokens = sum(batch["input_ids"].numel() for batch in batches) * share_of_rank
+    all_tokens = sum(batch["input_ids"].numel() for batch in batches)
+    tokens = all_tokens * share_of_rank
     targets = sum(int((batch.get("labels", batch["input_ids"]) != -100).sum()) for batch in batches) * share_of_rank
     lengths = torch.cat([batch["cu_seqlens"].diff() for batch in batches]).double()
     rows = dict.fromkeys(model.layers.modules(), tokens) | dict.fromkeys(model.lm_head.modules(), targets)
     attention: dict[nn.Module, AttentionSpec | None] = {layer: layer.attention for layer in layers_of(model.layers)}
+    each_token: dict[nn.Module, float] = {layer: layer.token_flops for layer in layers_of(model.layers)}
     active: dict[nn.Module, float] = {layer: layer.active_share for layer in layers_of(model)}
     total, before = 0.0, False
     for module in model.modules():  # in the order in which they run
-        spec = attention.get(module)
+        spec, work = attention.get(module), each_token.get(module, 0) * all_tokens
         if spec is not None:
             seen = lengths if spec.window is None else lengths.clamp(max=spec.window)  # constant past the window
-            pairs = (seen * seen / 2 + (lengths - seen) * seen).sum().item()
-            inside = (each for name, each in module.named_parameters() if not name.startswith("o_proj"))
+            work += spec.pair_flops * (seen * seen / 2 + (lengths - seen) * seen).sum().item()
+        if work:
+            inside = (each for name, each in module.named_parameters() if not name.startswith(("o_proj", "out_proj")))
             backward = before or any(each.requires_grad for each in inside)
-            total += (3.0 if backward else 1.0) * spec.pair_flops * pairs
+            total += (3.0 if backward else 1.0) * work
         for each in module.parameters(recurse=False):
             if module in rows and each.dim() > 1:
                 total += (

@@ -36,6 +36,7 @@ GGUF = {
     "qwen2": "QWEN2",
     "qwen3": "QWEN3",
     "qwen3_moe": "QWEN3MOE",
+    "qwen3_next": "QWEN3NEXT",
     "smollm3": "SMOLLM3",
 }
 """Family -> its name among `gguf.MODEL_ARCH`."""
@@ -53,7 +54,8 @@ def test_every_text_family_has_a_name_in_gguf():
 
 
 def as_stacked(name: str) -> str:
-    """The name under which the converter looks up a tensor: it stacks the experts of a layer first."""
+    """The name under which the converter looks up a tensor: it stacks the experts of a layer first, and renames."""
+    name = name.replace(".dt_bias", ".dt_proj.bias")
     name = re.sub(r"model\.(layers\.\d+)\.block_sparse_moe\.experts\.\d+\.", r"\1.feed_forward.experts.", name)
     return re.sub(r"\.experts\.\d+\.", ".experts.", name)
 

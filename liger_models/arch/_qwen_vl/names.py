@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from liger_models.convert.weight_map import WeightMap, decoder_map, equal_qkv_rows, patch_rows
+from liger_models.convert.weight_map import Expression, WeightMap, decoder_map, equal_qkv_rows, patch_rows
 from liger_models.kernels.checks import check
 
 IGNORED_KEYS = ("vision_start_token_id", "vision_end_token_id")
@@ -15,6 +15,9 @@ QWEN2_IGNORED_KEYS = (
     "in_chans",  # transformers reads in_channels
     "spatial_patch_size",  # a copy of patch_size
 )
+
+INTERLEAVED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families whose rotary frequencies of time, height and width are interleaved."""
 
 TOP = ("image_token_id", "video_token_id", "vision_config", "tie_word_embeddings")
 """Keys of config.json that do not belong to the language model."""
@@ -39,7 +42,7 @@ def read_multimodal(hf: Mapping[str, Any]) -> dict[str, Any]:
     rope, axial = dict(flat.get(where) or {}), dict(vision.pop("rope_parameters", None) or {})
     interleaved, axial_type = rope.pop("mrope_interleaved", None), axial.pop("rope_type", "axial")
     check(
-        interleaved in (None, flat["model_type"] in ("qwen3_vl", "qwen3_vl_moe")) and axial_type == "axial",
+        interleaved in (None, flat["model_type"] in INTERLEAVED) and axial_type == "axial",
         f"config.json: {where}.mrope_interleaved must be missing or match the architecture, and the tower's rope_type "
         f"must be 'axial', got {interleaved} and {axial_type!r}.",
     )
@@ -75,10 +78,8 @@ def qwen3_vl_map(config: Any, text: str, visual: str, mlp: Mapping[str, Any] | N
         text, visual: prefixes of the language model's and the tower's tensors.
         mlp: arguments of `decoder_map` that replace dense MLPs; see `sparse_mlps`.
     """
-    vision, block = config.vision_config, f"{visual}.blocks.{{b}}"
     mlp = mlp or {}
-    kinds = ("weight", "bias")
-    mergers = {"merger": "merger", "deepstack_mergers.{d}": "deepstack_merger_list.{d}"}
+    tower, over = qwen3_vl_tower(config.vision_config, visual)
     return decoder_map(
         config,
         qkv_bias=config.attention_bias,
@@ -86,30 +87,33 @@ def qwen3_vl_map(config: Any, text: str, visual: str, mlp: Mapping[str, Any] | N
         norms=("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"),
         prefix=text,
         instead=mlp.get("instead"),
-        also={
-            **mlp.get("also", {}),
-            "visual.patch_embed.weight": patch_rows(
-                f"{visual}.patch_embed.proj.weight", vision.in_channels, vision.temporal_patch_size, vision.patch_size
-            ),
-            "visual.patch_embed.bias": f"{visual}.patch_embed.proj.bias",
-            "visual.pos_embed.weight": f"{visual}.pos_embed.weight",
-            **{f"visual.blocks.{{b}}.{norm}.{k}": f"{block}.{norm}.{k}" for norm in ("norm1", "norm2") for k in kinds},
-            **{
-                f"visual.blocks.{{b}}.attn.qkv_proj.{k}": equal_qkv_rows(f"{block}.attn.qkv.{k}", vision.num_heads)
-                for k in kinds
-            },
-            **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.attn.proj.{k}" for k in kinds},
-            **{
-                f"visual.blocks.{{b}}.mlp.{fc}.{k}": f"{block}.mlp.linear_{fc}.{k}"
-                for fc in ("fc1", "fc2")
-                for k in kinds
-            },
-            **{
-                f"visual.{ours}.{part}.{k}": f"{visual}.{theirs}.{part.replace('mlp.', 'linear_')}.{k}"
-                for ours, theirs in mergers.items()
-                for part in ("norm", "mlp.fc1", "mlp.fc2")
-                for k in kinds
-            },
-        },
-        over={"b": range(vision.depth), "d": range(len(vision.deepstack_visual_indexes)), **mlp.get("over", {})},
+        also={**mlp.get("also", {}), **tower},
+        over={**over, **mlp.get("over", {})},
     )
+
+
+def qwen3_vl_tower(vision: Any, visual: str) -> tuple[dict[str, Expression | str], dict[str, range]]:
+    """The arguments ``also`` and ``over`` of `decoder_map` for the tower of Qwen3-VL; ``visual`` is its prefix."""
+    block, kinds = f"{visual}.blocks.{{b}}", ("weight", "bias")
+    mergers = {"merger": "merger", "deepstack_mergers.{d}": "deepstack_merger_list.{d}"}
+    entries: dict[str, Expression | str] = {
+        "visual.patch_embed.weight": patch_rows(
+            f"{visual}.patch_embed.proj.weight", vision.in_channels, vision.temporal_patch_size, vision.patch_size
+        ),
+        "visual.patch_embed.bias": f"{visual}.patch_embed.proj.bias",
+        "visual.pos_embed.weight": f"{visual}.pos_embed.weight",
+        **{f"visual.blocks.{{b}}.{norm}.{k}": f"{block}.{norm}.{k}" for norm in ("norm1", "norm2") for k in kinds},
+        **{
+            f"visual.blocks.{{b}}.attn.qkv_proj.{k}": equal_qkv_rows(f"{block}.attn.qkv.{k}", vision.num_heads)
+            for k in kinds
+        },
+        **{f"visual.blocks.{{b}}.attn.o_proj.{k}": f"{block}.attn.proj.{k}" for k in kinds},
+        **{f"visual.blocks.{{b}}.mlp.{fc}.{k}": f"{block}.mlp.linear_{fc}.{k}" for fc in ("fc1", "fc2") for k in kinds},
+        **{
+            f"visual.{ours}.{part}.{k}": f"{visual}.{theirs}.{part.replace('mlp.', 'linear_')}.{k}"
+            for ours, theirs in mergers.items()
+            for part in ("norm", "mlp.fc1", "mlp.fc2")
+            for k in kinds
+        },
+    }
+    return entries, {"b": range(vision.depth), "d": range(len(vision.deepstack_visual_indexes))}

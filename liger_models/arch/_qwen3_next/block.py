@@ -1,0 +1,162 @@
+"""The block of Qwen3-Next and Qwen3.5: linear attention in most layers, gated full attention in the others.
+
+Differs from Qwen3: of four layers three are Gated DeltaNet (`LigerGatedDeltaNet`), whose state does not grow with the
+text. The full attention of every fourth layer multiplies its heads by the sigmoid of a gate, which is projected with
+them, and rotates only a part of each head. All norms but the one inside Gated DeltaNet scale by 1 + weight, in fp32.
+
+Source: https://arxiv.org/abs/2412.06464, transformers ``models/qwen3_next``.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.attention import LigerGatedAttention
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types
+from liger_models.layers.gated_delta_net import LigerGatedDeltaNet
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.moe import LigerSharedExpertMoE
+from liger_models.layers.norm import LigerRMSNorm
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig(RMSNormDecoderConfig):
+    """Sizes and constants that Qwen3-Next and Qwen3.5 share; ``layer_types`` overrides ``full_attention_interval``."""
+
+    num_attention_heads: int = 16
+    head_dim: int | None = 256
+    max_position_embeddings: int = 32768
+    partial_rotary_factor: float = 0.25
+    attention_bias: bool = False
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    full_attention_interval: int = 4
+    layer_types: list[str] | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name, keys, values = type(self).__name__, self.linear_num_key_heads, self.linear_num_value_heads
+        check_layer_types(name, self.layer_types, self.num_hidden_layers, (LINEAR, FULL))
+        check(
+            values % keys == 0,
+            f"{name}: linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys}). Check "
+            "config.json.",
+        )
+
+    @property
+    def rotary_width(self) -> int:
+        """Number of entries of each head that are rotated."""
+        return int(self.head_size * self.partial_rotary_factor)
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer has linear attention."""
+        if self.layer_types is not None:
+            return self.layer_types[layer] == LINEAR
+        return (layer + 1) % self.full_attention_interval != 0
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer's MLP is a mixture of experts."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridMoeConfig(HybridConfig):
+    """Sizes and constants of those with mixtures of experts."""
+
+    num_key_value_heads: int | None = 2
+    hidden_size: int = 2048
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+    num_experts_per_tok: int = 10
+    num_experts: int = 512
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer's MLP is a mixture of experts."""
+        return True
+
+
+def zero_centred_norm(config: HybridConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
+    """Makes an RMSNorm of a width that scales by 1 + weight."""
+    return partial(
+        LigerRMSNorm, eps=config.rms_norm_eps, offset=1.0, casting_mode="gemma", init_fn="zeros",
+        kernel=kernels.rms_norm,
+    )  # fmt: skip
+
+
+def shared_expert_moe(config: HybridMoeConfig, kernels: KernelOptions, *, normalize: bool) -> LigerSharedExpertMoE:
+    """The mixture of experts of a layer."""
+    return LigerSharedExpertMoE(
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.num_experts,
+        config.num_experts_per_tok,
+        shared_size=config.shared_expert_intermediate_size,
+        normalize=normalize,
+        round_weights=True,
+        kernel=kernels.swiglu,
+    )
+
+
+class HybridBlock(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``, where attention is linear or full.
+
+    Args:
+        config: sizes and constants.
+        layer: index of the layer.
+        mlp: of this layer.
+        kernels: which parts run on fused kernels.
+    """
+
+    def __init__(
+        self, config: HybridConfig, layer: int, mlp: LigerSwiGLUMLP | LigerSharedExpertMoE, kernels: KernelOptions
+    ) -> None:
+        super().__init__()
+        norm = zero_centred_norm(config, kernels)
+        self.input_layernorm = norm(config.hidden_size)
+        self.linear = config.is_linear(layer)
+        if self.linear:
+            self.linear_attn = LigerGatedDeltaNet(
+                config.hidden_size,
+                config.linear_num_key_heads,
+                config.linear_num_value_heads,
+                config.linear_key_head_dim,
+                config.linear_value_head_dim,
+                config.linear_conv_kernel_dim,
+                layer=layer,
+                eps=config.rms_norm_eps,
+                kernel=kernels.linear_attention,
+            )
+        else:
+            self.self_attn = LigerGatedAttention(
+                config.hidden_size,
+                config.num_attention_heads,
+                config.kv_heads,
+                config.head_size,
+                norm=norm,
+                layer=layer,
+                qkv_bias=config.attention_bias,
+                o_bias=config.attention_bias,
+                dropout=config.attention_dropout,
+                rope_kernel=kernels.rope,
+            )
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
+        """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair, and a router's logits."""
+        attention = self.linear_attn if self.linear else self.self_attn
+        x, residual = attention.add_norm(self.input_layernorm, x, residual, layout)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)

@@ -1,0 +1,178 @@
+"""Names of the tensors of Qwen3-Next and Qwen3.5 in Hugging Face checkpoints."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from liger_models.arch._qwen3_next.block import HybridConfig
+from liger_models.arch._qwen_vl.names import qwen3_vl_tower
+from liger_models.convert.weight_map import (
+    Cat,
+    Expression,
+    Rearrange,
+    Split,
+    WeightMap,
+    decoder_map,
+    expert_rows,
+    fused_expert_rows,
+    gate_up_rows,
+    sparse_mlps,
+)
+from liger_models.kernels.checks import check
+
+KEPT = ("mtp.",)
+"""What the names of the layers begin with that predict a second token (multi-token prediction). No forward needs
+them."""
+
+
+def _by_head(parts: Sequence[Expression | str], sizes: Sequence[int], heads: int) -> Expression:
+    """Rows of parts of each of which every head has its own, grouped by head; ``sizes`` rows of each part a head."""
+    groups = [Rearrange("(g n) ... -> g n ...", part, g=heads) for part in parts]
+    return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=heads)
+
+
+def _qkv_by_head(qkv: str, config: HybridConfig) -> Expression:
+    """Rows of all queries, all keys and all values, grouped by key head."""
+    heads, keys, values = _linear_sizes(config)
+    sizes = {"q": heads * keys, "k": heads * keys, "v": heads * values}
+    return Split(qkv, 0, sizes, _by_head("qkv", [keys, keys, values], heads))
+
+
+def _linear_sizes(config: HybridConfig) -> tuple[int, int, int]:
+    """Number of key heads, and of each the number of rows of a key and of all its values."""
+    heads = config.linear_num_key_heads
+    return heads, config.linear_key_head_dim, config.linear_num_value_heads // heads * config.linear_value_head_dim
+
+
+def gated_qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
+    """`LigerGatedAttention`'s projection, from one of queries, each followed by its gate, and those of keys, values."""
+    groups = [
+        Rearrange("(g n two d) ... -> g (two n d) ...", q, g=kv_heads, two=2, d=head_dim),
+        *(Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (k, v)),
+    ]
+    sizes = [2 * heads // kv_heads * head_dim, head_dim, head_dim]
+    return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
+
+
+def hybrid_map(
+    config: HybridConfig,
+    prefix: str = "model",
+    *,
+    apart: bool = True,
+    fused: bool = False,
+    also: Mapping[str, Expression | str] | None = None,
+    over: Mapping[str, Sequence[int]] | None = None,
+) -> WeightMap:
+    """The weight map of Qwen3-Next or Qwen3.5.
+
+    Args:
+        config: config of the model.
+        prefix: prefix of the language model's tensors.
+        apart: whether linear attention has four projections (Qwen3.5) and not two, grouped by key head (Qwen3-Next).
+        fused: whether the experts of a layer are in one tensor for each projection.
+        also, over: as in `decoder_map`.
+    """
+    block = f"{prefix}.layers."
+    linear, full, sparse = f"{block}{{linear}}.linear_attn", f"{block}{{full}}.self_attn", f"{block}{{sparse}}.mlp"
+    heads, keys, values = _linear_sizes(config)
+    each = config.linear_num_value_heads // heads
+    projections: list[Expression | str]
+    if apart:
+        qkv, others = _qkv_by_head(f"{linear}.in_proj_qkv.weight", config), ("z", "b", "a")
+        projections = [qkv, *(f"{linear}.in_proj_{name}.weight" for name in others)]
+        sizes = [2 * keys + values, values, each, each]
+    else:
+        projections = [f"{linear}.in_proj_{name}.weight" for name in ("qkvz", "ba")]
+        sizes = [2 * (keys + values), 2 * each]
+    entries: dict[str, Expression | str] = {
+        "layers.{linear}.linear_attn.in_proj.weight": _by_head(projections, sizes, heads),
+        "layers.{linear}.linear_attn.conv_weight": _qkv_by_head(f"{linear}.conv1d.weight", config),
+        **{
+            f"layers.{{linear}}.linear_attn.{name}": f"{linear}.{name}"
+            for name in ("dt_bias", "A_log", "norm.weight", "out_proj.weight")
+        },
+        **{f"layers.{{full}}.self_attn.{name}.weight": f"{full}.{name}.weight" for name in ("q_norm", "k_norm")},
+    }
+    for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+        entries[f"layers.{{full}}.self_attn.qkv_proj.{kind}"] = gated_qkv_rows(
+            *(f"{full}.{part}_proj.{kind}" for part in "qkv"),
+            heads=config.num_attention_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_size,
+        )
+        entries[f"layers.{{full}}.self_attn.o_proj.{kind}"] = f"{full}.o_proj.{kind}"
+    experts = [i for i in range(config.num_hidden_layers) if config.is_sparse(i)]
+    mlps: dict[str, Mapping[str, Any]] = {}
+    if experts:
+        gate, up, down = (f"{sparse}.experts.{{x}}.{part}_proj.weight" for part in ("gate", "up", "down"))
+        together = f"{sparse}.experts.gate_up_proj", f"{sparse}.experts.down_proj"
+        count = getattr(config, "num_experts", 0)
+        stacked = fused_expert_rows(*together) if fused else expert_rows(gate, up, down, count)
+        mlps = sparse_mlps(experts, config.num_hidden_layers, prefix, *stacked)
+        shared, ours = f"{sparse}.shared_expert", "layers.{sparse}.mlp.shared_expert"
+        entries |= {
+            f"{ours}.gate_up_proj.weight": gate_up_rows(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
+            f"{ours}.down_proj.weight": f"{shared}.down_proj.weight",
+            f"{ours}_gate.weight": f"{shared}_gate.weight",
+        }
+    layers = range(config.num_hidden_layers)
+    return decoder_map(
+        config,
+        prefix=prefix,
+        instead={"self_attn.qkv_proj.weight": None, "self_attn.o_proj.weight": None, **mlps.get("instead", {})},
+        also={**entries, **mlps.get("also", {}), **(also or {})},
+        over={
+            "linear": [i for i in layers if config.is_linear(i)],
+            "full": [i for i in layers if not config.is_linear(i)],
+            **mlps.get("over", {}),
+            **(over or {}),
+        },
+        kept=KEPT,
+    )
+
+
+TEXT_IGNORED_KEYS = (
+    "attn_output_gate",  # attention always has its gate; transformers does not read it either
+    "mtp_num_hidden_layers",  # these layers are kept, but not built
+    "mtp_use_dedicated_embeddings",
+    "mamba_ssm_dtype",  # states and decays are always computed in fp32
+    "mlp_only_layers",  # Qwen3-Next's; transformers does not read it here
+)
+"""Keys of the config.json files of Qwen3.5 that do not change the model."""
+
+
+def read_text(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Renames the keys of the config.json of a Qwen3.5 text model to the fields of the config class.
+
+    Raises:
+        ValueError: frequencies that are not interleaved.
+    """
+    flat = {"num_experts" if key == "num_local_experts" else key: value for key, value in hf.items()}
+    where = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
+    rope = dict(flat.get(where) or {})
+    interleaved = rope.pop("mrope_interleaved", True)
+    check(interleaved is True, f"config.json: {where}.mrope_interleaved must be true or missing, got {interleaved}.")
+    section = rope.pop("mrope_section", None)
+    return flat | {where: rope} | ({"mrope_section": section} if section else {})
+
+
+def write_text(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `read_text`."""
+    out = dict(keys)
+    sections = {"mrope_section": out.pop("mrope_section"), "mrope_interleaved": True}
+    return out | {"rope_scaling": (out["rope_scaling"] or {"rope_type": "default"}) | sections}
+
+
+def text_maps(config: HybridConfig) -> list[WeightMap]:
+    """The layouts of a Qwen3.5 text model: the written one first, which is transformers'."""
+    layouts = ("model.language_model", "model")
+    fused = (True, False) if any(config.is_sparse(i) for i in range(config.num_hidden_layers)) else (False,)
+    return [hybrid_map(config, prefix, fused=each) for prefix in layouts for each in fused]
+
+
+def multimodal_maps(config: Any, *, fused: tuple[bool, ...] = (False,)) -> list[WeightMap]:
+    """The layouts of a Qwen3.5 model with its tower: the hub's first, then with older prefixes of Qwen2-VL's."""
+    maps = []
+    for text, visual in (("model.language_model", "model.visual"), ("model", "visual")):
+        tower, over = qwen3_vl_tower(config.vision_config, visual)
+        maps += [hybrid_map(config, text, fused=each, also=tower, over=over) for each in fused]
+    return maps

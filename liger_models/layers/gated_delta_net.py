@@ -1,0 +1,254 @@
+"""Gated DeltaNet: linear attention whose state is a matrix for each head, with a short convolution before it."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.collectives import Group, sum_gradient, to_heads, to_tokens
+from liger_models.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
+from liger_models.kernels.gated_norm import gated_norm, gated_norm_reference
+from liger_models.kernels.short_conv import short_conv, short_conv_reference
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.layer import Layer
+from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible, local
+from liger_models.layers.norm import Norm, add_norm_linear
+from liger_models.memory.recompute import draws, recomputes, run_twice
+
+
+class LigerGatedRMSNorm(Layer):
+    """``weight · x / sqrt(mean(x²) + eps) · silu(gate)`` over the last dimension.
+
+    Args:
+        width: D.
+        eps: added to the mean of squares.
+        kernel: False for plain torch.
+    """
+
+    def __init__(self, width: int, eps: float = 1e-6, *, kernel: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps, self.kernel = eps, kernel
+        self.group: Group | None = None
+        """The process group over which the gradient of the weight is all-reduced: its ranks norm different heads."""
+
+    def draw(self, std: float) -> bool:
+        """Set the weight to ones."""
+        nn.init.ones_(self.weight)
+        return True
+
+    def sum_gradients(self, group: Group) -> bool:
+        """Return True: the gradient is all-reduced over ``group``, whose ranks have heads of their own."""
+        self.group = group
+        return True
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate [..., D] -> [..., D] in the dtype of x."""
+        weight = local(self.weight)
+        weight = weight if self.group is None else sum_gradient(weight, self.group)
+        return (gated_norm if self.kernel else gated_norm_reference)(x, gate, weight, self.eps)
+
+
+def _run(op: Any, reference: Any, *args: Tensor, kernel: bool, stateful: bool, **options: Any) -> tuple[Tensor, Any]:
+    """``(result, final state)`` of an op, or of its reference without ``kernel``; the state only if ``stateful``."""
+    if not kernel:
+        result, state = reference(*args, **options)
+    elif stateful:
+        result, state = op(*args, return_state=True, **options)
+    else:
+        result, state = op(*args, **options), None
+    return result.to(args[0].dtype), state
+
+
+class _Sizes(NamedTuple):
+    """Widths of what `LigerGatedDeltaNet` projects for one key head."""
+
+    query: int
+    key: int
+    value: int
+    gate: int
+    beta: int
+    decay: int
+
+
+class LigerGatedDeltaNet(Layer):
+    """Linear attention by the gated delta rule, with one projection for all that it takes.
+
+    The rows of ``in_proj`` are grouped by key head: its query, its key, then of each of its Hv / Hk value heads the
+    value, then the gates, then one row each for the update rate β and for the decay. The rows of ``conv_weight``
+    are grouped in the same way, over queries, keys and values.
+
+    Args:
+        hidden_size: C.
+        num_key_heads, num_value_heads: Hk and Hv; Hv is a multiple of Hk.
+        key_dim, value_dim: Dk and Dv.
+        conv_size: K, number of tokens that the convolution sees.
+        layer: index of the layer, its slot in the decode cache.
+        eps: of the output norm.
+        kernel: False for plain torch.
+
+    Raises:
+        ValueError: Hv is not a multiple of Hk.
+
+    Source: https://arxiv.org/abs/2412.06464.
+    """
+
+    linears = ("in_proj", "out_proj")
+    needs_bounds = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        conv_size: int,
+        *,
+        layer: int,
+        eps: float = 1e-6,
+        kernel: bool = True,
+    ) -> None:
+        super().__init__()
+        check(
+            num_value_heads % num_key_heads == 0,
+            f"LigerGatedDeltaNet: num_value_heads ({num_value_heads}) must be a multiple of num_key_heads "
+            f"({num_key_heads}).",
+        )
+        self.num_key_heads, self.num_value_heads, self.conv_size = num_key_heads, num_value_heads, conv_size
+        self.key_dim, self.value_dim, self.layer, self.kernel = key_dim, value_dim, layer, kernel
+        values = num_value_heads // num_key_heads
+        self.sizes = _Sizes(key_dim, key_dim, values * value_dim, values * value_dim, values, values)
+        self.recompute = False
+        """Save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
+        self.in_proj = nn.Linear(hidden_size, num_key_heads * sum(self.sizes), bias=False)
+        self.conv_weight = nn.Parameter(torch.empty(num_key_heads * sum(self.sizes[:3]), 1, conv_size))
+        self.dt_bias = nn.Parameter(torch.empty(num_value_heads))
+        self.A_log = nn.Parameter(torch.empty(num_value_heads))
+        self.norm = LigerGatedRMSNorm(value_dim, eps, kernel=kernel)
+        self.out_proj = nn.Linear(num_value_heads * value_dim, hidden_size, bias=False)
+        self.draw(0.02)
+
+    @property
+    def token_flops(self) -> int:  # type: ignore[override]
+        """Three products of a vector and the state for each value head: its reading, its update, its result."""
+        return 6 * self.num_value_heads * self.key_dim * self.value_dim
+
+    def set_policy(self, policy: str) -> None:
+        """Recompute under "full"."""
+        self.recompute = policy == "full"
+
+    def can_shard(self, size: int) -> bool:
+        """Whether ``size`` divides the number of key heads."""
+        return self.num_key_heads % size == 0
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """Keep 1 / R of the key heads and their value heads; see `liger_models.parallel.apply_tp`.
+
+        Raises:
+            ValueError: the number of key heads is not a multiple of the number of ranks.
+        """
+        self._share_heads(group)
+        self.norm.group = group
+        self.in_proj = ColumnParallelLinear.of(self.in_proj, group)
+        self.out_proj = RowParallelLinear.of(self.out_proj, group)
+        return {"in_proj.weight": 0, "conv_weight": 0, "dt_bias": 0, "A_log": 0, "out_proj.weight": 1}
+
+    def shard_tokens(self, group: Group) -> None:
+        """Take T / R tokens per rank; between the projections each rank has all T tokens and 1 / R of the heads.
+
+        Raises:
+            ValueError: the number of key heads is not a multiple of the number of ranks.
+        """
+        self._share_heads(group)
+        self.groups = replace(self.groups, context=group)
+
+    def _share_heads(self, group: Group) -> None:
+        advice = ": heads are not replicated. Use fewer ranks, and FSDP over the others."
+        check_divisible("LigerGatedDeltaNet", "linear_num_key_heads", self.num_key_heads, group, advice)
+        self.num_key_heads //= group.size
+        self.num_value_heads //= group.size
+
+    def draw(self, std: float) -> bool:
+        """Initialise the convolution from a normal distribution with ``std``, and the decays as in the paper."""
+        nn.init.normal_(self.conv_weight, std=std)
+        nn.init.ones_(self.dt_bias)
+        nn.init.uniform_(self.A_log, 0.01, 16)  # not from 0, whose logarithm is infinite
+        with torch.no_grad():
+            self.A_log.log_()
+        return True
+
+    def extra_repr(self) -> str:
+        """Sizes, for ``print(model)``."""
+        keys, values = (self.num_key_heads, self.key_dim), (self.num_value_heads, self.value_dim)
+        return f"key_heads={keys[0]}x{keys[1]}, value_heads={values[0]}x{values[1]}, conv_size={self.conv_size}"
+
+    def forward(self, x: Tensor, layout: BatchLayout) -> Tensor:
+        """x [B, T, C] -> [B, T, C]."""
+        return self._of_projected(self.in_proj(x), layout)
+
+    def add_norm(
+        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
+    ) -> tuple[Tensor, Tensor]:
+        """``residual = residual + x; layer(norm(residual))``: ``(y, residual)``, each [B, T, C].
+
+        The backward recomputes the normed activations; with ``recompute`` everything except the output projection.
+        """
+        if recomputes(self) and layout.cache is None:
+            y, residual = run_twice(
+                self._add_norm, norm, x, residual, layout, preserve_rng_state=draws(self, 0.0)
+            )  # fmt: skip
+            return y, residual
+        return self._add_norm(norm, x, residual, layout)
+
+    def _add_norm(
+        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
+    ) -> tuple[Tensor, Tensor]:
+        projected, residual = add_norm_linear(norm, self.in_proj, x, residual)
+        return self._of_projected(projected, layout), residual
+
+    def _of_projected(self, projected: Tensor, layout: BatchLayout) -> Tensor:
+        context = self.groups.context
+        out = self._mix(projected if context is None else to_heads(projected, context), layout)
+        y: Tensor = self.out_proj(out if context is None else to_tokens(out, context))
+        return y
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        """The part of a parameter that belongs to this rank's heads."""
+        context = self.groups.context
+        return local(parameter) if context is None else local(parameter).chunk(context.size)[context.rank]
+
+    def _mix(self, projected: Tensor, layout: BatchLayout) -> Tensor:
+        """The heads' results [B, T, Hv · Dv] from the projection's output for all tokens."""
+        B, T, _ = projected.shape
+        padding, bounds = layout.padding(T), layout.bounds
+        if padding is not None:  # padding writes nothing into the state
+            projected = projected.masked_fill(padding[..., None], 0)
+        if bounds is not None:
+            projected = projected.reshape(1, B * T, -1)
+        *qkv, z, b, a = projected.unflatten(-1, (self.num_key_heads, -1)).split([*self.sizes], -1)
+        weight = self._own(self.conv_weight).view(self.num_key_heads, -1, self.conv_size)
+        filters = torch.cat([each.flatten(0, 1) for each in weight.split([*self.sizes[:3]], 1)])
+        beta, decay = b.flatten(2).sigmoid(), self._own(self.A_log).float().exp()
+        g = -decay * F.softplus(a.flatten(2).float() + self._own(self.dt_bias).float())
+        cache = layout.cache
+        before = cache.states(self.layer) if cache is not None else None
+        conv_state, state = (None, None) if before is None else before
+        options: dict[str, Any] = {"cu_seqlens": bounds, "kernel": self.kernel, "stateful": cache is not None}
+        inputs = torch.cat([each.flatten(2) for each in qkv], -1)
+        convolved, conv_state = _run(
+            short_conv, short_conv_reference, inputs, filters, initial_state=conv_state, **options
+        )
+        q, k, v = convolved.split([self.num_key_heads * each for each in self.sizes[:3]], -1)
+        q, k = (each.unflatten(-1, (-1, self.key_dim)) for each in (q, k))
+        v, z = (each.unflatten(-1, (-1, self.value_dim)) for each in (v, z.flatten(2)))
+        out, state = _run(
+            gated_delta_rule, gated_delta_rule_reference, q, k, v, g, beta, initial_state=state, **options
+        )
+        if cache is not None:
+            cache.replace_states(self.layer, conv_state, state)
+        normed: Tensor = self.norm(out, z)
+        return normed.reshape(B, T, self.num_value_heads * self.value_dim)

@@ -1,0 +1,103 @@
+"""Qwen3-Next beyond what every family is tested for: states in decoding, long texts, tensors that are kept."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from liger_models import LigerQwen3Next
+from liger_models.convert import get_hf_state_dict, load_hf_tensors
+from liger_models.layers.kv_cache import DecodeCache
+
+from .families import LIMIT, assert_same_gradients, error, load, tokens
+
+CASE = ("qwen3_next", "aux")
+one_case = pytest.mark.parametrize("pair", [CASE], indirect=True, ids="-".join)
+
+
+@one_case
+def test_several_chunks_of_the_recurrence(pair):
+    """Both compute 64 tokens at once, from the state after those before."""
+    *case, theirs, ours = pair
+    ids = tokens(*case, 2, 150)
+    mask = torch.ones_like(ids)
+    mask[1, :70] = 0  # more than a chunk
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[1, 70] = -100
+    want = theirs(ids, attention_mask=mask, labels=labels)
+    got = ours(ids, attention_mask=mask, labels=labels)
+    assert error(got.loss, want.loss) <= LIMIT
+    want.loss.backward()
+    got.loss.backward()
+    assert_same_gradients(ours, theirs)
+
+
+@one_case
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generates_what_transformers_generates(pair, use_cache):
+    """Prompts that are padded on the left: padding must leave no trace in the states."""
+    *case, theirs, ours = pair
+    ids = tokens(*case, 3, 8)
+    mask = torch.ones_like(ids)
+    mask[1, :3], mask[2, :7] = 0, 0
+    ids = ids.masked_fill(mask == 0, 0)
+    options = {"max_new_tokens": 12, "attention_mask": mask, "pad_token_id": 0}
+    theirs.__dict__.pop("forward", None)  # with router logits transformers cannot use its cache
+    theirs.config.output_router_logits = False
+    want = theirs.generate(ids, do_sample=False, eos_token_id=None, **options)
+    got = ours.generate(ids, eos_token_id=[], use_cache=use_cache, **options)
+    assert torch.equal(got, want)
+
+
+@one_case
+def test_rows_of_the_cache_are_selected_with_their_states(pair):
+    *case, _, ours = pair
+    ids, rows = tokens(*case, 2, 9), torch.tensor([1, 1, 0])
+    cache = DecodeCache(9)
+    with torch.no_grad():
+        ours(ids[:, :6], cache=cache)
+        cache.select(rows)
+        got = ours(ids[rows, 6:], cache=cache).logits
+        assert error(got, ours(ids[rows]).logits[:, 6:]) <= LIMIT
+
+
+@one_case
+def test_a_cache_that_starts_anew_has_no_states(pair):
+    *case, _, ours = pair
+    ids = tokens(*case, 1, 7)
+    cache = DecodeCache(7)
+    with torch.no_grad():
+        ours(tokens(*case, 1, 5, seed=1), cache=cache)
+        cache.length = 0
+        assert error(ours(ids, cache=cache).logits, ours(ids).logits) <= LIMIT
+
+
+def test_layers_that_predict_a_second_token_are_saved_again(tmp_path):
+    """They belong to no parameter; transformers would lose them."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_experts": 2, "num_experts_per_tok": 1}
+    heads = {"num_attention_heads": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 1}
+    widths = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "head_dim": 16}
+    model = LigerQwen3Next.from_config(LigerQwen3Next.config_class(**sizes, **heads, **widths))
+    model.save_pretrained(tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    second = {
+        "mtp.fc.weight": torch.randn(32, 64).bfloat16(),
+        "mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(3),
+    }
+    save_file({**tensors, **second}, tmp_path / "plain" / "model.safetensors")
+
+    model = load(CASE[0], tmp_path / "plain")
+    model.save_pretrained(tmp_path / "again", dtype=torch.float16, max_shard_size="20KB")
+    files = sorted((tmp_path / "again").glob("*.safetensors"))
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert len(files) > 1
+    assert found.keys() == tensors.keys() | second.keys()
+    for name, tensor in second.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    load_hf_tensors(
+        model, {**dict.fromkeys(second, torch.zeros(1)), **get_hf_state_dict(model)}
+    )  # engines may send both
+
+    save_file({**tensors, "mtp_fc.weight": torch.ones(3)}, tmp_path / "plain" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"Unexpected: mtp_fc\.weight"):
+        load(CASE[0], tmp_path / "plain")
