@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from liger_models.arch.qwen2_5_vl import LigerQwen2_5VL as LigerQwen2_5VL
     from liger_models.arch.qwen2_vl import LigerQwen2VL as LigerQwen2VL
     from liger_models.arch.qwen3 import LigerQwen3 as LigerQwen3
+    from liger_models.arch.qwen3_5 import LigerQwen3_5 as LigerQwen3_5
+    from liger_models.arch.qwen3_5_moe import LigerQwen3_5MoE as LigerQwen3_5MoE
+    from liger_models.arch.qwen3_5_moe_text import LigerQwen3_5MoEText as LigerQwen3_5MoEText
+    from liger_models.arch.qwen3_5_text import LigerQwen3_5Text as LigerQwen3_5Text
     from liger_models.arch.qwen3_moe import LigerQwen3MoE as LigerQwen3MoE
     from liger_models.arch.qwen3_next import LigerQwen3Next as LigerQwen3Next
     from liger_models.arch.qwen3_vl import LigerQwen3VL as LigerQwen3VL
@@ -137,6 +141,10 @@ else:
             "arch.qwen2_5_vl": ["LigerQwen2_5VL"],
             "arch.qwen2_vl": ["LigerQwen2VL"],
             "arch.qwen3": ["LigerQwen3"],
+            "arch.qwen3_5": ["LigerQwen3_5"],
+            "arch.qwen3_5_moe": ["LigerQwen3_5MoE"],
+            "arch.qwen3_5_moe_text": ["LigerQwen3_5MoEText"],
+            "arch.qwen3_5_text": ["LigerQwen3_5Text"],
             "arch.qwen3_moe": ["LigerQwen3MoE"],
             "arch.qwen3_next": ["LigerQwen3Next"],
             "arch.qwen3_vl": ["LigerQwen3VL"],

@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning"),
 ]
 
-SHARED_EXPERTS = ("qwen3_next",)
+SHARED_EXPERTS = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
 KINDS = [{}, {"use_rslora": True}, {"use_dora": True}]
 IDS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 CONFIG = LlamaConfig(

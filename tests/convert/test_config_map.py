@@ -66,7 +66,7 @@ def test_reads_what_transformers_reads(config_file: Path) -> None:
     rope = dict(theirs.rope_parameters)
     if hasattr(config, "mrope_section"):
         assert rope.pop("mrope_section") == config.mrope_section
-        assert rope.pop("mrope_interleaved", False) == config_file.parent.name.startswith("qwen3_vl")
+        assert rope.pop("mrope_interleaved", False) == config_file.parent.name.startswith(("qwen3_vl", "qwen3_5"))
     if "sliding_attention" in rope:
         assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": config.rope_local_base_freq}
         rope = rope["full_attention"]

@@ -35,13 +35,15 @@ GGUF = {
     "phi3": "PHI3",
     "qwen2": "QWEN2",
     "qwen3": "QWEN3",
+    "qwen3_5_moe_text": "QWEN35MOE",
+    "qwen3_5_text": "QWEN35",
     "qwen3_moe": "QWEN3MOE",
     "qwen3_next": "QWEN3NEXT",
     "smollm3": "SMOLLM3",
 }
 """Family -> its name among `gguf.MODEL_ARCH`."""
 
-VISION = {"gemma3", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+VISION = {"gemma3", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
 
 TAKEN_APART = {"gpt_oss"}
 """Families whose experts' tensors the converter splits before it looks up a name."""
@@ -55,7 +57,7 @@ def test_every_text_family_has_a_name_in_gguf():
 
 def as_stacked(name: str) -> str:
     """The name under which the converter looks up a tensor: it stacks the experts of a layer first, and renames."""
-    name = name.replace(".dt_bias", ".dt_proj.bias")
+    name = name.replace(".dt_bias", ".dt_proj.bias").replace("model.language_model.", "model.")
     name = re.sub(r"model\.(layers\.\d+)\.block_sparse_moe\.experts\.\d+\.", r"\1.feed_forward.experts.", name)
     return re.sub(r"\.experts\.\d+\.", ".experts.", name)
 
@@ -105,7 +107,8 @@ def test_config_has_the_keys_that_the_converter_reads(save, family):
         "num_attention_heads",
         "num_key_value_heads",
     }
-    assert keys | {"intermediate_size", "max_position_embeddings"} <= config.keys()
+    width = "moe_intermediate_size" if family == "qwen3_5_moe_text" else "intermediate_size"  # it has no dense MLP
+    assert keys | {width, "max_position_embeddings"} <= config.keys()
     assert {"rms_norm_eps", "layer_norm_eps"} & config.keys()
     # The base of the rotary embedding is at the top, or with its scaling, as in transformers 5.
     rope = config.get("rope_parameters") or config

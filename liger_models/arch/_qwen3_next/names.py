@@ -157,7 +157,7 @@ def read_text(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_text(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `read_text`."""
-    out = dict(keys)
+    out = {key: value for key, value in keys.items() if key != "intermediate_size" or "num_experts" not in keys}
     sections = {"mrope_section": out.pop("mrope_section"), "mrope_interleaved": True}
     return out | {"rope_scaling": (out["rope_scaling"] or {"rope_type": "default"}) | sections}
 

@@ -1,0 +1,86 @@
+"""Qwen3.5 with images and videos, dense: model_type ``qwen3_5``.
+
+The language model is that of ``qwen3_5_text``: three of four layers have linear attention (Gated DeltaNet), every
+fourth has gated full attention. The vision tower, the positions and the processor are those of Qwen3-VL, without
+DeepStack. The layers that predict a second token (``mtp``) are kept and saved again, but not trained.
+
+Source: transformers ``models/qwen3_5``, https://arxiv.org/abs/2412.06464.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from liger_models.arch._qwen3_next.block import HybridBlock, HybridConfig, zero_centred_norm
+from liger_models.arch._qwen3_next.names import TEXT_IGNORED_KEYS, multimodal_maps
+from liger_models.arch._qwen3_next.vision import Qwen3_5VisionConfig
+from liger_models.arch._qwen_vl.deepstack import Qwen3VLTower
+from liger_models.arch._qwen_vl.model import MRopeModel
+from liger_models.arch._qwen_vl.names import IGNORED_KEYS, read_multimodal, write_qwen3_vl
+from liger_models.arch.registry import add_family
+from liger_models.convert.format import CheckpointFormat
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.lm_head import LigerLMHead
+from liger_models.layers.mlp import LigerSwiGLUMLP
+from liger_models.layers.rope import MultimodalRotaryEmbedding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3_5Config(HybridConfig):
+    """Sizes and constants of a Qwen3.5 model; those of the vision tower are in ``vision_config``."""
+
+    vocab_size: int = 248320
+    intermediate_size: int = 12288
+    num_key_value_heads: int | None = 4
+    mrope_section: list[int] = field(default_factory=lambda: [11, 11, 10])
+    image_token_id: int = 248056
+    video_token_id: int = 248057
+    vision_config: Qwen3_5VisionConfig = field(default_factory=Qwen3_5VisionConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.vision_config.check_decoder("Qwen3_5Config", self.hidden_size, self.num_hidden_layers)
+
+
+class LigerQwen3_5(MRopeModel):
+    """Qwen3.5 with images, with its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = Qwen3_5Config
+    frames_apart = True
+
+    def __init__(self, config: Qwen3_5Config, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        self.visual = Qwen3VLTower(config.vision_config, self.kernels)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.layers = nn.ModuleList(
+            HybridBlock(config, i, LigerSwiGLUMLP(config, kernel=self.kernels.swiglu), self.kernels)
+            for i in range(config.num_hidden_layers)
+        )
+        self.norm = zero_centred_norm(config, self.kernels)(config.hidden_size)
+        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+        rotary = MultimodalRotaryEmbedding(
+            config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings,
+            sections=config.mrope_section, interleaved=True,
+        )  # fmt: skip
+        self.rotary = nn.ModuleDict({"default": rotary})
+        self.post_init()
+
+
+add_family(
+    LigerQwen3_5,
+    CheckpointFormat(
+        model_type="qwen3_5",
+        hf_class="Qwen3_5ForConditionalGeneration",
+        weight_map=lambda config: multimodal_maps(config)[0],
+        other_maps=lambda config: multimodal_maps(config)[1:],
+        from_json=read_multimodal,
+        to_json=write_qwen3_vl,
+        ignored_keys=(*IGNORED_KEYS, *TEXT_IGNORED_KEYS),
+    ),
+)

@@ -1,0 +1,78 @@
+"""Qwen3.5, the text model with a mixture of experts: model_type ``qwen3_5_moe_text``.
+
+Three of four layers have linear attention (Gated DeltaNet), every fourth has gated full attention; see
+`liger_models.arch._qwen3_next.block`. Positions have three axes, time, height and width, which are equal in text. The
+MLP is a mixture of experts beside one that every token passes, multiplied by a gate; routing weights are always
+renormalised. The layers that predict a second token (``mtp``) are kept and saved again, but not trained.
+
+Checkpoints with the vision tower have the model_type ``qwen3_5_moe``.
+
+Source: transformers ``models/qwen3_5_moe``, https://arxiv.org/abs/2412.06464.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from liger_models.arch._qwen3_next.block import HybridBlock, HybridMoeConfig, shared_expert_moe, zero_centred_norm
+from liger_models.arch._qwen3_next.names import TEXT_IGNORED_KEYS, read_text, text_maps, write_text
+from liger_models.arch.registry import add_family
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.format import CheckpointFormat
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.embedding import LigerEmbedding
+from liger_models.layers.lm_head import LigerLMHead
+from liger_models.layers.rope import MultimodalRotaryEmbedding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3_5MoeTextConfig(HybridMoeConfig):
+    """Sizes and constants of a Qwen3.5 text model with experts."""
+
+    vocab_size: int = 248320
+    num_hidden_layers: int = 40
+    num_experts_per_tok: int = 8
+    num_experts: int = 256
+    mrope_section: list[int] = field(default_factory=lambda: [11, 11, 10])
+
+
+class LigerQwen3_5MoEText(CausalLM):
+    """Qwen3.5 (text, with experts) with its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = Qwen3_5MoeTextConfig
+
+    def __init__(self, config: Qwen3_5MoeTextConfig, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        self.embed_tokens = LigerEmbedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.layers = nn.ModuleList(
+            HybridBlock(config, i, shared_expert_moe(config, self.kernels, normalize=True), self.kernels)
+            for i in range(config.num_hidden_layers)
+        )
+        self.norm = zero_centred_norm(config, self.kernels)(config.hidden_size)
+        self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
+        rotary = MultimodalRotaryEmbedding(
+            config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings,
+            sections=config.mrope_section, interleaved=True,
+        )  # fmt: skip
+        self.rotary = nn.ModuleDict({"default": rotary})
+        self.post_init()
+
+
+add_family(
+    LigerQwen3_5MoEText,
+    CheckpointFormat(
+        model_type="qwen3_5_moe_text",
+        hf_class="Qwen3_5MoeForCausalLM",
+        weight_map=lambda config: text_maps(config)[0],
+        other_maps=lambda config: text_maps(config)[1:],
+        from_json=read_text,
+        to_json=write_text,
+        ignored_keys=TEXT_IGNORED_KEYS,
+        modules="model",
+    ),
+)
