@@ -222,12 +222,16 @@ class LigerMoE(Layer):
         return weights.flatten(0, -2), experts.flatten(0, -2), logits.flatten(0, -2).clone()
 
 
-class LigerSharedExpertMoE(LigerMoE):
-    """`LigerMoE` with another expert, which every token passes: ``experts(x) + sigmoid(g · x) · shared_expert(x)``.
+class LigerSharedExpertMoE(Layer):
+    """`LigerMoE` beside an expert that every token passes: ``experts(x) + sigmoid(g · x) · shared_expert(x)``.
+
+    The routed experts are a layer of their own, because expert parallelism distributes them alone.
 
     Args:
+        hidden_size, intermediate_size, num_experts, top_k: as in `LigerMoE`.
         shared_size: F of the shared expert.
-        Others: as in `LigerMoE`.
+        act, kernel: as in `LigerMoE`, for all experts.
+        options: further options of `LigerMoE`.
     """
 
     def __init__(
@@ -242,18 +246,26 @@ class LigerSharedExpertMoE(LigerMoE):
         kernel: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(hidden_size, intermediate_size, num_experts, top_k, act=act, kernel=kernel, **options)
+        super().__init__()
+        self.experts = LigerMoE(
+            hidden_size, intermediate_size, num_experts, top_k, act=act, kernel=kernel, **options
+        )  # fmt: skip
         self.shared_expert = GatedMLP(hidden_size, shared_size, act=act, kernel=kernel)
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
 
     def shard(self, group: Group) -> dict[str, int]:
-        """As `LigerMoE.shard`; the shared expert is sharded by itself, and its gate is replicated."""
-        dims = super().shard(group)
+        """Replicate the gate of the shared expert; the experts are sharded by themselves."""
         self.shared_expert_gate = ReplicatedLinear.of(self.shared_expert_gate, group)
-        return dims
+        return {}
+
+    def add_norm(self, norm: Norm, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``residual = residual + x; experts(norm(residual))``: ``(y, residual, router_logits)``."""
+        normed, residual = add_norm(norm, x, residual)
+        y, router_logits = self(normed)
+        return y, residual, router_logits
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [..., C] -> ``(y [..., C], router_logits [N, X])``, N the number of tokens."""
-        y, router_logits = super().forward(x)
+        y, router_logits = self.experts(x)
         shared, _ = self.shared_expert.add_norm(None, None, x)
         return y + self.shared_expert_gate(x).sigmoid() * shared, router_logits

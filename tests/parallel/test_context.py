@@ -70,6 +70,7 @@ def train_spread(case: tuple[str, Any], policy: str, packed: bool, dp: int) -> d
     [
         *((name, ("none", "selective", "full")[index % 3], index % 2 == 1) for index, name in enumerate(RUNS)),
         ("gemma2", "none", True),
+        ("qwen3_next", "full", True),
     ],
 )
 def test_trains_as_one_process(two, name, policy, packed):

@@ -138,7 +138,16 @@ RUNS = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5}),
     "gemma4": ("gemma4_text", GEMMA4 | {"num_hidden_layers": 4, "num_kv_shared_layers": 2}),
-}
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            "head_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "rms_norm_eps": 0.05, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+}  # fmt: skip
 
 
 def run_config(name: str) -> tuple[str, Any]:
@@ -768,7 +777,8 @@ def train_experts(case: tuple[str, Any], shape: tuple[int, int], policy: str) ->
 def experts_case(arch: str, *, balanced: bool) -> tuple[str, Any]:
     experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12}
     gemma4 = GEMMA4 | experts | {"layer_types": GEMMA4["layer_types"][:3], "attention_k_eq_v": True}
-    every = {"mixtral": {"num_local_experts": 4}, "gpt_oss": RUNS["gpt_oss"][1], "gemma4_text": gemma4}
+    every = {"mixtral": {"num_local_experts": 4}, "gemma4_text": gemma4}
+    every |= {name: RUNS[name][1] for name in ("gpt_oss", "qwen3_next")}
     sizes = every.get(arch) or CHECKPOINTS[arch]
     balance = {"output_router_logits": balanced, "router_aux_loss_coef": 0.5} if arch != "gemma4_text" else {}
     return arch, get_arch(arch).config_class(**{**TINY, "initializer_range": 0.1, **sizes, **balance})
@@ -782,6 +792,7 @@ def experts_case(arch: str, *, balanced: bool) -> tuple[str, Any]:
         ("mixtral", (1, 4), "full"),
         ("gpt_oss", (1, 2), "none"),
         ("gemma4_text", (1, 2), "full"),
+        ("qwen3_next", (1, 2), "full"),
     ],
 )
 def test_experts_on_ranks(two, four, arch, shape, policy):

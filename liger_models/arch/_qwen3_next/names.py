@@ -108,6 +108,8 @@ def hybrid_map(
         count = getattr(config, "num_experts", 0)
         stacked = fused_expert_rows(*together) if fused else expert_rows(gate, up, down, count)
         mlps = sparse_mlps(experts, config.num_hidden_layers, prefix, *stacked)
+        routed = {name.replace("{sparse}.mlp.", "{sparse}.mlp.experts."): e for name, e in mlps["also"].items()}
+        mlps["also"] = routed
         shared, ours = f"{sparse}.shared_expert", "layers.{sparse}.mlp.shared_expert"
         entries |= {
             f"{ours}.gate_up_proj.weight": gate_up_rows(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
