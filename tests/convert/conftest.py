@@ -26,7 +26,16 @@ TINY: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=CONFIGS, ids=lambda path: path.stem)
+MANY = 2 * 2**20
+"""Bytes of names and shapes above which a checkpoint has so many tensors that its tests are slow."""
+
+
+def _marked(path: Path) -> Any:
+    slow = path.with_suffix(".shapes.json").stat().st_size > MANY
+    return pytest.param(path, marks=pytest.mark.slow if slow else (), id=path.stem)
+
+
+@pytest.fixture(params=[_marked(path) for path in CONFIGS])
 def config_file(request: pytest.FixtureRequest) -> Path:
     """A config.json of the hub; its folder is the model_type."""
     return request.param
