@@ -178,8 +178,8 @@ def table(rows: Rows) -> str:
         if "error" in row:
             lines.append((*names, row["error"], "", ""))
             continue
-        found = {f"loader, {workers} workers": rates for workers, rates in row["loader"].items()}
-        found |= {"model alone": row["model_alone"], f"model and {WORKERS[-1]} workers": row["together"]}
+        found = {f"loader, workers: {workers}": rates for workers, rates in row["loader"].items()}
+        found |= {"model alone": row["model_alone"], f"model and loader, workers: {WORKERS[-1]}": row["together"]}
         for what, rates in found.items():
             lines.append((*names, what, f"{rates['images_per_s']:,.1f}", f"{rates['tokens_per_s']:,.0f}"))
     return markdown("model|tokens/step|run||images/s|tokens/s", lines)

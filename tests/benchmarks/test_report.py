@@ -303,7 +303,7 @@ def test_rows_of_images_reach_the_page(tmp_path):
     row = train_row("ours+adamw", 1.0, benchmark="images", loader={"8": rates}, model_alone=rates, together=rates)
     (tmp_path / "images.jsonl").write_text(json.dumps(row) + "\n")
     filled = report.fill(page, read(tmp_path))
-    assert "| loader, 8 workers | 12.3 | 5,679 |" in filled
+    assert "| loader, workers: 8 | 12.3 | 5,679 |" in filled
     assert "Not measured" not in filled
     assert "<!-- begin: images -->" in report.PAGES[0].read_text(encoding="utf-8")
 
