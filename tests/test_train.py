@@ -687,6 +687,15 @@ def test_a_signal_saves_and_the_run_goes_on(folder, monkeypatch, capfd):
     assert not (folder / "stopped-at-once" / "latest").exists()
 
 
+def test_a_run_that_fails_leaves_no_handler(folder):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    failing = mock.patch("liger_models.train.loop.clip_grad_norm_", side_effect=OSError("no norm"))
+    with failing, pytest.raises(OSError, match="no norm"):
+        train_adapters(folder, "failed")
+    dist.destroy_process_group()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
 def test_two_ranks_agree_where_to_stop(folder, two):  # noqa: F811
     assert two(stopped, folder, "two-stopped", signal.SIGTERM) == [143, 143]
     assert (folder / "two-stopped" / "latest").read_text() == "step-00000003\n"

@@ -39,6 +39,7 @@ TINY = {
     **{name: {"N": 48, "C": 32, "V": 300} for name in ("jsd", "forward_kl", "tvd", "cosine")},
     **{name: {"N": 16, "V": 300} for name in ("jsd_of_log_probs", "kl_of_probs", "tvd_of_probs", "tvd_of_logits")},
     "medusa": {"N": 48, "C": 32, "V": 300, "K": 5},
+    "causal_attention": {"B": 1, "T": 16, "H": 4, "G": 2, "D": 32},
     "adamw": {"L": 1, "C": 48, "F": 64, "V": 100},
 }
 

@@ -61,6 +61,8 @@ class Compiler:
 
     def __init__(self, target: str) -> None:
         self.target = GPUTarget(*TARGETS[target])
+        if self.target.backend == "hip":
+            torch.version.hip = target  # which the ops ask
 
     def get_current_device(self) -> int:
         return 0

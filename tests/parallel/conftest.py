@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
+from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -35,18 +36,17 @@ def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool) -> None
         speed_up_the_interpreter()
     if gpus:
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if gpus else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=SECONDS),
-    )
-    while True:
+    timeout = timedelta(seconds=SECONDS)
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout)
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    for call in count():
         try:
             function, arguments = pipe.recv()
         except EOFError:
             return
+        # Each call has groups of its own: a group that lives on has threads that wake up a hundred times a second.
+        own = dist.PrefixStore(str(call), store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout)
         torch.manual_seed(rank)
         torch._dynamo.reset()  # it counts recompilations over all that the process has compiled
         try:
@@ -62,6 +62,8 @@ def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool) -> None
         buffer = io.BytesIO()
         torch.save((result, failed), buffer)
         pipe.send_bytes(buffer.getvalue())
+        dist.barrier()
+        dist.destroy_process_group()
         del function, arguments, result
         gc.collect()  # sharded models are cycles: not while ranks talk to each other
         gc.freeze()  # what is left stays: modules, which the next collection need not visit
