@@ -1,7 +1,8 @@
 """Groups of processes that run functions of the tests as the ranks of a process group.
 
-The first test that calls a group starts it, and later tests use the same processes. `tests/conftest.py` gives all of
-these tests to one worker of pytest-xdist, so that each group is started once.
+The first test of a module that calls a group starts it, and the later ones use the same processes. They end with the
+module, because each group that tests make in them keeps threads that wake up a hundred times a second.
+`tests/conftest.py` gives all of these tests to one worker of pytest-xdist, so that a group runs once at a time.
 """
 
 import gc
@@ -13,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
-from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -36,17 +36,18 @@ def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool) -> None
         speed_up_the_interpreter()
     if gpus:
         torch.cuda.set_device(rank)
-    timeout = timedelta(seconds=SECONDS)
-    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout)
-    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
-    for call in count():
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpus else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=SECONDS),
+    )
+    while True:
         try:
             function, arguments = pipe.recv()
         except EOFError:
             return
-        # Each call has groups of its own: a group that lives on has threads that wake up a hundred times a second.
-        own = dist.PrefixStore(str(call), store)
-        dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout)
         torch.manual_seed(rank)
         torch._dynamo.reset()  # it counts recompilations over all that the process has compiled
         try:
@@ -62,8 +63,6 @@ def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool) -> None
         buffer = io.BytesIO()
         torch.save((result, failed), buffer)
         pipe.send_bytes(buffer.getvalue())
-        dist.barrier()
-        dist.destroy_process_group()
         del function, arguments, result
         gc.collect()  # sharded models are cycles: not while ranks talk to each other
         gc.freeze()  # what is left stays: modules, which the next collection need not visit
@@ -119,7 +118,7 @@ class Group:
 
 @cache  # a fixture that another module imports is a second fixture
 def lasting(ranks: int, **options: bool) -> Group:
-    """A group for the whole session."""
+    """A group that all modules share, one after the other."""
     return Group(ranks, **options)
 
 
@@ -130,28 +129,28 @@ def running(group: Group) -> Iterator[Group]:
     group.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two() -> Iterator[Group]:
     """Call it with a function and arguments: a group of two processes runs it."""
     with running(lasting(2)) as group:
         yield group
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four() -> Iterator[Group]:
     """As `two`, with four processes."""
     with running(lasting(4)) as group:
         yield group
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two_with_kernels() -> Iterator[Group]:
     """As `two`, with the Triton kernels in their interpreter."""
     with running(lasting(2, interpret=True)) as group:
         yield group
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two_gpus() -> Iterator[Group]:
     """As `two`, each process with a GPU of its own, over NCCL."""
     if torch.cuda.device_count() < 2:
