@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import sys
-import time
 import types
 from functools import partial
 from itertools import islice
@@ -654,10 +653,10 @@ def stopped(folder: Path, output: str, number: int, again: bool = False) -> int:
         if calls == 2 and dist.get_rank() == dist.get_world_size() - 1:
             signal.raise_signal(number)
             if again:
-                time.sleep(0.01)  # in which Python runs the handler of the first
                 signal.raise_signal(number)
         return clip(*arguments)
 
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     handler = signal.getsignal(number)
     with mock.patch("liger_models.train.loop.clip_grad_norm_", clip_in_step_2):
         try:
@@ -669,6 +668,7 @@ def stopped(folder: Path, output: str, number: int, again: bool = False) -> int:
             return ended.code
         finally:
             assert signal.getsignal(number) == handler
+            signal.signal(signal.SIGINT, inherited)
 
 
 def test_a_signal_saves_and_the_run_goes_on(folder, monkeypatch, capfd):

@@ -314,58 +314,59 @@ def train(options: TrainOptions) -> None:
     if warning := check_turn_end(model):
         say(warning)
     log = Log(output, start, steps, device, data_ranks["ranks"], report_to=options.report_to, options=asdict(options))
+    stop = Stop()
     accumulated: list[Batch] = []
     operations = 0.0
-    with Stop() as stop:
-        for step in range(start + 1, steps + 1):
-            if not accumulated or (step - 1) % objective.repeats == 0:
-                accumulated = [objective.batch(model, next(batches)) for _ in range(options.accumulate)]
-                operations = flops(model, accumulated)
-                accumulated = [to_device(batch, device, model) for batch in accumulated]
-            log.count(accumulated, operations)
-            num_items = objective.num_items(accumulated)
-            loss, metrics = torch.zeros((), device=device), Metrics()
-            for batch in accumulated:
-                part, found = objective.loss(model, batch, num_items)
-                scaler.scale(part).backward()
-                loss += part.detach()
-                add_metrics(metrics, found)
-            scaler.unscale_(optimizer)
-            norm = clip_grad_norm_(trained, options.max_norm)
-            lr = float(optimizer.param_groups[0]["lr"])
-            scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()
-            optimizer.zero_grad()
+    for step in range(start + 1, steps + 1):
+        if not accumulated or (step - 1) % objective.repeats == 0:
+            accumulated = [objective.batch(model, next(batches)) for _ in range(options.accumulate)]
+            operations = flops(model, accumulated)
+            accumulated = [to_device(batch, device, model) for batch in accumulated]
+        log.count(accumulated, operations)
+        num_items = objective.num_items(accumulated)
+        loss, metrics = torch.zeros((), device=device), Metrics()
+        for batch in accumulated:
+            part, found = objective.loss(model, batch, num_items)
+            scaler.scale(part).backward()
+            loss += part.detach()
+            add_metrics(metrics, found)
+        scaler.unscale_(optimizer)
+        norm = clip_grad_norm_(trained, options.max_norm)
+        lr = float(optimizer.param_groups[0]["lr"])
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
 
-            last, stopping = step == steps, stop.check() and step % objective.repeats == 0
-            if step % options.log_every == 0 or last:
-                loss = mean_over_ranks(loss)
-                means = mean_metrics(metrics)
-                epochs = data.passed / (len(data) * data.ranks * data.batch_size)
-                values = {"loss": loss.item(), "norm": norm.item(), "lr": lr, "epoch": data.epoch, **means}
-                values |= {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
-                log.write(step, epochs=epochs, **values, **log.rates())
-            if tests is not None and (step % options.eval_every == 0 or last):
-                log.write(step, **evaluate(model, tests, device, objective))
-                log.restart()
-            if options.sample_prompt is not None and (step % options.eval_every == 0 or last):
-                log.write(step, sample=sample(model, options.sample_prompt))
-                log.restart()
-            if step % options.save_every == 0 or last or stopping:
-                if saving is not None:
-                    saving.result()  # raises if the previous save failed
-                check(  # one overflow halves the loss scale; below 1 it is none of the scale
-                    math.isfinite(norm) or (scaler.is_enabled() and scaler.get_scale() >= 1),
-                    f"train: the norm of the gradients must be finite to save step {step}, got {norm.item()}. Resume "
-                    "from the last checkpoint with a lower lr, or inspect the data of that step.",
-                )
-                parts = (optimizer, scheduler, loader, scaler)
-                saving = save_state(output, step, model, *parts, background=True, keep=options.keep)
-                log.restart()
-            log.bar.update()
-            if stopping:
-                break
+        last, stopping = step == steps, stop.check() and step % objective.repeats == 0
+        if step % options.log_every == 0 or last:
+            loss = mean_over_ranks(loss)
+            means = mean_metrics(metrics)
+            epochs = data.passed / (len(data) * data.ranks * data.batch_size)
+            values = {"loss": loss.item(), "norm": norm.item(), "lr": lr, "epoch": data.epoch, **means}
+            values |= {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
+            log.write(step, epochs=epochs, **values, **log.rates())
+        if tests is not None and (step % options.eval_every == 0 or last):
+            log.write(step, **evaluate(model, tests, device, objective))
+            log.restart()
+        if options.sample_prompt is not None and (step % options.eval_every == 0 or last):
+            log.write(step, sample=sample(model, options.sample_prompt))
+            log.restart()
+        if step % options.save_every == 0 or last or stopping:
+            if saving is not None:
+                saving.result()  # raises if the previous save failed
+            check(  # one overflow halves the loss scale; below 1 it is none of the scale
+                math.isfinite(norm) or (scaler.is_enabled() and scaler.get_scale() >= 1),
+                f"train: the norm of the gradients must be finite to save step {step}, got {norm.item()}. Resume "
+                "from the last checkpoint with a lower lr, or inspect the data of that step.",
+            )
+            parts = (optimizer, scheduler, loader, scaler)
+            saving = save_state(output, step, model, *parts, background=True, keep=options.keep)
+            log.restart()
+        log.bar.update()
+        if stopping:
+            break
+    stop.close()
     log.close()
     if saving is not None:
         saving.result()

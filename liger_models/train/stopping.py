@@ -34,9 +34,8 @@ def keep_signal_handlers() -> Iterator[None]:
 class Stop:
     """Turns the first SIGINT or SIGTERM into a wish to stop, which all ranks learn of; the second one acts at once.
 
-    Every rank must enter one as a context, and call `check` once per step. Outside of the main thread no handler is
-    installed, and the rank only learns of the others' signals. Where the context ends, also by an error, signals act as
-    before.
+    Every rank must create one, and call `check` once per step. Outside of the main thread no handler is installed, and
+    the rank only learns of the others' signals.
 
     Attributes:
         signal: the signal for which all ranks stop, from the step on in which `check` returned True; otherwise 0.
@@ -52,18 +51,6 @@ class Stop:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 signal.signal(number, self._receive)
-
-    def __enter__(self) -> "Stop":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the exchange of a run that has ended, and act at once on signals from now on."""
-        self._restore()
-        if self._group is not None and kind is None:
-            stopped = self.signal
-            self._read()
-            self.signal = stopped  # a signal that came too late for a step
-            dist.destroy_process_group(self._group)
 
     def _restore(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -101,6 +88,15 @@ class Stop:
             work, signals = self._sent
             work.wait()
             self.signal, self._sent = int(signals), None
+
+    def close(self) -> None:
+        """End the exchange, and act at once on signals from now on. Every rank must call it after its last step."""
+        self._restore()
+        if self._group is not None:
+            stopped = self.signal
+            self._read()
+            self.signal = stopped  # a signal that came too late for a step
+            dist.destroy_process_group(self._group)
 
     def leave(self) -> None:
         """Do what the signal asked for: raise KeyboardInterrupt or SystemExit if the run was stopped."""
