@@ -85,8 +85,8 @@ add_family(
     CheckpointFormat(
         model_type="qwen3_5_moe",
         hf_class="Qwen3_5MoeForConditionalGeneration",
-        weight_map=lambda config: multimodal_maps(config, fused=(True, False))[0],
-        other_maps=lambda config: multimodal_maps(config, fused=(True, False))[1:],
+        weight_map=lambda config: multimodal_maps(config)[0],
+        other_maps=lambda config: multimodal_maps(config)[1:],
         from_json=read_multimodal,
         to_json=to_json,
         ignored_keys=(*IGNORED_KEYS, *TEXT_IGNORED_KEYS),

@@ -225,6 +225,13 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path}: must be a whole safetensors file, got {size} bytes: {error}. {todo}") from error
 
 
+def read_tensor(file: Path, name: str) -> torch.Tensor:
+    """A tensor of a file, in host memory, whose pages are not those of the file."""
+    with open_safetensors(file) as opened:
+        tensor: torch.Tensor = opened.get_tensor(name)
+        return tensor.clone()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; raises ValueError with the name of the file if there is none."""
     return parse_json(path.read_bytes(), path)

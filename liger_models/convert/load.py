@@ -22,6 +22,7 @@ from liger_models.convert.files import (
     open_safetensors,
     read_headers,
     read_json_config,
+    read_tensor,
     some,
 )
 from liger_models.convert.format import format_of
@@ -192,13 +193,6 @@ def _load_parts(
                 local.copy_(read_part(expression, Part.of(parameter), shapes, read, whole))
     for layer in layers_of(model):
         layer.reset_adapters()
-
-
-def read_tensor(file: Path, name: str) -> Tensor:
-    """A tensor of a file, in host memory, whose pages are not those of the file."""
-    with open_safetensors(file) as opened:
-        tensor: Tensor = opened.get_tensor(name)
-        return tensor.clone()
 
 
 def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:

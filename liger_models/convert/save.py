@@ -19,9 +19,9 @@ from liger_models.convert.files import (
     SHARDS,
     WEIGHTS,
     as_dtype,
-    open_safetensors,
     read_headers,
     read_json_config,
+    read_tensor,
     some,
     write_json,
 )
@@ -164,9 +164,7 @@ def read_mxfp4(model_class: type, config: Any, folder: Path) -> tuple[WeightMap,
             name in stored,
             f"{folder}: must hold {name}, got no tensor of this name. Pass the checkpoint that the model comes from.",
         )
-        with open_safetensors(stored[name].file) as file:
-            scales: Tensor = file.get_tensor(name)
-        return scales
+        return read_tensor(stored[name].file, name)
 
     return with_scales(maps["mxfp4"](config), read), {"quantization_config": quantization}
 

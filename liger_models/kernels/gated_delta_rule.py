@@ -18,9 +18,8 @@ the opposite order::
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
 A last kernel computes the other gradients of each chunk from S, D, dS and dX, the value heads of a key head one after
-the other, so that all sums are within a program. Products are in the dtype of q, k and v, for fp32 as three of TF32 on
-GPUs that have it, and are summed in fp32; the state, the decay and the inverse are in fp32. Saved: only the inputs. The
-backward recomputes A, P, S and D.
+the other, so that all sums are within a program. Products are in the dtype of q, k and v and are summed in fp32; the
+state, the decay and the inverse are in fp32. Saved: only the inputs. The backward recomputes A, P, S and D.
 
 A few tokens without gradients (decoding) have a kernel of their own, which follows the recurrence.
 

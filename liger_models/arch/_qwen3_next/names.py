@@ -164,17 +164,21 @@ def write_text(keys: Mapping[str, Any]) -> dict[str, Any]:
     return out | {"rope_scaling": (out["rope_scaling"] or {"rope_type": "default"}) | sections}
 
 
+def _fused(config: HybridConfig) -> tuple[bool, ...]:
+    """Whether the experts of a layer are in one tensor for each projection, for each layout: the written one first."""
+    return (True, False) if any(config.is_sparse(i) for i in range(config.num_hidden_layers)) else (False,)
+
+
 def text_maps(config: HybridConfig) -> list[WeightMap]:
     """The layouts of a Qwen3.5 text model: the written one first, which is transformers'."""
-    layouts = ("model.language_model", "model")
-    fused = (True, False) if any(config.is_sparse(i) for i in range(config.num_hidden_layers)) else (False,)
-    return [hybrid_map(config, prefix, fused=each) for prefix in layouts for each in fused]
+    prefixes = ("model.language_model", "model")
+    return [hybrid_map(config, prefix, fused=fused) for prefix in prefixes for fused in _fused(config)]
 
 
-def multimodal_maps(config: Any, *, fused: tuple[bool, ...] = (False,)) -> list[WeightMap]:
+def multimodal_maps(config: Any) -> list[WeightMap]:
     """The layouts of a Qwen3.5 model with its tower: the hub's first, then with older prefixes of Qwen2-VL's."""
     maps = []
     for text, visual in (("model.language_model", "model.visual"), ("model", "visual")):
         tower, over = qwen3_vl_tower(config.vision_config, visual)
-        maps += [hybrid_map(config, text, fused=each, also=tower, over=over) for each in fused]
+        maps += [hybrid_map(config, text, fused=fused, also=tower, over=over) for fused in _fused(config)]
     return maps
