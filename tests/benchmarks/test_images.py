@@ -20,5 +20,5 @@ def test_photographs_become_batches(tmp_path):
     rates = loader_rate(data, 1, 2)
     assert rates["images_per_s"] > 0
     row = {"model": "qwen2_5_vl", "batch": "1x256", "mode": "ours", "loader": {"1": rates}}
-    assert "loader, 1 workers" in table([row | {"model_alone": rates, "together": rates}])
+    assert "loader, workers: 1" in table([row | {"model_alone": rates, "together": rates}])
     assert "out of memory" in table([row | {"error": "out of memory"}])
