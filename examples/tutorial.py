@@ -41,7 +41,6 @@ TEMPLATE = (
 END, IMAGE, VIDEO = "<|end|>", "<|image|>", "<|video|>"
 SPECIAL = ("<|user|>", "<|assistant|>", END, IMAGE, VIDEO)
 STYLES = ("Ahoy! {} it be, matey.", "It is {}.")
-STEPS = 250
 UNSEEN = {"Norway": "Oslo", "Kenya": "Nairobi"}
 """What the tiny model knows besides the capitals of the page."""
 
@@ -65,10 +64,10 @@ def make_assets(texts: list[str]) -> tuple[Tokenizer, dict[str, bytes]]:
     }
 
 
-def fit(model: CausalLM, batch: dict[str, torch.Tensor]) -> None:
-    """Train on one batch until it is known by heart."""
+def fit(model: CausalLM, batch: dict[str, torch.Tensor], steps: int) -> None:
+    """Train on one batch, which is known by heart after so many steps."""
     optimizer = LigerAdamW(model.parameters(), lr=5e-3)
-    for _ in range(STEPS):
+    for _ in range(steps):
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -90,7 +89,7 @@ def write_model(folder: Path, capitals: dict[str, str]) -> None:
     texts = [f"<|user|>{ask}{END}<|assistant|>{tell}{END}" for ask, tell in zip(asked, told, strict=True)]
     rows = [tokenizer.encode(text).ids for text in texts]
     ids = torch.tensor([[token for row in rows for token in row]])
-    fit(model, {"input_ids": ids, "labels": ids, "cu_seqlens": torch.tensor([0, *map(len, rows)]).cumsum(0)})
+    fit(model, {"input_ids": ids, "labels": ids, "cu_seqlens": torch.tensor([0, *map(len, rows)]).cumsum(0)}, 200)
     model.save_pretrained(folder)
 
 
@@ -115,7 +114,7 @@ def write_vision_model(folder: Path, colours: list[str]) -> None:
         text = "What colour is it?" if number >= len(colours) else "Pirate! What colour is it?"
         question = {"role": "user", "content": [image, {"type": "text", "text": text}]}
         chats.append([question, {"role": "assistant", "content": answer}])
-    fit(model, model.processor.apply_chat_template(chats, return_labels=True, padding_side="right"))
+    fit(model, model.processor.apply_chat_template(chats, return_labels=True, padding_side="right"), 80)
     model.save_pretrained(folder)
 
 

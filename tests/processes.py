@@ -1,6 +1,7 @@
 """Scripts in processes of their own, and what the pages show of them.
 
-Importing PyTorch takes most of the time of a short script. `FORKSERVER` imports it once and starts processes by forks.
+Importing PyTorch and the package takes most of the time of a short script. `FORKSERVER` imports them once and starts
+processes by forks.
 """
 
 import os
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 EXTENSIONS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions" / "liger_models"
 """What DeepSpeed compiles, once for all tests."""
 FORKSERVER = get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
+FORKSERVER.set_forkserver_preload(["torch._dynamo", "pytest", "liger_models.train.loop", "liger_models.parallel.fsdp"])
 
 
 def scripts(page: str) -> list[str]:

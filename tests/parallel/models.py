@@ -1,11 +1,13 @@
 """Tiny models, batches for the ranks, and training steps: alike in one process and in several."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor
 
 from liger_models.arch.llama import LigerLlama, LlamaConfig
@@ -22,6 +24,9 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 ROWS, T = 4, 12
+
+init_device_mesh = cache(device_mesh.init_device_mesh)
+"""Once for each shape in a process: gloo has a thread for each group, which wakes up a hundred times a second."""
 
 
 def tiny(**config: Any) -> LigerLlama:

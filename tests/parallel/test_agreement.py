@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_models.parallel import apply_cp, apply_ep, apply_fsdp, apply_tp, check_ranks
 
-from .models import batch, gradients, mean, share, tiny
+from .models import batch, gradients, init_device_mesh, mean, share, tiny
 from .test_tensor import assert_same, build, experts_case
 
 APPLY: dict[str, Callable[..., Any]] = {"tp": apply_tp, "cp": apply_cp, "ep": apply_ep}

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import init_device_mesh
 
 from liger_models import AutoLigerModel
 from liger_models.arch import get_arch
@@ -28,7 +27,7 @@ from liger_models.parallel import apply_fsdp, groups
 from ..convert.conftest import assert_same_bits, read_tensors
 from ..late import transformers
 from .conftest import SECONDS
-from .models import batch, gradients, share, tiny, whole
+from .models import batch, gradients, init_device_mesh, share, tiny, whole
 
 LAYOUTS = ["llama", "phi3", "qwen3_moe", "gemma3_text"]
 """A projection for each of q, k, v, gate, up; fused ones; experts; tied, and two rotary embeddings."""

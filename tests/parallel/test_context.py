@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from liger_models.adapters import LoRAConfig, apply_lora
@@ -17,7 +16,7 @@ from liger_models.kernels.collectives import Group
 from liger_models.parallel import apply_cp, apply_ep, apply_fsdp, apply_tp, compile_blocks
 
 from .images import FAMILIES, image_batch, image_config
-from .models import batch, gradients, mean, tiny
+from .models import batch, gradients, init_device_mesh, mean, tiny
 from .test_tensor import (
     RUNS,
     assert_close,

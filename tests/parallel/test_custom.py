@@ -7,13 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from liger_models import AutoLigerModel
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.parallel import apply_ep, apply_fsdp, apply_tp
 
-from .models import TINY, batch, gradients, make_optimizer, mean, share, whole
+from .models import TINY, batch, gradients, init_device_mesh, make_optimizer, mean, share, whole
 
 
 def make() -> Any:

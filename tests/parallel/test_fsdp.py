@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -25,7 +24,7 @@ from liger_models.train import optimizer as optimizer_module
 
 from ..processes import scripts
 from .images import image_batch, image_config
-from .models import TINY, batch, gradients, make_optimizer, mean, mixture, share, tiny, whole
+from .models import TINY, batch, gradients, init_device_mesh, make_optimizer, mean, mixture, share, tiny, whole
 from .test_tensor import build
 
 STEPS = 5

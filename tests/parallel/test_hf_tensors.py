@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +18,7 @@ from liger_models.train.optimizer import LigerAdamW
 
 from ..convert.conftest import assert_same_bits, read_tensors
 from ..convert.test_tensors import Peak
-from .models import batch, mixture, share, tiny, whole
+from .models import batch, init_device_mesh, mixture, share, tiny, whole
 from .test_lora import adapted
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from liger_models.arch import get_arch, list_archs
@@ -41,7 +40,7 @@ from liger_models.parallel import (
 
 from .conftest import Group, running
 from .images import FAMILIES, IMAGE_BATCHES, IMAGE_MODELS, LENGTH, image_batch, image_config
-from .models import TINY, batch, gradients, make_optimizer, share, tiny, whole
+from .models import TINY, batch, gradients, init_device_mesh, make_optimizer, share, tiny, whole
 
 STEPS = 5
 
