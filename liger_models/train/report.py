@@ -195,10 +195,11 @@ def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False) -> StepMem
         tokens: tokens of a batch on this rank.
         four_bit: count the weights under the adapters in 4 bits, as after `quantize_base`.
     """
-    empty = AutoLigerModel.from_config(model.config, device="meta", kernels=model.kernels)
-    adapters = adapter_config(model)
-    if adapters is not None:
-        apply_lora(empty, adapters)
+    empty, adapters = model, adapter_config(model)
+    if model.device.type != "meta":
+        empty = AutoLigerModel.from_config(model.config, device="meta", kernels=model.kernels)
+        if adapters is not None:
+            apply_lora(empty, adapters)
     step = training_memory(empty, tokens, torch.bfloat16)
     base = {layer.weight for path, layer in adapted_layers(model).items() if path != "lm_head"} if four_bit else set()
     weights = sum(nf4_bytes(each.numel()) if each in base else local(each).nbytes for each in model.parameters())
