@@ -25,10 +25,11 @@ def speed_up_the_interpreter() -> None:
     another. Only the first call into a module needs that: Triton's own functions find the language under other names.
     """
     with suppress(ImportError):
-        from triton.language import core
+        from triton.language import core, semantic
         from triton.runtime import interpreter
 
         make_block, make_tensor, np_dtype = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+        broadcast = semantic.TritonSemantic.broadcast_impl_value
         patched, blocks, dtypes = set(), {}, {}
 
         def call(self, *args, **kwargs):
@@ -45,10 +46,13 @@ def speed_up_the_interpreter() -> None:
             vars(self).update(blocks[key])
 
         def tensor(self, handle, type):
-            if hasattr(type, "of_tensor"):
-                vars(self).update(type.of_tensor, handle=handle, type=type)
-            else:
-                make_tensor(self, handle, type)
+            if not hasattr(type, "of_tensor"):
+                make_tensor(self, None, type)
+                type.of_tensor = vars(self).copy()
+            vars(self).update(type.of_tensor, handle=handle, type=type)
+
+        def same_shape(self, lhs, rhs):
+            return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
         def array_dtype(type):
             name = type.scalar.name
@@ -58,6 +62,7 @@ def speed_up_the_interpreter() -> None:
 
         interpreter.InterpretedFunction.__call__ = call
         core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, array_dtype
+        semantic.TritonSemantic.broadcast_impl_value = same_shape
 
 
 GROUPS = {"two", "four", "two_with_kernels", "two_gpus"}
