@@ -59,9 +59,9 @@ def build_hf(config: dict, liger: bool, recompute: bool, attention: str = "sdpa"
     if config["model_type"] in WITHOUT_SDPA:
         attention = "eager"
     if liger:
-        import liger_kernel.transformers as peer
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-        getattr(peer, f"apply_liger_kernel_to_{config['model_type']}")()
+        MODEL_TYPE_TO_APPLY_LIGER_FN[config["model_type"]]()
     with torch.device("cuda"):
         model = auto_class.from_config(
             AutoConfig.for_model(**config), dtype=torch.bfloat16, attn_implementation=attention

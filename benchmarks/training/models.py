@@ -24,6 +24,9 @@ FAMILIES = {
     "qwen2": ("qwen2/Qwen2.5-7B.json", 4),
     "qwen3": ("qwen3/Qwen3-8B.json", 4),
     "qwen3_moe": ("qwen3_moe/Qwen3-30B-A3B.json", 4),
+    "qwen3_next": ("qwen3_next/Qwen3-Next-80B-A3B-Instruct.json", 4),
+    "qwen3_5_text": ("qwen3_5_text/Qwen3.5-9B.text.json", 4),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text/Qwen3.5-35B-A3B.text.json", 4),
     "gpt_oss": ("gpt_oss/gpt-oss-20b.json", 4),
     "phi3": ("phi3/Phi-3-mini-4k-instruct.json", 4),
     "granite": ("granite/granite-3.1-2b-instruct.json", 4),
@@ -39,6 +42,8 @@ FAMILIES = {
     "qwen2_5_vl": ("qwen2_5_vl/Qwen2.5-VL-3B-Instruct.json", 4),
     "qwen3_vl": ("qwen3_vl/Cosmos-Reason2-8B.json", 4),
     "qwen3_vl_moe": ("qwen3_vl_moe/Qwen3-VL-30B-A3B-Instruct.json", 4),
+    "qwen3_5": ("qwen3_5/Qwen3.5-9B.json", 4),
+    "qwen3_5_moe": ("qwen3_5_moe/Qwen3.5-35B-A3B.json", 4),
 }
 """One release of each family: the file of its config.json, and the number of layers. Vision towers have twice that."""
 
@@ -72,7 +77,7 @@ def keep_layers(config: dict, layers: int) -> None:
     depth = "depth" if "depth" in tower else "num_hidden_layers"
     released, tower[depth] = tower.get(depth), 2 * layers
     for key in ("fullatt_block_indexes", "deepstack_visual_indexes"):
-        if key in tower:  # spread as evenly as in the release
+        if tower.get(key):  # spread as evenly as in the release
             tower[key] = [2 * layers // 3, 2 * layers - 1]
     if "intermediate_layers_indices" in tower:
         key, tower["num_global_layers"] = "intermediate_layers_indices", 2

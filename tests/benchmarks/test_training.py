@@ -8,7 +8,9 @@ import torch
 from benchmarks.profile import kernel_class
 from benchmarks.training import step
 from benchmarks.training.batches import draw_chain
+from benchmarks.training.models import FAMILIES, keep_layers, read_config, text_part
 from benchmarks.training.modes import Mode, title
+from liger_models import AutoLigerModel
 
 
 @pytest.mark.parametrize("mode", ["ours+graph", "ours+compile+graph"])
@@ -59,3 +61,25 @@ def test_a_mode_is_parsed():
     assert "adamw" in mode
     assert "fp8" in mode
     assert [mode.blocks(extra, 32) for extra in ("offload", "selective", "full")] == [12, 32, 0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_few_layers_of_a_release_are_a_model(name):
+    config = read_config(name)
+    model = AutoLigerModel.from_config(config, device="meta")
+    assert len(model.layers) == FAMILIES[name][1]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith(("qwen3_next", "qwen3_5"))])
+def test_hybrid_families_keep_both_kinds_of_attention(name):
+    model = AutoLigerModel.from_config(read_config(name), device="meta")
+    assert [block.linear for block in model.layers] == [True, True, True, False]
+
+
+def test_what_a_release_has_none_of_is_not_added():
+    config = read_config("qwen3_5")
+    assert config["vision_config"]["deepstack_visual_indexes"] == []
+    config["vision_config"]["deepstack_visual_indexes"] = [3, 9]
+    keep_layers(config, 3)
+    assert config["vision_config"]["deepstack_visual_indexes"] == [2, 5]
+    assert text_part(config)["num_hidden_layers"] == 3
