@@ -1,9 +1,10 @@
-"""Causal attention of heads wider than 256, and of 256 beside the kernels that take those."""
+"""Causal attention of heads wider than 256, and of 256 beside the kernels that take those; attention with sinks."""
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from liger_models.kernels.causal_attention import causal_attention, causal_attention_reference
+from liger_models.kernels.sink_attention import sink_attention, sink_attention_reference
 
 from .op import Op, Peer, randn
 
@@ -29,6 +30,38 @@ def work(B: int, T: int, H: int, G: int, D: int) -> tuple[float, float]:
     return 2.0 * product, 5.0 * product
 
 
+def make_with_sinks(B: int, T: int, H: int, G: int, D: int, window: int = 0) -> dict[str, Tensor]:
+    return make(B, T, H, G, D) | {"sinks": randn(H)}
+
+
+def add_nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
+    """The inputs of attention without sinks; the sinks have a gradient, which is 0."""
+    return q + 0 * sinks[:, None], k, v
+
+
+def sink_op(name: str, T: int, window: int | None = None) -> Op:
+    """Attention with the heads of gpt-oss-20b. The skeleton is SDPA without sinks, which has no window."""
+
+    def work(B: int, T: int, H: int, G: int, D: int, window: int = 0) -> tuple[float, float]:
+        pairs = B * H * (T * window - window * (window - 1) / 2 if window else T**2 / 2)
+        return 4.0 * D * pairs, 10.0 * D * pairs
+
+    def in_torch(*inputs: Tensor) -> Tensor:
+        return sink_attention_reference(*inputs, scale=64**-0.5, window=window)
+
+    def ours(*inputs: Tensor) -> Tensor:
+        return sink_attention(*inputs, scale=64**-0.5, window=window)
+
+    peers = {"torch": Peer(in_torch), "ours": Peer(ours)}
+    if window is None:
+        peers["skeleton"] = Peer(sdpa, add_nothing, truth=lambda *inputs: truth(*add_nothing(*inputs)))
+    shape = {"B": 1, "T": T, "H": 64, "G": 8, "D": 64} | ({"window": window} if window else {})
+    return Op(
+        name=name, shapes=(shape,), check={"T": 512}, make=make_with_sinks, truth=in_torch, limit="flops", work=work,
+        peers=peers,
+    )  # fmt: skip
+
+
 OPS = (
     Op(
         name="causal_attention",
@@ -40,4 +73,6 @@ OPS = (
         check={"T": 512}, make=make, truth=truth, limit="flops", work=work,
         peers={"torch": Peer(truth), "sdpa": Peer(sdpa), "ours": Peer(causal_attention)},
     ),
+    sink_op("sink_attention", 8192),
+    sink_op("sink_attention_window", 8192, window=128),
 )  # fmt: skip

@@ -10,12 +10,13 @@ from benchmarks.processes import Plan, measure_all
 from benchmarks.rows import Row, Rows, grouped
 from benchmarks.tables import Bar, markdown, peers_of, ratio, smallest, speed_bars
 
-from . import adamw, attention, head, losses, mlp, moe, norm, rope
+from . import adamw, attention, head, linear_attention, losses, mlp, moe, norm, rope
 from .measure import fraction
 from .op import Op
 
 HELP = "each op against its peers: errors, times, memory, fraction of the limits"
-OPS: dict[str, Op] = {op.name: op for file in (losses, norm, rope, attention, mlp, head, moe, adamw) for op in file.OPS}
+FILES = losses, norm, rope, attention, linear_attention, mlp, head, moe, adamw
+OPS: dict[str, Op] = {op.name: op for file in FILES for op in file.OPS}
 """In the order in which they are measured."""
 
 

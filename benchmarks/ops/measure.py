@@ -21,12 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .op import Op, Peer, Sizes, randn
+from .op import LEAST_ERROR, Op, Peer, Sizes, randn
 
 LIMIT = 5.0
-LEAST_ERROR = torch.finfo(torch.bfloat16).eps / 8
-"""The error of plain torch counts as at least this, about half the error of rounding a result to bf16."""
-
 WARM_UP, REPEATS, SLOW_REPEATS, SLOW_MS = 3, 25, 8, 100.0
 FLUSH_BYTES = 2**31
 STEPS = 3
@@ -68,10 +65,10 @@ def errors(op: Op, peer: Peer, inputs: dict[str, Tensor]) -> dict[str, list[floa
     return found
 
 
-def verdict(found: dict[str, list[float]]) -> str | None:
-    """What is wrong with the errors that `errors` found, or None."""
+def verdict(found: dict[str, list[float]], least: float = LEAST_ERROR) -> str | None:
+    """What is wrong with the errors that `errors` found, or None; ``least`` as in `Op.least_error`."""
     for name, (mine, theirs) in found.items():
-        if not mine <= LIMIT * max(theirs, LEAST_ERROR):  # also wrong if it is NaN
+        if not mine <= LIMIT * max(theirs, least):  # also wrong if it is NaN
             return f"wrong: {name} errs by {mine:.1e}, plain torch by {theirs:.1e}"
     return None
 
@@ -116,7 +113,7 @@ def measure(op: Op, name: str, sizes: Sizes, device: str) -> dict[str, Any]:
 
     peer = op.peer(name)
     row: dict[str, Any] = {"errors": errors(op, peer, make(sizes | op.check))}
-    wrong = verdict(row["errors"])
+    wrong = verdict(row["errors"], op.least_error)
     if wrong:
         return row | {"error": wrong}
     gc.collect()

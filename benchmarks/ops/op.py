@@ -18,6 +18,10 @@ load = functools.cache(pkgutil.resolve_name)
 """The object at ``module:attribute``."""
 
 
+LEAST_ERROR = torch.finfo(torch.bfloat16).eps / 8
+"""The error of plain torch counts as at least this, about half the error of rounding a result to bf16."""
+
+
 @dataclass(frozen=True)
 class Peer:
     """One implementation of an op.
@@ -49,6 +53,8 @@ class Op:
             count each tensor that must be read or written once; vectors do not count.
         fixed: names of floating-point inputs without a gradient.
         stateful: the op is an optimizer: ``run`` and ``truth`` return the step to call, and nothing has a gradient.
+        least_error: the error of plain torch counts as at least this; larger where plain torch computes in fp32 what
+            every kernel multiplies in bf16.
     """
 
     name: str
@@ -61,6 +67,7 @@ class Op:
     work: Callable[..., tuple[float, ...]]
     fixed: tuple[str, ...] = ()
     stateful: bool = False
+    least_error: float = LEAST_ERROR
 
     def available(self) -> list[str]:
         """The peers that are installed; "compile" is torch.compile of "torch", in its layout."""

@@ -26,6 +26,12 @@ HEAD_OPS = (
 )
 TINY = {
     **{op.name: op.shapes[0] | {"B": 2, "T": 5} for op in HEAD_OPS},
+    "sink_attention": {"B": 2, "T": 9, "H": 4, "G": 2, "D": 16},
+    "sink_attention_window": {"B": 1, "T": 200, "H": 4, "G": 2, "D": 16, "window": 128},
+    "gated_delta_rule": {"T": 70, "H": 4, "G": 2, "D": 16},
+    "gated_delta_rule_packed": {"T": 70, "H": 4, "G": 2, "D": 16, "documents": 3},
+    "short_conv": {"T": 9, "C": 24, "K": 4},
+    "gated_norm": {"N": 37, "C": 64},
     "rms_norm": {"N": 37, "C": 64},
     "add_rms_norm": {"N": 37, "C": 64},
     "swiglu": {"N": 33, "F": 48},
@@ -100,6 +106,13 @@ def test_wrong_gradients_are_refused():
     forgets = Peer(lambda x, weight: rms_norm(x.detach(), weight) + 0 * x)
     row = measure.measure(replace(op, peers={"other": forgets}), "other", op.shapes[0], "cpu")
     assert row["error"].startswith("wrong: d x errs by")
+
+
+def test_an_op_says_which_errors_its_kernels_may_have():
+    found = {"out 0": [0.01, 1e-6]}
+    assert measure.verdict(found) is not None
+    assert measure.verdict(found, OPS["gated_delta_rule"].least_error) is None
+    assert measure.verdict({"out 0": [0.03, 1e-6]}, OPS["gated_delta_rule"].least_error) is not None
 
 
 def test_a_peer_that_writes_into_its_inputs_gets_fresh_ones():

@@ -1,0 +1,111 @@
+"""Gated DeltaNet: the gated delta rule, and the convolution before it and the norm after it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
+from liger_models.kernels.gated_norm import gated_norm, gated_norm_reference
+from liger_models.kernels.short_conv import short_conv, short_conv_reference
+
+from .norm import EPS
+from .op import Op, Peer, load, randn
+
+
+def make_delta(T: int, H: int, G: int, D: int, documents: int = 0) -> dict[str, Tensor]:
+    """H value heads and G key heads; ``documents`` of lengths that grow from 1 to 2 documents - 1 parts of the row."""
+    made = {
+        "q": randn(1, T, G, D),
+        "k": randn(1, T, G, D),
+        "v": randn(1, T, H, D),
+        "g": -0.1 * F.softplus(torch.randn(1, T, H)),
+        "beta": randn(1, T, H).sigmoid(),
+    }
+    if documents:
+        made["cu_seqlens"] = (torch.arange(documents + 1) ** 2 * T // documents**2).int()
+    return made
+
+
+def delta_truth(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    return gated_delta_rule_reference(q, k, v, g, beta, cu_seqlens=cu_seqlens)[0]
+
+
+def delta_in_transformers(*inputs: Tensor) -> Tensor:
+    """What transformers runs where the package fla is not installed."""
+    module = "transformers.models.qwen3_next.modeling_qwen3_next"
+    out: Tensor = load(f"{module}:torch_chunk_gated_delta_rule")(*inputs, use_qk_l2norm_in_kernel=True)[0]
+    return out
+
+
+def delta_in_fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """flash-linear-attention, with queries and keys repeated for each value head in versions that need it."""
+    bounds = None if cu_seqlens is None else cu_seqlens.long()
+    rule = load("fla.ops.gated_delta_rule:chunk_gated_delta_rule")
+    if "HV" not in rule.__doc__:
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    out: Tensor = rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)[0]
+    return out
+
+
+def delta_ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    out = gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu_seqlens)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def delta_op(name: str, **extra: int) -> Op:
+    """The rule for one text, or with documents=n for n packed texts. The loop over chunks is only for one text: for
+    several it keeps the state after each token."""
+
+    def work(T: int, H: int, G: int, D: int, **_: int) -> tuple[int, int]:
+        part = 2 * T * D  # the forward reads q, k, v and writes the result; the backward reads and writes all twice
+        return part * 2 * (G + H), part * (4 * G + 3 * H)
+
+    peers = {"fla": Peer(delta_in_fla, needs="fla"), "ours": Peer(delta_ours)}
+    if not extra:
+        peers = {
+            "loop": Peer(delta_truth),
+            "hf": Peer(delta_in_transformers, needs="transformers"),
+        } | peers
+    return Op(
+        name=name, shapes=({"T": 32768, "H": 32, "G": 16, "D": 128} | extra,), check={"T": 512}, make=make_delta,
+        truth=delta_truth, limit="bytes", work=work, peers=peers, least_error=torch.finfo(torch.bfloat16).eps / 2,
+    )  # fmt: skip
+
+
+def conv_in_torch(x: Tensor, weight: Tensor) -> Tensor:
+    out = F.conv1d(x.transpose(1, 2), weight[:, None], padding=weight.shape[1] - 1, groups=len(weight))
+    return F.silu(out[..., : x.shape[1]]).transpose(1, 2)
+
+
+def conv_in_cuda(x: Tensor, weight: Tensor) -> Tensor:
+    function = load("causal_conv1d:causal_conv1d_fn")
+    out: Tensor = function(x.transpose(1, 2), weight, activation="silu").transpose(1, 2)
+    return out
+
+
+OPS = (
+    delta_op("gated_delta_rule"),
+    delta_op("gated_delta_rule_packed", documents=16),
+    Op(
+        name="short_conv", shapes=({"T": 32768, "C": 8192, "K": 4},), check={"T": 512},
+        make=lambda T, C, K: {"x": randn(1, T, C), "weight": randn(C, K, scale=K**-0.5)},
+        truth=lambda x, weight: short_conv_reference(x, weight)[0],
+        limit="bytes", work=lambda T, C, K: (4 * T * C, 6 * T * C),
+        peers={
+            "torch": Peer(conv_in_torch),
+            "causal_conv1d": Peer(conv_in_cuda, needs="causal_conv1d"),
+            "ours": Peer(short_conv),
+        },
+    ),
+    Op(
+        name="gated_norm", shapes=({"N": 32768 * 32, "C": 128},), check={"N": 512},
+        make=lambda N, C: {"x": randn(N, C), "gate": randn(N, C), "weight": randn(C)},
+        truth=lambda x, gate, weight: gated_norm_reference(x, gate, weight, EPS),
+        limit="bytes", work=lambda N, C: (6 * N * C, 10 * N * C),
+        peers={
+            "torch": Peer(lambda x, gate, weight: gated_norm_reference(x, gate, weight, EPS)),
+            "ours": Peer(lambda x, gate, weight: gated_norm(x, gate, weight, EPS)),
+        },
+    ),
+)  # fmt: skip
