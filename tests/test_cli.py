@@ -23,6 +23,7 @@ from liger_models.adapters import LoRAConfig, apply_lora, save_adapter
 from liger_models.cli import commands
 from liger_models.data import PromptDataset
 
+from .convert.test_mxfp4 import make as make_mxfp4
 from .packing.test_videos import save_clip
 from .packing.vision import make_model
 from .processes import environment
@@ -196,6 +197,25 @@ def test_convert_merges_adapters(folder):
     assert read("merge", "model", "adapter", "again", "--dtype", "float32")["folder"] == "again"
     again = LigerLlama.from_pretrained("again", progress=False)
     assert all(map(torch.equal, again.parameters(), merged.parameters()))
+
+
+def test_merge_writes_experts_in_mxfp4_again(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    make_mxfp4(tmp_path / "model")
+    lora = LoRAConfig(r=2, target_modules=["q_proj"])
+    model = apply_lora(AutoLigerModel.from_pretrained("model", progress=False), lora)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    save_adapter(model, "adapter")
+    read("merge", "model", "adapter", "merged", "--mxfp4", "model")
+    stored, merged = (load_file(f"{name}/model.safetensors") for name in ("model", "merged"))
+    assert merged.keys() == stored.keys()
+    changed = {name for name, tensor in stored.items() if not torch.equal(merged[name], tensor)}
+    assert changed == {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)}
+    read("merge", "model", "adapter", "plain")
+    assert "must be the folder of" in run("merge", "model", "adapter", "again", "--mxfp4", "plain", code=1)
 
 
 def test_generate(folder):

@@ -53,6 +53,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document fo
 Device = Annotated[str | None, typer.Option(help="Such as cuda:1 or cpu. Default: the accelerator, if there is one.")]
 Dtype = Annotated[str, typer.Option(help="Dtype of the weights, such as bf16; auto keeps the checkpoint's.")]
 Adapter = Annotated[Path | None, typer.Option(help="Folder of LoRA adapters (PEFT's files) to merge into the model.")]
+Mxfp4 = Annotated[
+    Path | None,
+    typer.Option(
+        file_okay=False,
+        help="Folder of the MXFP4 checkpoint that the model comes from (GPT-OSS): writes its experts in MXFP4 again.",
+    ),
+]
 
 
 def _version(asked: bool) -> None:
@@ -246,13 +253,14 @@ def convert(
     dtype: Dtype = "auto",
     adapter: Adapter = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest size of one file.")] = "5GB",
+    mxfp4: Mxfp4 = None,
     as_json: AsJson = False,
 ) -> None:
     """Rewrite a Hugging Face checkpoint: with another dtype, merged adapters, or files of another size."""
     target = None if dtype == "auto" else _dtype(dtype)
     loaded = _load(model, revision, "auto" if adapter is None else dtype, "cpu", adapter, progress=not as_json)
     with messages.status(f"Writing {output}"):
-        loaded.save_pretrained(output, dtype=target, max_shard_size=max_shard_size)
+        loaded.save_pretrained(output, dtype=target, max_shard_size=max_shard_size, mxfp4=mxfp4)
     written = sorted(path.name for path in output.iterdir())
     _print_json({"folder": str(output), "files": written}) if as_json else print(output)
 
@@ -266,10 +274,11 @@ def merge(
     ],
     revision: Revision = None,
     dtype: Dtype = "auto",
+    mxfp4: Mxfp4 = None,
     as_json: AsJson = False,
 ) -> None:
     """Merge LoRA adapters into their model, and write a plain checkpoint: **convert** with an adapter."""
-    convert(model, output, revision, dtype, adapter, as_json=as_json)
+    convert(model, output, revision, dtype, adapter, mxfp4=mxfp4, as_json=as_json)
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
