@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from liger_models.adapters.lora_layers import LoRAConfig as LoRAConfig
     from liger_models.adapters.lora_layers import adapter_config as adapter_config
     from liger_models.adapters.medusa import LigerMedusa as LigerMedusa
+    from liger_models.adapters.mtp import LigerMTP as LigerMTP
     from liger_models.adapters.nf4 import quantize_base as quantize_base
     from liger_models.adapters.peft_files import load_adapter as load_adapter
     from liger_models.adapters.peft_files import save_adapter as save_adapter
@@ -112,6 +113,7 @@ else:
             "adapters.lora": ["apply_lora", "merge_lora", "unmerge_lora", "without_adapters"],
             "adapters.lora_layers": ["LoRAConfig", "adapter_config"],
             "adapters.medusa": ["LigerMedusa"],
+            "adapters.mtp": ["LigerMTP"],
             "adapters.nf4": ["quantize_base"],
             "adapters.peft_files": ["load_adapter", "save_adapter"],
             "adapters.unpacked": ["unpack_projections"],

@@ -1,4 +1,4 @@
-"""Additions to a trained model: LoRA, 4-bit and float8 linear layers, Medusa heads."""
+"""Additions to a trained model: LoRA, 4-bit and float8 linear layers, Medusa heads, multi-token prediction."""
 
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from liger_models.adapters.lora_layers import LoRAConfig as LoRAConfig
     from liger_models.adapters.lora_layers import adapter_config as adapter_config
     from liger_models.adapters.medusa import LigerMedusa as LigerMedusa
+    from liger_models.adapters.mtp import LigerMTP as LigerMTP
     from liger_models.adapters.nf4 import quantize_base as quantize_base
     from liger_models.adapters.peft_files import load_adapter as load_adapter
     from liger_models.adapters.peft_files import save_adapter as save_adapter
@@ -26,6 +27,7 @@ else:
             "lora": ["apply_lora", "language_targets", "merge_lora", "unmerge_lora", "without_adapters"],
             "lora_layers": ["LoRAConfig", "adapter_config"],
             "medusa": ["LigerMedusa"],
+            "mtp": ["LigerMTP"],
             "nf4": ["quantize_base"],
             "peft_files": ["load_adapter", "save_adapter"],
             "unpacked": ["unpack_projections"],

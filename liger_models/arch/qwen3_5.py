@@ -2,7 +2,7 @@
 
 The language model is that of ``qwen3_5_text``: three of four layers have linear attention (Gated DeltaNet), every
 fourth has gated full attention. The vision tower, the positions and the processor are those of Qwen3-VL, without
-DeepStack. The layers that predict a second token (``mtp``) are kept and saved again, but not trained.
+DeepStack. The layers that predict a second token (``mtp``) are kept and saved again; `LigerMTP` trains them.
 
 Source: transformers ``models/qwen3_5``, https://arxiv.org/abs/2412.06464.
 """

@@ -2,8 +2,8 @@
 
 The language model is that of ``qwen3_5_moe_text``: three of four layers have linear attention (Gated DeltaNet), every
 fourth has gated full attention, and the MLPs are mixtures of experts. The vision tower, the positions and the processor
-are those of Qwen3-VL, without DeepStack. The layers that predict a second token (``mtp``) are kept and saved again, but
-not trained.
+are those of Qwen3-VL, without DeepStack. The layers that predict a second token (``mtp``) are kept and saved again;
+`LigerMTP` trains them.
 
 Source: transformers ``models/qwen3_5_moe``, https://arxiv.org/abs/2412.06464.
 """

@@ -3,7 +3,7 @@
 Three of four layers have linear attention (Gated DeltaNet), every fourth has gated full attention; see
 `liger_models.arch._qwen3_next.block`. Positions have three axes, time, height and width, which are equal in text. The
 MLP is a mixture of experts beside one that every token passes, multiplied by a gate; routing weights are always
-renormalised. The layers that predict a second token (``mtp``) are kept and saved again, but not trained.
+renormalised. The layers that predict a second token (``mtp``) are kept and saved again; `LigerMTP` trains them.
 
 Checkpoints with the vision tower have the model_type ``qwen3_5_moe``.
 

@@ -2,7 +2,7 @@
 
 Three of four layers have linear attention (Gated DeltaNet), every fourth has gated full attention; see
 `liger_models.arch._qwen3_next.block`. Positions have three axes, time, height and width, which are equal in text. The
-MLP is that of Qwen3. The layers that predict a second token (``mtp``) are kept and saved again, but not trained.
+MLP is that of Qwen3. The layers that predict a second token (``mtp``) are kept and saved again; `LigerMTP` trains them.
 
 Checkpoints with the vision tower have the model_type ``qwen3_5``.
 

@@ -2,7 +2,7 @@
 
 Three of four layers have linear attention (Gated DeltaNet), every fourth has gated full attention; see
 `liger_models.arch._qwen3_next.block`. The MLP is a mixture of many small experts beside one that every token passes,
-multiplied by a gate. The layers that predict a second token (``mtp``) are kept and saved again, but not trained.
+multiplied by a gate. The layers that predict a second token (``mtp``) are kept and saved again; `LigerMTP` trains them.
 
 Source: transformers ``models/qwen3_next``, https://arxiv.org/abs/2412.06464.
 """

@@ -407,16 +407,36 @@ class Decoder(nn.Module):
             ValueError: arguments exclude each other, or shapes or values are wrong; see `BatchLayout.build`.
         """
         cu_seqlens = take_cu_seqlens(cu_seqlens, {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k})
-        embeds, shape = self.embed(input_ids, inputs_embeds)
-        layout = self.layout(
-            shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
-            **self.layout_inputs(input_ids, embeds, shape[1]),
+        embeds, layout = self.prepare(
+            input_ids, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens,
+            inputs_embeds=inputs_embeds, cache=cache,
         )  # fmt: skip
         return self.run(
             embeds, layout, labels=labels, num_items_in_batch=num_items_in_batch, return_logits=return_logits,
             return_log_probs=return_log_probs, loss_function=loss_function, logits_to_keep=logits_to_keep,
             output_hidden_states=output_hidden_states,
         )  # fmt: skip
+
+    def prepare(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: DecodeCache | None = None,
+    ) -> tuple[Tensor, BatchLayout]:
+        """What `run` takes of a text: the embeddings of this rank's share of the tokens, and the layout of the batch.
+
+        Args: as in `forward`.
+        """
+        embeds, shape = self.embed(input_ids, inputs_embeds)
+        layout = self.layout(
+            shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
+            **self.layout_inputs(input_ids, embeds, shape[1]),
+        )  # fmt: skip
+        return embeds, layout
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, tuple[int, int]]:
         """The embeddings of this rank's share of the tokens, and the shape (B, T) of the whole batch."""

@@ -20,7 +20,7 @@ from liger_models.convert.weight_map import (
 from liger_models.kernels.checks import check
 
 KEPT = ("mtp.",)
-"""What the names of the layers begin with that predict a second token (multi-token prediction). No forward needs
+"""What the names of the layers begin with that predict a second token (multi-token prediction). `LigerMTP` trains
 them."""
 
 
@@ -134,7 +134,7 @@ def hybrid_map(
 
 TEXT_IGNORED_KEYS = (
     "attn_output_gate",  # attention always has its gate; transformers does not read it either
-    "mtp_num_hidden_layers",  # these layers are kept, but not built
+    "mtp_num_hidden_layers",  # these layers are kept; `LigerMTP` builds them
     "mtp_use_dedicated_embeddings",
     "mamba_ssm_dtype",  # states and decays are always computed in fp32
     "mlp_only_layers",  # Qwen3-Next's; transformers does not read it here

@@ -86,14 +86,46 @@ class MRopeModel(VisionLanguageModel):
                 `Decoder.forward`.
         """
         cu_seqlens = take_cu_seqlens(cu_seqlens, options)
+        embeds, layout = self.prepare(
+            input_ids,
+            pixel_values=pixel_values,
+            image_grid_thw=image_grid_thw,
+            pixel_values_videos=pixel_values_videos,
+            video_grid_thw=video_grid_thw,
+            second_per_grid_ts=second_per_grid_ts,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            cu_seqlens=cu_seqlens,
+            inputs_embeds=inputs_embeds,
+            cache=cache,
+        )
+        return self.run(embeds, layout, **options)
+
+    def prepare(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        second_per_grid_ts: Tensor | list[float] | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: DecodeCache | None = None,
+    ) -> tuple[Tensor, BatchLayout]:
+        """What `run` takes: the embeddings with images and videos inserted, and the layout of the batch.
+
+        Args: as in `forward`.
+        """
         images = _pair("pixel_values", pixel_values, "image_grid_thw", image_grid_thw)
         videos = _pair("pixel_values_videos", pixel_values_videos, "video_grid_thw", video_grid_thw)
         masks: dict[str, Any] = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "cache": cache}
         if input_ids is None or inputs_embeds is not None:
             check(images is None and videos is None, "forward: pixels need input_ids, which say where the images are.")
-            return super().forward(
-                input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, **masks, **options
-            )
+            return super().prepare(input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, **masks)
         check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
         self.groups.check_tokens(input_ids.shape[1], whole=False)
         decoding = cache is not None and cache.length > 0 and images is None and videos is None
@@ -107,7 +139,7 @@ class MRopeModel(VisionLanguageModel):
         levels = [self.groups.token_share(level) for level in levels]
         shape = embeds.shape[0], embeds.shape[1]
         layout = self.layout(shape, embeds, position_ids=position_ids, deepstack=levels, **masks)
-        return self.run(embeds, layout, **options)
+        return embeds, layout
 
     def after_block(self, index: int, residual: Tensor, layout: BatchLayout) -> Tensor:
         """Add the DeepStack features after the first blocks."""

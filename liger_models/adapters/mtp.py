@@ -1,0 +1,221 @@
+"""Multi-token prediction of Qwen3-Next and Qwen3.5: a block that predicts the token after the next one.
+
+With e_t the embedding of token t, and h_t the normed output of the model's last block::
+
+    u_t = W · [norm_e(e_{t + 1}), norm_h(h_t)],   h'_t = norm(block(u))_t
+    loss = L + loss_weight · L'
+
+The block is one of the model's, with full attention. L is the model's own loss, and L' the mean cross entropy of the
+model's head on h'_t over all tokens whose second next token is in the same document and not ignored. Training builds no
+logits.
+
+Source: https://arxiv.org/abs/2412.19437.
+"""
+
+from dataclasses import replace
+from os import PathLike
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.adapters.lora_layers import adapted_layers
+from liger_models.arch._qwen3_next.block import FULL, HybridConfig, zero_centred_norm
+from liger_models.arch._qwen3_next.names import KEPT
+from liger_models.base.causal_lm import CausalLM
+from liger_models.convert.files import as_dtype, some
+from liger_models.convert.format import format_of
+from liger_models.convert.weight_map import Expression, Name
+from liger_models.kernels.checks import check
+from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.layers.batch import BatchLayout
+from liger_models.layers.decoder import check_num_items, take_cu_seqlens
+from liger_models.layers.linear import is_sharded
+
+(PREFIX,) = KEPT
+
+
+class MTPOutput(NamedTuple):
+    """Result of `LigerMTP.forward`.
+
+    Attributes:
+        loss: [] fp32.
+        base_loss: [] fp32, L, without gradient.
+        mtp_loss: [] fp32, L', without gradient.
+        aux_loss: [] auxiliary loss of the model's mixtures of experts, a part of ``loss``; None for none.
+    """
+
+    loss: Tensor
+    base_loss: Tensor
+    mtp_loss: Tensor
+    aux_loss: Tensor | None = None
+
+
+class LigerMTP(nn.Module):
+    """A model with its block for multi-token prediction. Its forward trains both; ``model`` stays usable by itself.
+
+    The block's weights are those of the checkpoint that the model was loaded from (``mtp.…``). If it has none, they are
+    initialised like a new model's. What the block saves for the backward follows the policy of the model's last one
+    (`Decoder.set_checkpointing`).
+
+    Args:
+        model: Qwen3-Next or Qwen3.5, with its weights loaded. `torch.nn.parallel.DistributedDataParallel` takes the
+            whole module; sharding is not supported.
+        loss_weight: weight of L'; an attribute that a schedule may change.
+
+    Raises:
+        ValueError: the model is of another family, has no weights yet, or has an adapter on its head; or the tensors of
+            the checkpoint are not those of one such block.
+    """
+
+    def __init__(self, model: CausalLM, *, loss_weight: float = 0.1) -> None:
+        super().__init__()
+        config = model.config
+        check(
+            isinstance(config, HybridConfig),
+            f"LigerMTP: model must be Qwen3-Next or Qwen3.5, got {type(model).__name__}. LigerMedusa takes any model.",
+        )
+        check(
+            "lm_head" not in adapted_layers(model),
+            "LigerMTP: the model's head must have no adapter. Call merge_lora first, or adapt other layers.",
+        )
+        check(model.device.type != "meta", "LigerMTP: the model must have weights, got one on meta. Load it first.")
+        self.model, self.loss_weight = model, loss_weight
+        stored = {name: tensor for name, tensor in model.kept_tensors.items() if name.startswith(PREFIX)}
+        one: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": [FULL]}
+        self._sizes = replace(config, **one, vocab_size=1, pad_token_id=None, tie_word_embeddings=False)
+        part = type(model).from_config(self._sizes, dtype=model.dtype, device="meta", kernels=model.kernels)
+        part.visual = None
+        if not stored:
+            part.to_empty(device=model.device)
+            part.reset_parameters()
+        norm, C = zero_centred_norm(config, model.kernels), config.hidden_size
+        with torch.device(part.device):
+            self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(C).to(model.dtype), norm(C).to(model.dtype)
+            self.fc = nn.Linear(2 * C, C, bias=False, dtype=model.dtype)
+        self.layers, self.norm = part.layers, part.norm
+        self._part = [part]  # in a list: its embedding and head are no parameters of this module
+        self._layout = self._layouts()[0]
+        if stored:
+            self._load(stored)
+        else:
+            nn.init.normal_(self.fc.weight, std=config.initializer_range)
+
+    def _own_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: each for name, each in self.named_parameters() if not name.startswith("model.")}
+
+    def _layouts(self) -> list[dict[str, tuple[Expression, str]]]:
+        """Of each layout in a checkpoint: our names -> expressions over names of a model, and the prefix of these."""
+        found = []
+        for weights in format_of(type(self.model)).weight_maps(self._sizes):
+            prefix = weights.entries["norm.weight"].names()[0].removesuffix("norm.weight")
+            names = self._own_parameters()
+            found.append({name: (weights.entries.get(name, Name(f"{prefix}{name}")), prefix) for name in names})
+        return found
+
+    def _load(self, stored: dict[str, Tensor]) -> None:
+        def names(layout: dict[str, tuple[Expression, str]]) -> set[str]:
+            return {PREFIX + name.removeprefix(prefix) for each, prefix in layout.values() for name in each.names()}
+
+        self._layout = min(self._layouts(), key=lambda layout: len(names(layout) ^ stored.keys()))
+        wrong = sorted(names(self._layout) ^ stored.keys())
+        check(
+            not wrong,
+            f"LigerMTP: the checkpoint must hold the tensors of one block with the model's sizes, got some missing or "
+            f"left over: {some(wrong)}.",
+        )
+        for name, parameter in self._own_parameters().items():
+            expression, prefix = self._layout[name]
+            packed = expression.pack({each: stored[PREFIX + each.removeprefix(prefix)] for each in expression.names()})
+            check(
+                packed.shape == parameter.shape,
+                f"LigerMTP: {PREFIX}{name} must be {list(parameter.shape)} for this model, got {list(packed.shape)}.",
+            )
+            owner, _, attribute = name.rpartition(".")
+            loaded = packed.to(self.model.device, self.model.dtype, copy=True).contiguous()
+            setattr(self.get_submodule(owner), attribute, nn.Parameter(loaded))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        labels: Tensor,
+        num_items_in_batch: Tensor | float | None = None,
+        **inputs: Any,
+    ) -> MTPOutput:
+        """The loss, without building logits.
+
+        Args:
+            input_ids: [B, T] int64.
+            labels: [B, T] int64, unshifted; −100 is ignored.
+            num_items_in_batch: divisor of both summed losses. Default: the number of targets of each.
+            inputs: other arguments of the model's forward: ``position_ids``, ``attention_mask``, ``cu_seqlens`` (also
+                under the names of transformers' collator); of models with images also pixels and grids.
+
+        Raises:
+            ValueError: the model is sharded; otherwise as in `Decoder.forward`.
+        """
+        model = self.model
+        check(
+            model.groups.sharded is None and not is_sharded(model.embed_tokens.weight),
+            "LigerMTP: the model must not be sharded. Use DistributedDataParallel for several GPUs.",
+        )
+        inputs["cu_seqlens"] = take_cu_seqlens(inputs.get("cu_seqlens"), inputs)
+        embeds, layout = model.prepare(input_ids, **inputs)
+
+        def losses(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+            check_num_items(num_items_in_batch, target)
+            second = self.hidden(hidden, embeds, layout)
+            pairs = (hidden, target), (second, layout.shift(target))
+            base, mtp = (linear_cross_entropy(x, weight, y, num_items=num_items_in_batch).loss for x, y in pairs)
+            share = None if num_items_in_batch is None else model.groups.share_of_step(target, num_items_in_batch)
+            return base, mtp, share
+
+        out: Any = model.run(embeds, layout, labels=labels, loss_function=losses)
+        (base, mtp, share), aux = out.loss, out.aux_loss
+        loss = base + self.loss_weight * mtp
+        if aux is not None:
+            aux = aux if share is None else share * aux
+            loss = loss + aux
+        return MTPOutput(loss, base.detach(), mtp.detach(), aux)
+
+    def hidden(self, hidden: Tensor, embeds: Tensor, layout: BatchLayout) -> Tensor:
+        """h', [B, T, C]; at the last token of a document it means nothing.
+
+        Args:
+            hidden: h, [B, T, C].
+            embeds: e, [B, T, C].
+            layout: layout of the batch.
+        """
+        ahead = self.pre_fc_norm_embedding(embeds.roll(-1, 1))
+        u = self.fc(torch.cat([ahead, self.pre_fc_norm_hidden(hidden)], -1))
+        (part,), policy = self._part, self.model.checkpointing
+        policy = policy if isinstance(policy, str) else policy[-1]
+        if part.checkpointing != policy:
+            part.set_checkpointing(policy)
+        return part.run_blocks(u, layout)[0]
+
+    def tensors(self, dtype: torch.dtype | str | None = None) -> dict[str, Tensor]:
+        """The block's weights as a checkpoint holds them, by name, copied to host memory.
+
+        Args:
+            dtype: dtype of the tensors; None for that of the weights.
+        """
+        chosen = self.model.dtype if dtype is None else as_dtype("tensors: dtype", dtype)
+        found = {}
+        for name, parameter in self._own_parameters().items():
+            expression, prefix = self._layout[name]
+            for each, tensor in expression.unpack(parameter.detach()).items():
+                found[PREFIX + each.removeprefix(prefix)] = tensor.to("cpu", chosen, copy=True).contiguous()
+        return found
+
+    def save_pretrained(
+        self, folder: str | PathLike[str], *, dtype: torch.dtype | str | None = None, **options: Any
+    ) -> None:
+        """Write the model and its block as one Hugging Face checkpoint; see `CausalLM.save_pretrained`.
+
+        Args:
+            folder, dtype, options: as there.
+        """
+        self.model.kept_tensors = {**self.model.kept_tensors, **self.tensors(dtype)}
+        self.model.save_pretrained(folder, dtype=dtype, **options)
