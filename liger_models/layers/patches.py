@@ -166,6 +166,15 @@ def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | 
     return (here & ~begins & ~behind).sum()
 
 
+def ends_of_runs(inside: Tensor) -> Tensor:
+    """For each True of ``inside`` [B, T], the index of the last True of its run; elsewhere its own index. int64."""
+    T = inside.shape[1]
+    place = torch.arange(T, device=inside.device).expand_as(inside)
+    last = inside & ~torch.nn.functional.pad(inside, (0, 1))[:, 1:]
+    ends = torch.where(last, place, T).flip(1).cummin(1).values.flip(1)
+    return torch.where(inside, ends, place)
+
+
 def interpolate_positions(weight: Tensor, patches: Patches) -> Tensor:
     """Interpolate the learned positions of a square grid bilinearly to the grid of each image, with aligned corners.
 

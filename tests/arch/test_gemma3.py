@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from liger_models import KernelOptions
-from liger_models.arch.gemma3.model import ends_of_runs
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
+from liger_models.layers.patches import ends_of_runs
 
 from .families import (
     LIMIT,

@@ -3,7 +3,6 @@ import itertools
 import pytest
 import torch
 
-from liger_models.arch.gemma3.model import ends_of_runs
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.masks import (
@@ -14,6 +13,7 @@ from liger_models.layers.masks import (
     document_mask,
     parts_mask,
 )
+from liger_models.layers.patches import ends_of_runs
 from liger_models.layers.rope import RotaryEmbedding
 
 CPU = torch.device("cpu")

@@ -34,7 +34,7 @@ from liger_models.layers.linear import local
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import ACTIVATIONS, GatedMLP, LigerMLP
 from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
-from liger_models.layers.patches import count_torn
+from liger_models.layers.patches import count_torn, ends_of_runs
 from liger_models.layers.rope import RotaryEmbedding
 from liger_models.layers.vision import VisionBlock
 
@@ -345,15 +345,6 @@ class LigerGemma3(VisionLanguageModel):
             counts = (input_ids == self.config.image_token_index).sum(1) // self.config.mm_tokens_per_image
             repeated["pixel_values"] = inputs["pixel_values"][repeated_items(counts.tolist(), times)]
         return repeated
-
-
-def ends_of_runs(inside: Tensor) -> Tensor:
-    """For each True of ``inside`` [B, T], the index of the last True of its run; elsewhere its own index. int64."""
-    T = inside.shape[1]
-    place = torch.arange(T, device=inside.device).expand_as(inside)
-    last = inside & ~torch.nn.functional.pad(inside, (0, 1))[:, 1:]
-    ends = torch.where(last, place, T).flip(1).cummin(1).values.flip(1)
-    return torch.where(inside, ends, place)
 
 
 IGNORED_KEYS = (
