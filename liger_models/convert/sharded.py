@@ -113,10 +113,10 @@ def plan_rows(
         first, last: the rows of the parameter.
 
     Returns:
-        None if the expression leaves no trailing dimension unchanged.
+        None if the expression leaves no trailing dimension unchanged, or a tensor is a single number.
     """
     units = min(untouched(expression, ndim, shapes), ndim - 1, *(len(shapes[name]) - 1 for name in expression.names()))
-    if units == 0 and ndim > 1:
+    if units < 0 or (units == 0 and ndim > 1):
         return None
     numbers, starts, count = {}, {}, 0
     for name in expression.names():
