@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from liger_models.arch.gemma2 import LigerGemma2 as LigerGemma2
     from liger_models.arch.gemma3 import LigerGemma3 as LigerGemma3
     from liger_models.arch.gemma3_text import LigerGemma3Text as LigerGemma3Text
+    from liger_models.arch.gemma4 import Gemma4Config as Gemma4Config
+    from liger_models.arch.gemma4 import LigerGemma4 as LigerGemma4
     from liger_models.arch.gemma4_text import Gemma4TextConfig as Gemma4TextConfig
     from liger_models.arch.gemma4_text import LigerGemma4Text as LigerGemma4Text
     from liger_models.arch.gemma4_unified_text import Gemma4UnifiedTextConfig as Gemma4UnifiedTextConfig
@@ -124,6 +126,7 @@ else:
             "arch.gemma2": ["LigerGemma2"],
             "arch.gemma3": ["LigerGemma3"],
             "arch.gemma3_text": ["LigerGemma3Text"],
+            "arch.gemma4": ["Gemma4Config", "LigerGemma4"],
             "arch.gemma4_text": ["Gemma4TextConfig", "LigerGemma4Text"],
             "arch.gemma4_unified_text": ["Gemma4UnifiedTextConfig", "LigerGemma4UnifiedText"],
             "arch.glm": ["LigerGLM"],

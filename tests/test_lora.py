@@ -26,7 +26,7 @@ from liger_models.arch import list_archs
 from liger_models.kernels.collectives import Group
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
-from .arch import test_gemma3, test_mllama, test_vision
+from .arch import test_gemma3, test_gemma4_images, test_mllama, test_vision
 from .arch.families import LIMIT, VISION_CASES, error, hf_model, is_tower, load, make_folder, tiny, tokens
 from .late import Late, transformers
 
@@ -88,6 +88,9 @@ def with_image(arch: str, model) -> tuple[torch.Tensor, dict[str, Any], dict[str
     if arch == "gemma3":
         ids, types, _, _, pixels = test_gemma3.make(model, [[3, test_gemma3.IMAGE, 9]])
         return ids, {"pixel_values": pixels}, {"pixel_values": pixels, "token_type_ids": types}
+    if arch == "gemma4":
+        ids, _, _, images, types = test_gemma4_images.make(model, [[3, (2, 3), 9]])
+        return ids, images, images | types
     if arch == "mllama":
         ids, labels, inputs = test_mllama.make(model, [3, test_mllama.IMAGE, 9])
         return ids, inputs | {"labels": labels}, inputs | {"labels": labels}

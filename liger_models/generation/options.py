@@ -32,6 +32,7 @@ class PromptInputs(TypedDict, total=False):
 
     pixel_values: Tensor | None
     image_grid_thw: Tensor | None
+    image_position_ids: Tensor | None
     pixel_values_videos: Tensor | None
     video_grid_thw: Tensor | None
     second_per_grid_ts: Tensor | list[float] | None

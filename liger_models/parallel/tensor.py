@@ -29,7 +29,7 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     routers are replicated. The fused ops run on the rank's shard. The loss does not gather logits.
 
     A vision tower is sharded in the same way, but every rank has all patches. A layer of the tower is replicated if R
-    does not divide its attention heads or MLP width, and so is everything outside the tower's layers.
+    does not divide its attention heads or MLP width. So are everything outside the tower's layers, and Gemma 4's tower.
 
     All ranks must be given the same batch; they return the same loss. Call it before `apply_fsdp`, and create the
     optimizer afterwards.

@@ -275,7 +275,7 @@ def test_experts_are_read_layer_by_layer(tmp_path: Path, fused: bool, copies: in
     pytest.fail(f"{peak} bytes for {size} of weights, the largest {largest}")
 
 
-@pytest.mark.parametrize(("arch", "variant"), VISION_CASES, ids=str)
+@pytest.mark.parametrize(("arch", "variant"), [case for case in VISION_CASES if case[0] != "gemma4"], ids=str)
 def test_every_layout_of_towers_gives_one_model_and_one_export(arch: str, variant: str, tmp_path: Path) -> None:
     theirs = transformers.AutoConfig.for_model(arch, **tiny(arch)[variant]).to_dict()
     model_class = get_arch(arch)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..arch import test_gemma3, test_mllama
+from ..arch import test_gemma3, test_gemma4_images, test_mllama
 from ..arch.families import LIMIT, assert_same_gradients, error
 from ..arch.test_vision import SEVERAL, VIDEO, Batch
 
@@ -14,7 +14,7 @@ CASES = [
     (family, rows)
     for family in (("qwen2_vl", "gqa"), ("qwen2_5_vl", "gqa"), ("qwen3_vl", "gqa"), ("qwen3_vl_moe", "gqa"))
     for rows in ("images", "videos")
-] + [(("gemma3", "tied"), "images"), (("mllama", "four"), "images")]
+] + [(("gemma3", "tied"), "images"), (("gemma4", "shared"), "images"), (("mllama", "four"), "images")]
 
 
 def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -23,6 +23,9 @@ def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Ten
     if family == "gemma3":
         ids, types, mask, labels, pixels = test_gemma3.make(decoder, test_gemma3.ROWS)
         return ids, mask, labels, {"pixel_values": pixels, "token_type_ids": types}
+    if family == "gemma4":
+        ids, mask, labels, images, types = test_gemma4_images.make(decoder, test_gemma4_images.ROWS)
+        return ids, mask, labels, images | types
     if family == "mllama":
         ids, labels, inputs = test_mllama.make(decoder, test_mllama.ROWS[0])
         return ids, torch.ones_like(ids), labels, inputs

@@ -9,10 +9,11 @@ from liger_models.base.vision_language import VisionLanguageModel
 
 from ..processing import conftest as qwen
 from ..processing import test_gemma3 as gemma3
+from ..processing import test_gemma4 as gemma4
 from ..processing import test_mllama as mllama
 from ..processing.conftest import picture
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mllama")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama")
 BOUNDS = {"min_pixels": 64, "max_pixels": 1024}
 """From 1 to 16 tokens of Qwen-VL."""
 SIZES = ((40, 28), (90, 30), (23, 61), (64, 64), (33, 57))
@@ -21,8 +22,8 @@ SIZES = ((40, 28), (90, 30), (23, 61), (64, 64), (33, 57))
 def make_model(family: str, **settings: Any) -> VisionLanguageModel:
     """A model with random weights whose tokenizer has bytes as tokens; every image has some tokens."""
     torch.manual_seed(0)
-    if family == "gemma3":
-        model = gemma3.make(**settings)
+    if family in ("gemma3", "gemma4"):
+        model = {"gemma3": gemma3, "gemma4": gemma4}[family].make(**settings)
         config = model.assets["tokenizer_config.json"]  # its template calls the assistant by two names
         model.assets["tokenizer_config.json"] = config.replace(b"<start>model", b"<start>assistant")
         return model

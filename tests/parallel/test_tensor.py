@@ -52,6 +52,7 @@ def build(arch: str, config: Any, **options: Any) -> Any:
         for name, parameter in model.named_parameters():
             # Also norms and biases away from the ones and zeros that they start from.
             parameter.add_(torch.randn_like(parameter) * 0.1)
+            parameter.nan_to_num_(posinf=1.0, neginf=-1.0)  # bounds of what a tower clips
             if name.endswith("A_log"):  # in a new model states vanish within a token or two, and whatever is in them
                 parameter.sub_(4)
     return model
@@ -136,7 +137,7 @@ RUNS = {
     "olmo2": ("olmo2", {}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5}),
-    "gemma4": ("gemma4_text", GEMMA4 | {"num_hidden_layers": 4, "num_kv_shared_layers": 2}),
+    "gemma4_text": ("gemma4_text", GEMMA4 | {"num_hidden_layers": 4, "num_kv_shared_layers": 2}),
     "qwen3_next": (
         "qwen3_next",
         {

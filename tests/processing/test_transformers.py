@@ -9,15 +9,16 @@ from liger_models import AutoLigerProcessor
 from liger_models.base.processor import Edit, edited
 
 from ..late import Late, transformers
-from . import test_gemma3, test_mllama
+from . import test_gemma3, test_gemma4, test_mllama
 from .conftest import make_model, picture
 
 qwen2_vl = Late("transformers.models.qwen2_vl.processing_qwen2_vl")
+gemma4 = Late("transformers.models.gemma4.processing_gemma4", "a transformers with Gemma 4")
 mixin = Late("transformers.processing_utils")
 
 SMALL = {"size": {"shortest_edge": 64, "longest_edge": 400}}
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mllama")
-PLACEHOLDER = {"gemma3": "<boi>", "mllama": "<image>"}
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama")
+PLACEHOLDER = {"gemma3": "<boi>", "gemma4": "<|image|>", "mllama": "<image>"}
 MARKED = (
     "BOS{% for message in messages %}START{{ message.role }}\n{% if message.role == 'assistant' %}{% generation %}"
     "CONTENTEND{% endgeneration %}{% else %}CONTENTEND{% endif %}\n{% endfor %}"
@@ -39,9 +40,10 @@ def make(arch: str):
         model = make_model(arch, preprocessor_config=settings, video_preprocessor_config=settings)
         words, named = ("", "<|im_start|>", "<|im_end|>", "<|vision_start|><|image_pad|><|vision_end|>"), {}
     else:
-        model = {"gemma3": test_gemma3, "mllama": test_mllama}[arch].make()
+        family = {"gemma3": test_gemma3, "gemma4": test_gemma4, "mllama": test_mllama}[arch]
+        model = family.make(**({"max_soft_tokens": 70} if arch == "gemma4" else {}))  # the least of transformers
         words = ("<bos>", "<start>", "<end>", PLACEHOLDER[arch])
-        named = named if arch == "gemma3" else {"image_token": "<image>"}
+        named = named if arch == "gemma3" else {"image_token": PLACEHOLDER[arch]}
     template = MARKED.replace("CONTENT", CONTENT)
     for name, word in zip(("BOS", "START", "END", "IMAGE"), words, strict=True):
         template = template.replace(name, word)
@@ -53,17 +55,25 @@ def make(arch: str):
     return model
 
 
+TOKENS = {
+    "qwen": {"image": "<|image_pad|>", "video": "<|video_pad|>"},
+    "gemma4": {
+        "image": "<|image|>", "boi": "<|image>", "eoi": "<image|>", "video": "<|video|>", "audio": "<|audio|>",
+        "boa": "<|audio>", "eoa": "<audio|>",
+    },
+}  # fmt: skip
+
+
 def theirs(folder, arch: str):
     """transformers' processor of a folder, with its Pillow backend; without videos, which need torchvision."""
-    if "qwen" not in arch:
+    if arch in ("gemma3", "mllama"):
         return transformers.AutoProcessor.from_pretrained(folder)
 
-    class WithoutVideos(qwen2_vl.Qwen2VLProcessor):
+    class WithoutVideos(qwen2_vl.Qwen2VLProcessor if "qwen" in arch else gemma4.Gemma4Processor):
         def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
-            self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
-            self.image_token_id, self.video_token_id = map(
-                tokenizer.convert_tokens_to_ids, ("<|image_pad|>", "<|vid|>")
-            )
+            for name, token in TOKENS["gemma4" if arch == "gemma4" else "qwen"].items():
+                setattr(self, f"{name}_token", token)
+                setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
             mixin.ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -213,6 +223,8 @@ def test_a_saved_processor_has_its_changes(pair, tmp_path):
         processor.tokenizer.chat_template += "."
     elif arch == "gemma3":
         processor.images.scans, processor.images.least = True, 8
+    elif arch == "gemma4":
+        processor.images.max_soft_tokens = 140
     else:
         processor.images.min_pixels, processor.images.max_pixels = 600, 900
         processor.videos.max_pixels = 700
@@ -230,7 +242,8 @@ def test_a_saved_processor_has_its_changes(pair, tmp_path):
         options = processor.images.scanning() if arch == "gemma3" else {}  # which theirs reads from the call only
         same(want, theirs(folder, arch)(text=[text], images=[[image]], return_tensors="pt", **options))
     names = {path.name for path in (tmp_path / "processor").iterdir()}
-    assert {"config.json", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"} <= names
+    settings = "processor_config.json" if arch == "gemma4" else "preprocessor_config.json"
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json", settings} <= names
     assert not any(name.endswith(".safetensors") for name in names)
     if "qwen" in arch:
         assert AutoLigerProcessor.from_pretrained(tmp_path / "model").videos.max_pixels == 700
@@ -270,7 +283,8 @@ def test_what_a_processor_prints(pair):
     ours, _, arch = pair
     text = repr(ours)
     assert text.startswith(f"{type(ours).__name__}(images={type(ours.images).__name__}(")
-    assert {"gemma3": "scans=False", "mllama": "max_tiles=4"}.get(arch, "max_pixels=400") in text
+    settings = {"gemma3": "scans=False", "gemma4": "max_soft_tokens=70", "mllama": "max_tiles=4"}
+    assert settings.get(arch, "max_pixels=400") in text
 
 
 def test_options_that_say_nothing(pair):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,15 @@ from liger_models.layers.embedding import LigerEmbedding, resize_rows, zero_padd
 from liger_models.layers.layer import AttentionSpec, Layer
 from liger_models.layers.linear import ReplicatedLinear, replicated
 from liger_models.layers.lm_head import LigerLMHead
+from liger_models.layers.masks import text_mask
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear
 from liger_models.layers.rope import ProportionalRotaryEmbedding, RotaryEmbedding
 from liger_models.memory.recompute import draws, recomputes, run_twice
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +154,30 @@ class Gemma4Layout(BatchLayout):
 
     per_layer: tuple[Tensor, ...] | None = None
     shared: Mapping[str, tuple[Tensor, Tensor]] | None = None
+
+    @classmethod
+    def build(
+        cls,
+        shape: tuple[int, int],
+        device: torch.device,
+        rotary: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]],
+        *,
+        windows: Mapping[int | None, bool] | None = None,
+        visible_until: Tensor | None = None,
+        **options: Any,
+    ) -> "Self":
+        """As `BatchLayout.build`, but ``visible_until`` holds for layers with a window only."""
+        if visible_until is None:
+            return super().build(shape, device, rotary, windows=windows, **options)
+        every: dict[int | None, bool] = {None: False} if windows is None else {**windows}
+        whole: dict[int | None, bool] = {None: every[None]} if None in every else {}
+        layout = super().build(shape, device, rotary, windows=whole, **options)
+        for window, needed in every.items():
+            if window is not None:
+                layout.masks[window] = text_mask(
+                    layout.documents, layout.past, window, *shape, device, needed, visible_until
+                )
+        return layout
 
 
 class Gemma4Attention(LigerAttention):
@@ -581,8 +609,9 @@ def text_map(
     prefix: str = "model",
     also: Mapping[str, Expression | str] | None = None,
     over: Mapping[str, Sequence[int]] | None = None,
+    kept: Sequence[str] = (),
 ) -> WeightMap:
-    """Maps the parameters of the language model to the tensors under ``prefix``; ``also`` and ``over`` add to them."""
+    """Maps the parameters of the language model to the tensors under ``prefix``; the other arguments add to them."""
     entries: dict[str, Expression | str] = {**(also or {})}
     skip = []
     for i in range(config.num_hidden_layers):
@@ -636,5 +665,6 @@ def text_map(
         also=entries,
         over=over,
         skip=skip,
+        kept=kept,
         prefix=prefix,
     )

@@ -1,0 +1,203 @@
+"""The processor of Gemma 4: text and images to model inputs.
+
+Source: transformers ``image_processing_pil_gemma4.py``, ``processing_gemma4.py``.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from liger_models.base.causal_lm import CausalLM
+from liger_models.base.images import (
+    Normalize,
+    check_given,
+    check_settings,
+    each_once,
+    one_list,
+    read_image,
+    settings_of,
+    to_tensor,
+)
+from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions
+from liger_models.kernels.checks import check
+from liger_models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from typing_extensions import Unpack
+
+    from liger_models.base.images import Source
+
+BICUBIC = 3
+
+
+class Gemma4Images:
+    """Resizes images, in their shape, to as many image tokens as allowed, and cuts them into patches.
+
+    Args:
+        settings: the content of preprocessor_config.json.
+        patch: side of a patch, in pixels.
+        pool: side of the square of patches that becomes one image token.
+
+    Raises:
+        ValueError: the settings ask for something that is not implemented, or do not fit the model.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], patch: int, pool: int) -> None:
+        check_settings(
+            settings, do_resize=True, do_convert_rgb=True, resample=BICUBIC, patch_size=patch, pooling_kernel_size=pool
+        )
+        tokens = settings.get("max_soft_tokens") or 280
+        check(
+            isinstance(tokens, int) and tokens > 0,
+            f"preprocessor_config.json: max_soft_tokens must be a positive integer, got {tokens!r}.",
+        )
+        self.patch, self.pool, self.max_soft_tokens = patch, pool, tokens
+        self.normalize = Normalize({"do_normalize": False, **settings}, [0.0] * 3, [1.0] * 3)
+        self.as_read = tokens
+
+    def __repr__(self) -> str:
+        return f"Gemma4Images(max_soft_tokens={self.max_soft_tokens})"
+
+    def tokens(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Number of rows and of columns of image tokens of an image of this width and height."""
+        side = self.patch * self.pool
+        factor = math.sqrt(self.max_soft_tokens * self.pool**2 * self.patch**2 / (size[0] * size[1]))
+        columns, rows = (math.floor(factor * length / side) for length in size)
+        if rows == 0:
+            return 1, min(size[0] // size[1], self.max_soft_tokens)
+        if columns == 0:
+            return min(size[1] // size[0], self.max_soft_tokens), 1
+        return rows, columns
+
+    def __call__(self, source: "Source") -> tuple[Tensor, Tensor]:
+        """Patches [P, 3 · patch²] fp32 and their columns and rows [P, 2] int64, padded to those of all tokens."""
+        image = read_image(source)
+        rows, columns = (count * self.pool for count in self.tokens(image.size))
+        pixels = self.normalize(to_tensor(image, (rows * self.patch, columns * self.patch), BICUBIC))
+        patches = rearrange(pixels, "c (h y) (w x) -> (h w) (y x c)", y=self.patch, x=self.patch)
+        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        padding = (0, 0, 0, self.max_soft_tokens * self.pool**2 - rows * columns)
+        positions = torch.stack([column, row], -1).flatten(0, 1)
+        return torch.nn.functional.pad(patches, padding), torch.nn.functional.pad(positions, padding, value=-1)
+
+
+class Gemma4Processor(Processor):
+    """Turns texts with placeholders, and images, into the inputs of ``forward`` and ``generate``.
+
+    Args:
+        tokenizer: tokenizer of the checkpoint.
+        images: makes the pixels; set ``images.max_soft_tokens`` for larger or smaller images.
+        begin, image, end: the tokens before, of and after an image. In a text, ``image`` is the placeholder.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, images: Gemma4Images, *, begin: str, image: str, end: str) -> None:
+        super().__init__(tokenizer)
+        self.images, self.begin, self.image, self.end = images, begin, image, end
+
+    @classmethod
+    def of(cls, model: CausalLM) -> "Gemma4Processor":
+        """The processor of a model, by the settings in its checkpoint.
+
+        Raises:
+            ValueError: the checkpoint has no tokenizer, no settings, a tokenizer without the placeholders, or settings
+                that are not implemented.
+        """
+        config = model.config
+        settings = settings_of(model.assets, "image_processor")
+        ids = config.boi_token_id, config.image_token_id, config.eoi_token_id
+        begin, image, end = (model.tokenizer.backend.id_to_token(token) or "" for token in ids)
+        check(
+            "" not in (begin, image, end),
+            f"Gemma4Processor: the tokenizer must have the image token ids {', '.join(map(str, ids))}, got "
+            f"{len(model.tokenizer)} tokens. Use the tokenizer of the checkpoint.",
+        )
+        check_given(settings)
+        vision = config.vision_config
+        images = Gemma4Images(settings, vision.patch_size, vision.pooling_kernel_size)
+        return cls(model.tokenizer, images, begin=begin, image=image, end=end)
+
+    def __call__(
+        self,
+        texts: str | Sequence[str] | None = None,
+        *,
+        images: "Sequence[Source]" = (),
+        audio: None = None,
+        videos: None = None,
+        bos: bool = True,
+        **options: "Unpack[TextOptions]",
+    ) -> dict[str, Any]:
+        """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
+
+        Args:
+            texts: one or several, with one placeholder per image, as the chat template writes them.
+            images: PIL images, or what `locate_image` takes; in one list, or in a list for each text.
+            audio, videos: must be left out.
+            bos: add the tokenizer's special tokens. False if a chat template has already written them.
+            **options: how texts become rows; see `TextOptions`.
+
+        Returns:
+            ``input_ids`` and ``attention_mask`` [B, T]; with images ``pixel_values`` [n, P, 3 · patch²] and
+            ``image_position_ids`` [n, P, 2].
+
+        Raises:
+            ValueError: there is audio or a video, the number of placeholders does not match the number of images, or
+                image tokens do not fit into ``max_length``.
+        """
+        check(
+            not audio and not videos,
+            "Gemma4Processor: audio and videos must be left out, got some. The model takes texts and images.",
+        )
+        texts = self.texts(texts, options)
+        made = each_once(self.images, one_list("Gemma4Processor", self.image, texts, images))
+        written = iter([self._written(int((positions >= 0).all(-1).sum())) for _, positions in made])
+        edits = [[Edit(*found.span(), next(written)) for found in self.placeholder.finditer(text)] for text in texts]
+        out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
+        return out | self._stacked(made)
+
+    @staticmethod
+    def _stacked(made: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        names = ("pixel_values", "image_position_ids")
+        return {name: torch.stack(column) for name, column in zip(names, zip(*made, strict=True), strict=bool(made))}
+
+    @property
+    def placeholders(self) -> dict[str, str]:
+        """As `Processor.placeholders`."""
+        return {"image": re.escape(self.image)}
+
+    @property
+    def media_tokens(self) -> tuple[str, ...]:
+        """As `Processor.media_tokens`."""
+        return (self.image,)
+
+    def written(self, size: MediaSize) -> tuple[str, int]:
+        """As `Processor.written`."""
+        tokens = math.prod(self.images.tokens((size.width, size.height)))
+        return f"{self.begin}{self.image * tokens}{self.end}", tokens
+
+    def _written(self, patches: int) -> str:
+        return f"{self.begin}{self.image * (patches // self.images.pool**2)}{self.end}"
+
+    def pixels(
+        self,
+        images: "Sequence[Image]",
+        videos: "Sequence[Sequence[Image]]" = (),
+        fps: Sequence[float] = (),
+        bounds: Sequence[Sequence[int | None]] = (),
+    ) -> dict[str, Tensor]:
+        """As `Processor.pixels`: ``pixel_values`` [n, P, 3 · patch²] and ``image_position_ids`` [n, P, 2]."""
+        return self._stacked([self.images(image) for image in images])
+
+    def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
+        """As `Processor.media`, without special tokens: the chat template has already written them."""
+        return super().media(parts) | {"bos": False}
+
+    def changed_settings(self) -> dict[str, dict[str, Any]]:
+        """The number of tokens, if it was assigned to."""
+        tokens = self.images.max_soft_tokens
+        return {} if tokens == self.images.as_read else {"image_processor": {"max_soft_tokens": tokens}}
