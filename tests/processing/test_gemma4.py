@@ -49,7 +49,7 @@ def make(**settings):
         boi_token_id=257, eoi_token_id=258, audio_token_id=262, video_token_id=263, eos_token_id=261, bos_token_id=259,
         vision_config=Gemma4VisionConfig(
             hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-            head_dim=8, patch_size=4, pooling_kernel_size=2, position_embedding_size=16,
+            head_dim=8, patch_size=4, pooling_kernel_size=2, position_embedding_size=64,
         ),
     )  # fmt: skip
     model = LigerGemma4.from_config(config)
