@@ -117,7 +117,7 @@ def test_verify(folder):
     assert "missing model.norm.weight" in run("verify", "model", code=3)
 
 
-@pytest.mark.parametrize("arch", ["qwen2_vl", "gemma3", "mllama"])
+@pytest.mark.parametrize("arch", ["qwen2_vl", "gemma3", "gemma4", "mllama"])
 def test_models_with_images(arch, tmp_path):
     """Random tokens would hit placeholders of images, of which the small vocabularies have many."""
     pytest.importorskip("transformers")

@@ -561,11 +561,12 @@ def _print_json(value: Any) -> None:
 
 
 def _random_text(config: Any, rows: int, length: int) -> Any:
-    """Random token ids [rows, length], the same in every run, without image placeholders."""
+    """Random token ids [rows, length], the same in every run, without placeholders of images, videos and audio."""
     import torch
 
-    images = {getattr(config, name, None) for name in ("image_token_id", "video_token_id", "image_token_index")}
-    words = torch.tensor([token for token in range(config.vocab_size) if token not in images])
+    names = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
+    media = {getattr(config, name, None) for name in names}
+    words = torch.tensor([token for token in range(config.vocab_size) if token not in media])
     return words[torch.randint(len(words), (rows, length), generator=torch.Generator().manual_seed(0))]
 
 
