@@ -7,6 +7,8 @@ from .models import text_part
 
 IMAGES = ((12, 20), (24, 36), (48, 32), (16, 92))
 """Rows and columns of image tokens. Each sequence has as many of these images as fit into half of it."""
+PADDED = ((14, 20), (16, 16), (10, 27), (5, 40))
+"""The same for images that are padded to 280 tokens, which take turns."""
 
 
 def draw(config: dict, B: int, T: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -18,6 +20,8 @@ def draw(config: dict, B: int, T: int, generator: torch.Generator) -> dict[str, 
         return {"input_ids": ids, "labels": ids}
     if config["model_type"] == "gemma3":
         return draw_square_images(config, ids, generator)
+    if config["model_type"] == "gemma4":
+        return draw_padded_images(config, ids, generator)
     if config["model_type"] == "mllama":
         return draw_tiled_images(config, ids, generator)
     return draw_images(config, ids, generator)
@@ -57,6 +61,28 @@ def draw_square_images(config: dict, ids: Tensor, generator: torch.Generator) ->
         "labels": ids.masked_fill(ids == token, -100),
         "pixel_values": torch.randn(images, 3, side, side, device="cuda", generator=generator),
         "token_type_ids": (ids == token).int(),
+    }
+
+
+def draw_padded_images(config: dict, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """A batch of Gemma 4: images of several shapes, as many in a sequence as fit into half of it."""
+    token, tower, most = config["image_token_id"], config["vision_config"], config["vision_soft_tokens_per_image"]
+    ids, pool, places, start = ids % config["boi_token_id"], tower["pooling_kernel_size"], [], 1
+    while start + most < ids.shape[1] // 2:
+        rows, columns = PADDED[len(places) % len(PADDED)]
+        ids[:, start : start + rows * columns] = token
+        place = torch.cartesian_prod(torch.arange(rows * pool), torch.arange(columns * pool)).flip(1)
+        places.append(torch.nn.functional.pad(place, (0, 0, 0, most * pool**2 - len(place)), value=-1))
+        start += rows * columns + 2
+    positions = torch.stack(places).repeat(len(ids), 1, 1).to(ids.device)
+    shape = *positions.shape[:2], 3 * tower["patch_size"] ** 2
+    pixels = torch.rand(shape, device=ids.device, generator=generator)
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == token, -100),
+        "pixel_values": pixels * (positions >= 0).all(-1, keepdim=True),
+        "image_position_ids": positions,
+        "mm_token_type_ids": (ids == token).int(),
     }
 
 

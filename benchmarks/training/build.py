@@ -103,6 +103,8 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
     model = AutoLigerModel.from_config(config, dtype=torch.bfloat16, device="cuda")
     weights = format_of(type(model)).module_map(model.config)
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:  # a buffer in transformers
+            continue
         expression = weights.entries[name]
         theirs = expression.unpack(torch.empty_like(parameter, device="meta"))
         parameter.copy_(expression.pack({n: weight(n, t.shape, parameter.device) for n, t in theirs.items()}))

@@ -36,6 +36,8 @@ FAMILIES = {
     "glm4": ("glm4/GLM-4-9B-0414.json", 4),
     "smollm3": ("smollm3/SmolLM3-3B.json", 4),
     "gemma3": ("gemma3/gemma-3-4b-it.json", 6),
+    "gemma4": ("gemma4/gemma-4-E4B-it.json", 12),
+    "gemma4_moe": ("gemma4/gemma-4-26B-A4B.json", 6),
     "mllama": ("mllama/Llama-3.2-11B-Vision-Instruct.json", 5),
     "qwen2_vl": ("qwen2_vl/olmOCR-7B-0225-preview.json", 4),
     "qwen2_vl_2b": ("qwen2_vl/Qwen2-VL-2B-Instruct.json", 4),
@@ -56,6 +58,7 @@ def read_config(name: str) -> dict:
     file, layers = (MODELS | FAMILIES)[name]
     config = json.loads((CONFIGS / file).read_text())
     config.pop("quantization_config", None)  # the weights that are trained are not quantised
+    config.pop("audio_config", None)  # a tower that is not trained
     if layers is not None:
         keep_layers(config, layers)
     return config

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.profile import kernel_class
 from benchmarks.training import step
-from benchmarks.training.batches import draw_chain
+from benchmarks.training.batches import draw_chain, draw_padded_images
 from benchmarks.training.models import FAMILIES, keep_layers, read_config, text_part
 from benchmarks.training.modes import Mode, title
 from liger_models import AutoLigerModel
@@ -53,6 +53,14 @@ def test_the_chain_can_be_learned():
     assert len({a for a, _ in pairs}) > 500
     assert len(pairs) <= 512 * 4
     assert torch.equal(data, draw_chain(1000, 2, 64, 200, seed=1))
+
+
+def test_padded_images_have_their_placeholders():
+    config, generator = read_config("gemma4"), torch.Generator().manual_seed(0)
+    batch = draw_padded_images(config, torch.zeros(2, 1300, dtype=torch.int64), generator)
+    patches = (batch["image_position_ids"] >= 0).all(-1).sum(1)
+    assert patches.tolist() == 2 * [2520, 2304]
+    assert (batch["input_ids"] == config["image_token_id"]).sum() * 9 == patches.sum()
 
 
 def test_a_mode_is_parsed():
