@@ -443,7 +443,8 @@ def with_images(arch: str, frozen: str, rank: int, ranks: int) -> dict[str, Any]
     """Four texts, of which only the first two have images: losses and gradients on this rank's share."""
     model = build(*image_config(arch))
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(frozen == "nothing" or name.startswith("visual.") != (frozen == "tower"))
+        trained = frozen == "nothing" or name.startswith("visual.") != (frozen == "tower")
+        parameter.requires_grad_(trained and parameter.requires_grad)
     if dist.is_initialized():
         apply_fsdp(model, param_dtype=None)
         assert isinstance(model.visual.blocks[0], FSDPModule)
