@@ -67,7 +67,8 @@ def assert_same_bits(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     for name, tensor in expected.items():
         assert got[name].dtype == tensor.dtype, name
         assert got[name].shape == tensor.shape, name
-        assert torch.equal(got[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+        one, other = (each.contiguous().flatten().view(torch.uint8) for each in (got[name], tensor))  # numbers, too
+        assert torch.equal(one, other), name
 
 
 def edit_json(path: Path, **changes: Any) -> None:
