@@ -10,8 +10,15 @@ import torch
 from liger_models import AutoLigerModel
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.generation.loop import generate, stream
-from liger_models.generation.options import Options, PromptInputs, resolve, select_inputs
-from liger_models.generation.sampling import choose, keep_top_k, keep_top_p, penalize_repetition
+from liger_models.generation.options import UNFILTERED, Options, PromptInputs, resolve, select_inputs
+from liger_models.generation.sampling import (
+    Sampler,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    keep_typical_p,
+    penalize_repetition,
+)
 from liger_models.layers.kv_cache import DecodeCache
 
 from .late import transformers
@@ -159,6 +166,56 @@ def test_padding_is_no_repetition(ours):
             assert torch.equal(got[1, 9:], alone), pad
 
 
+RULES = {
+    "ngrams": {"no_repeat_ngram_size": 2},
+    "long-ngrams": {"no_repeat_ngram_size": 40},  # longer than a row
+    "single-tokens": {"no_repeat_ngram_size": 1},
+    "words": {"bad_words_ids": [[16], [3, 44, 29], [*range(40)]]},
+    "tokens": {"suppress_tokens": [16, 3]},
+    "all": {"no_repeat_ngram_size": 3, "bad_words_ids": [[16]], "suppress_tokens": [3], "repetition_penalty": 1.2},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_that_forbid_tokens(pair, rule):
+    theirs, ours = pair("gqa")
+    options = dict(RULES[rule])
+    ids = torch.tensor(PROMPTS[:1])
+    free = theirs.generate(ids, max_new_tokens=NEW)[0, 9:].tolist()
+    if "bad_words_ids" in options:  # also words that begin in the prompt, and in what is new
+        options["bad_words_ids"] = [*options["bad_words_ids"], [12, 50, free[0]], free[3:5]]
+    if "suppress_tokens" in options:
+        options["suppress_tokens"] = [*options["suppress_tokens"], free[1]]
+    options |= {"max_new_tokens": NEW}
+    want = theirs.generate(ids, **options)
+    assert (want[0, 9:].tolist() == free) == (rule == "long-ngrams")
+    for use_cache in (True, False):
+        assert torch.equal(generate(ours, ids, **options, use_cache=use_cache), want)
+
+
+def test_padding_is_part_of_no_sequence_of_tokens(ours):
+    short = PROMPTS[1]
+    options = {"no_repeat_ngram_size": 2, "max_new_tokens": NEW}
+    alone = generate(ours, [short], **options, bad_words_ids=[[0, 0]])[0, 3:]
+    for pad in sorted({*alone.tolist(), *short}):
+        got = generate(
+            ours, **padded(pad=pad), **options, bad_words_ids=[[pad, short[0], short[1], short[2], 1], [0, 0]]
+        )
+        assert torch.equal(got[1, 9:], alone), pad
+
+
+@pytest.mark.parametrize("least", [0, 1, 5, 12])
+def test_rows_do_not_end_before_min_new_tokens(pair, least):
+    theirs, ours = pair("gqa")
+    free = theirs.generate(**padded(), max_new_tokens=NEW)[:, 9:]
+    options = {"eos_token_id": free[:, 3].tolist(), "pad_token_id": 2, "max_new_tokens": NEW, "min_new_tokens": least}
+    got = generate(ours, **padded(), **options)
+    assert torch.equal(got, theirs.generate(**padded(), **options))
+    ends = torch.isin(got[:, 9:], torch.tensor(options["eos_token_id"]))
+    assert not ends[:, :least].any()
+    assert ends[:, least:].any()
+
+
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "dynamic"])
 def test_cached_logits_are_those_of_the_full_forward(pair, variant):
     """Prefill, single tokens and longer pieces after each other, with padding.
@@ -292,15 +349,36 @@ def test_top_p_is_that_of_transformers(p):
     assert keep_top_p(logits, p).isfinite().any(1).all()
 
 
+@pytest.mark.parametrize("p", [1e-9, 0.05, 0.3, 1.0])
+def test_min_p_is_that_of_transformers(p):
+    logits = random_logits()
+    before = logits.clone()
+    assert torch.equal(keep_min_p(logits, p), transformers.MinPLogitsWarper(p)(None, logits))
+    assert torch.equal(logits, before)
+    assert keep_min_p(logits, p).isfinite().any(1).all()
+
+
+@pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.9, 0.999])
+def test_typical_p_is_that_of_transformers(p):
+    logits = random_logits()
+    before = logits.clone()
+    want = transformers.TypicalLogitsWarper(p)(None, logits)
+    assert torch.equal(keep_typical_p(logits, p), want)
+    assert torch.equal(logits, before)
+    dropped = want.gather(1, logits.argmax(1, keepdim=True)).isinf()
+    assert dropped.any() == (p <= 0.5)  # unlike the others it may drop the most likely token
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("keep", [keep_top_p, keep_typical_p])
 @pytest.mark.parametrize("p", [0.0001, 0.1, 0.5, 0.9, 0.999])
-def test_top_p_is_the_same_where_sums_have_a_fixed_order(p, device):
+def test_filters_are_the_same_where_sums_have_a_fixed_order(p, keep, device):
     logits = random_logits().to(device)
-    want = keep_top_p(logits, p)
+    want = keep(logits, p)
     torch.use_deterministic_algorithms(True)
     try:
-        assert torch.equal(keep_top_p(logits, p), want)
-        assert torch.equal(keep_top_p(logits[:1], p), want[:1])
+        assert torch.equal(keep(logits, p), want)
+        assert torch.equal(keep(logits[:1], p), want[:1])
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -323,15 +401,27 @@ def test_filters_are_applied_in_the_order_of_transformers(ours, monkeypatch):
     monkeypatch.setattr(torch, "multinomial", lambda p, *args, **kw: drawn.append(p) or multinomial(p, *args, **kw))
     logits = random_logits()
     ids = torch.randint(0, VOCAB, (16, 12))
-    seen = torch.zeros(16, VOCAB, dtype=torch.bool).scatter_(1, ids, True)
-    options = resolved(ours, do_sample=True, temperature=0.7, top_k=9, top_p=0.8, repetition_penalty=1.3)
-    tokens = choose(logits, seen, options)
+    words = [[20], [30], [ids[0, -1].item(), 40], [*ids[1, -2:].tolist(), 2]]
+    bias = transformers.SequenceBiasLogitsProcessor({(13,): 2.5})
+    options = resolved(
+        ours, do_sample=True, temperature=0.7, top_k=9, top_p=0.8, min_p=0.1, typical_p=0.7, repetition_penalty=1.3,
+        no_repeat_ngram_size=2, bad_words_ids=words, suppress_tokens=[50], min_new_tokens=1, eos_token_id=[30, 31],
+        logits_processor=bias,
+    )  # fmt: skip
+    tokens = Sampler(options, ids, VOCAB)(ids, ids, logits)
     want = logits.clone()
     for process in (
         transformers.RepetitionPenaltyLogitsProcessor(1.3),
+        transformers.NoRepeatNGramLogitsProcessor(2),
+        transformers.NoBadWordsLogitsProcessor(words, [30, 31]),
+        transformers.MinNewTokensLengthLogitsProcessor(12, 1, [30, 31]),
+        transformers.SuppressTokensLogitsProcessor([50]),
+        bias,
         transformers.TemperatureLogitsWarper(0.7),
         transformers.TopKLogitsWarper(9),
         transformers.TopPLogitsWarper(0.8),
+        transformers.MinPLogitsWarper(0.1),
+        transformers.TypicalLogitsWarper(0.7),
     ):
         want = process(ids, want)
     want = want.softmax(1)
@@ -345,6 +435,9 @@ SAMPLING = [
     {"temperature": 1.7, "top_k": 4},
     {"top_p": 0.7},
     {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
+    {"min_p": 0.1},
+    {"typical_p": 0.6},
+    {"temperature": 1.3, "min_p": 0.02, "typical_p": 0.9, "top_k": 30, "no_repeat_ngram_size": 2},
 ]
 
 
@@ -375,6 +468,85 @@ def test_a_generator_makes_the_draw_reproducible(ours):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_several_continuations_of_each_prompt(pair, use_cache, monkeypatch):
+    """The same tokens as of repeated prompts, which both draw in the same order; the cache computes a prompt once."""
+    theirs, ours = pair("gqa")
+    options = {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "num_return_sequences": 3, "use_cache": use_cache}
+    sizes = []
+    forward = ours.forward
+    monkeypatch.setattr(ours, "forward", lambda ids, **inputs: sizes.append(ids.shape) or forward(ids, **inputs))
+    for inputs in (padded(), {"input_ids": torch.tensor(PROMPTS[:1])}):
+        B, T = inputs["input_ids"].shape
+        torch.manual_seed(12)
+        want = theirs.generate(**inputs, **options)
+        torch.manual_seed(12)
+        assert torch.equal(generate(ours, **inputs, **options), want)
+        torch.manual_seed(12)
+        assert torch.equal(torch.stack(list(stream(ours, **inputs, **options)), 1), want[:, T:])
+        assert len({tuple(row) for row in want.tolist()}) == len(want) == 3 * B
+        assert sizes[0] == ((B, T) if use_cache else (3 * B, T))
+        assert sizes[1] == ((3 * B, 1) if use_cache else (3 * B, T + 1))
+        sizes.clear()
+
+
+# --- log-probabilities and processors --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_log_probabilities_are_those_of_the_model_itself(pair, sampled):
+    """Of its logits before any option, as transformers returns them."""
+    theirs, ours = pair("gqa")
+    options = {"max_new_tokens": NEW, "repetition_penalty": 1.3, "suppress_tokens": [4], "pad_token_id": 2}
+    options |= {"do_sample": True, "temperature": 0.5, "top_k": 5} if sampled else {"do_sample": False}
+    torch.manual_seed(6)
+    free = theirs.generate(**padded(), **options)[:, 9:].tolist()
+    options["eos_token_id"] = next(token for token in free[0][4:] if token not in free[2])
+    torch.manual_seed(6)
+    want = theirs.generate(**padded(), **options, return_dict_in_generate=True, output_logits=True)
+    torch.manual_seed(6)
+    got = generate(ours, **padded(), **options, return_logprobs=True)
+    assert torch.equal(got.sequences, want.sequences)
+    new = want.sequences[:, 9:]
+    stops = new == options["eos_token_id"]
+    ended = stops.cumsum(1) - stops.long() > 0
+    assert ended.any()
+    logits = torch.stack(want.logits, 1)
+    logprobs = logits.log_softmax(2).gather(2, new[..., None])[..., 0].masked_fill(ended, 0)
+    torch.testing.assert_close(got.logprobs, logprobs, rtol=1e-4, atol=1e-5)
+    assert got.finish_reasons == tuple("stop" if any(row) else "length" for row in stops.tolist())
+    assert (got.finish_reasons[0], got.finish_reasons[2]) == ("stop", "length")
+    torch.manual_seed(6)
+    assert torch.equal(generate(ours, **padded(), **options), got.sequences)
+
+
+def test_processors_of_transformers_and_functions(pair):
+    theirs, ours = pair("gqa")
+    batch = padded()
+    processors = [transformers.SequenceBiasLogitsProcessor({(5,): 3.0, (5, 17): 4.0}), lambda ids, x: x - ids[:, -1:]]
+    options = {"max_new_tokens": NEW, "repetition_penalty": 1.2}
+    for processor in (transformers.LogitsProcessorList(processors), processors, processors[:1]):
+        want = theirs.generate(**batch, **options, logits_processor=processor)
+        assert torch.equal(generate(ours, **batch, **options, logits_processor=processor), want)
+        assert not torch.equal(want, theirs.generate(**batch, **options))
+    assert torch.equal(generate(ours, **batch, **options, logits_processor=processors[0]), want)
+
+
+def test_a_processor_may_overwrite_what_it_gets(ours):
+    seen = []
+
+    def forbid(ids, logits):
+        seen.append(ids.clone())
+        logits[:, : VOCAB // 2] = -torch.inf
+        return logits
+
+    plain = generate(ours, **padded(), max_new_tokens=4, suppress_tokens=[*range(VOCAB // 2)], return_logprobs=True)
+    got = generate(ours, **padded(), max_new_tokens=4, logits_processor=forbid, return_logprobs=True)
+    assert torch.equal(got.sequences, plain.sequences)
+    assert torch.equal(got.logprobs, plain.logprobs)
+    assert torch.equal(seen[-1], got.sequences[:, :-1])  # padding included
+
+
 # --- defaults --------------------------------------------------------------------------------------------------------
 
 
@@ -384,16 +556,20 @@ def resolved(model, **given):
 
 def test_generation_config_gives_the_defaults(ours, monkeypatch):
     stored = {"do_sample": True, "temperature": 0.6, "top_k": 7, "top_p": 0.9, "repetition_penalty": 1.1}
+    stored |= {"min_p": 0.01, "typical_p": 0.95, "no_repeat_ngram_size": 3, "min_new_tokens": 1}
+    stored |= {"bad_words_ids": [[9, 8]], "suppress_tokens": [11]}
     tokens = {"eos_token_id": [4, 5], "pad_token_id": 6}
     configure(ours, monkeypatch, **stored, **tokens, transformers_version="5.0.0", num_beams=1, max_length=20)
     options = resolved(ours)
     assert {name: getattr(options, name) for name in (*stored, *tokens)} == {**stored, **tokens}
-    given = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    given = {"temperature": 2.0, **UNFILTERED}
+    assert given.keys() == stored.keys() - {"do_sample"}
     given |= {"eos_token_id": [], "pad_token_id": 8}
     options = resolved(ours, **given)
     assert {name: getattr(options, name) for name in given} == given
     greedy = resolved(ours, do_sample=False)
     assert (greedy.do_sample, greedy.temperature, greedy.top_k, greedy.repetition_penalty) == (False, 1.0, 0, 1.1)
+    assert (greedy.min_p, greedy.typical_p, greedy.no_repeat_ngram_size) == (0.0, 1.0, 3)
 
     torch.manual_seed(2)
     want = generate(ours, PROMPTS, max_new_tokens=NEW, **stored, **tokens)
@@ -432,8 +608,8 @@ def test_where_stop_and_padding_tokens_come_from(config, stored, given, eos, pad
 def test_what_is_without_effect_is_named(ours, monkeypatch):
     with pytest.warns(UserWarning, match=r"{'temperature': 0.5} has no effect without do_sample=True"):
         generate(ours, PROMPTS, max_new_tokens=1, temperature=0.5, top_k=0, top_p=1.0)
-    configure(ours, monkeypatch, num_beams=4, min_p=0.1, typical_p=1.0)
-    with pytest.warns(UserWarning, match=r"generation_config.json: .*and ignored: num_beams, min_p\."):
+    configure(ours, monkeypatch, num_beams=4, epsilon_cutoff=0.1, eta_cutoff=0.0, min_p=0.1)
+    with pytest.warns(UserWarning, match=r"generation_config.json: .*and ignored: num_beams, epsilon_cutoff\."):
         generate(ours, PROMPTS, max_new_tokens=1)
 
 
@@ -541,6 +717,22 @@ IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
         ({"top_p": 0.0, "do_sample": True}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.01, "do_sample": True}, r"top_p must be in \(0, 1\], got 1.01"),
         ({"repetition_penalty": 0.0}, r"repetition_penalty must be positive, got 0.0"),
+        ({"min_p": 1.1, "do_sample": True}, r"min_p must be in \[0, 1\], got 1.1"),
+        ({"typical_p": 0.0, "do_sample": True}, r"typical_p must be in \(0, 1\], got 0.0"),
+        ({"no_repeat_ngram_size": -1}, r"no_repeat_ngram_size must be an integer of at least 0, got -1"),
+        ({"min_new_tokens": 1.5}, r"min_new_tokens must be an integer of at least 0, got 1.5"),
+        ({"min_new_tokens": 3}, r"min_new_tokens must be at most max_new_tokens \(2\), got 3"),
+        ({"num_return_sequences": 0}, r"num_return_sequences must be an integer of at least 1, got 0"),
+        ({"num_return_sequences": 2}, r"num_return_sequences must be 1 without do_sample, got 2.*do_sample=True"),
+        ({"bad_words_ids": [[3], []]}, r"bad_words_ids must be lists of tokens in \[0, 53\), got \[\[3\], \[\]\]"),
+        ({"bad_words_ids": [3, 4]}, r"bad_words_ids must be lists of tokens in \[0, 53\), got \[3, 4\]"),
+        ({"suppress_tokens": [VOCAB]}, r"suppress_tokens must be tokens in \[0, 53\), got \[53\]"),
+        (
+            {"logits_processor": [len, "no"]},
+            r"logits_processor must be a function .* got builtin_function_or_method, str",
+        ),
+        ({"logits_processor": lambda ids, x: x[:, 1:]}, r"must return logits \[2, 53\], got \[2, 52\]"),
+        ({"logits_processor": lambda ids, x: None}, r"must return logits \[2, 53\], got NoneType"),
         ({"pad_token_id": VOCAB}, r"pad_token_id must be in \[0, 53\), got 53"),
         ({"pad_token_id": -1}, r"pad_token_id must be in \[0, 53\), got -1"),
         (

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from liger_models.convert.files import as_dtype
 from liger_models.convert.hub import download, push
 from liger_models.convert.load import load_pretrained
 from liger_models.convert.save import save_pretrained
-from liger_models.generation.loop import generate, stream
+from liger_models.generation.loop import GenerateOutput, generate, stream
 from liger_models.generation.options import Options, shows_options
 from liger_models.generation.prompts import Prompts
 from liger_models.kernels.checks import check
@@ -157,15 +157,42 @@ class CausalLM(Decoder):
         tokenizer: Tokenizer | None = self.__dict__.get("_tokenizer")
         return self.assets | (tokenizer.changed_files(self.assets) if tokenizer else {})
 
+    @overload
+    def generate(
+        self,
+        input_ids: Prompts | str | list[str],
+        *,
+        max_new_tokens: int,
+        return_logprobs: Literal[False] = False,
+        **options: "Unpack[Options]",
+    ) -> Tensor: ...
+    @overload
+    def generate(
+        self,
+        input_ids: Prompts | str | list[str],
+        *,
+        max_new_tokens: int,
+        return_logprobs: Literal[True],
+        **options: "Unpack[Options]",
+    ) -> GenerateOutput: ...
     @shows_options
     def generate(
-        self, input_ids: Prompts | str | list[str], *, max_new_tokens: int, **options: "Unpack[Options]"
-    ) -> Tensor:
+        self,
+        input_ids: Prompts | str | list[str],
+        *,
+        max_new_tokens: int,
+        return_logprobs: bool = False,
+        **options: "Unpack[Options]",
+    ) -> Tensor | GenerateOutput:
         """Continue the prompts; see `liger_models.generation.loop.generate`, and `Options` for the options.
 
         Texts are encoded by `tokenizer`, whose ``batch_decode`` turns what is returned into texts.
         """
-        return generate(self, self._encoded(input_ids), max_new_tokens=max_new_tokens, **options)
+        kind: Any = {"return_logprobs": return_logprobs}  # the overloads know no bool that is either
+        found: Tensor | GenerateOutput = generate(
+            self, self._encoded(input_ids), max_new_tokens=max_new_tokens, **kind, **options
+        )
+        return found
 
     @shows_options
     def stream(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from liger_models.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from liger_models.generation.loop import GenerateOutput as GenerateOutput
     from liger_models.generation.loop import generate as generate
     from liger_models.generation.loop import stream as stream
     from liger_models.generation.options import Options as Options
@@ -12,7 +13,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "loop": ["generate", "stream"],
+            "loop": ["GenerateOutput", "generate", "stream"],
             "options": ["Options"],
         },
     )

@@ -1,19 +1,19 @@
 """Continuing prompts: greedy decoding and sampling, with the names and semantics of transformers' ``generate``.
 
-Differences from transformers: top-k is off by default (transformers keeps 50 tokens), and padding does not count as a
-repeated token.
+Differences from transformers: top-k is off by default (transformers keeps 50 tokens), and padding is never part of a
+repeated sequence of tokens.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
 from liger_models.generation.options import Options, Settings, resolve, select_inputs, shows_options
 from liger_models.generation.prompts import Prompts, batch_prompts
-from liger_models.generation.sampling import choose
+from liger_models.generation.rows import Rows, Step
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import layers_of
@@ -22,8 +22,48 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+class GenerateOutput(NamedTuple):
+    """Result of `generate` with ``return_logprobs``.
+
+    Attributes:
+        sequences: [B, T + new] int64, the padded prompts and their continuations.
+        logprobs: [B, new] fp32, log-probability of each new token by the model's own distribution, before
+            ``repetition_penalty``, ``temperature`` and all other options; 0 for the padding after the end of a row.
+        finish_reasons: for each row "stop", or "length" for one that ``max_new_tokens`` ended.
+    """
+
+    sequences: Tensor
+    logprobs: Tensor
+    finish_reasons: tuple[str, ...]
+
+
+@overload
+def generate(
+    model: Decoder,
+    input_ids: Prompts,
+    *,
+    max_new_tokens: int,
+    return_logprobs: Literal[False] = False,
+    **options: "Unpack[Options]",
+) -> Tensor: ...
+@overload
+def generate(
+    model: Decoder,
+    input_ids: Prompts,
+    *,
+    max_new_tokens: int,
+    return_logprobs: Literal[True],
+    **options: "Unpack[Options]",
+) -> GenerateOutput: ...
 @shows_options
-def generate(model: Decoder, input_ids: Prompts, *, max_new_tokens: int, **options: "Unpack[Options]") -> Tensor:
+def generate(
+    model: Decoder,
+    input_ids: Prompts,
+    *,
+    max_new_tokens: int,
+    return_logprobs: bool = False,
+    **options: "Unpack[Options]",
+) -> Tensor | GenerateOutput:
     """Continue the prompts.
 
     The model runs in eval mode without gradients, and its mode is restored afterwards.
@@ -33,11 +73,12 @@ def generate(model: Decoder, input_ids: Prompts, *, max_new_tokens: int, **optio
         input_ids: [B, T] integers, with rows of different length padded on the left; or a list of prompts, each a 1-D
             tensor or a list of ids, which are padded here; or a single prompt.
         max_new_tokens: maximum number of new tokens, at least 1.
+        return_logprobs: return `GenerateOutput`, with the log-probability of each new token.
         options: see `Options`.
 
     Returns:
         [B, T + new] int64 on the model's device: the padded prompts and their continuations, up to the step in which
-        the last row ended.
+        the last row ended. With ``num_return_sequences`` there are so many rows for each prompt, one after the other.
 
     Raises:
         TypeError: an argument is not in `Options`, and no argument of transformers that asks for what happens anyway.
@@ -46,7 +87,14 @@ def generate(model: Decoder, input_ids: Prompts, *, max_new_tokens: int, **optio
     """
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)
-    return torch.cat([ids, torch.stack(list(_steps(model, ids, mask, settings, select_inputs(model, options))), 1)], 1)
+    steps = list(_steps(model, ids, mask, settings, select_inputs(model, options), logprobs=return_logprobs))
+    ids = ids.repeat_interleave(settings.num_return_sequences, 0)
+    sequences = torch.cat([ids, torch.stack([step.tokens for step in steps], 1)], 1)
+    if not return_logprobs:
+        return sequences
+    reasons = tuple("stop" if ended else "length" for ended in steps[-1].ended.tolist())
+    logprobs = [step.logprobs for step in steps if step.logprobs is not None]
+    return GenerateOutput(sequences, torch.stack(logprobs, 1), reasons)
 
 
 @shows_options
@@ -67,24 +115,40 @@ def stream(
     """
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)
-    return _steps(model, ids, mask, settings, select_inputs(model, options))
+    steps = _steps(model, ids, mask, settings, select_inputs(model, options))
+    return (step.tokens for step in steps)
 
 
 @torch.no_grad()
 def _steps(
-    model: Decoder, prompts: Tensor, mask: Tensor | None, settings: Settings, inputs: dict[str, Any]
-) -> Iterator[Tensor]:
-    """The new tokens of each step, [B] int64, until every row has ended.
+    model: Decoder,
+    prompts: Tensor,
+    mask: Tensor | None,
+    settings: Settings,
+    inputs: dict[str, Any],
+    *,
+    logprobs: bool = False,
+) -> Iterator[Step]:
+    """The new tokens of each step, until every row has ended.
 
     Args:
         prompts: [B, T] int64.
         mask: [B, T] int64, 0 for padding; None for no padding.
         inputs: inputs of the model that belong to the prompts besides their tokens.
+        logprobs: whether to compute log-probabilities.
     """
-    B, T = prompts.shape
+    T, repeats = prompts.shape[1], settings.num_return_sequences
     S = T + settings.max_new_tokens
-    ids = nn.functional.pad(prompts, (0, settings.max_new_tokens))  # [B, S], filled step by step
     positions = model.prompt_positions(prompts, mask, settings.max_new_tokens, inputs)
+    cache = DecodeCache(S - 1) if settings.use_cache else None  # the last token is never cached
+    if repeats > 1:
+        if cache is None and inputs:
+            with_images: Any = model
+            inputs = with_images.repeat_prompts(prompts, inputs, repeats)
+        prompts = prompts.repeat_interleave(repeats, 0)
+        mask = None if mask is None else mask.repeat_interleave(repeats, 0)
+        positions = positions.repeat_interleave(repeats, -2) if positions.shape[-2] > 1 else positions
+    rows = Rows(prompts, mask, settings, model.config.vocab_size, logprobs=logprobs)
     if mask is not None:
         mask = nn.functional.pad(mask, (0, settings.max_new_tokens), value=1)
     # Columns at which all rotary frequencies change (longrope). Keys cached before that are rotated by the old ones, so
@@ -92,39 +156,28 @@ def _steps(
     lengths = [rotary.switch_length for rotary in layers_of(model.rotary)]
     furthest = positions.flatten(0, -2).amax(0)
     switches = [int((furthest < length).sum()) for length in lengths if length is not None]
-    seen = None
-    if settings.repetition_penalty != 1:
-        tokens = prompts if mask is None else torch.where(mask[:, :T] != 0, prompts, prompts[:, -1:])
-        known = model.embed_tokens.num_embeddings
-        seen = torch.zeros(B, known, dtype=torch.bool, device=ids.device).scatter_(1, tokens, True)
-        seen = seen[:, : model.config.vocab_size]
-    stops = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=ids.device)
-    ended = torch.zeros(B, dtype=torch.bool, device=ids.device)
-    cache = DecodeCache(S - 1) if settings.use_cache else None  # the last token is never cached
     modules = list(model.modules())
 
     for end in range(T, S):
         if cache is not None and any(cache.length <= switch < end for switch in switches):
             cache.length = 0
         new = slice(cache.length if cache is not None else 0, end)
+        every = repeats if cache is not None and end == T else 1  # a prompt is computed once
         with _evaluating(modules):
             logits = model(
-                ids[:, new],
-                position_ids=positions[..., new],
-                attention_mask=None if mask is None else mask[:, :end],
+                rows.ids[::every, new],
+                position_ids=positions[..., ::every, new],
+                attention_mask=None if mask is None else mask[::every, :end],
                 logits_to_keep=1,
                 cache=cache,
                 **(inputs if new.start == 0 else {}),
-            ).logits
-        tokens = choose(logits[:, -1].float(), seen, settings)
-        if len(stops):
-            tokens = tokens.masked_fill(ended, settings.pad_token_id or 0)
-            ended |= torch.isin(tokens, stops)
-        ids[:, end] = tokens
-        if seen is not None:
-            seen.scatter_(1, tokens[:, None], True)
-        yield tokens
-        if len(stops) and bool(ended.all()):
+            ).logits[:, -1]
+        if every > 1 and cache is not None:
+            copies = torch.arange(len(logits), device=logits.device).repeat_interleave(every)
+            logits = logits[copies]
+            cache.select(copies)
+        yield rows.step(logits)
+        if rows.all_ended():
             return
 
 

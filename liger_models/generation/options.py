@@ -8,7 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,11 +20,20 @@ from liger_models.text.json_files import parse_json
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-NOT_HERE = (
-    "num_beams", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "min_length",
-    "min_new_tokens", "bad_words_ids", "suppress_tokens", "stop_strings",
-)  # fmt: skip
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+"""``(input_ids [B, T], logits [B, V]) -> logits [B, V]``."""
+
+NOT_HERE = ("num_beams", "epsilon_cutoff", "eta_cutoff", "min_length")
 """Keys of generation_config.json that affect the tokens but are not implemented. A warning names them."""
+
+DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+"""Options that have no effect without ``do_sample``."""
+
+UNFILTERED: dict[str, Any] = {
+    "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
+    "bad_words_ids": [], "suppress_tokens": [], "min_new_tokens": 0,
+}  # fmt: skip
+"""Options that leave the model's own distribution as it is, whatever the checkpoint says."""
 
 
 class PromptInputs(TypedDict, total=False):
@@ -56,10 +65,23 @@ class Options(PromptInputs, total=False):
         temperature: positive divisor of the logits. (1)
         top_k: sample from the k most likely tokens, and those tied with the last of them; 0 for all. (0)
         top_p: sample from the smallest set of most likely tokens that has this probability, in (0, 1]. (1)
+        min_p: sample from the tokens that have at least this fraction of the highest probability, in [0, 1]. (0)
+        typical_p: sample from the smallest set that has this probability, in (0, 1], of the tokens whose information
+            content is closest to the entropy (locally typical sampling). (1)
         repetition_penalty: positive number by which the logits of tokens already in the row are divided if they are
             positive, or multiplied if they are negative. (1)
+        no_repeat_ngram_size: no sequence of so many tokens occurs twice in a row; 0 for no such rule. (0)
+        bad_words_ids: sequences of tokens that are not generated. (none)
+        suppress_tokens: tokens that are not generated. (none)
+        logits_processor: function ``(input_ids, logits) -> logits`` of the tokens so far [B, T] int64, padding
+            included, and the logits [B, V] fp32, or a list of them, such as transformers' ``LogitsProcessorList``. They
+            are applied after the options above that also affect the most likely token, and before temperature and the
+            options that restrict sampling. (none)
+        min_new_tokens: number of new tokens before which no stop token is generated. (0)
         eos_token_id: token or tokens that end a row; ``[]`` for none. (none)
         pad_token_id: token that fills ended rows, and pads lists of prompts on the left. (the first stop token)
+        num_return_sequences: number of continuations of each prompt, which are consecutive rows of the result. A prompt
+            is computed once. More than 1 needs ``do_sample``. (1)
         generator: random number generator on the model's device. (the global one)
         use_cache: use the decode cache; False recomputes the whole sequence for each token. (True)
     """
@@ -69,9 +91,17 @@ class Options(PromptInputs, total=False):
     temperature: float | None
     top_k: int | None
     top_p: float | None
+    min_p: float | None
+    typical_p: float | None
     repetition_penalty: float | None
+    no_repeat_ngram_size: int | None
+    bad_words_ids: Sequence[Sequence[int]] | None
+    suppress_tokens: Sequence[int] | None
+    logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None
+    min_new_tokens: int | None
     eos_token_id: int | Sequence[int] | None
     pad_token_id: int | None
+    num_return_sequences: int | None
     generator: torch.Generator | None
     use_cache: bool | None
 
@@ -97,9 +127,17 @@ class Settings:
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    typical_p: float
     repetition_penalty: float
+    no_repeat_ngram_size: int
+    bad_words_ids: list[list[int]]
+    suppress_tokens: list[int]
+    logits_processor: list[LogitsProcessor]
+    min_new_tokens: int
     eos_token_id: list[int]
     pad_token_id: int | None
+    num_return_sequences: int
     generator: torch.Generator | None
     use_cache: bool
 
@@ -112,9 +150,39 @@ class Settings:
         )
         check(self.top_k >= 0, f"generate: top_k must be at least 1, got {self.top_k}. Set 0 for all tokens.")
         check(0 < self.top_p <= 1, f"generate: top_p must be in (0, 1], got {self.top_p}. Set 1 for all tokens.")
+        check(0 <= self.min_p <= 1, f"generate: min_p must be in [0, 1], got {self.min_p}. Set 0 for all tokens.")
+        check(
+            0 < self.typical_p <= 1,
+            f"generate: typical_p must be in (0, 1], got {self.typical_p}. Set 1 for all tokens.",
+        )
         check(
             self.repetition_penalty > 0,
             f"generate: repetition_penalty must be positive, got {self.repetition_penalty}. Set 1 for no penalty.",
+        )
+        for name, least, todo in (
+            ("no_repeat_ngram_size", 0, "Set 0 for no such rule."),
+            ("min_new_tokens", 0, "Set 0 for no minimum."),
+            ("num_return_sequences", 1, "Set 1 for one continuation of each prompt."),
+        ):
+            value = getattr(self, name)
+            check(
+                isinstance(value, int) and value >= least,
+                f"generate: {name} must be an integer of at least {least}, got {value!r}. {todo}",
+            )
+        check(
+            self.min_new_tokens <= self.max_new_tokens,
+            f"generate: min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}), got "
+            f"{self.min_new_tokens}.",
+        )
+        check(
+            self.num_return_sequences == 1 or self.do_sample,
+            f"generate: num_return_sequences must be 1 without do_sample, got {self.num_return_sequences}. The most "
+            "likely tokens are the same in every sequence: set do_sample=True.",
+        )
+        check(
+            all(map(callable, self.logits_processor)),
+            "generate: logits_processor must be a function or a list of functions, got "
+            f"{', '.join(type(each).__name__ for each in self.logits_processor)}.",
         )
 
 
@@ -122,7 +190,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
     """Fill in the defaults of the checkpoint, and check that all options are valid."""
     known = [key for key in Options.__annotations__ if key not in PromptInputs.__annotations__]
     known += model.prompt_inputs
-    translate("generate", options, ["max_new_tokens", *known])
+    options = cast(Options, translate("generate", options, ["max_new_tokens", *known]))
     stored = _generation_config(model)
 
     def said(name: str, *otherwise: Any) -> Any:
@@ -130,9 +198,8 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
 
     do_sample = bool(said("do_sample", False))
     if not do_sample:
-        drawing = ("temperature", "top_k", "top_p")
-        stored = {name: value for name, value in stored.items() if name not in drawing}
-        idle = {name: value for name, value in options.items() if name in drawing and value not in (None, 0, 1)}
+        stored = {name: value for name, value in stored.items() if name not in DRAWING}
+        idle = {name: value for name, value in options.items() if name in DRAWING and value not in (None, 0, 1)}
         if idle:
             warnings.warn(f"generate: {idle} has no effect without do_sample=True.", stacklevel=3)
     eos = torch.as_tensor(said("eos_token_id", getattr(model.config, "eos_token_id", None), [])).flatten().tolist()
@@ -148,15 +215,34 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         f"generate: generator must be on {model.device.type} like the model, "
         f"got {None if generator is None else generator.device}. Use torch.Generator({model.device.type!r}).",
     )
+
+    def known_tokens(tokens: Sequence[Any]) -> bool:
+        return all(isinstance(token, int) and 0 <= token < vocab for token in tokens)
+
+    processors: Any = _first(options.get("logits_processor"), [])
+    words, suppressed = said("bad_words_ids", []), said("suppress_tokens", [])
+    check(
+        all(isinstance(word, Sequence) and len(word) for word in words) and all(map(known_tokens, words)),
+        f"generate: bad_words_ids must be lists of tokens in [0, {vocab}), got {words}.",
+    )
+    check(known_tokens(suppressed), f"generate: suppress_tokens must be tokens in [0, {vocab}), got {suppressed}.")
     return Settings(
         max_new_tokens=max_new_tokens,
         do_sample=do_sample,
         temperature=said("temperature", 1.0),
         top_k=said("top_k", 0),
         top_p=said("top_p", 1.0),
+        min_p=said("min_p", 0.0),
+        typical_p=said("typical_p", 1.0),
         repetition_penalty=said("repetition_penalty", 1.0),
+        no_repeat_ngram_size=said("no_repeat_ngram_size", 0),
+        bad_words_ids=[list(word) for word in words],
+        suppress_tokens=list(suppressed),
+        logits_processor=[processors] if callable(processors) else list(processors),
+        min_new_tokens=said("min_new_tokens", 0),
         eos_token_id=eos,
         pad_token_id=next((pad for pad in pads if pad is not None and 0 <= pad < vocab), None),
+        num_return_sequences=_first(options.get("num_return_sequences"), 1),
         generator=generator,
         use_cache=_first(options.get("use_cache"), True),
     )

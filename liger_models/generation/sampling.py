@@ -1,23 +1,105 @@
 """Choosing the next tokens from logits: greedily or by sampling."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from liger_models.generation.options import Settings
+from liger_models.kernels.checks import check
 
 
-def choose(logits: Tensor, seen: Tensor | None, settings: Settings) -> Tensor:
-    """Choose the next tokens [B] from logits [B, V] fp32; ``seen`` [B, V] bool marks the tokens already in each row."""
-    if seen is not None:
-        logits = penalize_repetition(logits, seen, settings.repetition_penalty)
-    if not settings.do_sample:
-        return logits.argmax(1)
-    logits = logits / settings.temperature
-    if settings.top_k:
-        logits = keep_top_k(logits, settings.top_k)
-    if settings.top_p < 1:
-        logits = keep_top_p(logits, settings.top_p)
-    return torch.multinomial(logits.softmax(1), 1, generator=settings.generator)[:, 0]
+class Sampler:
+    """Chooses the next token of each row, with the options in the order in which transformers applies them.
+
+    Args:
+        settings: the options.
+        prompts: [B, T] int64.
+        vocab_size: V.
+    """
+
+    def __init__(self, settings: Settings, prompts: Tensor, vocab_size: int) -> None:
+        device = prompts.device
+        self.settings, self.prompt_length = settings, prompts.shape[1]
+        stops = settings.eos_token_id
+        # A stop token ends a row: that is no word.
+        words = [word for word in settings.bad_words_ids if not (len(word) == 1 and word[0] in stops)]
+        self.words = _by_length([*words, *([token] for token in settings.suppress_tokens)], device)
+        self.stops = token_mask(torch.tensor([stops], dtype=torch.int64, device=device), vocab_size)
+
+    def __call__(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
+        """The next tokens, [B] int64.
+
+        Args:
+            ids: [B, T + n] int64, the tokens so far; not overwritten.
+            context: the same, with −1 for padding.
+            logits: [B, V] fp32.
+        """
+        return self.draw(self.process(ids, context, logits))
+
+    def process(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
+        """The logits [B, V] after all options that also affect the most likely token."""
+        settings, V = self.settings, logits.shape[1]
+        if settings.repetition_penalty != 1:
+            logits = penalize_repetition(logits, token_mask(context, V), settings.repetition_penalty)
+        n = settings.no_repeat_ngram_size
+        if 0 < n <= context.shape[1]:
+            logits = logits.masked_fill(completing(context, context.unfold(1, n, 1), V), -torch.inf)
+        for words in self.words:
+            if words.shape[2] <= context.shape[1] + 1:
+                logits = logits.masked_fill(completing(context, words, V), -torch.inf)
+        if ids.shape[1] - self.prompt_length < settings.min_new_tokens:
+            logits = logits.masked_fill(self.stops, -torch.inf)
+        for processor in settings.logits_processor:
+            shape = logits.shape
+            logits = processor(ids, logits)
+            check(
+                isinstance(logits, Tensor) and logits.shape == shape,
+                f"generate: logits_processor must return logits {list(shape)}, got "
+                f"{list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__}.",
+            )
+        return logits
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """The most likely tokens, or tokens that are drawn, [B] int64, from processed logits [B, V]."""
+        settings = self.settings
+        if not settings.do_sample:
+            return logits.argmax(1)
+        logits = logits / settings.temperature
+        if settings.top_k:
+            logits = keep_top_k(logits, settings.top_k)
+        if settings.top_p < 1:
+            logits = keep_top_p(logits, settings.top_p)
+        if settings.min_p > 0:
+            logits = keep_min_p(logits, settings.min_p)
+        if settings.typical_p < 1:
+            logits = keep_typical_p(logits, settings.typical_p)
+        return torch.multinomial(logits.softmax(1), 1, generator=settings.generator)[:, 0]
+
+
+def token_mask(tokens: Tensor, vocab_size: int) -> Tensor:
+    """[B, V] bool, which tokens are among those [B, n] of each row; numbers outside of [0, V) are ignored."""
+    inside = tokens.where((tokens >= 0) & (tokens < vocab_size), vocab_size)
+    mask = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)
+    return mask.scatter_(1, inside, True)[:, :vocab_size]
+
+
+def completing(context: Tensor, words: Tensor, vocab_size: int) -> Tensor:
+    """Which tokens would complete a word at the end of a row, [B, V] bool.
+
+    Args:
+        context: [B, T] int64, the tokens so far, with −1 for padding.
+        words: [1 or B, N, n] int64, N words of n tokens, n at most T + 1.
+        vocab_size: V.
+    """
+    begun = words[..., :-1] == context[:, None, context.shape[1] - words.shape[2] + 1 :]
+    return token_mask(torch.where(begun.all(2), words[..., -1], -1), vocab_size)
+
+
+def _by_length(words: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """The words of each length, [1, N, n] int64."""
+    lengths = dict.fromkeys(map(len, words))
+    return [torch.tensor([[word for word in words if len(word) == n]], device=device) for n in lengths]
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -51,9 +133,41 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     Source: https://arxiv.org/abs/1904.09751.
     """
     ascending, order = logits.sort(1)
-    share, rest = ascending.softmax(1), 1 - p
-    if torch.are_deterministic_algorithms_enabled():  # cumsum on a GPU then supports integers only
-        share, rest = (share.double() * 2**53).long(), int(rest * 2**53)
-    drop = share.cumsum(1) <= rest
+    total, rest = _running_sums(ascending.softmax(1), 1 - p)
+    drop = total <= rest
     drop[:, -1] = False
     return logits.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)
+
+
+def keep_min_p(logits: Tensor, p: float) -> Tensor:
+    """Set the logits [B, V] fp32 of tokens less likely than ``p`` times the most likely one of the row to −∞.
+
+    Source: https://arxiv.org/abs/2407.01082.
+    """
+    probabilities = logits.softmax(1)
+    return logits.masked_fill(probabilities < p * probabilities.amax(1, keepdim=True), -torch.inf)
+
+
+def keep_typical_p(logits: Tensor, p: float) -> Tensor:
+    """Set all logits to −∞ except those of the tokens whose information content is closest to the entropy.
+
+    Args:
+        logits: [B, V] fp32.
+        p: in (0, 1], the least probability that the tokens which stay have together.
+
+    Source: https://arxiv.org/abs/2202.00666.
+    """
+    log_probs = logits.log_softmax(1)
+    entropy = -(log_probs * log_probs.exp()).nansum(1, keepdim=True)
+    distance = (-log_probs - entropy).abs()
+    ascending, order = distance.sort(1)
+    total, enough = _running_sums(logits.gather(1, order).softmax(1), p)
+    last = (total < enough).sum(1, keepdim=True).clamp(max=logits.shape[1] - 1)
+    return logits.masked_fill(distance > ascending.gather(1, last), -torch.inf)
+
+
+def _running_sums(share: Tensor, bound: float) -> tuple[Tensor, float]:
+    """The running sums of probabilities [B, V] fp32, and the bound to compare them with."""
+    if torch.are_deterministic_algorithms_enabled():  # cumsum on a GPU then supports integers only
+        return (share.double() * 2**53).long().cumsum(1), int(bound * 2**53)
+    return share.cumsum(1), bound

@@ -45,7 +45,7 @@ _FOUR_BITS = "Load the model, add adapters with apply_lora, then call quantize_b
 _SHARD = "To spread a model over GPUs, pass shard=apply_fsdp on all ranks."
 _CACHE = "Pass cache=DecodeCache(tokens) to the forward; generate makes its own cache."
 _GENERATE = "The models of liger_models.hf have transformers' own generate."
-_OUTPUT = "Call the model on the tokens that generate returned."
+_OUTPUT = "Pass return_logprobs=True, or call the model on the tokens that generate returned."
 
 FOREIGN = {
     # Loading
@@ -82,15 +82,8 @@ FOREIGN = {
     "inputs": Foreign("Pass input_ids."),
     "streamer": Foreign("Iterate over model.stream(...), which takes the same arguments."),
     "generation_config": Foreign("Pass its entries as arguments; those of the checkpoint are the defaults."),
-    "num_return_sequences": Foreign("Repeat the prompts: ids.repeat_interleave(n, 0).", (1,)),
     "num_beams": Foreign(_GENERATE, (1,)),
-    "min_p": Foreign(_GENERATE),
-    "typical_p": Foreign(_GENERATE, (1.0,)),
-    "no_repeat_ngram_size": Foreign(_GENERATE, (0,)),
-    "min_length": Foreign(_GENERATE, (0,)),
-    "min_new_tokens": Foreign(_GENERATE, (0,)),
-    "bad_words_ids": Foreign(_GENERATE),
-    "logits_processor": Foreign(_GENERATE),
+    "min_length": Foreign("Pass min_new_tokens, which does not count the prompt.", (0,)),
     "stopping_criteria": Foreign(f"Break out of a loop over model.stream(...). {_GENERATE}"),
     "stop_strings": Foreign(f"Break out of a loop over model.stream(...). {_GENERATE}"),
     "assistant_model": Foreign(f"LigerMedusa drafts with heads of its own. {_GENERATE}"),

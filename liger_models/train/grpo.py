@@ -18,7 +18,7 @@ from liger_models.data.answers import padded
 from liger_models.data.batch import Batch, join_rows
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.prompts import PromptDataset
-from liger_models.generation.options import resolve
+from liger_models.generation.options import UNFILTERED, resolve
 from liger_models.kernels.checks import check
 from liger_models.kernels.linear_logprobs import fused_linear_logprobs
 from liger_models.losses.grpo import TOKEN_MEANS, LigerFusedLinearGRPOLoss
@@ -88,9 +88,8 @@ class GRPOObjective(Objective):
         # With FSDP all ranks must run the same number of forwards, so that no answer may end the sampling.
         ends: dict[str, Any] = {"eos_token_id": []} if world_size() > 1 else {}
         sampled = model.generate(
-            prompts, max_new_tokens=self.new, do_sample=True, temperature=self.temperature, top_k=0, top_p=1.0,
-            repetition_penalty=1.0, pad_token_id=model.tokenizer.padding_id, **ends,
-            **inputs,
+            prompts, max_new_tokens=self.new, do_sample=True, temperature=self.temperature,
+            pad_token_id=model.tokenizer.padding_id, **UNFILTERED, **ends, **inputs,
         )[:, max(map(len, prompts)) :].tolist()  # fmt: skip
         reshard(model)
         answers = [_until(ids, stops) for ids in sampled]

@@ -224,6 +224,16 @@ def test_images_in_later_pieces(pair):
     assert error(torch.cat(got, 1), want) <= LIMIT
 
 
+def padded_left(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, kinds of tokens and mask."""
+    shifts = (batch.mask == 0).sum(1)
+    ids, kinds = (
+        torch.stack([row.roll(int(shift)) for row, shift in zip(x, shifts, strict=True)])
+        for x in (batch.ids, batch.kinds)
+    )
+    return ids, kinds, batch.mask.flip(1)
+
+
 @one_video_case_each
 @every_batch
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -231,12 +241,7 @@ def test_generate(pair, rows, use_cache):
     """Greedy continuations of prompts with images, padded on the left, are transformers'."""
     _, _, theirs, ours = pair
     batch = Batch(ours, rows)
-    shifts = (batch.mask == 0).sum(1)
-    ids, kinds = (
-        torch.stack([row.roll(int(shift)) for row, shift in zip(x, shifts, strict=True)])
-        for x in (batch.ids, batch.kinds)
-    )
-    mask = batch.mask.flip(1)
+    ids, kinds, mask = padded_left(batch)
     theirs.generation_config.eos_token_id = None
     want = theirs.generate(
         ids, attention_mask=mask, mm_token_type_ids=kinds, max_new_tokens=6, do_sample=False, pad_token_id=0,
@@ -247,6 +252,23 @@ def test_generate(pair, rows, use_cache):
         use_cache=use_cache, **batch.inputs,
     )  # fmt: skip
     assert torch.equal(got, want)
+
+
+@one_video_case_each
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_several_continuations_of_prompts_with_images(pair, use_cache):
+    """The same as of repeated prompts and images."""
+    _, _, _, ours = pair
+    batch = Batch(ours, VIDEO)
+    ids, _, mask = padded_left(batch)
+    options = {"max_new_tokens": 4, "do_sample": True, "eos_token_id": [], "use_cache": use_cache}
+    torch.manual_seed(1)
+    got = ours.generate(ids, attention_mask=mask, num_return_sequences=2, **options, **batch.inputs)
+    repeated = ours.repeat_prompts(ids, batch.inputs, 2)
+    ids, mask = ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0)
+    torch.manual_seed(1)
+    assert torch.equal(got, ours.generate(ids, attention_mask=mask, **options, **repeated))
+    assert not torch.equal(got[0], got[1])
 
 
 @one_video_case_each
