@@ -13,6 +13,7 @@ from liger_models.generation.loop import generate, stream
 from liger_models.generation.options import UNFILTERED, Options, PromptInputs, resolve, select_inputs
 from liger_models.generation.sampling import (
     Sampler,
+    exponential_noise,
     keep_min_p,
     keep_top_k,
     keep_top_p,
@@ -468,6 +469,50 @@ def test_a_generator_makes_the_draw_reproducible(ours):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_row_with_a_seed_depends_on_no_other(ours):
+    options = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.5, "top_k": 20}
+    seeds = [2**40 + 5, 5, 7]
+    alone = [
+        generate(ours, [prompt], **options, seed=[seed])[0, len(prompt) :]
+        for prompt, seed in zip(PROMPTS, seeds, strict=True)
+    ]
+    state = torch.get_rng_state()
+    for order in ([0, 1, 2], [2, 1], [1, 0, 0, 2]):
+        got = generate(ours, [PROMPTS[row] for row in order], **options, seed=[seeds[row] for row in order])
+        assert all(torch.equal(tokens, alone[row]) for tokens, row in zip(got[:, -NEW:], order, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    for other in (5 + 2**40 + 1, 2**41 + 5):
+        assert not torch.equal(generate(ours, PROMPTS[:1], **options, seed=other)[0, 9:], alone[0])
+    several = generate(ours, PROMPTS[:2], **options, seed=9, num_return_sequences=2)
+    for row in range(4):
+        prompt = PROMPTS[row // 2]
+        assert torch.equal(several[row, -NEW:], generate(ours, [prompt], **options, seed=9 + row)[0, len(prompt) :])
+
+
+def test_draws_with_seeds_have_the_probabilities_of_the_logits(ours):
+    """Pearson's test of 40,000 draws for a few steps: about 1e-6 of fair samples have a larger sum."""
+    logits = random_logits()[:1]
+    sampler = Sampler(resolved(ours, do_sample=True, temperature=1.3, seed=100), torch.zeros(40000, 1).long(), VOCAB)
+    p = (logits[0] / 1.3).softmax(0)
+    common = p > 5e-4
+    for step in (0, 1, 1000):
+        counts = torch.bincount(sampler.draw(logits.expand(40000, -1), step), minlength=VOCAB)
+        wanted = 40000 * p[common]
+        assert ((counts[common] - wanted) ** 2 / wanted).sum() < 125  # up to 53 tokens
+    noise = exponential_noise(torch.arange(200), 3, 5000)
+    assert noise.min() > 0
+    assert abs(noise.mean() - 1) < 5e-3
+    assert abs(noise.var() - 1) < 2e-2
+    flat = torch.stack([noise[:-1, :-1], noise[1:, :-1], noise[:-1, 1:]]).flatten(1)  # neighbours are independent
+    assert (flat.corrcoef() - torch.eye(3)).abs().max() < 5e-3
+
+
+@pytest.mark.gpu
+def test_seeds_mean_the_same_on_every_device():
+    seeds = torch.tensor([0, 5, 2**40 + 5])
+    torch.testing.assert_close(exponential_noise(seeds.cuda(), 3, 5000).cpu(), exponential_noise(seeds, 3, 5000))
+
+
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_several_continuations_of_each_prompt(pair, use_cache, monkeypatch):
     """The same tokens as of repeated prompts, which both draw in the same order; the cache computes a prompt once."""
@@ -739,6 +784,13 @@ IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
             {"generator": SimpleNamespace(device=torch.device("cuda:0"))},
             r"generator must be on cpu .* got cuda:0",
         ),
+        ({"seed": 1.5}, r"seed must be an integer in \[0, 2\*\*62\) or a list of them, got 1.5"),
+        ({"seed": -1}, r"seed must be an integer in \[0, 2\*\*62\) or a list of them, got -1"),
+        (
+            {"seed": [1, 2, 3]},
+            r"seed must be one integer, or one for each of the 2 rows .* got \[1, 2, 3\]",
+        ),
+        ({"seed": 1, "generator": torch.Generator()}, r"seed and generator exclude each other, got both"),
         ({"input_ids": IDS[:, :0]}, r"input_ids must hold at least one token per row, got \[2, 0\]"),
         ({"input_ids": IDS[:0]}, r"input_ids must hold at least one token per row, got \[0, 3\]"),
         ({"input_ids": []}, r"list of prompts with at least one token each, got shapes \[\]"),

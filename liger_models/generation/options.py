@@ -83,6 +83,9 @@ class Options(PromptInputs, total=False):
         num_return_sequences: number of continuations of each prompt, which are consecutive rows of the result. A prompt
             is computed once. More than 1 needs ``do_sample``. (1)
         generator: random number generator on the model's device. (the global one)
+        seed: an integer, or one for each row of the result. What a row draws then depends on its seed and its tokens
+            alone, not on other rows, the device, or what was drawn before. One integer s gives the rows s, s + 1, ....
+            (draws come from ``generator``)
         use_cache: use the decode cache; False recomputes the whole sequence for each token. (True)
     """
 
@@ -103,6 +106,7 @@ class Options(PromptInputs, total=False):
     pad_token_id: int | None
     num_return_sequences: int | None
     generator: torch.Generator | None
+    seed: int | Sequence[int] | None
     use_cache: bool | None
 
 
@@ -139,6 +143,7 @@ class Settings:
     pad_token_id: int | None
     num_return_sequences: int
     generator: torch.Generator | None
+    seed: int | list[int] | None
     use_cache: bool
 
     def __post_init__(self) -> None:
@@ -219,6 +224,13 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
     def known_tokens(tokens: Sequence[Any]) -> bool:
         return all(isinstance(token, int) and 0 <= token < vocab for token in tokens)
 
+    seed: Any = options.get("seed")
+    seeds = seed if isinstance(seed, Sequence) else [] if seed is None else [seed]
+    check(seed is None or generator is None, "generate: seed and generator exclude each other, got both. Pass one.")
+    check(
+        all(isinstance(each, int) and 0 <= each < 2**62 for each in seeds),
+        f"generate: seed must be an integer in [0, 2**62) or a list of them, got {seed!r}.",
+    )
     processors: Any = _first(options.get("logits_processor"), [])
     words, suppressed = said("bad_words_ids", []), said("suppress_tokens", [])
     check(
@@ -244,6 +256,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         pad_token_id=next((pad for pad in pads if pad is not None and 0 <= pad < vocab), None),
         num_return_sequences=_first(options.get("num_return_sequences"), 1),
         generator=generator,
+        seed=list(seeds) if isinstance(seed, Sequence) else seed,
         use_cache=_first(options.get("use_cache"), True),
     )
 

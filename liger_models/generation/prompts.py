@@ -37,6 +37,11 @@ def batch_prompts(
         low >= 0 and high < vocab,
         f"generate: input_ids must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?",
     )
+    rows = len(ids) * settings.num_return_sequences
+    check(
+        not isinstance(settings.seed, list) or len(settings.seed) == rows,
+        f"generate: seed must be one integer, or one for each of the {rows} rows of the result, got {settings.seed}.",
+    )
     check(
         mask is None or mask.shape == ids.shape,
         f"generate: attention_mask must be {list(ids.shape)} like input_ids, "

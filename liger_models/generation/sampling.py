@@ -25,6 +25,7 @@ class Sampler:
         # A stop token ends a row: that is no word.
         words = [word for word in settings.bad_words_ids if not (len(word) == 1 and word[0] in stops)]
         self.words = _by_length([*words, *([token] for token in settings.suppress_tokens)], device)
+        self.seeds = None if settings.seed is None else _seeds(settings.seed, len(prompts)).to(device)
         self.stops = token_mask(torch.tensor([stops], dtype=torch.int64, device=device), vocab_size)
 
     def __call__(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ class Sampler:
             context: the same, with −1 for padding.
             logits: [B, V] fp32.
         """
-        return self.draw(self.process(ids, context, logits))
+        return self.draw(self.process(ids, context, logits), ids.shape[1] - self.prompt_length)
 
     def process(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
         """The logits [B, V] after all options that also affect the most likely token."""
@@ -60,8 +61,13 @@ class Sampler:
             )
         return logits
 
-    def draw(self, logits: Tensor) -> Tensor:
-        """The most likely tokens, or tokens that are drawn, [B] int64, from processed logits [B, V]."""
+    def draw(self, logits: Tensor, step: int) -> Tensor:
+        """The most likely tokens, or tokens that are drawn, [B] int64.
+
+        Args:
+            logits: [B, V] fp32, processed.
+            step: number of new tokens so far.
+        """
         settings = self.settings
         if not settings.do_sample:
             return logits.argmax(1)
@@ -74,7 +80,42 @@ class Sampler:
             logits = keep_min_p(logits, settings.min_p)
         if settings.typical_p < 1:
             logits = keep_typical_p(logits, settings.typical_p)
+        if self.seeds is not None:  # of exponential clocks with these rates, token i rings first with probability p_i
+            return (logits - exponential_noise(self.seeds, step, logits.shape[1]).log()).argmax(1)
         return torch.multinomial(logits.softmax(1), 1, generator=settings.generator)[:, 0]
+
+
+_LOW = 0xFFFFFFFF
+
+
+def exponential_noise(seeds: Tensor, step: int, vocab_size: int) -> Tensor:
+    """Exponentially distributed numbers [B, V] fp32 that depend on seed, step and token alone.
+
+    They are a hash of the three, so that no row depends on another one, and every device has the same.
+
+    Args:
+        seeds: [B] int64, not negative.
+        step: number of new tokens so far.
+        vocab_size: V.
+    """
+    key = _hash(_hash(_hash(seeds & _LOW) ^ (seeds >> 32)) ^ step)[:, None]
+    token = torch.arange(vocab_size, device=seeds.device)
+    bits = _hash(_hash(token ^ key) ^ _hash(key ^ 0x9E3779B9))
+    return -torch.log1p(-(bits.float() + 0.5) * 2.0**-32)
+
+
+def _hash(x: Tensor) -> Tensor:
+    """A bijection of the 32-bit numbers, held in int64, that leaves no pattern of its argument.
+
+    Source: https://nullprogram.com/blog/2018/07/31/.
+    """
+    x = (x ^ x >> 16) * 0x7FEB352D & _LOW
+    x = (x ^ x >> 15) * 0x846CA68B & _LOW
+    return x ^ x >> 16
+
+
+def _seeds(seed: int | list[int], rows: int) -> Tensor:
+    return torch.tensor([*range(seed, seed + rows)] if isinstance(seed, int) else seed)
 
 
 def token_mask(tokens: Tensor, vocab_size: int) -> Tensor:
