@@ -225,6 +225,9 @@ def test_generate(folder):
     options = ["--max-new-tokens", "12", "--no-sample", "--device", "cpu"]
     assert run("generate", "model", "Hello", *options) == want + "\n"
     assert read("generate", "model", "Hello", *options) == {"prompt": "Hello", "text": want}
+    stopped = want[: want.index(want[3]) + 1]
+    assert run("generate", "model", "Hello", *options, "--stop", want[3]).startswith(stopped)
+    assert len(run("generate", "model", "Hello", *options, "--stop", want[3])) < len(want)
     drawn = [run("generate", "model", "Hello", "--sample", "--seed", seed, "--device", "cpu") for seed in "778"]
     assert drawn[0] == drawn[1] != drawn[2]
 

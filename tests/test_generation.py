@@ -23,6 +23,8 @@ from liger_models.generation.sampling import (
 from liger_models.layers.kv_cache import DecodeCache
 
 from .late import transformers
+from .text.folders import KINDS, SPECIAL
+from .text.folders import pair as tokenizers_in
 
 VOCAB, NEW = 53, 20
 SIZES = {
@@ -203,6 +205,79 @@ def test_padding_is_part_of_no_sequence_of_tokens(ours):
             ours, **padded(pad=pad), **options, bad_words_ids=[[pad, short[0], short[1], short[2], 1], [0, 0]]
         )
         assert torch.equal(got[1, 9:], alone), pad
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    """Kind of tokenizer -> (transformers' model and tokenizer, our model)."""
+
+    @cache
+    def build(kind):
+        folder = tmp_path_factory.mktemp("checkpoint")
+        backend = KINDS[kind]()
+        backend.save(str(folder / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        torch.manual_seed(0)
+        sizes = SIZES | {"vocab_size": backend.get_vocab_size(), "num_hidden_layers": 1}
+        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+        theirs.save_pretrained(folder)
+        return theirs, tokenizers_in(folder)[1], LigerLlama.from_pretrained(folder, progress=False).eval()
+
+    return build
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_strings(speaking, kind):
+    """Rows end where those of transformers do: at texts that begin or end within tokens, or in the prompt."""
+    theirs, tokenizer, ours = speaking(kind)
+    backend = ours.tokenizer.backend
+    prompts = [backend.encode(text).ids for text in ("the quick brown fox", "a tool")]
+    T = max(map(len, prompts))
+    batch = padded(prompts)
+    options = {"max_new_tokens": NEW, "eos_token_id": [1], "pad_token_id": 0, "do_sample": True, "temperature": 2.0}
+    pieces = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    others = [token for token, piece in enumerate(pieces) if "<" in piece or not piece.isascii()]
+    options["suppress_tokens"] = others
+    ends = set()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        free = theirs.generate(**batch, **options, top_k=0)
+        texts = [tokenizer.decode(row[T:]) for row in free]
+        prompt = tokenizer.decode(prompts[0])
+        first = tokenizer.decode(free[0, T - 3 : T + 1])
+        for strings in (
+            [text[2:5] for text in texts],
+            [texts[0][3:9], texts[1][-4:], "not there"],
+            texts[1][6:7],
+            [first[-4:], prompt[-3:]],
+        ):
+            torch.manual_seed(seed)
+            want = theirs.generate(**batch, **options, top_k=0, stop_strings=strings, tokenizer=tokenizer)
+            torch.manual_seed(seed)
+            got = generate(ours, **batch, **options, stop_strings=strings)
+            assert torch.equal(got, want), (strings, texts)
+            ends.add(tuple((got[:, T:] == 0).sum(1).tolist()))
+    assert len(ends) > 3
+    torch.manual_seed(3)
+    out = generate(ours, **batch, **options, stop_strings=strings, tokenizer=tokenizer, return_logprobs=True)
+    assert torch.equal(out.sequences, want)
+    assert "stop" in out.finish_reasons
+
+
+def test_characters_of_several_tokens_end_a_row(speaking):
+    _, _, ours = speaking("byte_level")
+    tokenizer = ours.tokenizer
+    said = tokenizer.backend.encode("so 世界🦙 it goes", add_special_tokens=False).ids
+    prompt = tokenizer.backend.encode("Well, 世", add_special_tokens=False).ids
+
+    def speak(ids, logits):
+        step = ids.shape[1] - len(prompt)
+        return torch.full_like(logits, -9.0).index_fill(1, torch.tensor(said[step]), 9.0)
+
+    for stop, want in (("世", "so 世"), ("🦙", "so 世界🦙"), ("Well", "so 世界🦙 it goes")):
+        ids = generate(ours, [prompt], max_new_tokens=len(said), logits_processor=speak, stop_strings=stop)[0]
+        assert tokenizer.decode(ids[len(prompt) :]) == want
 
 
 @pytest.mark.parametrize("least", [0, 1, 5, 12])
@@ -608,9 +683,11 @@ def test_generation_config_gives_the_defaults(ours, monkeypatch):
     options = resolved(ours)
     assert {name: getattr(options, name) for name in (*stored, *tokens)} == {**stored, **tokens}
     given = {"temperature": 2.0, **UNFILTERED}
-    assert given.keys() == stored.keys() - {"do_sample"}
+    assert given.keys() == stored.keys() - {"do_sample"} | {"stop_strings"}
     given |= {"eos_token_id": [], "pad_token_id": 8}
     options = resolved(ours, **given)
+    assert options.stop_strings is None
+    del given["stop_strings"]
     assert {name: getattr(options, name) for name in given} == given
     greedy = resolved(ours, do_sample=False)
     assert (greedy.do_sample, greedy.temperature, greedy.top_k, greedy.repetition_penalty) == (False, 1.0, 0, 1.1)
@@ -784,6 +861,8 @@ IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
             {"generator": SimpleNamespace(device=torch.device("cuda:0"))},
             r"generator must be on cpu .* got cuda:0",
         ),
+        ({"stop_strings": ["a", ""]}, r"stop_strings must be a text .* none of them empty, got \['a', ''\]"),
+        ({"stop_strings": "a"}, r"stop_strings need a tokenizer, got a model without one\. Pass tokenizer="),
         ({"seed": 1.5}, r"seed must be an integer in \[0, 2\*\*62\) or a list of them, got 1.5"),
         ({"seed": -1}, r"seed must be an integer in \[0, 2\*\*62\) or a list of them, got -1"),
         (

@@ -355,6 +355,8 @@ def generate(
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. Repeatable.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     revision: Revision = None,
     dtype: Dtype = "auto",
@@ -395,7 +397,8 @@ def generate(
     for part in media:
         check_kind(f"--{part['type']}", part["type"])
     chat = chat or bool(media)
-    settings: dict[str, Any] = {"do_sample": sample, "temperature": temperature, "top_p": top_p}
+    settings: dict[str, Any] = {"do_sample": sample, "temperature": temperature, "top_p": top_p, "min_p": min_p}
+    settings["stop_strings"] = stop or None
 
     def answer(ids: Any, inputs: dict[str, Any]) -> Iterator[str]:
         """The generated text, in pieces of whole characters."""

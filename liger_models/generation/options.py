@@ -13,6 +13,7 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
+from liger_models.generation.stop_strings import StopStrings
 from liger_models.kernels.checks import check
 from liger_models.layers.decoder import Decoder
 from liger_models.lazy.foreign import translate
@@ -31,9 +32,9 @@ DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 UNFILTERED: dict[str, Any] = {
     "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
-    "bad_words_ids": [], "suppress_tokens": [], "min_new_tokens": 0,
+    "bad_words_ids": [], "suppress_tokens": [], "min_new_tokens": 0, "stop_strings": [],
 }  # fmt: skip
-"""Options that leave the model's own distribution as it is, whatever the checkpoint says."""
+"""Options with which tokens are drawn from the model's own distribution, and only stop tokens end a row."""
 
 
 class PromptInputs(TypedDict, total=False):
@@ -79,6 +80,9 @@ class Options(PromptInputs, total=False):
             options that restrict sampling. (none)
         min_new_tokens: number of new tokens before which no stop token is generated. (0)
         eos_token_id: token or tokens that end a row; ``[]`` for none. (none)
+        stop_strings: text or texts that end a row: the token in which one ends is the row's last. Found on the host.
+            (none)
+        tokenizer: decodes tokens for ``stop_strings``. (the model's)
         pad_token_id: token that fills ended rows, and pads lists of prompts on the left. (the first stop token)
         num_return_sequences: number of continuations of each prompt, which are consecutive rows of the result. A prompt
             is computed once. More than 1 needs ``do_sample``. (1)
@@ -103,6 +107,8 @@ class Options(PromptInputs, total=False):
     logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None
     min_new_tokens: int | None
     eos_token_id: int | Sequence[int] | None
+    stop_strings: str | Sequence[str] | None
+    tokenizer: Any
     pad_token_id: int | None
     num_return_sequences: int | None
     generator: torch.Generator | None
@@ -140,6 +146,7 @@ class Settings:
     logits_processor: list[LogitsProcessor]
     min_new_tokens: int
     eos_token_id: list[int]
+    stop_strings: StopStrings | None
     pad_token_id: int | None
     num_return_sequences: int
     generator: torch.Generator | None
@@ -224,6 +231,10 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
     def known_tokens(tokens: Sequence[Any]) -> bool:
         return all(isinstance(token, int) and 0 <= token < vocab for token in tokens)
 
+    strings, tokenizer = said("stop_strings", []), options.get("tokenizer")
+    strings = [strings] if isinstance(strings, str) else list(strings)
+    if strings and tokenizer is None and "tokenizer.json" in model.assets:
+        tokenizer = getattr(model, "tokenizer")  # noqa: B009  not of `Decoder`
     seed: Any = options.get("seed")
     seeds = seed if isinstance(seed, Sequence) else [] if seed is None else [seed]
     check(seed is None or generator is None, "generate: seed and generator exclude each other, got both. Pass one.")
@@ -253,6 +264,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         logits_processor=[processors] if callable(processors) else list(processors),
         min_new_tokens=said("min_new_tokens", 0),
         eos_token_id=eos,
+        stop_strings=StopStrings(strings, tokenizer) if strings else None,
         pad_token_id=next((pad for pad in pads if pad is not None and 0 <= pad < vocab), None),
         num_return_sequences=_first(options.get("num_return_sequences"), 1),
         generator=generator,

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from liger_models.generation.options import Settings
 from liger_models.generation.sampling import Sampler
+from liger_models.generation.stop_strings import StopStrings
 
 
 class Step(NamedTuple):
@@ -50,8 +51,10 @@ class Rows:
         self.length, self.logprobs = T, logprobs
         self.sampler = Sampler(settings, prompts, vocab_size)
         self.stops = torch.tensor(settings.eos_token_id, dtype=torch.int64, device=device)
+        self.strings = settings.stop_strings
         self.padding = settings.pad_token_id or 0
         self.ended = torch.zeros(B, dtype=torch.bool, device=device)
+        self._all_ended: bool | None = False
 
     def step(self, logits: Tensor) -> Step:
         """Choose and append the next tokens from logits [B, V]."""
@@ -61,18 +64,30 @@ class Rows:
         found = None
         if self.logprobs:
             found = log_probs_of(logits, tokens).masked_fill(self.ended, 0)
-        if len(self.stops):
+        if len(self.stops) or self.strings is not None:
             tokens = tokens.masked_fill(self.ended, self.padding)
             self.ended = self.ended | torch.isin(tokens, self.stops)
+            self._all_ended = None
         self.ids[:, end] = tokens
         if self.context is not self.ids:
             self.context[:, end] = tokens
         self.length += 1
+        if self.strings is not None:
+            self._find(self.strings)
         return Step(tokens, self.ended, found)
+
+    def _find(self, strings: StopStrings) -> None:
+        """End the rows in which the last token completes a stop string. Synchronises with the device."""
+        last = self.context[:, max(self.length - strings.window, 0) : self.length]
+        rows = torch.cat([self.ended[:, None], last], 1).tolist()
+        ended = [bool(done) or strings.completed_by_last(tokens) for done, *tokens in rows]
+        self.ended, self._all_ended = torch.tensor(ended, device=last.device), all(ended)
 
     def all_ended(self) -> bool:
         """Whether every row has ended. Synchronises with the device if rows can end."""
-        return len(self.stops) > 0 and bool(self.ended.all())
+        if self._all_ended is None:
+            self._all_ended = bool(self.ended.all())
+        return self._all_ended
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:

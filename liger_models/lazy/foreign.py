@@ -85,7 +85,6 @@ FOREIGN = {
     "num_beams": Foreign(_GENERATE, (1,)),
     "min_length": Foreign("Pass min_new_tokens, which does not count the prompt.", (0,)),
     "stopping_criteria": Foreign(f"Break out of a loop over model.stream(...). {_GENERATE}"),
-    "stop_strings": Foreign(f"Break out of a loop over model.stream(...). {_GENERATE}"),
     "assistant_model": Foreign(f"LigerMedusa drafts with heads of its own. {_GENERATE}"),
     "synced_gpus": Foreign(_GENERATE, (False,)),
     "return_dict_in_generate": Foreign(_OUTPUT, (False,)),

@@ -247,7 +247,7 @@ def sample(model: CausalLM, prompt: str) -> str:
     else:
         ids = tokenizer.encode(prompt)
     with torch.compiler.set_stance("force_eager"):  # compiled blocks would be compiled again for growing lengths
-        made = model.generate(ids, max_new_tokens=SAMPLE_TOKENS, do_sample=False, eos_token_id=[])
+        made = model.generate(ids, max_new_tokens=SAMPLE_TOKENS, do_sample=False, eos_token_id=[], stop_strings=[])
     reshard(model)
     tokens = made[0, len(ids) :].tolist()
     stops = resolve(model, 1, {}).eos_token_id

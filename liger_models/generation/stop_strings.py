@@ -1,0 +1,43 @@
+"""Strings that end a row, such as the beginning of the next question."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from liger_models.kernels.checks import check
+
+
+class StopStrings:
+    """Tells whether the last token of a row completes one of some strings.
+
+    Args:
+        strings: the strings, not empty.
+        tokenizer: has ``decode(ids, skip_special_tokens=False)``.
+
+    Attributes:
+        window: number of tokens at the end of a row that decide it: each has at least one byte of a string, and one
+            more stands before them, because decoders strip the space at the beginning of a text.
+    """
+
+    def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
+        check(
+            all(isinstance(string, str) and string for string in strings),
+            f"generate: stop_strings must be a text or a list of texts, none of them empty, got {strings!r}.",
+        )
+        check(
+            tokenizer is not None,
+            "generate: stop_strings need a tokenizer, got a model without one. Pass tokenizer=Tokenizer."
+            "from_pretrained(folder).",
+        )
+        self.strings, self.tokenizer = strings, tokenizer
+        self.window = max(len(string.encode()) for string in strings) + 1
+
+    def completed_by_last(self, row: list[int]) -> bool:
+        """Whether a string ends inside the last token, or with it.
+
+        Args:
+            row: the last ``window`` tokens, with −1 for padding.
+        """
+        tokens = [token for token in row if token >= 0]
+        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        before = self.tokenizer.decode(tokens[:-1], skip_special_tokens=False).rstrip("\N{REPLACEMENT CHARACTER}")
+        return any(text.find(string, max(len(before) - len(string) + 1, 0)) >= 0 for string in self.strings)
