@@ -11,6 +11,7 @@ from liger_models import AutoLigerModel
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.generation.loop import generate, stream
 from liger_models.generation.options import UNFILTERED, Options, PromptInputs, resolve, select_inputs
+from liger_models.generation.prefix import TOKENS
 from liger_models.generation.sampling import (
     Sampler,
     exponential_noise,
@@ -348,6 +349,89 @@ def test_rows_do_not_depend_on_one_another(ours):
             end = ends[0] + 1 if ends else NEW
             assert torch.equal(tokens[:end], alone[row][:end])
             assert (tokens[end:] == 9).all()
+
+
+# --- a cache that is kept --------------------------------------------------------------------------------------------
+
+
+def counted(model, monkeypatch):
+    """The number of tokens in each forward, in a list that grows."""
+    sizes = []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda ids, **inputs: sizes.append(ids.shape[1]) or forward(ids, **inputs))
+    return sizes
+
+
+def test_a_conversation_computes_only_what_is_new(ours, monkeypatch):
+    sizes = counted(ours, monkeypatch)
+    cache = DecodeCache(40)
+    prompt = PROMPTS[0]
+    first = generate(ours, [prompt], max_new_tokens=5, cache=cache)[0].tolist()
+    assert cache.length == 13
+    # The new tokens and the last; then two that follow these; then two others instead; then the last is run again.
+    for more, computed in (([4, 8], 3), ([4, 8, 30, 31], 2), ([11, 12], 2), ([], 1)):
+        asked = first + more
+        sizes.clear()
+        got = generate(ours, [asked], max_new_tokens=3, cache=cache)
+        assert sizes[0] == computed
+        assert cache.length == len(asked) + 2
+        assert torch.equal(got, generate(ours, [asked], max_new_tokens=3))
+    sizes.clear()
+    assert torch.equal(
+        generate(ours, [[1, 2]], max_new_tokens=3, cache=cache), generate(ours, [[1, 2]], max_new_tokens=3)
+    )
+    assert sizes[0] == 2  # nothing in common
+
+
+def test_a_kept_cache_of_padded_rows(ours, monkeypatch):
+    """Columns are compared: other padding, or another token in one row, cuts all rows."""
+    cache = DecodeCache(40)
+    first = generate(ours, **padded(), max_new_tokens=4, cache=cache)
+    mask = torch.nn.functional.pad(padded()["attention_mask"], (0, 6), value=1)
+    sizes = counted(ours, monkeypatch)
+    asked = torch.cat([first, torch.tensor([[4, 8], [9, 9], [30, 1]])], 1)
+    other = asked.clone()
+    other[1, 11] = (asked[1, 11] + 1) % VOCAB
+    for ids, start in ((asked, 12), (other, 11)):
+        sizes.clear()
+        got = generate(ours, ids, attention_mask=mask, max_new_tokens=4, cache=cache)
+        assert sizes[0] == ids.shape[1] - start
+        assert torch.equal(got, generate(ours, ids, attention_mask=mask, max_new_tokens=4))
+    sizes.clear()
+    got = generate(ours, ids[:, :8], max_new_tokens=2, cache=cache)
+    assert sizes[0] == 8  # no padding now, so that the first tokens differ
+    assert torch.equal(got, generate(ours, ids[:, :8], max_new_tokens=2))
+
+
+def test_a_kept_cache_with_several_continuations_and_with_stream(ours, monkeypatch):
+    cache = DecodeCache(30)
+    steps = stream(ours, PROMPTS[:1], max_new_tokens=8, cache=cache)
+    said = [int(next(steps)) for _ in range(4)]
+    del steps  # what was computed is there
+    sizes = counted(ours, monkeypatch)
+    asked = [PROMPTS[0] + said + [3]]
+    options = {"max_new_tokens": 4, "do_sample": True, "num_return_sequences": 3, "seed": 5}
+    got = generate(ours, asked, **options, cache=cache)
+    assert sizes[0] == 2
+    assert torch.equal(got, generate(ours, asked, **options))
+    sizes.clear()
+    more = torch.cat([got, got[:, :2]], 1)
+    assert torch.equal(generate(ours, more, max_new_tokens=2, cache=cache), generate(ours, more, max_new_tokens=2))
+    assert sizes[0] == 3
+
+
+@pytest.mark.parametrize("original", [9, 12, 20])
+def test_a_kept_cache_where_longrope_switches(original):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 6.0, 9.0]}
+    rope = _rope(rope_type="longrope", original_max_position_embeddings=original, **factors)
+    torch.manual_seed(0)
+    ours = AutoLigerModel.from_config(
+        {**SIZES, "model_type": "phi3", **rope, "original_max_position_embeddings": original}
+    )
+    cache = DecodeCache(40)
+    asked = generate(ours, PROMPTS[:1], max_new_tokens=5, cache=cache)
+    for ids in (asked, torch.cat([asked, asked[:, 3:9]], 1), asked[:, :11], asked[:, :6]):
+        assert torch.equal(generate(ours, ids, max_new_tokens=3, cache=cache), generate(ours, ids, max_new_tokens=3))
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -829,6 +913,13 @@ def test_the_prompts_are_left_alone(ours):
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 
 
+def filled_cache(rows, *names):
+    cache = DecodeCache(9)
+    cache.length = 1
+    cache.extra = dict.fromkeys(names, torch.zeros(rows, 9))
+    return cache
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -863,6 +954,11 @@ IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
         ),
         ({"stop_strings": ["a", ""]}, r"stop_strings must be a text .* none of them empty, got \['a', ''\]"),
         ({"stop_strings": "a"}, r"stop_strings need a tokenizer, got a model without one\. Pass tokenizer="),
+        ({"cache": DecodeCache(3)}, r"cache must have room for 4 tokens, got 3\. Make it larger"),
+        ({"cache": DecodeCache(9), "use_cache": False}, r"cache must be a DecodeCache, without use_cache=False"),
+        ({"cache": 9}, r"cache must be a DecodeCache, .* got int"),
+        ({"cache": filled_cache(3)}, r"cache must be new or filled by generate, got one that a forward filled"),
+        ({"cache": filled_cache(3, TOKENS)}, r"cache must have a row for each of the 2 prompts, got 3"),
         ({"seed": 1.5}, r"seed must be an integer in \[0, 2\*\*62\) or a list of them, got 1.5"),
         ({"seed": -1}, r"seed must be an integer in \[0, 2\*\*62\) or a list of them, got -1"),
         (

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.generation.options import Options, Settings, resolve, select_inputs, shows_options
+from liger_models.generation.prefix import cut_to_prefix, remember
 from liger_models.generation.prompts import Prompts, batch_prompts
 from liger_models.generation.rows import Rows, Step
 from liger_models.layers.decoder import Decoder
@@ -140,7 +141,9 @@ def _steps(
     T, repeats = prompts.shape[1], settings.num_return_sequences
     S = T + settings.max_new_tokens
     positions = model.prompt_positions(prompts, mask, settings.max_new_tokens, inputs)
-    cache = DecodeCache(S - 1) if settings.use_cache else None  # the last token is never cached
+    cache = settings.cache
+    if cache is None and settings.use_cache:
+        cache = DecodeCache(S - 1)  # the last token is never cached
     if repeats > 1:
         if cache is None and inputs:
             with_images: Any = model
@@ -157,6 +160,12 @@ def _steps(
     furthest = positions.flatten(0, -2).amax(0)
     switches = [int((furthest < length).sum()) for length in lengths if length is not None]
     modules = list(model.modules())
+    if settings.cache is not None:
+        old = settings.cache.length
+        cut_to_prefix(settings.cache, rows.context[::repeats, :T])
+        if any(T <= switch < old for switch in switches):
+            settings.cache.length = 0
+        remember(settings.cache, rows.context[::repeats])
 
     for end in range(T, S):
         if cache is not None and any(cache.length <= switch < end for switch in switches):
@@ -176,6 +185,7 @@ def _steps(
             copies = torch.arange(len(logits), device=logits.device).repeat_interleave(every)
             logits = logits[copies]
             cache.select(copies)
+            remember(cache, rows.context)
         yield rows.step(logits)
         if rows.all_ended():
             return

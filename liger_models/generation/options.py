@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_models.generation.stop_strings import StopStrings
 from liger_models.kernels.checks import check
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.kv_cache import DecodeCache
 from liger_models.lazy.foreign import translate
 from liger_models.text.json_files import parse_json
 
@@ -91,6 +92,9 @@ class Options(PromptInputs, total=False):
             alone, not on other rows, the device, or what was drawn before. One integer s gives the rows s, s + 1, ....
             (draws come from ``generator``)
         use_cache: use the decode cache; False recomputes the whole sequence for each token. (True)
+        cache: decode cache that is kept: `DecodeCache` with room for the prompts and all new tokens but the last. It
+            then holds these tokens, and can be passed again with prompts that begin with some of them, as in a
+            conversation: only what follows is computed. The model's weights must be the same. Not with images. (none)
     """
 
     attention_mask: Tensor | None
@@ -114,6 +118,7 @@ class Options(PromptInputs, total=False):
     generator: torch.Generator | None
     seed: int | Sequence[int] | None
     use_cache: bool | None
+    cache: DecodeCache | None
 
 
 def shows_options(function: Function) -> Function:
@@ -152,6 +157,7 @@ class Settings:
     generator: torch.Generator | None
     seed: int | list[int] | None
     use_cache: bool
+    cache: DecodeCache | None
 
     def __post_init__(self) -> None:
         check(self.max_new_tokens >= 1, f"generate: max_new_tokens must be at least 1, got {self.max_new_tokens}.")
@@ -242,6 +248,12 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         all(isinstance(each, int) and 0 <= each < 2**62 for each in seeds),
         f"generate: seed must be an integer in [0, 2**62) or a list of them, got {seed!r}.",
     )
+    kept, given = options.get("cache"), [name for name in model.prompt_inputs if options.get(name) is not None]
+    check(
+        kept is None or (isinstance(kept, DecodeCache) and options.get("use_cache") is not False and not given),
+        f"generate: cache must be a DecodeCache, without {', '.join(given) or 'use_cache=False'}, got "
+        f"{type(kept).__name__}.",
+    )
     processors: Any = _first(options.get("logits_processor"), [])
     words, suppressed = said("bad_words_ids", []), said("suppress_tokens", [])
     check(
@@ -270,6 +282,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         generator=generator,
         seed=list(seeds) if isinstance(seed, Sequence) else seed,
         use_cache=_first(options.get("use_cache"), True),
+        cache=kept,
     )
 
 

@@ -43,6 +43,11 @@ def batch_prompts(
         f"generate: seed must be one integer, or one for each of the {rows} rows of the result, got {settings.seed}.",
     )
     check(
+        settings.cache is None or settings.cache.capacity >= ids.shape[1] + settings.max_new_tokens - 1,
+        f"generate: cache must have room for {ids.shape[1] + settings.max_new_tokens - 1} tokens, got "
+        f"{None if settings.cache is None else settings.cache.capacity}. Make it larger.",
+    )
+    check(
         mask is None or mask.shape == ids.shape,
         f"generate: attention_mask must be {list(ids.shape)} like input_ids, "
         f"got {None if mask is None else list(mask.shape)}.",

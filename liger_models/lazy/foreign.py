@@ -43,7 +43,7 @@ def _device(value: Any) -> Any:
 
 _FOUR_BITS = "Load the model, add adapters with apply_lora, then call quantize_base."
 _SHARD = "To spread a model over GPUs, pass shard=apply_fsdp on all ranks."
-_CACHE = "Pass cache=DecodeCache(tokens) to the forward; generate makes its own cache."
+_CACHE = "Pass cache=DecodeCache(tokens); without it generate makes its own cache."
 _GENERATE = "The models of liger_models.hf have transformers' own generate."
 _OUTPUT = "Pass return_logprobs=True, or call the model on the tokens that generate returned."
 

@@ -49,6 +49,27 @@ def test_generates_what_transformers_generates(pair, use_cache):
 
 
 @one_case
+def test_a_kept_cache_can_grow_but_not_be_cut_back(pair):
+    *case, _, ours = pair
+    ids = tokens(*case, 2, 8)
+    cache = DecodeCache(30)
+    options = {"max_new_tokens": 3, "eos_token_id": []}
+    said = ours.generate(ids, cache=cache, **options)
+    more = torch.cat([said, ids[:, :2]], 1)
+    assert torch.equal(ours.generate(more, cache=cache, **options), ours.generate(more, **options))
+    other = more.clone()
+    other[1, 9] = (other[1, 9] + 1) % 32
+    message = (
+        rf"must begin with all 15 tokens of the cache, .* got token {int(other[1, 9])} instead of .* at 9 of row 1"
+    )
+    with pytest.raises(ValueError, match=message):
+        ours.generate(other, cache=cache, **options)
+    with pytest.raises(ValueError, match=r"and have further ones, got only 13 tokens\. Use a new DecodeCache"):
+        ours.generate(more, cache=cache, **options)
+    assert cache.length == 15
+
+
+@one_case
 def test_rows_of_the_cache_are_selected_with_their_states(pair):
     *case, _, ours = pair
     ids, rows = tokens(*case, 2, 9), torch.tensor([1, 1, 0])

@@ -1,0 +1,56 @@
+"""Decode caches that are kept from one call to the next, for prompts that begin with the same tokens."""
+
+from torch import Tensor
+
+from liger_models.kernels.checks import check
+from liger_models.layers.kv_cache import DecodeCache
+
+TOKENS = "tokens"
+"""Key in the decode cache: [B, S] int64, the cached tokens and perhaps further columns; padding is -1."""
+
+
+def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
+    """Keep of a cache only what the prompts begin with, and at most all but their last token.
+
+    Columns are compared, so that rows with other padding have nothing in common. Synchronises with the device.
+
+    Args:
+        cache: a new cache, or one that `remember` has been called with.
+        prompts: [B, T] int64, with −1 for padding.
+
+    Raises:
+        ValueError: the cache has another number of rows, was not filled by ``generate``, or holds recurrent states of
+            tokens that the prompts do not begin with.
+    """
+    if not cache.length:
+        return
+    B, T = prompts.shape
+    check(TOKENS in cache.extra, "generate: cache must be new or filled by generate, got one that a forward filled.")
+    known = cache.extra[TOKENS]
+    check(
+        len(known) == B,
+        f"generate: cache must have a row for each of the {B} prompts, got {len(known)}. Use a new DecodeCache.",
+    )
+    width = min(cache.length, T - 1)
+    same = known[:, :width] == prompts[:, :width]
+    length = int(same.all(0).cumprod(0).sum())
+    if length < cache.length and cache.is_recurrent:
+        found = f"only {T} tokens"
+        if length < width:
+            row = int(same[:, length].logical_not().nonzero()[0])
+            found = f"token {int(prompts[row, length])} instead of {int(known[row, length])} at {length} of row {row}"
+        raise ValueError(
+            f"generate: prompts must begin with all {cache.length} tokens of the cache, because recurrent states can't "
+            f"be cut back, and have further ones, got {found}. Use a new DecodeCache."
+        )
+    cache.length = length
+
+
+def remember(cache: DecodeCache, tokens: Tensor) -> None:
+    """Let `cut_to_prefix` know the tokens.
+
+    Args:
+        cache: the cache.
+        tokens: [B, S] int64, with −1 for padding. Columns beyond the cached ones may be filled later.
+    """
+    cache.extra[TOKENS] = tokens
