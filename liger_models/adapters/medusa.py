@@ -200,8 +200,7 @@ class LigerMedusa(nn.Module):
             out = self.model(
                 input_ids, labels=nothing, loss_function=lambda hidden, *_: hidden, return_logits=True, **inputs
             )
-            others = [head(out.loss) for head in self.heads]
-            others = [self.model.lm_head(other) if self.share_lm_head else other for other in others]
+            others = [self.draft_logits(out.loss, index) for index in range(len(self.heads))]
             return MedusaOutput(aux_loss=out.aux_loss, logits=torch.stack([out.logits, *others]))
         bounds = take_cu_seqlens(inputs.get("cu_seqlens"), {**inputs})
         ahead = self.targets(labels, inputs.get("attention_mask"), bounds)
@@ -229,6 +228,18 @@ class LigerMedusa(nn.Module):
         if result.loss is not None and out.aux_loss is not None and not self.freeze:
             result = result._replace(loss=result.loss + out.aux_loss)
         return result
+
+    def draft_logits(self, hidden: Tensor, index: int) -> Tensor:
+        """Logits [..., V] of head ``index`` = 0 ... K − 1, from the model's last hidden states [..., C].
+
+        They are those of the token after next, and so on: the model's own head predicts the next one.
+        """
+        found: Tensor = self.heads[index](hidden)
+        return self.model.lm_head(found) if self.share_lm_head else found
+
+    def generate(self, input_ids: Any, *, max_new_tokens: int, **options: Any) -> Any:
+        """As `CausalLM.generate` of the model, whose tokens it returns, with the heads' drafts: fewer forwards."""
+        return self.model.generate(input_ids, max_new_tokens=max_new_tokens, draft_model=self, **options)
 
     def targets(self, labels: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """[K, B, T] int64: for head k the label k + 1 positions ahead; −100 past the end of the document or row.

@@ -5,16 +5,17 @@ repeated sequence of tokens.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
+from liger_models.generation.eval_mode import evaluating
 from liger_models.generation.options import Options, Settings, resolve, select_inputs, shows_options
 from liger_models.generation.prefix import cut_to_prefix, remember
 from liger_models.generation.prompts import Prompts, batch_prompts
 from liger_models.generation.rows import Rows, Step
+from liger_models.generation.speculation import speculate
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import layers_of
@@ -88,7 +89,8 @@ def generate(
     """
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)
-    steps = list(_steps(model, ids, mask, settings, select_inputs(model, options), logprobs=return_logprobs))
+    run = _steps if settings.draft_model is None else speculate
+    steps = list(run(model, ids, mask, settings, select_inputs(model, options), logprobs=return_logprobs))
     ids = ids.repeat_interleave(settings.num_return_sequences, 0)
     sequences = torch.cat([ids, torch.stack([step.tokens for step in steps], 1)], 1)
     if not return_logprobs:
@@ -116,8 +118,8 @@ def stream(
     """
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)
-    steps = _steps(model, ids, mask, settings, select_inputs(model, options))
-    return (step.tokens for step in steps)
+    run = _steps if settings.draft_model is None else speculate
+    return (step.tokens for step in run(model, ids, mask, settings, select_inputs(model, options)))
 
 
 @torch.no_grad()
@@ -172,7 +174,7 @@ def _steps(
             cache.length = 0
         new = slice(cache.length if cache is not None else 0, end)
         every = repeats if cache is not None and end == T else 1  # a prompt is computed once
-        with _evaluating(modules):
+        with evaluating(modules):
             logits = model(
                 rows.ids[::every, new],
                 position_ids=positions[..., ::every, new],
@@ -189,16 +191,3 @@ def _steps(
         yield rows.step(logits)
         if rows.all_ended():
             return
-
-
-@contextmanager
-def _evaluating(modules: list[nn.Module]) -> Iterator[None]:
-    """Put modules into eval mode, and restore the mode of each afterwards."""
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

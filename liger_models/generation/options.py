@@ -95,6 +95,10 @@ class Options(PromptInputs, total=False):
         cache: decode cache that is kept: `DecodeCache` with room for the prompts and all new tokens but the last. It
             then holds these tokens, and can be passed again with prompts that begin with some of them, as in a
             conversation: only what follows is computed. The model's weights must be the same. Not with images. (none)
+        draft_model: a smaller model with the same tokenizer, or `LigerMedusa` around the model. It proposes tokens, and
+            the model checks several at a time. The tokens are the same as without, up to rounding. Sampling needs
+            ``seed``. Neither model may have recurrent states. (none)
+        num_draft_tokens: number of tokens that are proposed at a time. (5; of `LigerMedusa` one for each head)
     """
 
     attention_mask: Tensor | None
@@ -119,6 +123,8 @@ class Options(PromptInputs, total=False):
     seed: int | Sequence[int] | None
     use_cache: bool | None
     cache: DecodeCache | None
+    draft_model: Any
+    num_draft_tokens: int | None
 
 
 def shows_options(function: Function) -> Function:
@@ -158,6 +164,8 @@ class Settings:
     seed: int | list[int] | None
     use_cache: bool
     cache: DecodeCache | None
+    draft_model: Any
+    num_draft_tokens: int
 
     def __post_init__(self) -> None:
         check(self.max_new_tokens >= 1, f"generate: max_new_tokens must be at least 1, got {self.max_new_tokens}.")
@@ -181,6 +189,7 @@ class Settings:
             ("no_repeat_ngram_size", 0, "Set 0 for no such rule."),
             ("min_new_tokens", 0, "Set 0 for no minimum."),
             ("num_return_sequences", 1, "Set 1 for one continuation of each prompt."),
+            ("num_draft_tokens", 1, "Omit draft_model for no drafts."),
         ):
             value = getattr(self, name)
             check(
@@ -254,6 +263,33 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         f"generate: cache must be a DecodeCache, without {', '.join(given) or 'use_cache=False'}, got "
         f"{type(kept).__name__}.",
     )
+    draft: Any = options.get("draft_model")
+    heads = None
+    if draft is not None:
+        check(
+            isinstance(draft, Decoder) or (hasattr(draft, "draft_logits") and draft.model is model),
+            f"generate: draft_model must be a model of this package, or LigerMedusa around this model, got "
+            f"{type(draft).__name__}.",
+        )
+        check(
+            not isinstance(draft, Decoder) or draft.device == model.device,
+            f"generate: draft_model must be on {model.device} like the model, got {getattr(draft, 'device', None)}.",
+        )
+        check(
+            kept is None and options.get("use_cache") is not False,
+            "generate: draft_model must be given without cache and use_cache=False, got both. Omit one.",
+        )
+        check(
+            seed is not None or not do_sample,
+            "generate: draft_model needs seed with do_sample=True, because other draws would depend on the drafts. "
+            "Pass seed=0, or do_sample=False.",
+        )
+        heads = None if isinstance(draft, Decoder) else len(draft.heads)
+        check(
+            heads is None or (options.get("num_draft_tokens") or 1) <= heads,
+            f"generate: num_draft_tokens must be at most the number of heads ({heads}), got "
+            f"{options.get('num_draft_tokens')}.",
+        )
     processors: Any = _first(options.get("logits_processor"), [])
     words, suppressed = said("bad_words_ids", []), said("suppress_tokens", [])
     check(
@@ -283,6 +319,8 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         seed=list(seeds) if isinstance(seed, Sequence) else seed,
         use_cache=_first(options.get("use_cache"), True),
         cache=kept,
+        draft_model=draft,
+        num_draft_tokens=_first(options.get("num_draft_tokens"), 5 if heads is None else heads),
     )
 
 

@@ -68,13 +68,17 @@ class Rows:
             tokens = tokens.masked_fill(self.ended, self.padding)
             self.ended = self.ended | torch.isin(tokens, self.stops)
             self._all_ended = None
-        self.ids[:, end] = tokens
-        if self.context is not self.ids:
-            self.context[:, end] = tokens
+        self.put(tokens, end)
         self.length += 1
         if self.strings is not None:
             self._find(self.strings)
         return Step(tokens, self.ended, found)
+
+    def put(self, tokens: Tensor, column: int) -> None:
+        """Write tokens [B] into a column."""
+        self.ids[:, column] = tokens
+        if self.context is not self.ids:
+            self.context[:, column] = tokens
 
     def _find(self, strings: StopStrings) -> None:
         """End the rows in which the last token completes a stop string. Synchronises with the device."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_models import KernelOptions
+from liger_models import KernelOptions, LigerLlama, LlamaConfig
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
@@ -269,6 +269,26 @@ def test_several_continuations_of_prompts_with_images(pair, use_cache):
     torch.manual_seed(1)
     assert torch.equal(got, ours.generate(ids, attention_mask=mask, **options, **repeated))
     assert not torch.equal(got[0], got[1])
+
+
+@one_video_case_each
+@pytest.mark.parametrize("several", [1, 2])
+def test_drafts_of_prompts_with_images(pair, several):
+    """A draft that sees the images, too, and one that does not."""
+    arch, _, _, ours = pair
+    batch = Batch(ours, VIDEO)
+    ids, _, mask = padded_left(batch)
+    options = {"attention_mask": mask, "max_new_tokens": 6, "eos_token_id": [], **batch.inputs}
+    options |= {"do_sample": True, "seed": 3, "num_return_sequences": several} if several > 1 else {}
+    want = ours.generate(ids, **options)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    blind = LigerLlama.from_config(LlamaConfig(vocab_size=ours.config.vocab_size, **sizes))
+    if arch.startswith("qwen3_5"):
+        with pytest.raises(ValueError, match="recurrent states"):
+            ours.generate(ids, draft_model=blind, **options)
+        return
+    for draft in (ours, blind):
+        assert torch.equal(ours.generate(ids, draft_model=draft, **options), want)
 
 
 @one_video_case_each
