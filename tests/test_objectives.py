@@ -373,6 +373,29 @@ def test_a_batch_of_grpo(folder, loss_type, beta):
         assert (found["kl"][0] / found["kl"][1]).item() == pytest.approx(metrics[0].item())
 
 
+def test_grpo_draws_from_the_model_itself(folder, monkeypatch):
+    """Whatever the checkpoint says of drawing. Each prompt is run once."""
+    given = {"model": "m", "data": "d", "output": "o", "objective": "grpo", "length": 32}
+    given |= {"reward": f"{folder}/reward.py:share", "num_generations": 4, "max_new_tokens": 6}
+    objective = make_objective(TrainOptions(**given))
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    objective.prepare(model, lambda name: None)
+    data = objective.dataset(folder / "prompts.jsonl", model, length=32, overflow=None, batch_size=2, shuffle=False)
+    rows = next(iter(data))
+    torch.manual_seed(5)
+    want = objective.batch(model, rows)
+    stored = {"min_p": 1.0, "typical_p": 0.1, "no_repeat_ngram_size": 1, "suppress_tokens": [5], "stop_strings": "e"}
+    old = json.loads(model.assets.get("generation_config.json", b"{}"))
+    model.assets = model.assets | {"generation_config.json": json.dumps(old | stored).encode()}
+    sizes = []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda ids, **inputs: sizes.append(len(ids)) or forward(ids, **inputs))
+    torch.manual_seed(5)
+    got = objective.batch(model, rows)
+    assert torch.equal(got["input_ids"], want["input_ids"])
+    assert sizes[:2] == [2, 8]
+
+
 def test_rewards_that_cannot_be(folder, monkeypatch):
     given = {"model": "m", "data": "d", "output": "o", "objective": "grpo"}
     for reward, message in (

@@ -81,17 +81,18 @@ class GRPOObjective(Objective):
     @torch.no_grad()
     def batch(self, model: CausalLM, rows: Any) -> Batch:
         """Sampled answers to a batch of prompts, ``num_generations`` to each, with ``rewards`` and ``advantages``."""
-        rows = [row for row in rows for _ in range(self.generations)]
-        prompts, stops = [row["ids"] for row in rows], set(resolve(model, self.new, {}).eos_token_id)
-        pixels: list[Any] = [row["pixels"] for row in rows]
-        inputs: dict[str, Any] = {**join_rows(pixels)}
+        stops = set(resolve(model, self.new, {}).eos_token_id)
+        inputs: dict[str, Any] = {**join_rows([row["pixels"] for row in rows])}
         # With FSDP all ranks must run the same number of forwards, so that no answer may end the sampling.
         ends: dict[str, Any] = {"eos_token_id": []} if world_size() > 1 else {}
         sampled = model.generate(
-            prompts, max_new_tokens=self.new, do_sample=True, temperature=self.temperature,
-            pad_token_id=model.tokenizer.padding_id, **UNFILTERED, **ends, **inputs,
-        )[:, max(map(len, prompts)) :].tolist()  # fmt: skip
+            [row["ids"] for row in rows], max_new_tokens=self.new, do_sample=True, temperature=self.temperature,
+            num_return_sequences=self.generations, pad_token_id=model.tokenizer.padding_id, **UNFILTERED, **ends,
+            **inputs,
+        )[:, max(len(row["ids"]) for row in rows) :].tolist()  # fmt: skip
         reshard(model)
+        rows = [row for row in rows for _ in range(self.generations)]
+        prompts, pixels = [row["ids"] for row in rows], [row["pixels"] for row in rows]
         answers = [_until(ids, stops) for ids in sampled]
         with raise_on_all_ranks():
             rewards = torch.tensor(self._rewards(model, [row["example"] for row in rows], answers))
