@@ -230,6 +230,11 @@ def test_generate(folder):
     assert len(run("generate", "model", "Hello", *options, "--stop", want[3])) < len(want)
     drawn = [run("generate", "model", "Hello", "--sample", "--seed", seed, "--device", "cpu") for seed in "778"]
     assert drawn[0] == drawn[1] != drawn[2]
+    assert run("generate", "model", "Hello", *options, "--draft-model", "model") == want + "\n"
+    sampled = run("generate", "model", "Hello", "--sample", "--seed", "7", "--draft-model", "model", "--device", "cpu")
+    assert sampled != drawn[0]  # from `seed`, which drafts need
+    ids = model.generate("Hello", max_new_tokens=256, do_sample=True, seed=7)
+    assert sampled == model.tokenizer.decode(ids[0, len(model.tokenizer.encode("Hello")) :]) + "\n"
 
 
 def test_chat(folder):

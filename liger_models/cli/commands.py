@@ -358,6 +358,9 @@ def generate(
     min_p: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. Repeatable.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Smaller model with the same tokenizer, whose drafts save time.")
+    ] = None,
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -399,6 +402,9 @@ def generate(
     chat = chat or bool(media)
     settings: dict[str, Any] = {"do_sample": sample, "temperature": temperature, "top_p": top_p, "min_p": min_p}
     settings["stop_strings"] = stop or None
+    if draft_model is not None:
+        settings["draft_model"] = _load(draft_model, None, dtype, _device(device), None, progress=not as_json)
+        settings["seed"] = torch.initial_seed() % 2**62
 
     def answer(ids: Any, inputs: dict[str, Any]) -> Iterator[str]:
         """The generated text, in pieces of whole characters."""

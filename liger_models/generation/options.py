@@ -25,7 +25,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``(input_ids [B, T], logits [B, V]) -> logits [B, V]``."""
 
-NOT_HERE = ("num_beams", "epsilon_cutoff", "eta_cutoff", "min_length")
+NOT_HERE = (
+    "num_beams", "epsilon_cutoff", "eta_cutoff", "top_h", "min_length", "sequence_bias", "begin_suppress_tokens",
+    "forced_eos_token_id",
+)  # fmt: skip
 """Keys of generation_config.json that affect the tokens but are not implemented. A warning names them."""
 
 DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
