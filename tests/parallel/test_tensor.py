@@ -478,6 +478,12 @@ def ask_the_model(sequence_parallel: bool) -> dict[str, Any]:
     results["greedy"] = model.generate(prompts, max_new_tokens=6, eos_token_id=[])
     torch.manual_seed(0)
     results["sampled"] = model.generate(prompts, max_new_tokens=6, do_sample=True, eos_token_id=[])
+    options = {"max_new_tokens": 6, "do_sample": True, "seed": 3, "eos_token_id": []}
+    results["seeded"] = model.generate(prompts, **options)
+    torch.manual_seed(0)
+    draft = type(model).from_config(model.config)  # a whole one on each rank
+    results["drafted"] = model.generate(prompts, **options, draft_model=draft)
+    assert torch.equal(results["drafted"], results["seeded"])
     return results
 
 
