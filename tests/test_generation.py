@@ -783,6 +783,11 @@ def test_generation_config_gives_the_defaults(ours, monkeypatch):
     assert torch.equal(generate(ours, PROMPTS, max_new_tokens=NEW), want)
 
 
+def test_a_call_may_be_shorter_than_the_checkpoint_asks_for(ours, monkeypatch):
+    configure(ours, monkeypatch, min_new_tokens=9)
+    assert generate(ours, PROMPTS, max_new_tokens=2).shape == (3, 11)
+
+
 def test_without_generation_config(ours, monkeypatch):
     monkeypatch.setattr(ours, "assets", {})
     options = resolved(ours)
@@ -940,6 +945,7 @@ def filled_cache(rows, *names):
         ({"bad_words_ids": [[3], []]}, r"bad_words_ids must be lists of tokens in \[0, 53\), got \[\[3\], \[\]\]"),
         ({"bad_words_ids": [3, 4]}, r"bad_words_ids must be lists of tokens in \[0, 53\), got \[3, 4\]"),
         ({"suppress_tokens": [VOCAB]}, r"suppress_tokens must be tokens in \[0, 53\), got \[53\]"),
+        ({"logits_processor": 5}, r"logits_processor must be a function or a list of functions, got int"),
         (
             {"logits_processor": [len, "no"]},
             r"logits_processor must be a function .* got builtin_function_or_method, str",

@@ -200,11 +200,6 @@ class Settings:
                 f"generate: {name} must be an integer of at least {least}, got {value!r}. {todo}",
             )
         check(
-            self.min_new_tokens <= self.max_new_tokens,
-            f"generate: min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}), got "
-            f"{self.min_new_tokens}.",
-        )
-        check(
             self.num_return_sequences == 1 or self.do_sample,
             f"generate: num_return_sequences must be 1 without do_sample, got {self.num_return_sequences}. The most "
             "likely tokens are the same in every sequence: set do_sample=True.",
@@ -266,34 +261,13 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         f"generate: cache must be a DecodeCache, without {', '.join(given) or 'use_cache=False'}, got "
         f"{type(kept).__name__}.",
     )
-    draft: Any = options.get("draft_model")
-    heads = None
-    if draft is not None:
-        check(
-            isinstance(draft, Decoder) or (hasattr(draft, "draft_logits") and draft.model is model),
-            f"generate: draft_model must be a model of this package, or LigerMedusa around this model, got "
-            f"{type(draft).__name__}.",
-        )
-        check(
-            not isinstance(draft, Decoder) or draft.device == model.device,
-            f"generate: draft_model must be on {model.device} like the model, got {getattr(draft, 'device', None)}.",
-        )
-        check(
-            kept is None and options.get("use_cache") is not False,
-            "generate: draft_model must be given without cache and use_cache=False, got both. Omit one.",
-        )
-        check(
-            seed is not None or not do_sample,
-            "generate: draft_model needs seed with do_sample=True, because other draws would depend on the drafts. "
-            "Pass seed=0, or do_sample=False.",
-        )
-        heads = None if isinstance(draft, Decoder) else len(draft.heads)
-        check(
-            heads is None or (options.get("num_draft_tokens") or 1) <= heads,
-            f"generate: num_draft_tokens must be at most the number of heads ({heads}), got "
-            f"{options.get('num_draft_tokens')}.",
-        )
+    least: Any = options.get("min_new_tokens")  # the checkpoint's may be more than a short call asks for
+    check(
+        not isinstance(least, int) or least <= max_new_tokens,
+        f"generate: min_new_tokens must be at most max_new_tokens ({max_new_tokens}), got {least}.",
+    )
     processors: Any = _first(options.get("logits_processor"), [])
+    several = isinstance(processors, Sequence) and not callable(processors)
     words, suppressed = said("bad_words_ids", []), said("suppress_tokens", [])
     check(
         all(isinstance(word, Sequence) and len(word) for word in words) and all(map(known_tokens, words)),
@@ -312,7 +286,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         no_repeat_ngram_size=said("no_repeat_ngram_size", 0),
         bad_words_ids=[list(word) for word in words],
         suppress_tokens=list(suppressed),
-        logits_processor=[processors] if callable(processors) else list(processors),
+        logits_processor=list(processors) if several else [processors],
         min_new_tokens=said("min_new_tokens", 0),
         eos_token_id=eos,
         stop_strings=StopStrings(strings, tokenizer) if strings else None,
@@ -322,9 +296,43 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         seed=list(seeds) if isinstance(seed, Sequence) else seed,
         use_cache=_first(options.get("use_cache"), True),
         cache=kept,
-        draft_model=draft,
-        num_draft_tokens=_first(options.get("num_draft_tokens"), 5 if heads is None else heads),
+        draft_model=options.get("draft_model"),
+        num_draft_tokens=_draft_tokens(model, options, do_sample),
     )
+
+
+def _draft_tokens(model: Decoder, options: Options, do_sample: bool) -> int:
+    """The number of tokens that the draft proposes at a time, which is also checked."""
+    draft, count = options.get("draft_model"), options.get("num_draft_tokens")
+    if draft is None:
+        return _first(count, 1)  # type: ignore[no-any-return]
+    model_of_its_own = isinstance(draft, Decoder)
+    check(
+        model_of_its_own or (hasattr(draft, "draft_logits") and draft.model is model),
+        f"generate: draft_model must be a model of this package, or LigerMedusa around this model, got "
+        f"{type(draft).__name__}.",
+    )
+    check(
+        not model_of_its_own or draft.device == model.device,
+        f"generate: draft_model must be on {model.device} like the model, got {getattr(draft, 'device', None)}.",
+    )
+    check(
+        options.get("cache") is None and options.get("use_cache") is not False,
+        "generate: draft_model must be given without cache and use_cache=False, got both. Omit one.",
+    )
+    check(
+        options.get("seed") is not None or not do_sample,
+        "generate: draft_model needs seed with do_sample=True, because other draws would depend on the drafts. Pass "
+        "seed=0, or do_sample=False.",
+    )
+    if model_of_its_own:
+        return _first(count, 5)  # type: ignore[no-any-return]
+    heads = len(draft.heads)
+    check(
+        count is None or count <= heads,
+        f"generate: num_draft_tokens must be at most the number of heads ({heads}), got {count}.",
+    )
+    return heads if count is None else count
 
 
 def select_inputs(model: Decoder, options: Options) -> dict[str, Any]:
