@@ -14,7 +14,7 @@ from liger_models.arch.auto import AutoLigerModel
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.convert import hub as hub_module
 
-from ..processes import run
+from ..processes import torchrun
 from .conftest import TINY, assert_same_bits, edit_json, read_tensors
 from .hub_server import HubServer, Repo
 
@@ -313,7 +313,8 @@ def test_the_clients_environment_variables_count(hub: HubServer, make_checkpoint
     (tmp_path / "load.py").write_text(SCRIPT)
 
     def load(out: str, **extra: str) -> str:
-        return run("load.py", REPO, str(tmp_path / out), cwd=tmp_path, **client | extra).stdout
+        # The client reads them when it is imported: not in a fork.
+        return torchrun(0, "load.py", REPO, str(tmp_path / out), cwd=tmp_path, **client | extra).stdout
 
     assert load("online") == "loaded\n"
     asked = len(hub.requests)
