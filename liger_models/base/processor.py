@@ -167,6 +167,26 @@ class MediaSize(NamedTuple):
         return "image" if self.frames is None else "video"
 
 
+def image_tokens(name: str, tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The image tokens of a tokenizer.
+
+    Args:
+        name: of the processor, for errors.
+        tokenizer: tokenizer of the checkpoint.
+        ids: the tokens' ids in the model's configuration.
+
+    Raises:
+        ValueError: the tokenizer lacks one of them.
+    """
+    tokens = [tokenizer.backend.id_to_token(token) or "" for token in ids]
+    check(
+        "" not in tokens,
+        f"{name}: the tokenizer must have the image token ids {', '.join(map(str, ids))}, got {len(tokenizer)} tokens. "
+        "Use the tokenizer of the checkpoint.",
+    )
+    return tokens
+
+
 class Processor(ABC):
     """Turns texts with placeholders, and images, into the inputs of ``forward`` and ``generate``.
 

@@ -22,8 +22,7 @@ from liger_models.base.images import (
     settings_of,
     to_tensor,
 )
-from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions
-from liger_models.kernels.checks import check
+from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions, image_tokens
 from liger_models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -136,12 +135,7 @@ class Gemma3Processor(Processor):
         config = model.config
         settings = settings_of(model.assets, "image_processor")
         ids = config.boi_token_index, config.image_token_index, config.eoi_token_index
-        begin, image, end = (model.tokenizer.backend.id_to_token(token) or "" for token in ids)
-        check(
-            "" not in (begin, image, end),
-            f"Gemma3Processor: the tokenizer must have the image token ids {', '.join(map(str, ids))}, got "
-            f"{len(model.tokenizer)} tokens. Use the tokenizer of the checkpoint.",
-        )
+        begin, image, end = image_tokens("Gemma3Processor", model.tokenizer, ids)
         check_given(settings)
         images = Gemma3Images(settings, config.vision_config.image_size)
         return cls(model.tokenizer, images, begin=begin, image=image, end=end, tokens=config.mm_tokens_per_image)

@@ -23,7 +23,7 @@ from liger_models.base.images import (
     settings_of,
     to_tensor,
 )
-from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions
+from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions, image_tokens
 from liger_models.kernels.checks import check
 from liger_models.text.tokenizer import Tokenizer
 
@@ -111,12 +111,7 @@ class Gemma4Processor(Processor):
         config = model.config
         settings = settings_of(model.assets, "image_processor")
         ids = config.boi_token_id, config.image_token_id, config.eoi_token_id
-        begin, image, end = (model.tokenizer.backend.id_to_token(token) or "" for token in ids)
-        check(
-            "" not in (begin, image, end),
-            f"Gemma4Processor: the tokenizer must have the image token ids {', '.join(map(str, ids))}, got "
-            f"{len(model.tokenizer)} tokens. Use the tokenizer of the checkpoint.",
-        )
+        begin, image, end = image_tokens("Gemma4Processor", model.tokenizer, ids)
         check_given(settings)
         vision = config.vision_config
         images = Gemma4Images(settings, vision.patch_size, vision.pooling_kernel_size)
@@ -155,7 +150,8 @@ class Gemma4Processor(Processor):
         )
         texts = self.texts(texts, options)
         made = each_once(self.images, one_list("Gemma4Processor", self.image, texts, images))
-        written = iter([self._written(int((positions >= 0).all(-1).sum())) for _, positions in made])
+        patches = [int((positions >= 0).all(-1).sum()) for _, positions in made]
+        written = iter([self._written(count // self.images.pool**2) for count in patches])
         edits = [[Edit(*found.span(), next(written)) for found in self.placeholder.finditer(text)] for text in texts]
         out = self.encode(texts, edits, add_special_tokens=bos, **cast(Any, options))
         return out | self._stacked(made)
@@ -178,10 +174,10 @@ class Gemma4Processor(Processor):
     def written(self, size: MediaSize) -> tuple[str, int]:
         """As `Processor.written`."""
         tokens = math.prod(self.images.tokens((size.width, size.height)))
-        return f"{self.begin}{self.image * tokens}{self.end}", tokens
+        return self._written(tokens), tokens
 
-    def _written(self, patches: int) -> str:
-        return f"{self.begin}{self.image * (patches // self.images.pool**2)}{self.end}"
+    def _written(self, tokens: int) -> str:
+        return f"{self.begin}{self.image * tokens}{self.end}"
 
     def pixels(
         self,
