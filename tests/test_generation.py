@@ -699,7 +699,7 @@ def test_several_continuations_of_each_prompt(pair, use_cache, monkeypatch):
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_log_probabilities_are_those_of_the_model_itself(pair, sampled):
-    """Of its logits before any option, as transformers returns them."""
+    """The logits before any option give them, as transformers returns them."""
     theirs, ours = pair("gqa")
     options = {"max_new_tokens": NEW, "repetition_penalty": 1.3, "suppress_tokens": [4], "pad_token_id": 2}
     options |= {"do_sample": True, "temperature": 0.5, "top_k": 5} if sampled else {"do_sample": False}

@@ -31,7 +31,7 @@ def delta_truth(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seq
 
 
 def delta_in_transformers(*inputs: Tensor) -> Tensor:
-    """What transformers runs where the package fla is not installed."""
+    """The formula that transformers runs without the package fla."""
     module = "transformers.models.qwen3_next.modeling_qwen3_next"
     out: Tensor = load(f"{module}:torch_chunk_gated_delta_rule")(*inputs, use_qk_l2norm_in_kernel=True)[0]
     return out

@@ -66,7 +66,7 @@ def errors(op: Op, peer: Peer, inputs: dict[str, Tensor]) -> dict[str, list[floa
 
 
 def verdict(found: dict[str, list[float]], least: float = LEAST_ERROR) -> str | None:
-    """What is wrong with the errors that `errors` found, or None; ``least`` as in `Op.least_error`."""
+    """What is wrong with the errors that `errors` found, None if nothing is; ``least`` is `Op.least_error`."""
     for name, (mine, theirs) in found.items():
         if not mine <= LIMIT * max(theirs, least):  # also wrong if it is NaN
             return f"wrong: {name} errs by {mine:.1e}, plain torch by {theirs:.1e}"

@@ -105,7 +105,7 @@ class LigerMTP(nn.Module):
         return {name: each for name, each in self.named_parameters() if not name.startswith("model.")}
 
     def _layouts(self) -> list[dict[str, tuple[Expression, str]]]:
-        """Of each layout in a checkpoint: our names -> expressions over names of a model, and the prefix of these."""
+        """For each layout of a checkpoint: our names -> expressions over a model's names, and the prefix of those."""
         found = []
         for weights in format_of(type(self.model)).weight_maps(self._sizes):
             prefix = weights.entries["norm.weight"].names()[0].removesuffix("norm.weight")

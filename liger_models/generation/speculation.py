@@ -26,7 +26,7 @@ from liger_models.layers.rope import DynamicScaling
 
 
 class Draft(Protocol):
-    """What proposes tokens."""
+    """Proposes the next tokens."""
 
     def logits(self, ids: Tensor, end: int, index: int) -> Tensor:
         """Logits [B, V] of the proposal number ``index``, for the column after the first ``end`` of ids [B, S]."""

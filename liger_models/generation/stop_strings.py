@@ -14,8 +14,8 @@ class StopStrings:
         tokenizer: has ``decode(ids, skip_special_tokens=False)``.
 
     Attributes:
-        window: number of tokens at the end of a row that decide it: each has at least one byte of a string, and one
-            more stands before them, because decoders strip the space at the beginning of a text.
+        window: number of tokens at the end of a row that are decoded. A token has at least one byte of a string. One
+            more token is decoded before them, because decoders strip the space at the beginning of a text.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:

@@ -427,7 +427,7 @@ class Decoder(nn.Module):
         inputs_embeds: Tensor | None = None,
         cache: DecodeCache | None = None,
     ) -> tuple[Tensor, BatchLayout]:
-        """What `run` takes of a text: the embeddings of this rank's share of the tokens, and the layout of the batch.
+        """The embeddings of this rank's share of the tokens, and the layout of the batch: the arguments of `run`.
 
         Args: as in `forward`.
         """

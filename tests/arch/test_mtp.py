@@ -125,7 +125,7 @@ class Plain:
 
 
 def gradients(mtp: LigerMTP) -> dict[str, Tensor]:
-    """Of the block, under the names of the checkpoint."""
+    """The gradients of the block, under the names of the checkpoint."""
     made = copy.deepcopy(mtp)
     with torch.no_grad():
         for one, other in zip(made.parameters(), mtp.parameters(), strict=True):

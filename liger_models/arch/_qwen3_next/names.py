@@ -20,8 +20,7 @@ from liger_models.convert.weight_map import (
 from liger_models.kernels.checks import check
 
 KEPT = ("mtp.",)
-"""What the names of the layers begin with that predict a second token (multi-token prediction). `LigerMTP` trains
-them."""
+"""Prefixes of the tensors of the block for multi-token prediction, which `LigerMTP` trains."""
 
 
 def _by_head(parts: Sequence[Expression | str], sizes: Sequence[int], heads: int) -> Expression:

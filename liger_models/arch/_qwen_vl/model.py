@@ -116,7 +116,7 @@ class MRopeModel(VisionLanguageModel):
         inputs_embeds: Tensor | None = None,
         cache: DecodeCache | None = None,
     ) -> tuple[Tensor, BatchLayout]:
-        """What `run` takes: the embeddings with images and videos inserted, and the layout of the batch.
+        """The embeddings with images and videos inserted, and the layout of the batch: the arguments of `run`.
 
         Args: as in `forward`.
         """
