@@ -24,6 +24,7 @@ from liger_models.kernels.adamw import Hyper, Update, adamw_
 from liger_models.kernels.add_parts import add_parts
 from liger_models.kernels.causal_attention import causal_attention
 from liger_models.kernels.cross_entropy import cross_entropy
+from liger_models.kernels.decode_attention import decode_attention
 from liger_models.kernels.divergence import (
     DISTRIBUTION_KINDS,
     KINDS,
@@ -48,6 +49,7 @@ from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.rope import rope, rope_qkv
 from liger_models.kernels.short_conv import short_conv
 from liger_models.kernels.sink_attention import sink_attention
+from liger_models.kernels.write_pages import write_pages
 
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx950": ("hip", "gfx950", 64)}
 """NVIDIA Hopper, AMD MI300 and AMD MI350: backend, architecture, threads of a warp."""
@@ -183,6 +185,15 @@ def run_sinks() -> None:
         differentiate(sink_attention(q, k, v, draw(H), scale=0.1))
 
 
+def run_decoding(dtype: torch.dtype) -> None:
+    table, lengths = torch.zeros(2, 40, dtype=torch.int32), torch.tensor([3, 2000], dtype=torch.int32)
+    for H, G, D in ((24, 8, 128), (64, 8, 64), (8, 1, 256), (8, 2, 512), (71, 1, 64), (16, 16, 80)):
+        q, keys = draw(2, H, D, dtype=dtype).detach(), draw(3, 64, G, D, dtype=dtype).detach()
+        for options in ({}, {"window": 300, "softcap": 30.0}, {"sinks": q[0, :, 0].contiguous()}):
+            decode_attention(q, keys, keys, table, lengths, scale=0.1, **options)
+        write_pages(keys, keys, keys[0, :2], keys[0, :2], torch.tensor([1, -1]))
+
+
 def run_wide_heads(dtype: torch.dtype, D: int, window: int | None) -> None:
     documents = None if window is None else torch.zeros(1, 3, dtype=torch.int64)
     attended = causal_attention(*(draw(1, 3, heads, D, dtype=dtype) for heads in (4, 2, 2)), documents, window=window)
@@ -231,6 +242,9 @@ if __name__ == "__main__":
     run_experts(8, 2, 512)
     run_experts(128, 8, 256)
     run_sinks()
+    run_decoding(torch.bfloat16)
+    if sys.argv[1] == "sm_90":
+        run_decoding(torch.float32)
     run_optimizer()
     run_exchange()
     modules = [
