@@ -171,6 +171,24 @@ def kernel_device(request: pytest.FixtureRequest):
 
 
 @pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch):
+    """`generate` decodes on a paged cache on the CPU, too, in pages of 16 tokens."""
+    from liger_models.generation import logits
+    from liger_models.layers import paged_cache
+
+    monkeypatch.setattr(logits, "PAGED_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(paged_cache, "PAGE", 16)
+
+
+@pytest.fixture(params=["pages", "cache", "no-cache"])
+def use_cache(request: pytest.FixtureRequest):
+    """The option of `generate`: on a paged cache, on the other one, and without any."""
+    if request.param == "pages":
+        request.getfixturevalue("small_pages")
+    return request.param != "no-cache"
+
+
+@pytest.fixture
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch):
     """`torch.empty` and its kin return NaN, so an element that no kernel writes shows."""
     for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):

@@ -103,7 +103,6 @@ def configure(model, monkeypatch, **values):
 
 
 @every_variant
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
 def test_greedy_tokens_are_those_of_transformers(pair, variant, use_cache):
     theirs, ours = pair(variant)
     options = {"max_new_tokens": NEW, "use_cache": use_cache, "do_sample": False}
@@ -672,7 +671,6 @@ def test_seeds_mean_the_same_on_every_device():
     torch.testing.assert_close(exponential_noise(seeds.cuda(), 3, 5000).cpu(), exponential_noise(seeds, 3, 5000))
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
 def test_several_continuations_of_each_prompt(pair, use_cache, monkeypatch):
     """The same tokens as of repeated prompts, which both draw in the same order; the cache computes a prompt once."""
     theirs, ours = pair("gqa")

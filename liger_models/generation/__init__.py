@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from liger_models.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from liger_models.generation.graphs import release_steps as release_steps
     from liger_models.generation.loop import GenerateOutput as GenerateOutput
     from liger_models.generation.loop import generate as generate
     from liger_models.generation.loop import stream as stream
@@ -13,6 +14,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            "graphs": ["release_steps"],
             "loop": ["GenerateOutput", "generate", "stream"],
             "options": ["Options"],
         },

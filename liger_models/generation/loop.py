@@ -4,24 +4,28 @@ Differences from transformers: top-k is off by default (transformers keeps 50 to
 repeated sequence of tokens.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
 from liger_models.generation.eval_mode import evaluating
+from liger_models.generation.logits import next_logits
 from liger_models.generation.options import Options, Settings, resolve, select_inputs, shows_options
-from liger_models.generation.prefix import cut_to_prefix, remember
 from liger_models.generation.prompts import Prompts, batch_prompts
 from liger_models.generation.rows import Rows, Step
 from liger_models.generation.speculation import speculate
+from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.decoder import Decoder
-from liger_models.layers.kv_cache import DecodeCache
-from liger_models.layers.layer import layers_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+STEPS_AHEAD = 2
+"""Steps that `generate` computes beyond one of which it has not yet read whether it ended all rows. A GPU that had to
+wait for the host after each step would idle."""
 
 
 class GenerateOutput(NamedTuple):
@@ -89,8 +93,13 @@ def generate(
     """
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)
-    run = _steps if settings.draft_model is None else speculate
-    steps = list(run(model, ids, mask, settings, select_inputs(model, options), logprobs=return_logprobs))
+    inputs = select_inputs(model, options)
+    if settings.draft_model is None:
+        ahead = steps_ahead(model.device, settings)
+        computed = _steps(model, ids, mask, settings, inputs, logprobs=return_logprobs, ahead=ahead)
+    else:
+        computed = speculate(model, ids, mask, settings, inputs, logprobs=return_logprobs)
+    steps = list(computed)
     ids = ids.repeat_interleave(settings.num_return_sequences, 0)
     sequences = torch.cat([ids, torch.stack([step.tokens for step in steps], 1)], 1)
     if not return_logprobs:
@@ -122,6 +131,12 @@ def stream(
     return (step.tokens for step in run(model, ids, mask, settings, select_inputs(model, options)))
 
 
+def steps_ahead(device: torch.device, settings: Settings) -> int:
+    """How many steps `generate` may compute that nobody sees, because all rows had ended: none that others notice."""
+    noticed = settings.cache is not None or settings.logits_processor or settings.stop_strings is not None
+    return 0 if noticed or device.type not in ACCELERATORS else STEPS_AHEAD
+
+
 @torch.no_grad()
 def _steps(
     model: Decoder,
@@ -131,6 +146,7 @@ def _steps(
     inputs: dict[str, Any],
     *,
     logprobs: bool = False,
+    ahead: int = 0,
 ) -> Iterator[Step]:
     """The new tokens of each step, until every row has ended.
 
@@ -139,15 +155,13 @@ def _steps(
         mask: [B, T] int64, 0 for padding; None for no padding.
         inputs: inputs of the model that belong to the prompts besides their tokens.
         logprobs: whether to compute log-probabilities.
+        ahead: number of steps that are computed before the host reads whether every row has ended.
     """
     T, repeats = prompts.shape[1], settings.num_return_sequences
     S = T + settings.max_new_tokens
     positions = model.prompt_positions(prompts, mask, settings.max_new_tokens, inputs)
-    cache = settings.cache
-    if cache is None and settings.use_cache:
-        cache = DecodeCache(S - 1)  # the last token is never cached
     if repeats > 1:
-        if cache is None and inputs:
+        if not settings.use_cache and inputs:
             with_images: Any = model
             inputs = with_images.repeat_prompts(prompts, inputs, repeats)
         prompts = prompts.repeat_interleave(repeats, 0)
@@ -156,38 +170,16 @@ def _steps(
     rows = Rows(prompts, mask, settings, model.config.vocab_size, logprobs=logprobs)
     if mask is not None:
         mask = nn.functional.pad(mask, (0, settings.max_new_tokens), value=1)
-    # Columns at which all rotary frequencies change (longrope). Keys cached before that are rotated by the old ones, so
-    # the cache is recomputed there.
-    lengths = [rotary.switch_length for rotary in layers_of(model.rotary)]
-    furthest = positions.flatten(0, -2).amax(0)
-    switches = [int((furthest < length).sum()) for length in lengths if length is not None]
     modules = list(model.modules())
-    if settings.cache is not None:
-        old = settings.cache.length
-        cut_to_prefix(settings.cache, rows.context[::repeats, :T])
-        if any(T <= switch < old for switch in switches):
-            settings.cache.length = 0
-        remember(settings.cache, rows.context[::repeats])
+    computed: deque[tuple[Step, Callable[[], bool]]] = deque()
 
-    for end in range(T, S):
-        if cache is not None and any(cache.length <= switch < end for switch in switches):
-            cache.length = 0
-        new = slice(cache.length if cache is not None else 0, end)
-        every = repeats if cache is not None and end == T else 1  # a prompt is computed once
-        with evaluating(modules):
-            logits = model(
-                rows.ids[::every, new],
-                position_ids=positions[..., ::every, new],
-                attention_mask=None if mask is None else mask[::every, :end],
-                logits_to_keep=1,
-                cache=cache,
-                **(inputs if new.start == 0 else {}),
-            ).logits[:, -1]
-        if every > 1 and cache is not None:
-            copies = torch.arange(len(logits), device=logits.device).repeat_interleave(every)
-            logits = logits[copies]
-            cache.select(copies)
-            remember(cache, rows.context)
-        yield rows.step(logits)
-        if rows.all_ended():
-            return
+    with next_logits(model, rows, mask, positions, inputs, settings) as logits_of:
+        for end in range(T, S):
+            with evaluating(modules):
+                logits = logits_of(end)
+            computed.append((rows.step(logits), rows.read_later()))
+            while len(computed) > (ahead if end < S - 1 else 0):
+                step, all_ended = computed.popleft()
+                yield step
+                if all_ended():
+                    return

@@ -1,5 +1,6 @@
 """The rows of a batch while they are continued: their tokens so far, and which of them have ended."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from liger_models.generation.options import Settings
 from liger_models.generation.sampling import Sampler
 from liger_models.generation.stop_strings import StopStrings
+from liger_models.kernels.dispatch import ACCELERATORS
 
 
 class Step(NamedTuple):
@@ -92,6 +94,20 @@ class Rows:
         if self._all_ended is None:
             self._all_ended = bool(self.ended.all())
         return self._all_ended
+
+    def read_later(self) -> Callable[[], bool]:
+        """A function that says whether every row has ended by now; only its call waits for the device."""
+        if self._all_ended is not None or self.ended.device.type not in ACCELERATORS:
+            known = self.all_ended()
+            return lambda: known
+        copy = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(self.ended.all(), non_blocking=True)
+        copied = torch.accelerator.current_stream(self.ended.device).record_event()
+
+        def read() -> bool:
+            copied.synchronize()
+            return bool(copy)
+
+        return read
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:

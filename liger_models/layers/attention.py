@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from liger_models.kernels.causal_attention import MOST_HEAD_DIM, causal_attention
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group, sum_over, to_heads, to_tokens
+from liger_models.kernels.decode_attention import decode_attention
 from liger_models.kernels.dispatch import ACCELERATORS, TRITON_DTYPES
 from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from liger_models.kernels.rms_norm import scale_normed
@@ -231,11 +232,11 @@ def attention(
     Plainly causal attention runs in SDPA, on the fastest backend. On an accelerator there is never a T × T mask, and
     scores exist only up to `MOST_SCORES`: in half precision documents and windows run in variable-length attention;
     padding, softcaps and other dtypes run in flex_attention. The CPU and single-token decoding use SDPA with a mask,
-    or the formula where there are sinks.
+    or the formula where there are sinks. A step on a paged cache runs in `decode_attention`.
 
     Args:
         q: [B, T, H, D].
-        k, v: [B, S, G, D], S = cached + T; H is a multiple of G.
+        k, v: [B, S, G, D], S = cached + T; H is a multiple of G. With ``layout.pages`` the pages [pages, P, G, D].
         layout: has a mask for ``window``.
         scale: factor of q·k.
         window: number of tokens that a token attends to, itself included; None for all.
@@ -250,6 +251,9 @@ def attention(
         ValueError: ``dropout`` is positive, but the kernel for this batch does not support it.
     """
     T, H, G = q.shape[1], q.shape[2], k.shape[2]
+    if layout.pages is not None:
+        options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        return decode_attention(q[:, 0], k, v, *layout.pages, **options)[:, None]  # type: ignore[arg-type]
     if layout.masks[window].counted:
         return _CountedAttention.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
     plain = softcap is None and sinks is None and dropout == 0.0 and layout.causal and not layout.masks[window].later
@@ -380,8 +384,9 @@ class LigerAttention(Layer):
     def attention(self) -> AttentionSpec:
         """What the layer requires from the model, and what it computes."""
         return AttentionSpec(
-            self.layer, self.rotary, self.window, self.softcap is not None, 4 * self.num_heads * self.head_dim
-        )
+            self.layer, self.rotary, self.window, self.softcap is not None, 4 * self.num_heads * self.head_dim,
+            takes_pages=True,
+        )  # fmt: skip
 
     def set_policy(self, policy: str) -> None:
         """Recompute under "full"."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.checks import check, check_values
-from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.kv_cache import DecodeCache, Pages
 from liger_models.layers.masks import (
     MOST_DOCUMENTS,
     Mask,
@@ -42,6 +42,7 @@ class BatchLayout:
         attention_mask: [B, S], as it was passed to the forward.
         bounds: [n + 1] int32, the start of each packed document in the B · T flattened tokens, and the end of the last;
             each row starts a document, and documents may be empty. None if the rows are not packed, or no layer asks.
+        pages: in a decoding step on a paged cache, where the tokens of each row are; there are then no masks.
     """
 
     position_ids: Tensor
@@ -53,6 +54,7 @@ class BatchLayout:
     causal: bool = True
     attention_mask: Tensor | None = None
     bounds: Tensor | None = None
+    pages: Pages | None = None
 
     @classmethod
     def bidirectional(
@@ -181,7 +183,8 @@ class BatchLayout:
             for window, needed in ({None: False} if windows is None else windows).items()
         }
         tables = {name: table(positions) for name, table in rotary.items()}
-        options = {"attention_mask": attention_mask, "bounds": bounds, **extra}
+        pages = None if cache is None else cache.pages
+        options = {"attention_mask": attention_mask, "bounds": bounds, "pages": pages, **extra}
         return cls(positions, tables, documents, past, cache, masks, **options)
 
     def mask(self, window: int | None, q: Tensor, *, explicit: bool = False) -> Mask:

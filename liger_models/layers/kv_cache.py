@@ -1,10 +1,23 @@
 """The decode cache: keys and values of the tokens so far, and states of linear attention."""
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
 from torch import Tensor
 
 from liger_models.kernels.checks import check
+
+
+class Pages(NamedTuple):
+    """Where the tokens of each row are, in a step that decodes one token of each.
+
+    Attributes:
+        table: [B, N] int32, the pages of each row.
+        lengths: [B] int32, number of tokens of each row, the new one included.
+    """
+
+    table: Tensor
+    lengths: Tensor
 
 
 class DecodeCache:
@@ -13,6 +26,9 @@ class DecodeCache:
     Args:
         capacity: maximum number of tokens per sequence.
     """
+
+    pages: Pages | None = None
+    """Set if keys and values are in pages, which `extend` then returns; see `PagedCache`."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0

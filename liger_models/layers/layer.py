@@ -22,6 +22,7 @@ class AttentionSpec(NamedTuple):
         pair_flops: floating-point operations in the forward per pair of a query and a key it attends to.
         needs_flash: whether an accelerator needs a mask even for plainly causal attention, except in half precision
             (sinks).
+        takes_pages: whether keys and values may be pages of a `PagedCache` in a decoding step. `attention` takes them.
     """
 
     cache_slot: int | None
@@ -30,6 +31,7 @@ class AttentionSpec(NamedTuple):
     needs_mask: bool
     pair_flops: int
     needs_flash: bool = False
+    takes_pages: bool = False
 
 
 class Layer(nn.Module):

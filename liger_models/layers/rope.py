@@ -97,15 +97,12 @@ def longrope_attention_factor(scaling: LongRopeScaling, max_position_embeddings:
     return math.sqrt(1 + math.log(growth) / math.log(original)) if growth > 1 else 1.0
 
 
-def _exponent(width: int) -> Tensor:
-    return torch.arange(0, width, 2, dtype=torch.int64, device="cpu").float() / width
+def _exponent(width: int, device: torch.device | str = "cpu") -> Tensor:
+    return torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
 
 
 def _base_frequencies(width: int, theta: float | Tensor) -> Tensor:
-    exponent = _exponent(width)
-    if isinstance(theta, Tensor):
-        exponent = exponent.to(theta.device)
-    return 1.0 / (theta**exponent)
+    return 1.0 / (theta ** _exponent(width, theta.device if isinstance(theta, Tensor) else "cpu"))
 
 
 def _longrope_frequencies(width: int, theta: float, divisors: list[float]) -> Tensor:

@@ -148,7 +148,6 @@ def test_packed_documents_are_separate_documents(pair):
 
 
 @every_case
-@pytest.mark.parametrize("use_cache", [True, False])
 def test_generate(pair, use_cache):
     _, _, theirs, ours = pair
     ids, mask, _, images, types = make(ours, ROWS, seed=1)  # of which no variant generates placeholders

@@ -166,7 +166,6 @@ def test_tokens_see_the_tiles_that_transformers_masks_say(pair):
 
 
 @every_case
-@pytest.mark.parametrize("use_cache", [True, False])
 def test_generate(pair, use_cache):
     _, _, theirs, ours = pair
     theirs.generation_config.eos_token_id = None

@@ -32,7 +32,6 @@ def test_several_chunks_of_the_recurrence(pair):
 
 
 @one_case
-@pytest.mark.parametrize("use_cache", [True, False])
 def test_generates_what_transformers_generates(pair, use_cache):
     """Prompts that are padded on the left: padding must leave no trace in the states."""
     *case, theirs, ours = pair

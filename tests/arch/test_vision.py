@@ -236,7 +236,6 @@ def padded_left(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 @one_video_case_each
 @every_batch
-@pytest.mark.parametrize("use_cache", [True, False])
 def test_generate(pair, rows, use_cache):
     """Greedy continuations of prompts with images, padded on the left, are transformers'."""
     _, _, theirs, ours = pair
@@ -255,7 +254,6 @@ def test_generate(pair, rows, use_cache):
 
 
 @one_video_case_each
-@pytest.mark.parametrize("use_cache", [True, False])
 def test_several_continuations_of_prompts_with_images(pair, use_cache):
     """The same as of repeated prompts and images."""
     _, _, _, ours = pair

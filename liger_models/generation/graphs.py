@@ -1,0 +1,229 @@
+"""The step that decodes one token of each row, as one CUDA graph that is replayed for all tokens.
+
+A step launches hundreds of small kernels, and the host needs longer to launch them than a GPU to run them. A graph is
+launched at once. What is captured reads the token, its position and everything about the cache from tensors that stay
+where they are, so it serves prompts of all lengths up to the capacity of its cache.
+
+A step and its cache belong to a number of rows and a capacity, both rounded up. A model in eval mode keeps a few steps
+for later calls, see `MOST_STEPS` and `MOST_MEMORY`. They are dropped when the model changes in any way that a captured
+step would not see; new values in the same parameters are seen. `release_steps` drops them at once.
+"""
+
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.kernels.dispatch import on_device_of, use_triton
+from liger_models.layers import paged_cache
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.groups import ParallelGroups
+from liger_models.layers.linear import is_sharded
+from liger_models.layers.paged_cache import PagedCache
+from liger_models.memory.recompute import is_compiled, is_hooked
+
+MOST_STEPS = 4
+MOST_MEMORY = 1 / 32
+"""Steps that a model keeps, and the part of a GPU's memory that their caches take together. A step that takes more by
+itself is not kept. Graphs need a few MiB besides, for the activations of one token of each row."""
+
+EVERY_BATCH = 16
+"""Numbers of rows are rounded up to a power of two up to this number, and above it to its multiples."""
+
+_kept: WeakKeyDictionary[nn.Module, list["DecodeStep"]] = WeakKeyDictionary()
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def last_logits(model: Decoder, ids: Tensor, **options: Any) -> Tensor:
+    """The logits of the last tokens of a forward, [B, V]."""
+    logits: Tensor = model(ids, logits_to_keep=1, **options).logits
+    return logits[:, -1]
+
+
+class DecodeStep:
+    """The forward of one token of each row, captured on its second call.
+
+    The first call compiles kernels and allocates what libraries need, so it is an ordinary forward.
+
+    Args:
+        rows, capacity, device: as for `PagedCache`.
+        captured: whether to capture it.
+        model_state: the `state_of` the model that it is captured from.
+    """
+
+    def __init__(
+        self, rows: int, capacity: int, device: torch.device, *, captured: bool, model_state: list[Any]
+    ) -> None:
+        self.cache, self.captured, self.model_state = PagedCache(rows, capacity, device), captured, model_state
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._called = False
+        self._tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        self._positions: Tensor | None = None
+        self._logits = self._tokens
+
+    def prefill(
+        self, model: Decoder, ids: Tensor, *, attention_mask: Tensor | None, repeats: int = 1, **options: Any
+    ) -> Tensor:
+        """Forget what is cached, and run the prompts.
+
+        Args:
+            model: the model.
+            ids: [B, T] int64.
+            attention_mask: [B, T], 0 for padding on the left; None for no padding.
+            repeats: number of rows that continue each prompt, one after the other.
+            options: other arguments of the forward.
+
+        Returns:
+            The logits of the last tokens, [B, V].
+        """
+        self.cache.start(ids.shape[0], ids.shape[1], attention_mask, repeats)
+        logits = last_logits(model, ids, attention_mask=attention_mask, cache=self.cache, **options)
+        if not self.cache.settle():
+            self.graph, self._called = None, False
+        return logits
+
+    def __call__(self, model: Decoder, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Run one more token of each row.
+
+        Args:
+            model: the model.
+            tokens: [B] int64.
+            positions: [1 or B, 1] int64, or [3, 1 or B, 1].
+
+        Returns:
+            The logits, [B, V].
+        """
+        B = len(tokens)
+        positions = positions.expand(*positions.shape[:-2], B, 1)
+        if self._positions is None or self._positions.dim() != positions.dim():  # the latter: images, or none anymore
+            self._positions = positions.new_empty(*positions.shape[:-2], self.cache.rows, 1)
+            self.graph, self._called = None, False
+        self._tokens.copy_(self.cache.of_rows(tokens)[:, None])
+        self._positions.copy_(self.cache.of_rows(positions, -2))
+        if self.captured and self._called and self.graph is None:
+            self._capture(model)
+        if self.graph is not None:
+            self.graph.replay()
+            return self._logits[:B].clone()  # the next call overwrites them
+        logits = self._run(model)
+        self._called = True
+        self.captured = self.captured and self.cache.is_settled
+        return logits[:B]
+
+    def _run(self, model: Decoder) -> Tensor:
+        self.cache.step()
+        return last_logits(model, self._tokens, position_ids=self._positions, cache=self.cache)
+
+    def _capture(self, model: Decoder) -> None:
+        # Not by `torch.cuda.graph`, which returns all cached memory to the driver first.
+        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self._tokens.device)
+        stream.wait_stream(torch.cuda.current_stream(self._tokens.device))
+        cause = None
+        try:
+            with on_device_of(self._tokens), torch.cuda.stream(stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._logits = self._run(model)
+                except RuntimeError as error:
+                    cause = error
+                    raise
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            self.captured = False
+            reason = str(cause or error).strip().partition("\n")[0]
+            warnings.warn(
+                f"generate: a step of {type(model).__name__} can't be captured as a CUDA graph, so tokens take longer: "
+                f"{reason}",
+                stacklevel=2,
+            )
+        else:
+            self.graph = graph
+
+
+@contextmanager
+def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
+    """Context with a step for B rows of up to ``tokens`` tokens. It is one that the model has kept if one fits.
+
+    Args:
+        model: the model. It keeps the step afterwards if none of its modules is in training mode.
+        B: number of rows.
+        tokens: number of tokens of each row that the cache must hold.
+    """
+    if not can_capture(model):
+        yield DecodeStep(B, tokens, model.device, captured=False, model_state=[])
+        return
+    state, rows = state_of(model), rounded_rows(B)
+    kept = _kept.setdefault(model, [])
+    kept[:] = [step for step in kept if step.model_state == state]
+    fits = [step for step in kept if step.cache.rows == rows and step.cache.capacity >= tokens]
+    if fits:
+        step = min(fits, key=lambda step: step.cache.capacity)
+        kept.remove(step)
+    else:
+        step = DecodeStep(rows, rounded_tokens(tokens), model.device, captured=True, model_state=state)
+    try:
+        yield step
+    finally:
+        if not any(module.training for module in model.modules()):
+            kept.append(step)
+        most = MOST_MEMORY * torch.cuda.get_device_properties(model.device).total_memory
+        while len(kept) > MOST_STEPS or sum(step.cache.num_bytes for step in kept) > most:
+            kept.pop(0)
+
+
+def release_steps(model: Decoder) -> None:
+    """Free the memory of the steps that a model has kept."""
+    _kept.pop(model, None)
+
+
+def can_capture(model: Decoder) -> bool:
+    """Whether steps of a model run as CUDA graphs: on one GPU, without hooks, compiled modules and autocast."""
+    device = model.device.type
+    return (
+        device == "cuda"
+        and use_triton(model.embed_tokens.weight)
+        and not torch.is_autocast_enabled(device)  # its casts of the weights are freed when it ends
+        and model.groups == ParallelGroups()
+        and not any(is_hooked(module) or is_compiled(module) for module in model.modules())
+        and not any(is_sharded(parameter) for parameter in model.parameters())
+    )
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """Everything that the launches of a forward may depend on, besides the values of tensors: compared by ``==``."""
+
+    def state(value: Any) -> Any:
+        if type(value) in (Tensor, nn.Parameter):  # others, such as those of 4 bits, may have no memory of their own
+            return value.data_ptr(), value.dtype, value.shape, value.stride()
+        if isinstance(value, dict):
+            return [(name, state(each)) for name, each in value.items()]
+        if isinstance(value, list | tuple):
+            return [state(each) for each in value]
+        return value if isinstance(value, bool | int | float | str | None) else id(value)
+
+    modes: list[Any] = [torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()]
+    return modes + [
+        (type(module), [(name, state(value)) for name, value in vars(module).items() if name != "training"])
+        for module in model.modules()
+    ]
+
+
+def rounded_rows(B: int) -> int:
+    """The number of rows of a step for B rows."""
+    return 1 << (B - 1).bit_length() if B <= EVERY_BATCH else -(-B // EVERY_BATCH) * EVERY_BATCH
+
+
+def rounded_tokens(tokens: int) -> int:
+    """The capacity of a step for so many tokens of each row: at most a quarter more, in whole pages."""
+    unit = max(1 << max(tokens.bit_length() - 3, 0), paged_cache.PAGE)
+    return -(-tokens // unit) * unit

@@ -1,0 +1,104 @@
+"""The logits of the next token of each row, with or without a decode cache."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.generation.graphs import DecodeStep, borrow_step, last_logits
+from liger_models.generation.options import Settings
+from liger_models.generation.prefix import cut_to_prefix, remember
+from liger_models.generation.rows import Rows
+from liger_models.kernels.dispatch import ACCELERATORS
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.layer import layers_of
+from liger_models.memory.recompute import is_compiled
+
+PAGED_DEVICES = ACCELERATORS
+"""Devices on which `generate` uses a `PagedCache`. On the CPU attention to pages copies all keys and values."""
+
+
+@contextmanager
+def next_logits(
+    model: Decoder,
+    rows: Rows,
+    mask: Tensor | None,
+    positions: Tensor,
+    inputs: dict[str, Any],
+    settings: Settings,
+) -> Iterator[Callable[[int], Tensor]]:
+    """Context with a function: number of columns that are filled -> the logits of the next tokens, [B, V].
+
+    The function is to be called with T, T + 1 and so on.
+
+    Args:
+        model: the model.
+        rows: the rows, B · ``num_return_sequences`` of which each prompt has ``num_return_sequences``.
+        mask: [B, S], 0 for padding; None for no padding.
+        positions: [1 or B, S] int64, or [3, 1 or B, S].
+        inputs: other arguments of the forward that belong to the prompts.
+        settings: the options.
+    """
+    ids, repeats, new = rows.ids, settings.num_return_sequences, settings.max_new_tokens
+    T = ids.shape[1] - new
+    # Columns at which all rotary frequencies change (longrope). Keys cached before that are rotated by the old ones, so
+    # the cache is recomputed there.
+    furthest = positions.flatten(0, -2).amax(0)
+    lengths = [rotary.switch_length for rotary in layers_of(model.rotary)]
+    switches = [int((furthest < length).sum()) for length in lengths if length is not None]
+
+    def run(first: int, end: int, every: int, forward: Callable[..., Tensor], **options: Any) -> Tensor:
+        """The logits after these columns of each row; with the prompts' every ``every`` one, which are repeated."""
+        logits = forward(
+            model, ids[::every, first:end], position_ids=positions[..., ::every, first:end],
+            attention_mask=None if mask is None else mask[::every, :end], **options,
+            **(inputs if first == 0 else {}),
+        )  # fmt: skip
+        return logits if every == 1 else logits.repeat_interleave(every, 0)
+
+    def of_all(end: int, cache: DecodeCache | None) -> Tensor:
+        if cache is None:
+            return run(0, end, 1, last_logits)
+        if any(cache.length <= switch < end for switch in switches):
+            cache.length = 0
+        every = repeats if end == T else 1  # a prompt is computed once
+        logits = run(cache.length, end, every, last_logits, cache=cache)
+        if every > 1:
+            cache.select(torch.arange(len(ids) // every, device=ids.device).repeat_interleave(every))
+            remember(cache, rows.context)
+        return logits
+
+    def of_last(end: int, step: DecodeStep) -> Tensor:
+        if end == T:
+            return run(0, end, repeats, step.prefill, repeats=repeats)
+        if end - 1 in switches:
+            return run(0, end, 1, step.prefill)
+        return step(model, ids[:, end - 1], positions[..., end - 1 : end])
+
+    if settings.cache is not None:
+        old = settings.cache.length
+        cut_to_prefix(settings.cache, rows.context[::repeats, :T])
+        if any(T <= switch < old for switch in switches):
+            settings.cache.length = 0
+        remember(settings.cache, rows.context[::repeats])
+        yield lambda end: of_all(end, settings.cache)
+    elif not settings.use_cache:
+        yield lambda end: of_all(end, None)
+    elif takes_pages(model) and (mask is None or not bool((mask.diff(dim=1) < 0).any())):  # no padding between tokens
+        with borrow_step(model, len(ids), T + new - 1) as step:  # the last token is never cached
+            yield lambda end: of_last(end, step)
+    else:
+        cache = DecodeCache(T + new - 1)
+        yield lambda end: of_all(end, cache)
+
+
+def takes_pages(model: Decoder) -> bool:
+    """Whether a model decodes on a `PagedCache`: on such a device, if all attention layers take pages and none is
+    compiled."""
+    specs = [layer.attention for layer in layers_of(model.layers)]
+    compiled = any(is_compiled(module) for module in model.modules())
+    here = model.device.type in PAGED_DEVICES
+    return here and not compiled and all(spec is None or spec.takes_pages for spec in specs)

@@ -1,0 +1,175 @@
+"""The decode cache in pages, for steps that depend on no number of the host, so that they can be captured once."""
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.write_pages import write_pages
+from liger_models.layers.kv_cache import DecodeCache, Pages
+
+PAGE = 64
+"""Tokens of a page: a power of two, at least 16."""
+
+
+class PagedCache(DecodeCache):
+    """A decode cache that stores prompts without their padding, and then one token of each row at a time.
+
+    Keys and values of a layer are [pages, P, G, D], and a table says which pages belong to a row. Where the next tokens
+    go and which tokens they see follows from tensors on the device. Everything that the forward of a step reads or
+    writes stays where it is: pages, table, lengths, states of linear attention and ``extra``. So a captured forward can
+    be replayed for the following tokens, and for other prompts.
+
+    Call `start` before a forward of prompts, `settle` after it, and `step` before each forward of one token of each
+    row. ``length`` is the number of tokens, padding included, that the host knows of, and a step that is replayed does
+    not count. In a step it only says that there are some.
+
+    Args:
+        rows: number of rows of a step. There may be fewer: further ones then do the same as the last one.
+        capacity: maximum number of tokens per row, rounded up to whole pages.
+        device: where the tensors are.
+    """
+
+    def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
+        self.page = PAGE
+        count = -(-capacity // self.page)
+        super().__init__(count * self.page)
+        self.rows = rows
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        """Number of tokens of each row, without padding."""
+        self._own = torch.arange(rows * count, dtype=torch.int32, device=device).view(rows, count)
+        self._table = self._own.clone()
+        self._row: Tensor | None = None
+        """The row that each row does the same as, [rows] int64; None if all are different."""
+        self._prompt: Tensor | None = None
+        """The prompt of each row, [rows] int64; None if each row has its own."""
+        self._shared: tuple[Tensor, Tensor] | None = None
+        """Pages [rows] with the last tokens of a prompt, which each row continues in its own, and those of the rows."""
+        self._slots = self.lengths
+        """Where the tokens of the forward go, [B · T] int64; negative for padding."""
+        self._fixed: dict[Hashable, Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors on the device."""
+        tensors = [
+            *self._fixed.values(),
+            *(x for each in (self._layers, self._states) for kept in each.values() for x in kept),
+        ]
+        return sum(each.nbytes for each in tensors)
+
+    def start(self, B: int, T: int, mask: Tensor | None = None, repeats: int = 1) -> None:
+        """Forget everything. The next forward is one of B prompts of T tokens.
+
+        Args:
+            B: number of prompts.
+            T: number of tokens of each, padding included.
+            mask: [B, T], 0 for padding, which must be on the left; None for no padding.
+            repeats: number of rows of each prompt, one after the other. They share the pages that the prompt fills.
+
+        Raises:
+            ValueError: there are more rows or tokens than the cache holds.
+        """
+        N = B * repeats
+        check(
+            1 <= N <= self.rows and self.capacity >= T,
+            f"PagedCache: must hold all prompts, has {self.rows} rows of {self.capacity} tokens, got {N} rows of {T}. "
+            "Make the cache larger.",
+        )
+        device = self.lengths.device
+        self.length, self.pages = 0, None
+        self.extra.clear()
+        row = torch.arange(self.rows, device=device).clamp_max_(N - 1)
+        first = row // repeats * repeats
+        self._row = None if self.rows == N else row
+        self._prompt = None if self.rows == B else row // repeats
+        place = torch.arange(T, device=device).expand(B, T) if mask is None else (mask != 0).cumsum(1) - 1
+        slots = self._slots_of(self._own[:N:repeats], place)
+        self._slots = (slots if mask is None else slots.masked_fill(mask == 0, -1)).flatten()
+        self.lengths.copy_(self._of_prompts(place[:, -1] + 1))
+        filled = (self.lengths // self.page)[:, None].long()
+        column = torch.arange(self._own.shape[1], device=device)
+        self._table.copy_(torch.where(column < filled, self._own[first], self._own[row]))
+        self._shared = None
+        if repeats > 1:
+            begun = filled.clamp_max(self._own.shape[1] - 1)
+            self._shared = self._own[first].gather(1, begun)[:, 0], self._own[row].gather(1, begun)[:, 0]
+
+    def of_rows(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Something of each row that `start` announced -> of each row of a step; ``dim`` is their dimension."""
+        return x if self._row is None else x.index_select(dim, self._row)
+
+    def _of_prompts(self, x: Tensor) -> Tensor:
+        """Something of each prompt [B, ...] -> of each row of a step [rows, ...]."""
+        return x if self._prompt is None else x[self._prompt]
+
+    def settle(self) -> bool:
+        """Give every row what its prompt left: the begun page, and its part of ``extra`` in memory that stays.
+
+        Returns:
+            Whether the memory is that of earlier prompts, so that a captured step reads it.
+        """
+        if self._shared is not None:
+            theirs, own = self._shared
+            for pages in (x for each in self._layers.values() for x in each):
+                pages[own] = pages[theirs]
+        found = {name: self._of_prompts(each) for name, each in self.extra.items()}
+        kinds, known = ({name: (x.shape, x.dtype) for name, x in each.items()} for each in (found, self._fixed))
+        if kinds != known:
+            self._fixed = {name: each.clone() for name, each in found.items()}
+        else:
+            for name, each in found.items():
+                self._fixed[name].copy_(each)
+        self.extra = dict(self._fixed)
+        return kinds == known
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether ``extra`` is what `settle` left: nothing was stored there that a captured step would not see."""
+        same = all(self.extra.get(name) is each for name, each in self._fixed.items())
+        return same and len(self.extra) == len(self._fixed)
+
+    def step(self) -> None:
+        """Announce one token of each row: its place is after all others."""
+        self._slots = self._slots_of(self._table, self.lengths[:, None].long()).flatten()
+        self.lengths += 1
+        self.pages = Pages(self._table, self.lengths)
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v [B, T, G, D] of one layer.
+
+        Returns:
+            In a step all pages of the layer [pages, P, G, D]; with prompts their own keys and values, k and v.
+
+        Raises:
+            ValueError: these are not the tokens that `start` or `step` announced.
+        """
+        check(
+            k.shape[0] * k.shape[1] == len(self._slots) and (self.pages is not None or not self.length),
+            f"PagedCache: must be given the {len(self._slots)} tokens of the prompts or of a step, got "
+            f"{k.shape[0]} x {k.shape[1]}. Call start or step before the forward.",
+        )
+        if layer not in self._layers:
+            room = (self._own.numel(), self.page, *k.shape[2:])
+            self._layers[layer] = k.new_empty(room), v.new_empty(room)
+        keys, values = self._layers[layer]
+        write_pages(keys, values, k.flatten(0, 1), v.flatten(0, 1), self._slots)
+        return (k, v) if self.pages is None else (keys, values)
+
+    def replace_states(self, layer: int, *states: Tensor) -> None:
+        """As `DecodeCache.replace_states`, in memory that stays."""
+        states = states if self.pages is not None else tuple(map(self._of_prompts, states))
+        if layer not in self._states:
+            self._states[layer] = tuple(torch.empty_like(each) for each in states)
+        for kept, each in zip(self._states[layer], states, strict=True):
+            kept.copy_(each)
+
+    def select(self, rows: Tensor) -> None:
+        """Raise ValueError: what a captured step reads must stay where it is."""
+        check(False, "PagedCache: rows can't be selected. Use a DecodeCache.")
+
+    def _slots_of(self, table: Tensor, place: Tensor) -> Tensor:
+        """The slots of tokens at these places of their rows, [B, T] int64."""
+        place = place.clamp_min(0)
+        return table.gather(1, place // self.page).long() * self.page + place % self.page
