@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from . import curves, families, fsdp, images, load, longest, profile, report, train, weights
+from . import curves, decode, families, fsdp, images, load, longest, profile, report, train, weights
 from .ops import benchmark as ops
 from .rows import RESULTS
 from .training.modes import Mode
@@ -19,6 +19,7 @@ BENCHMARKS = {
     "fsdp": fsdp,
     "load": load,
     "images": images,
+    "decode": decode,
     "weights": weights,
     "curves": curves,
     "ops": ops,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from . import ROOT, curves, families, fsdp, headline, images, load, longest, plots, profile, train, weights
+from . import ROOT, curves, decode, families, fsdp, headline, images, load, longest, plots, profile, train, weights
 from .ops import benchmark as ops
 from .rows import RESULTS, Rows, distinct, grouped, read
 
@@ -43,6 +43,7 @@ PARTS = {
     "weights": Part(("weights",), weights.table, False),
     "longest": Part(("longest",), longest.table, False),
     "images": Part(("images",), images.table, False),
+    "decode": Part(("decode",), decode.table, False),
     "curves": Part(("curves",), curves.table, True),
     "ops": Part(("ops",), ops.best_table, True),
     "ops-all": Part(("ops",), ops.table, False),

@@ -10,6 +10,7 @@
 | ``nf4`` | both | after ``lora``: frozen weights have 4 bits; of transformers by bitsandbytes |
 | ``peft`` | ours | after ``lora``: the adapters are PEFT's, on the unpacked model |
 | ``ac`` | hf | activation checkpointing |
+| ``static`` | hf | in ``decode``: a static cache, for which transformers compiles the step |
 | ``liger`` | hf | patched by Liger Kernel |
 | ``adamw`` | ours | `LigerAdamW` instead of torch's fused AdamW |
 | ``inbackward`` | ours | `LigerAdamW` steps in the backward, as soon as a gradient is complete |
@@ -47,7 +48,7 @@ COUNTED = re.compile(r"(full|moments|offload|selective)(\d*)")
 TITLES = {
     "hf": "transformers", "ours": "liger_models", "liger": " + Liger Kernel", "ac": ", activation checkpointing",
     "selective": ', policy "selective"', "full": ', policy "full"', "compile": ", torch.compile",
-    "graph": ", CUDA graphs",
+    "graph": ", CUDA graphs", "static": ", static cache, compiled",
     "adamw": ", LigerAdamW", "inbackward": ", step in the backward", "offload": ", offload",
     "moments": ", host memory for the moments", "warm": ", warmed up",
     "fp8": ", float8", "fp8rowwise": ", float8 by rows", "blocks": ", blocks compiled",

@@ -1,0 +1,106 @@
+"""Greedy decoding: milliseconds for one token of each row, beside the time that reading the weights takes."""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ops.measure import ceilings
+from .options import add_batch, add_model, add_modes, add_steps
+from .processes import measure_all, plan_batch
+from .rows import Row, Rows
+from .tables import markdown, tokens
+from .training.build import build
+from .training.job import Job
+from .training.models import read_config
+from .training.modes import title
+
+HELP = "decoding: milliseconds a token, beside the time to read the weights"
+MODES = r"hf(\+static)?|ours"
+REPEATS = 5
+"""Timed calls, after one that compiles, captures and tunes what a mode has."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "llama-3.2-3b")
+    add_modes(parser, "hf,hf+static,ours", MODES, "comma-separated, of hf, hf+static and ours")
+    add_batch(parser, "1x512", "prompts x tokens per prompt")
+    add_steps(parser, 128, "new tokens")
+
+
+def run(options: argparse.Namespace) -> Rows:
+    return measure_all(plan_batch("decode", options))
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def generating(job: Job, config: dict[str, Any]) -> Callable[[int], Tensor]:
+    """A function that generates so many tokens for the same random prompts."""
+    model: Any = build(config, job.mode).eval()
+    prompts = torch.randint(5, config["vocab_size"] - 5, job.shape, device="cuda")
+    options: dict[str, Any] = {"do_sample": False}
+    if job.mode.library == "ours":
+        options["eos_token_id"] = []
+    else:
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+        options |= {"attention_mask": torch.ones_like(prompts), "use_cache": True}
+        if "static" in job.mode:
+            options["cache_implementation"] = "static"
+    return lambda new: model.generate(prompts, max_new_tokens=new, **options)
+
+
+def bytes_of_step(config: dict[str, Any]) -> int:
+    """Bytes of the bf16 weights that every step of a dense model reads: all but the embedding's, if it is not tied."""
+    from liger_models import AutoLigerModel
+
+    model = AutoLigerModel.from_config(config, device="meta")
+    return 2 * model.num_parameters(exclude_embeddings=not config.get("tie_word_embeddings"))
+
+
+def measure(job: Job) -> Row:
+    """The time of N new tokens without that of the first, which includes the prompts', divided by N − 1."""
+    config = read_config(job.model)
+    config["eos_token_id"] = None
+    copy = ceilings("cuda", copied=2**31)["copy_gbs"]
+    generate = generating(job, config)
+    with torch.no_grad():
+        first = seconds(lambda: generate(job.steps))
+        torch.cuda.reset_peak_memory_stats()
+        every = [seconds(lambda: generate(job.steps)) for _ in range(REPEATS)]
+        peak = torch.cuda.max_memory_allocated()
+        generate(1)
+        prompts = statistics.median(seconds(lambda: generate(1)) for _ in range(REPEATS))
+    times = [1e3 * (each - prompts) / (job.steps - 1) for each in every]
+    return {
+        "new_tokens": job.steps,
+        "step_ms": round(statistics.median(times), 3),
+        "step_ms_range": [round(min(times), 3), round(max(times), 3)],
+        "floor_ms": round(bytes_of_step(config) / copy / 1e6, 3),
+        "prompts_ms": round(1e3 * prompts, 1),
+        "first_call_s": round(first, 1),
+        "peak_gib": round(peak / 2**30, 2),
+    }
+
+
+def table(rows: Rows) -> str:
+    """One line per mode. The floor is the time in which the device copies as many bytes as the weights have."""
+    lines = []
+    for row in rows:
+        names = (row["model"], tokens(row["batch"]), title(row["mode"]))
+        if "error" in row:
+            lines.append((*names, row["error"], "", "", "", "", ""))
+            continue
+        rate = int(row["batch"].split("x")[0]) / row["step_ms"] * 1e3
+        keys = ("floor_ms", "prompts_ms", "first_call_s", "peak_gib")
+        lines.append((*names, row["step_ms"], f"{rate:,.0f}", *(row[key] for key in keys)))
+    return markdown("model|prompts||ms/step|tokens/s|weights alone, ms|prompts ms|first call s|peak GiB", lines)
