@@ -9,11 +9,13 @@ import torch
 
 from liger_models import AutoLigerModel
 from liger_models.arch.llama import LigerLlama, LlamaConfig
+from liger_models.generation import sampling
 from liger_models.generation.loop import generate, stream
 from liger_models.generation.options import UNFILTERED, Options, PromptInputs, resolve, select_inputs
 from liger_models.generation.prefix import TOKENS
 from liger_models.generation.sampling import (
     Sampler,
+    draw,
     exponential_noise,
     keep_min_p,
     keep_top_k,
@@ -556,8 +558,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty):
 def test_filters_are_applied_in_the_order_of_transformers(ours, monkeypatch):
     """The probabilities that the draw is made from, exactly."""
     drawn = []
-    multinomial = torch.multinomial
-    monkeypatch.setattr(torch, "multinomial", lambda p, *args, **kw: drawn.append(p) or multinomial(p, *args, **kw))
+    monkeypatch.setattr(sampling, "draw", lambda p, generator: drawn.append(p) or draw(p, generator))
     logits = random_logits()
     ids = torch.randint(0, VOCAB, (16, 12))
     words = [[20], [30], [ids[0, -1].item(), 40], [*ids[1, -2:].tolist(), 2]]
@@ -586,6 +587,15 @@ def test_filters_are_applied_in_the_order_of_transformers(ours, monkeypatch):
     want = want.softmax(1)
     assert torch.equal(drawn[0], want)
     assert (want.gather(1, tokens[:, None]) > 0).all()
+
+
+def test_draws_are_those_of_multinomial():
+    for probabilities in (random_logits().softmax(1), torch.rand(3, VOCAB)):
+        got, want = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+        for _ in range(20):
+            assert torch.equal(draw(probabilities, got), torch.multinomial(probabilities, 1, generator=want)[:, 0])
+    with pytest.raises(ValueError, match="logits must be numbers below infinity, and finite for some token"):
+        draw(torch.full((2, 3), -torch.inf).softmax(1), None)
 
 
 SAMPLING = [

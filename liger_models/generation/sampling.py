@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_models.generation.options import Settings
-from liger_models.kernels.checks import check
+from liger_models.kernels.checks import check, check_values
 
 
 class Sampler:
@@ -82,7 +82,24 @@ class Sampler:
             logits = keep_typical_p(logits, settings.typical_p)
         if self.seeds is not None:  # of exponential clocks with these rates, token i rings first with probability p_i
             return (logits - exponential_noise(self.seeds, step, logits.shape[1]).log()).argmax(1)
-        return torch.multinomial(logits.softmax(1), 1, generator=settings.generator)[:, 0]
+        return draw(logits.softmax(1), settings.generator)
+
+
+def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A token of each row, [B] int64, drawn by its probability.
+
+    The tokens are those of `torch.multinomial`, which in some versions waits for the device.
+
+    Args:
+        probabilities: [B, V] fp32.
+        generator: random number generator; None for the global one.
+
+    Raises:
+        ValueError: a probability is NaN. On CUDA and ROCm this is a device-side assertion.
+    """
+    message = "generate: logits must be numbers below infinity, and finite for some token, got others in a row."
+    check_values((probabilities >= 0).all(), message)
+    return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(1)
 
 
 _LOW = 0xFFFFFFFF
