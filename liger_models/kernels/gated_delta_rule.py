@@ -17,9 +17,10 @@ the opposite order::
     dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX,   dM = −dX Dᵀ,   dP = dO Dᵀ
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
-A last kernel computes the other gradients of each chunk from S, D, dS and dX, the value heads of a key head one after
-the other, so that all sums are within a program. Products are in the dtype of q, k and v and are summed in fp32; the
-state, the decay and the inverse are in fp32. Saved: only the inputs. The backward recomputes A, P, S and D.
+A last kernel computes the other gradients of each chunk and value head from S, D, dS and dX. Where a key head serves
+several value heads, it stores their parts of dq and dk in fp32, and a small kernel adds them in order. Products are in
+the dtype of q, k and v and are summed in fp32; the state, the decay and the inverse are in fp32. Saved: only the
+inputs. The backward recomputes A, P, S and D.
 
 A few tokens without gradients (decoding) have a kernel of their own, which follows the recurrence.
 
@@ -45,9 +46,11 @@ SIMILARITY_WARPS, INVERSE_WARPS = 4, 1
 SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 64
 """Of the kernels that go through the chunks in order: each program has this many columns of the state of one head."""
 
-GRADIENT_WARPS = 8
-GRADIENT_BYTES = 160 * 1024
-"""Shared memory that the last kernel's tiles may take, which decides how many columns of v it has at a time."""
+GRADIENT_WARPS, GRADIENT_COLUMNS = 8, 64
+"""Of the kernel with the other gradients: it has this many columns of v at a time, and at most half of them. Without
+loops the compiler would load the tiles of several products at once, and spill them."""
+
+SUM_WARPS = 8
 
 STEP_WARPS, STEP_COLUMNS = 4, 32
 
@@ -421,18 +424,23 @@ def _unnormalized(x, d, norms, NORMALIZE: tl.constexpr):
 def _gradients_kernel(
     q_ptr, k_ptr, v_ptr, beta_ptr, cu_ptr, m_ptr, p_ptr, total_ptr, q_norm_ptr, k_norm_ptr, states_ptr, d_states_ptr,
     d_ptr, d_out_ptr, dq_ptr, dk_ptr, dx_ptr, dg_ptr, dbeta_ptr, tokens, documents, q_t, q_h, k_t, k_h, v_t, v_h,
-    beta_t, beta_h, d_out_t, d_out_h, scale, Hk: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
+    beta_t, beta_h, d_out_t, d_out_h, scale, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
     DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr,
-    HAS_OUT: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, HAS_OUT: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg and dβ of one chunk and key head; dX becomes dV in place.
+    """dq, dk, dg and dβ of one chunk and value head; dX becomes dV in place.
+
+    With several value heads for a key head, ``dq_ptr`` and ``dk_ptr`` are for their parts. The parts of a program may
+    be where its S and dS are, which nothing else reads: those of q in place of S, those of k in place of dS.
+
+    To have enough registers, only one product is computed at a time, q and k are loaded again for each, and no loop
+    goes over value heads, which would keep in registers what does not change in it.
 
     Every product of [C, C] is computed twice, once with rows and columns exchanged, instead of being transposed: Triton
     3.4 to 3.7.0 compile a product whose left side is a transposed result in registers wrongly for Hopper.
     """
-    Hv: tl.constexpr = Hk * GROUP
-    key_head = tl.program_id(1).to(tl.int64)
-    slot = tl.program_id(0).to(tl.int64)
+    slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    key_head = head // GROUP
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
         return
@@ -440,87 +448,152 @@ def _gradients_kernel(
     index, k_columns = tl.arange(0, C), tl.arange(0, BLOCK_K)
     rows = first + index
     inside = rows < end
-    k = _load_rows(k_ptr + key_head * k_h, rows, k_t, end, DK, BLOCK_K)
+    q_ptr += key_head * q_h
+    k_ptr += key_head * k_h
+    v_ptr += head * v_h
+    d_out_ptr += head * d_out_h
+    dx_ptr += head * DV
+    d_ptr += head * tokens * DV
+    states_ptr += (slot * Hv + head) * (DK * DV)
+    d_states_ptr += (slot * Hv + head) * (DK * DV)
+    whole = tl.load(total_ptr + head * tokens + end - 1)
+    total = tl.load(total_ptr + head * tokens + rows, mask=inside, other=0.0)
+    total = tl.where(inside, total, whole)  # differences stay negative for rows that do not exist
+    beta = tl.load(beta_ptr + head * beta_h + rows * beta_t, mask=inside, other=0.0).to(tl.float32)
     k_norm = tl.load(k_norm_ptr + key_head * tokens + rows, mask=inside, other=0.0)
-    dk = tl.zeros([C, BLOCK_K], tl.float32)
-    dq = tl.zeros([C, BLOCK_K], tl.float32)
+    # M below the diagonal, and with rows and columns exchanged above it; both without the sign of dM.
+    below, above = index[:, None] > index[None, :], index[:, None] < index[None, :]
+    at = (head * tokens + rows)[:, None] * C + index[None, :]
+    dm, dm_across = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for start in tl.range(0, DV, BLOCK_V, num_stages=1):
+        v_columns = start + tl.arange(0, BLOCK_V)
+        mask = inside[:, None] & (v_columns < DV)[None, :]
+        dx = tl.load(dx_ptr + rows[:, None] * (Hv * DV) + v_columns[None, :], mask=mask, other=0.0)
+        d = tl.load(d_ptr + rows[:, None] * DV + v_columns[None, :], mask=mask, other=0.0)
+        dm = tl.dot(dx, tl.trans(d), dm, input_precision=PRECISION)
+        dm_across = tl.dot(d, tl.trans(dx), dm_across, input_precision=PRECISION)
+    m = tl.load(m_ptr + at, mask=inside[:, None], other=0.0) * dm
+    dbeta = -tl.sum(m, 1)
+    m *= beta[:, None]
+    d_total = tl.sum(m, 0) - tl.sum(m, 1)
+    dm *= _decays(total, total, below) * beta[:, None]
+    dm += dm_across * tl.exp(tl.where(above, total[None, :] - total[:, None], float("-inf"))) * beta[None, :]
+    k = _load_rows(k_ptr, rows, k_t, end, DK, BLOCK_K)
+    dk = tl.dot((-dm * k_norm[None, :]).to(dtype), k, input_precision=PRECISION)
     if HAS_OUT:
-        q = _load_rows(q_ptr + key_head * q_h, rows, q_t, end, DK, BLOCK_K)
         q_norm = tl.load(q_norm_ptr + key_head * tokens + rows, mask=inside, other=0.0)
-    for member in tl.range(0, GROUP, num_stages=1):  # two value heads at a time do not fit into shared memory
-        head = key_head * GROUP + member
-        whole = tl.load(total_ptr + head * tokens + end - 1)
-        total = tl.load(total_ptr + head * tokens + rows, mask=inside, other=0.0)
-        total = tl.where(inside, total, whole)  # differences stay negative for rows that do not exist
-        beta = tl.load(beta_ptr + head * beta_h + rows * beta_t, mask=inside, other=0.0).to(tl.float32)
-        dm, dm_across = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
         dp, dp_across = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-        d_total, dbeta, d_whole = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), 0.0
         for start in tl.range(0, DV, BLOCK_V, num_stages=1):
             v_columns = start + tl.arange(0, BLOCK_V)
             mask = inside[:, None] & (v_columns < DV)[None, :]
-            at_state = (slot * Hv + head) * (DK * DV) + v_columns[:, None] * DK + k_columns[None, :]
-            inside_state = (v_columns < DV)[:, None] & (k_columns < DK)[None, :]
-            at_x = (rows * Hv + head)[:, None] * DV + v_columns[None, :]
-            # What the state gives and takes: K̂ S in X, (e^{G − G_i} · K̂)ᵀ D and e^G · S in the next state.
-            state = tl.load(states_ptr + at_state, mask=inside_state, other=0.0)
-            dx = tl.load(dx_ptr + at_x, mask=mask, other=0.0)
-            v = tl.load(v_ptr + head * v_h + rows[:, None] * v_t + v_columns[None, :], mask=mask, other=0.0)
-            dbeta += tl.sum(dx.to(tl.float32) * v.to(tl.float32), 1)
-            tl.store(dx_ptr + at_x, (dx.to(tl.float32) * beta[:, None]).to(dtype), mask=mask)
-            part = tl.dot(dx, state, input_precision=PRECISION) * tl.exp(total)[:, None]
-            along = tl.sum(part * k.to(tl.float32), 1) * k_norm
-            dbeta -= along
-            d_total -= beta * along
-            dk -= part * beta[:, None]
-            if HAS_OUT:
-                at_out = head * d_out_h + rows[:, None] * d_out_t + v_columns[None, :]
-                d_out = tl.load(d_out_ptr + at_out, mask=mask, other=0.0)
-                part = tl.dot(d_out, state, input_precision=PRECISION) * (tl.exp(total) * scale)[:, None]
-                d_total += tl.sum(part * q.to(tl.float32), 1) * q_norm
-                dq += part
-            d_state = tl.load(d_states_ptr + at_state, mask=inside_state, other=0.0)
-            d_whole += tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0) * tl.exp(whole)
-            at_d = (head * tokens + rows)[:, None] * DV + v_columns[None, :]
-            d = tl.load(d_ptr + at_d, mask=mask, other=0.0)
-            part = tl.dot(d, d_state, input_precision=PRECISION) * tl.exp(whole - total)[:, None]
-            along = tl.sum(part * k.to(tl.float32), 1) * k_norm
-            d_total -= along
-            d_whole += tl.sum(along, 0)
-            dk += part
-            dm = tl.dot(dx, tl.trans(d), dm, input_precision=PRECISION)
-            dm_across = tl.dot(d, tl.trans(dx), dm_across, input_precision=PRECISION)
-            if HAS_OUT:
-                dp = tl.dot(d_out, tl.trans(d), dp, input_precision=PRECISION)
-                dp_across = tl.dot(d, tl.trans(d_out), dp_across, input_precision=PRECISION)
-        # M below the diagonal, and with rows and columns exchanged above it; both without the sign of dM.
-        below, above = index[:, None] > index[None, :], index[:, None] < index[None, :]
-        at = (head * tokens + rows)[:, None] * C + index[None, :]
-        m = tl.load(m_ptr + at, mask=inside[:, None], other=0.0) * dm
-        dbeta -= tl.sum(m, 1)
-        by_decay = -m * beta[:, None]
-        dm *= _decays(total, total, below) * beta[:, None]
-        dm += dm_across * tl.exp(tl.where(above, total[None, :] - total[:, None], float("-inf"))) * beta[None, :]
-        dk = tl.dot((-dm * k_norm[None, :]).to(dtype), k, dk, input_precision=PRECISION)
-        if HAS_OUT:
-            by_decay += dp * tl.load(p_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
-            dp *= _decays(total, total, index[:, None] >= index[None, :]) * scale
-            dq = tl.dot((dp * k_norm[None, :]).to(dtype), k, dq, input_precision=PRECISION)
-            from_on = index[:, None] <= index[None, :]
-            dp_across *= tl.exp(tl.where(from_on, total[None, :] - total[:, None], float("-inf"))) * scale
-            dk = tl.dot((dp_across * q_norm[None, :]).to(dtype), q, dk, input_precision=PRECISION)
+            d_out = tl.load(d_out_ptr + rows[:, None] * d_out_t + v_columns[None, :], mask=mask, other=0.0)
+            d = tl.load(d_ptr + rows[:, None] * DV + v_columns[None, :], mask=mask, other=0.0)
+            dp = tl.dot(d_out, tl.trans(d), dp, input_precision=PRECISION)
+            dp_across = tl.dot(d, tl.trans(d_out), dp_across, input_precision=PRECISION)
+        by_decay = dp * tl.load(p_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
         d_total += tl.sum(by_decay, 1) - tl.sum(by_decay, 0)
-        d_total += tl.where(rows == end - 1, d_whole, 0.0)
-        dg = tl.cumsum(tl.where(inside, d_total, 0.0), 0, reverse=True)
-        tl.store(dg_ptr + rows * Hv + head, dg, mask=inside)
-        tl.store(dbeta_ptr + rows * Hv + head, dbeta, mask=inside)
-    at = (rows * Hk + key_head)[:, None] * DK + k_columns[None, :]
-    mask = inside[:, None] & (k_columns < DK)[None, :]
-    dk = _unnormalized(k.to(tl.float32), dk, k_norm, NORMALIZE)
-    tl.store(dk_ptr + at, dk.to(dtype), mask=mask)
+        dp *= _decays(total, total, index[:, None] >= index[None, :]) * scale
+        dq = tl.dot((dp * k_norm[None, :]).to(dtype), k, input_precision=PRECISION)
+        from_on = index[:, None] <= index[None, :]
+        dp_across *= tl.exp(tl.where(from_on, total[None, :] - total[:, None], float("-inf"))) * scale
+        q = _load_rows(q_ptr, rows, q_t, end, DK, BLOCK_K)
+        dk = tl.dot((dp_across * q_norm[None, :]).to(dtype), q, dk, input_precision=PRECISION)
+    tl.debug_barrier()  # all threads have read dX before it becomes dV
+    # What the state gives and takes: K̂ S in X, (e^{G − G_i} · K̂)ᵀ D and e^G · S in the next state.
+    part, d_whole = tl.zeros([C, BLOCK_K], tl.float32), 0.0
+    for start in tl.range(0, DV, BLOCK_V, num_stages=1):
+        v_columns = start + tl.arange(0, BLOCK_V)
+        mask = inside[:, None] & (v_columns < DV)[None, :]
+        at_state = v_columns[:, None] * DK + k_columns[None, :]
+        inside_state = (v_columns < DV)[:, None] & (k_columns < DK)[None, :]
+        at_x = rows[:, None] * (Hv * DV) + v_columns[None, :]
+        state = tl.load(states_ptr + at_state, mask=inside_state, other=0.0)
+        dx = tl.load(dx_ptr + at_x, mask=mask, other=0.0)
+        part = tl.dot(dx, state, part, input_precision=PRECISION)
+        d_state = tl.load(d_states_ptr + at_state, mask=inside_state, other=0.0)
+        d_whole += tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0) * tl.exp(whole)
+        v = tl.load(v_ptr + rows[:, None] * v_t + v_columns[None, :], mask=mask, other=0.0)
+        dbeta += tl.sum(dx.to(tl.float32) * v.to(tl.float32), 1)
+        tl.store(dx_ptr + at_x, (dx.to(tl.float32) * beta[:, None]).to(dtype), mask=mask)
+    part *= tl.exp(total)[:, None]
+    k = _load_rows(k_ptr, rows, k_t, end, DK, BLOCK_K)
+    along = tl.sum(part * k.to(tl.float32), 1) * k_norm
+    dbeta -= along
+    tl.store(dbeta_ptr + rows * Hv + head, dbeta, mask=inside)
+    d_total -= beta * along
+    dk -= part * beta[:, None]
     if HAS_OUT:
-        dq = _unnormalized(q.to(tl.float32), dq, q_norm, NORMALIZE)
-        tl.store(dq_ptr + at, dq.to(dtype), mask=mask)
+        part = tl.zeros([C, BLOCK_K], tl.float32)
+        for start in tl.range(0, DV, BLOCK_V, num_stages=1):
+            v_columns = start + tl.arange(0, BLOCK_V)
+            mask = inside[:, None] & (v_columns < DV)[None, :]
+            at_state = v_columns[:, None] * DK + k_columns[None, :]
+            inside_state = (v_columns < DV)[:, None] & (k_columns < DK)[None, :]
+            state = tl.load(states_ptr + at_state, mask=inside_state, other=0.0)
+            d_out = tl.load(d_out_ptr + rows[:, None] * d_out_t + v_columns[None, :], mask=mask, other=0.0)
+            part = tl.dot(d_out, state, part, input_precision=PRECISION)
+        part *= (tl.exp(total) * scale)[:, None]
+        q = _load_rows(q_ptr, rows, q_t, end, DK, BLOCK_K)
+        d_total += tl.sum(part * q.to(tl.float32), 1) * q_norm
+        tl.debug_barrier()  # all threads have read S before dq takes its place
+        _store_gradient(dq_ptr, dq + part, q, q_norm, slot, head, rows, end, Hv, GROUP, C, DK, BLOCK_K, PART, NORMALIZE)
+    part = tl.zeros([C, BLOCK_K], tl.float32)
+    for start in tl.range(0, DV, BLOCK_V, num_stages=1):
+        v_columns = start + tl.arange(0, BLOCK_V)
+        mask = inside[:, None] & (v_columns < DV)[None, :]
+        at_state = v_columns[:, None] * DK + k_columns[None, :]
+        inside_state = (v_columns < DV)[:, None] & (k_columns < DK)[None, :]
+        d_state = tl.load(d_states_ptr + at_state, mask=inside_state, other=0.0)
+        d = tl.load(d_ptr + rows[:, None] * DV + v_columns[None, :], mask=mask, other=0.0)
+        part = tl.dot(d, d_state, part, input_precision=PRECISION)
+    part *= tl.exp(whole - total)[:, None]
+    k = _load_rows(k_ptr, rows, k_t, end, DK, BLOCK_K)
+    along = tl.sum(part * k.to(tl.float32), 1) * k_norm
+    d_total -= along
+    d_total += tl.where(rows == end - 1, d_whole + tl.sum(along, 0), 0.0)
+    dg = tl.cumsum(tl.where(inside, d_total, 0.0), 0, reverse=True)
+    tl.store(dg_ptr + rows * Hv + head, dg, mask=inside)
+    tl.debug_barrier()  # all threads have read dS before dk takes its place
+    _store_gradient(dk_ptr, dk + part, k, k_norm, slot, head, rows, end, Hv, GROUP, C, DK, BLOCK_K, PART, NORMALIZE)
+
+
+@triton.jit
+def _store_gradient(
+    ptr, d, x, norms, slot, head, rows, end, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr,
+    BLOCK_K: tl.constexpr, PART: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of q or k if its key head has one value head, otherwise the part of this value head."""
+    columns = tl.arange(0, BLOCK_K)[None, :]
+    mask = (rows < end)[:, None] & (columns < DK)
+    if GROUP == 1:
+        d = _unnormalized(x.to(tl.float32), d, norms, NORMALIZE)
+        tl.store(ptr + (rows * Hv + head)[:, None] * DK + columns, d.to(ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(ptr + (slot * Hv + head) * PART + tl.arange(0, C)[:, None] * DK + columns, d, mask=mask)
+
+
+@triton.jit
+def _sum_kernel(
+    x_ptr, norm_ptr, part_ptr, dx_ptr, cu_ptr, tokens, documents, x_t, x_h, Hk: tl.constexpr, GROUP: tl.constexpr,
+    C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, PART: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """dq or dk of one chunk and key head, from the parts of its value heads."""
+    slot, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
+    if first == end:
+        return
+    index, columns = tl.arange(0, C), tl.arange(0, BLOCK_K)
+    rows = first + index
+    part_ptr += (slot * Hk + key_head) * (GROUP * PART)
+    d = tl.zeros([C, BLOCK_K], tl.float32)
+    for member in tl.static_range(GROUP):
+        d += _load_rows(part_ptr + member * PART, index, DK, end - first, DK, BLOCK_K)
+    x = _load_rows(x_ptr + key_head * x_h, rows, x_t, end, DK, BLOCK_K).to(tl.float32)
+    d = _unnormalized(x, d, tl.load(norm_ptr + key_head * tokens + rows, mask=rows < end, other=0.0), NORMALIZE)
+    at = (rows * Hk + key_head)[:, None] * DK + columns[None, :]
+    mask = (rows < end)[:, None] & (columns < DK)[None, :]
+    tl.store(dx_ptr + at, d.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -577,10 +650,6 @@ class _Sizes:
             "num_warps": SCAN_WARPS * (2 if block_k * k.element_size() > 256 else 1),
         }  # fmt: skip
         self.scan_grid = (self.documents * self.Hv * triton.cdiv(self.Dv, columns),)
-        # A chunk of q and k, and for each column of v both states, D, dX and dO.
-        free = GRADIENT_BYTES // k.element_size() - 2 * CHUNK * block_k
-        fitting = max(free // (2 * block_k + 3 * CHUNK), 16)
-        self.gradient_columns = min(block_v, 1 << fitting.bit_length() - 1)
         self.block_v = block_v
 
 
@@ -672,13 +741,30 @@ def _gated_delta_rule_backward(
             d_initial, *counts, *strides, *beta.stride(), *d_out.stride()[:2], scale,
             HAS_OUT=has_out, HAS_FINAL=has_final, STORE_INITIAL=initial_state is not None, **sizes.scan,
         )  # fmt: skip
-        _gradients_kernel[(sizes.slots, sizes.Hk)](
-            q, k, v, beta, sizes.cu, m, p, total, q_norm, k_norm, states, d_states, d, d_out, dq, dk, dx, dg, dbeta,
+        grouped = sizes.Hv > sizes.Hk
+        parts = [_parts(x) for x in (states, d_states)] if grouped else [dq, dk]
+        shared = sizes.shape | sizes.chunked | {"PART": parts[1].stride(1), "NORMALIZE": normalize}
+        _gradients_kernel[(sizes.slots, sizes.Hv)](
+            q, k, v, beta, sizes.cu, m, p, total, q_norm, k_norm, states, d_states, d, d_out, *parts, dx, dg, dbeta,
             *counts, *strides, *v.stride()[:2], *beta.stride(), *d_out.stride()[:2], scale,
-            Hk=sizes.Hk, DV=sizes.Dv, BLOCK_V=sizes.gradient_columns, HAS_OUT=has_out, NORMALIZE=normalize,
-            num_warps=GRADIENT_WARPS, **sizes.shape, **sizes.precision, **sizes.chunked,
+            Hv=sizes.Hv, DV=sizes.Dv, BLOCK_V=max(min(sizes.block_v // 2, GRADIENT_COLUMNS), 16), HAS_OUT=has_out,
+            num_warps=GRADIENT_WARPS, **shared, **sizes.precision,
         )  # fmt: skip
+        for x, norms, part, grad in zip((q, k), (q_norm, k_norm), parts, (dq, dk), strict=True):
+            if grouped and grad.numel():
+                _sum_kernel[(sizes.slots, sizes.Hk)](
+                    x, norms, part, grad, sizes.cu, *counts, *x.stride()[:2], Hk=sizes.Hk, num_warps=SUM_WARPS, **shared
+                )
     return grads
+
+
+def _parts(states: Tensor) -> Tensor:
+    """Room for the gradient of q or k of each chunk and value head in fp32: in place of the states if it fits."""
+    slots, Hv, Dk, Dv = states.shape
+    row = Dv * states.element_size()
+    if row % 4 == 0 and row >= 4 * CHUNK:
+        return states.view(torch.float32)
+    return states.new_empty(slots, Hv, CHUNK, Dk, dtype=torch.float32)
 
 
 @torch.library.impl(LIBRARY, "gated_delta_step", "CompositeExplicitAutograd")
