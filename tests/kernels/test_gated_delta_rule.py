@@ -66,6 +66,11 @@ def recurrence(q, k, v, g, beta, initial_state, *, scale=None, normalize=True, c
     return torch.stack(outs).view(v.shape), torch.stack(states)
 
 
+def fused_dtype(device: str) -> torch.dtype:
+    """A dtype whose kernels the device runs; on a GPU fp32 runs the reference."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
 def make(shape, bounds=None, dtype=torch.float32, device="cpu", decay=0.5, state=True):
     """Inputs, upstream gradients and options."""
     B, T, Hk, Hv, Dk, Dv = shape
@@ -190,7 +195,7 @@ def test_documents_do_not_see_each_other(kernel_device):
 
     The reference sums the decay over documents and subtracts, so there both hold up to rounding.
     """
-    inputs, _, options = make((1, 90, 1, 1, 16, 16), [0, 67, 90], device=kernel_device)
+    inputs, _, options = make((1, 90, 1, 1, 16, 16), [0, 67, 90], dtype=fused_dtype(kernel_device), device=kernel_device)
     other = [torch.cat([x[:, :67].flip(1) * 3, x[:, 67:]], 1) for x in inputs[:5]]
     outs = [gated_delta_rule(*x, **options)[:, 67:] for x in (inputs, other) for x in [x[:5]]]
     assert torch.equal(*outs)
@@ -264,7 +269,7 @@ def test_only_one_result_has_a_gradient(backend, which):
 
 
 def test_nothing_but_inputs_is_saved(kernel_device):
-    inputs, _, _ = make((1, 20, 1, 1, 16, 24), device=kernel_device)
+    inputs, _, _ = make((1, 20, 1, 1, 16, 24), dtype=fused_dtype(kernel_device), device=kernel_device)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()), lambda t: t):
         gated_delta_rule(*(x.requires_grad_() for x in inputs[:5]))
