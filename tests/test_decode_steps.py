@@ -513,6 +513,10 @@ def test_what_cannot_be_captured_runs_step_by_step():
     with pytest.warns(UserWarning, match="a step of LigerLlama can't be captured as a CUDA"):
         got = generate(model, PROMPTS, max_new_tokens=NEW, eos_token_id=[])
     assert torch.equal(got, want)
+    torch.manual_seed(0)
+    drawn = torch.randn(5, device="cuda")  # a failed capture leaves random numbers as they were
+    torch.manual_seed(0)
+    assert torch.equal(torch.randn(5, device="cuda"), drawn)
     model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

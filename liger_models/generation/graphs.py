@@ -127,7 +127,9 @@ class DecodeStep:
         # Not by `torch.cuda.graph`, which returns all cached memory to the driver first.
         graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self._tokens.device)
         stream.wait_stream(torch.cuda.current_stream(self._tokens.device))
-        cause = None
+        # A capture that fails leaves the device's random numbers in the state of being captured, for everybody.
+        random = torch.cuda.default_generators[stream.device_index]
+        unharmed, cause = random.clone_state(), None
         try:
             with on_device_of(self._tokens), torch.cuda.stream(stream):
                 graph.capture_begin(capture_error_mode="thread_local")
@@ -140,6 +142,7 @@ class DecodeStep:
                     graph.capture_end()
         except RuntimeError as error:
             self.captured = False
+            random.graphsafe_set_state(unharmed)
             reason = str(cause or error).strip().partition("\n")[0]
             warnings.warn(
                 f"generate: a step of {type(model).__name__} can't be captured as a CUDA graph, so tokens take longer: "

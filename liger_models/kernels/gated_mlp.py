@@ -50,7 +50,8 @@ from .dispatch import LIBRARY, use_triton
 from .fused_norm import FusedNorm
 from .gated_act import check_act, gated_act_backward, gated_act_forward, gated_act_reference
 from .linear_cross_entropy import accumulate
-from .norm_linear import check_linear, given_or_empty, linear
+from .norm_linear import check_linear, given_or_empty, linear, linear_forward
+from .row_linear import row_linear_forward, takes_row
 
 WORKSPACE_MIB = 1024
 """Rows whose u fits into this workspace are one chunk: 18,724 rows of Llama-3-8B in bf16. The fp32 sums of several
@@ -172,12 +173,16 @@ def _forward_rows(
     if recompute and not result:
         y = down_weight.new_empty(*gathered_shape(normed.shape[:-1], group), down_weight.shape[0])
         return y, h, statistics, gate_up_weight.new_empty(0)
-    gate_up = linear(gather_rows(normed, group), gate_up_weight, gate_up_bias)
-    del normed
-    product = gated_act_forward(gate_up, act)
+    rows = gather_rows(normed, group).to(gate_up_weight.dtype)
+    if takes_row(rows, gate_up_weight, gate_up_bias):
+        gate_up, product = row_linear_forward(rows, gate_up_weight, gate_up_bias, act)
+    else:
+        gate_up = linear(rows, gate_up_weight, gate_up_bias)
+        del normed, rows
+        product = gated_act_forward(gate_up, act)
     if recompute:
         gate_up = gate_up.new_empty(0)
-    return linear(product, down_weight, down_bias), h, statistics, gate_up
+    return linear_forward(product, down_weight, down_bias), h, statistics, gate_up
 
 
 @torch.library.impl(LIBRARY, "gated_mlp_backward", "CompositeExplicitAutograd")
@@ -231,7 +236,7 @@ def _backward_rows(
     dx = d_norm_weight = d_norm_bias = d_gate_up_weight = d_down_weight = d_gate_up = product = rows = None
     own = gate_up is None
     if gate_up is None and (need_du or need_down):
-        gate_up = linear(gather_rows(norm.again(h, statistics, dtype), group), gate_up_weight, gate_up_bias)
+        gate_up = linear_forward(gather_rows(norm.again(h, statistics, dtype), group), gate_up_weight, gate_up_bias)
     if gate_up is not None and need_du:
         d_gate_up, product = gated_act_backward(
             dy @ down_weight, gate_up, act, need_down, overwrite_dy=True, overwrite_gate_up=own

@@ -44,6 +44,7 @@ from .collectives import (
 )
 from .dispatch import LIBRARY, use_triton
 from .fused_norm import FusedNorm
+from .row_linear import row_linear_forward, takes_row
 
 
 def norm_linear_reference(
@@ -94,8 +95,15 @@ def layer_norm_linear_reference(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weightᵀ + bias`` in the weight's dtype, also under autocast, for which the caller casts the weight."""
     device = weight.device.type
+    x, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-        return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
+        return F.linear(x, weight, bias)
+
+
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` without a backward, inside an op: a single row has a kernel of its own."""
+    x, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
+    return row_linear_forward(x, weight, bias)[0] if takes_row(x, weight, bias) else linear(x, weight, bias)
 
 
 LIBRARY.define(
@@ -119,7 +127,7 @@ def _norm_linear(
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
     normed, h, statistics = norm.forward(x, residual)
     if group is None or not group.sequence_parallel:
-        y = linear(normed, weight, bias)
+        y = linear_forward(normed, weight, bias)
     else:
         rows = gather_rows(normed.reshape(-1, normed.shape[-1]), group)
         y = rows_in_order(linear(rows, weight, bias), residual.shape[:-1], group)

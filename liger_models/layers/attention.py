@@ -22,12 +22,13 @@ from liger_models.kernels.dispatch import ACCELERATORS, TRITON_DTYPES
 from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from liger_models.kernels.rms_norm import scale_normed
 from liger_models.kernels.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
+from liger_models.kernels.row_linear import row_linear, takes_row
 from liger_models.kernels.sink_attention import is_fused, sink_attention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.layer import AttentionSpec, Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible
 from liger_models.layers.masks import MOST_FLASH_DIM, VARLEN_OPTIONS, Segments, takes_flash, takes_segments
-from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear
+from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear, is_plain
 from liger_models.memory.recompute import draws, recomputes, run_twice
 
 CAUSAL_BACKENDS = [
@@ -465,7 +466,12 @@ class LigerAttention(Layer):
     def _attend(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
         context = self.groups.context
         out = self._mix(qkv if context is None else to_heads(qkv, context), layout)
-        y: Tensor = self.o_proj(out if context is None else to_tokens(out, context))
+        out = out if context is None else to_tokens(out, context)
+        if layout.pages is not None and type(self.o_proj) is nn.Linear and is_plain(self.o_proj):
+            weights = self.o_proj.weight, self.o_proj.bias
+            if takes_row(out, *weights):
+                return row_linear(out, *weights)
+        y: Tensor = self.o_proj(out)
         return y
 
     def _mix(self, qkv: Tensor, layout: BatchLayout) -> Tensor:

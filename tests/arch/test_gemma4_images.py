@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from .families import (
     is_tower,
     load,
     make_folder,
+    plain_twin,
 )
 
 CASES = [case for case in VISION_CASES if case[0] == "gemma4"]
@@ -257,7 +259,8 @@ def test_on_gpu(pair):
     got = ours(ids.cuda(), labels=labels.cuda(), attention_mask=mask.cuda(), **on_device)
     got.loss.backward()
     assert error(got.loss, want.loss) <= LIMIT
-    assert_same_gradients(ours, theirs)
+    inputs = {"input_ids": ids, "labels": labels, "attention_mask": mask, **images}
+    assert_same_gradients(ours, theirs, twin=partial(plain_twin, ours, **inputs))
 
 
 def test_tensors_of_the_audio_tower_are_saved_again(root, tmp_path):

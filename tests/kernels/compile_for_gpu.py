@@ -47,6 +47,7 @@ from liger_models.kernels.qk_norm_rope import qk_norm_rope
 from liger_models.kernels.qkv_norm_rope import qkv_norm_rope
 from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.rope import rope, rope_qkv
+from liger_models.kernels.row_linear import row_linear, row_linear_forward
 from liger_models.kernels.short_conv import short_conv
 from liger_models.kernels.sink_attention import sink_attention
 from liger_models.kernels.write_pages import write_pages
@@ -192,6 +193,9 @@ def run_decoding(dtype: torch.dtype) -> None:
         for options in ({}, {"window": 300, "softcap": 30.0}, {"sinks": q[0, :, 0].contiguous()}):
             decode_attention(q, keys, keys, table, lengths, scale=0.1, **options)
         write_pages(keys, keys, keys[0, :2], keys[0, :2], torch.tensor([1, -1]))
+    for K in (64, 3072):
+        row_linear(draw(1, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach(), draw(8, dtype=dtype).detach())
+        row_linear_forward(draw(1, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach(), None, "silu")
 
 
 def run_wide_heads(dtype: torch.dtype, D: int, window: int | None) -> None:

@@ -39,7 +39,8 @@ def check(shape, dtype, device, *, sinks=False, lengths=LENGTHS, page=16, **opti
     exact = decode_attention_reference(*inputs, **options, **{name: wide(x) for name, x in extra.items()})[rows.cpu()]
     assert got.dtype == dtype
     error, theirs = ((wide(x) - exact).norm() / exact.norm() for x in (got, plain))
-    assert error <= 1.5 * theirs + max(0.1 * torch.finfo(dtype).eps, 2.4e-7)
+    rounding = max(2.4e-7, 2e-8 * shape[2] ** 0.5)  # the kernel adds the products of q and k one after the other
+    assert error <= 1.5 * theirs + max(0.1 * torch.finfo(dtype).eps, rounding)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -195,7 +195,9 @@ def test_documents_do_not_see_each_other(kernel_device):
 
     The reference sums the decay over documents and subtracts, so there both hold up to rounding.
     """
-    inputs, _, options = make((1, 90, 1, 1, 16, 16), [0, 67, 90], dtype=fused_dtype(kernel_device), device=kernel_device)
+    inputs, _, options = make(
+        (1, 90, 1, 1, 16, 16), [0, 67, 90], dtype=fused_dtype(kernel_device), device=kernel_device
+    )
     other = [torch.cat([x[:, :67].flip(1) * 3, x[:, 67:]], 1) for x in inputs[:5]]
     outs = [gated_delta_rule(*x, **options)[:, 67:] for x in (inputs, other) for x in [x[:5]]]
     assert torch.equal(*outs)
