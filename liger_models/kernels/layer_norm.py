@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .checks import check, check_floating
 from .dispatch import LIBRARY, num_programs, on_device_of, tl, triton, use_triton
-from .rms_norm import ELEMENTWISE_BLOCK
+from .rms_norm import ELEMENTWISE_BLOCK, LEAST_TILE
 
 MAX_WIDTH = 65536
 """Widest row: a program holds a row in registers."""
@@ -149,7 +149,7 @@ def layer_norm_forward(
     y = torch.empty_like(stream)
     h = x if residual is None else torch.empty_like(stream)
     statistics = torch.empty(*x.shape[:-1], 2, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(C)
+    block = max(triton.next_power_of_2(C), LEAST_TILE)
     if N:
         # A pointer argument that the constants switch off still has to be a tensor.
         bias_arg = weight if bias is None else bias.contiguous()
