@@ -133,6 +133,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, **options)
 
 
+def _padded(*heads: Tensor) -> list[Tensor]:
+    """Heads [..., D] padded with zeros to a multiple of 8, the widths that flash attention has."""
+    padding = -heads[0].shape[-1] % 8
+    return [F.pad(x, (0, padding)) if padding else x for x in heads]
+
+
 def _within_segments(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: tuple[int, int]
 ) -> Tensor:
@@ -149,8 +155,7 @@ def _within_segments(
     if at_once and not 0 < len(runs) * LEAST_CALL <= len(queries):
         from torch.nn.attention.varlen import varlen_attn
 
-        padding = -q.shape[3] % 8
-        queries, keys, values = (F.pad(x, (0, padding)) if padding else x for x in (queries, keys, values))
+        queries, keys, values = _padded(queries, keys, values)
         options: dict[str, Any] = {"scale": scale, "window_size": window}
         if "enable_gqa" in VARLEN_OPTIONS:  # versions without the option always allow it
             options["enable_gqa"] = q.shape[2] != k.shape[2]
@@ -256,7 +261,9 @@ def attention(
         options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         return decode_attention(q[:, 0], k, v, *layout.pages, **options)[:, None]  # type: ignore[arg-type]
     if layout.masks[window].counted:
-        return _CountedAttention.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
+        heads = _padded(q, k, v) if sinks is None and takes_flash(q.dtype, q.shape[3]) else (q, k, v)
+        counted: Tensor = _CountedAttention.apply(*heads)  # type: ignore[no-untyped-call]
+        return counted[..., : q.shape[3]]
     plain = softcap is None and sinks is None and dropout == 0.0 and layout.causal and not layout.masks[window].later
     if plain and _takes_wide_heads(q):
         return causal_attention(q, k, v, layout.documents, scale=scale, window=window)

@@ -108,7 +108,8 @@ class Mask:
         segments: for variable-length attention: image patches, and in half precision on an accelerator also packed
             rows, tiles and windows.
         counted: for memory estimates on tensors without values: attention computes nothing and saves what a fused
-            kernel saves, which is q, k, v, the output and one number per head and token.
+            kernel saves, which is q, k, v, the output and one number per head and token. Flash attention saves heads
+            padded to a multiple of 8.
         later: whether some tokens attend to later ones (images).
     """
 

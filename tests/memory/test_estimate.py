@@ -90,6 +90,18 @@ def test_the_estimate_counts_adapters(arch, policy, kernel_device):
     assert same_bytes(saved_bytes(model, policy, tokens, dtype), measured_bytes(model, ids), kernel_device)
 
 
+def test_heads_count_as_wide_as_flash_attention_saves_them():
+    """In half precision it pads heads of 4 to 8; the output projection then saves a copy of the output without that."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    four, eight = (
+        LigerLlama.from_config(LlamaConfig(**sizes, num_attention_heads=4, head_dim=head_dim)) for head_dim in (4, 8)
+    )
+    more = lambda dtype: saved_bytes(four, "none", 64, dtype) - saved_bytes(eight, "none", 64, dtype)
+    output = 64 * 4 * 4  # tokens, heads, dimensions; queries, keys and values are as large
+    assert more(torch.float32) == -4 * output * 4
+    assert more(torch.bfloat16) == output * 2
+
+
 class Norm(nn.Module):
     """A norm of one's own, which autograd differentiates."""
 
