@@ -314,6 +314,18 @@ def test_dropout():
     torch.testing.assert_close(mean, layer.eval()(x) - base, rtol=0.1, atol=0.02)
 
 
+def test_dropout_saves_a_byte_for_each_element():
+    dropout = llama(LoRAConfig(lora_dropout=0.5)).layers[0].self_attn.qkv_proj.dropout
+    x, saved = torch.ones(6, 32, dtype=torch.bfloat16, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = dropout(x)
+    assert sum(each.nbytes for each in saved) == 6 * 32
+    y.sum().backward()
+    assert torch.equal(x.grad, y)
+    assert set(y.flatten().tolist()) == {0.0, 2.0}
+    assert dropout.eval()(x) is x
+
+
 def test_fused_ops_run_where_nothing_is_adapted(kernel_device):
     """In Triton's interpreter, with frozen weights: the kernels' loss and gradients are the references'."""
     from liger_models.kernels import dispatch
