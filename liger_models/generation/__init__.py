@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from liger_models.generation.loop import generate as generate
     from liger_models.generation.loop import stream as stream
     from liger_models.generation.options import Options as Options
+    from liger_models.generation.rollouts import Completion as Completion
+    from liger_models.generation.rollouts import rollout as rollout
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -17,5 +19,6 @@ else:
             "graphs": ["release_steps"],
             "loop": ["GenerateOutput", "generate", "stream"],
             "options": ["Options"],
+            "rollouts": ["Completion", "rollout"],
         },
     )

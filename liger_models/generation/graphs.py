@@ -55,15 +55,14 @@ class DecodeStep:
     The first call compiles kernels and allocates what libraries need, so it is an ordinary forward.
 
     Args:
-        rows, capacity, device: as for `PagedCache`.
+        cache: where it finds and stores keys and values.
         captured: whether to capture it.
-        model_state: the `state_of` the model that it is captured from.
+        model_state: the `state_of` the model that it is captured from, for a step that is kept.
     """
 
-    def __init__(
-        self, rows: int, capacity: int, device: torch.device, *, captured: bool, model_state: list[Any]
-    ) -> None:
-        self.cache, self.captured, self.model_state = PagedCache(rows, capacity, device), captured, model_state
+    def __init__(self, cache: PagedCache, *, captured: bool, model_state: list[Any] | None = None) -> None:
+        self.cache, self.captured, self.model_state = cache, captured, model_state
+        rows, device = cache.rows, cache.lengths.device
         self.graph: torch.cuda.CUDAGraph | None = None
         self._called = False
         self._tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
@@ -163,7 +162,7 @@ def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
         tokens: number of tokens of each row that the cache must hold.
     """
     if not can_capture(model):
-        yield DecodeStep(B, tokens, model.device, captured=False, model_state=[])
+        yield DecodeStep(PagedCache(B, tokens, model.device), captured=False)
         return
     state, rows = state_of(model), rounded_rows(B)
     kept = _kept.setdefault(model, [])
@@ -173,7 +172,8 @@ def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
         step = min(fits, key=lambda step: step.cache.capacity)
         kept.remove(step)
     else:
-        step = DecodeStep(rows, rounded_tokens(tokens), model.device, captured=True, model_state=state)
+        cache = PagedCache(rows, rounded_tokens(tokens), model.device)
+        step = DecodeStep(cache, captured=True, model_state=state)
     try:
         yield step
     finally:

@@ -61,12 +61,12 @@ class Sampler:
             )
         return logits
 
-    def draw(self, logits: Tensor, step: int) -> Tensor:
+    def draw(self, logits: Tensor, step: int | Tensor) -> Tensor:
         """The most likely tokens, or tokens that are drawn, [B] int64.
 
         Args:
             logits: [B, V] fp32, processed.
-            step: number of new tokens so far.
+            step: number of new tokens so far, or [B] int64.
         """
         settings = self.settings
         if not settings.do_sample:
@@ -105,14 +105,14 @@ def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
 _LOW = 0xFFFFFFFF
 
 
-def exponential_noise(seeds: Tensor, step: int, vocab_size: int) -> Tensor:
+def exponential_noise(seeds: Tensor, step: int | Tensor, vocab_size: int) -> Tensor:
     """Exponentially distributed numbers [B, V] fp32 that depend on seed, step and token alone.
 
     They are a hash of the three, so that no row depends on another one, and every device has the same.
 
     Args:
         seeds: [B] int64, not negative.
-        step: number of new tokens so far.
+        step: number of new tokens so far, or [B] int64.
         vocab_size: V.
     """
     key = _hash(_hash(_hash(seeds & _LOW) ^ (seeds >> 32)) ^ step)[:, None]

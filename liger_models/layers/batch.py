@@ -130,7 +130,10 @@ class BatchLayout:
             attention_mask is None or cu_seqlens is None,
             "forward: attention_mask and cu_seqlens exclude each other, got both. Packed batches need no mask.",
         )
-        check(cache is None or cu_seqlens is None, "forward: cu_seqlens can't be used with a decode cache. Pass one.")
+        check(
+            cache is None or cu_seqlens is None or (cache.takes_documents and not past),
+            "forward: cu_seqlens can't be used with a decode cache. Pass one.",
+        )
         documents = None
         positions = torch.arange(past, past + T, device=device)[None]
         if cu_seqlens is not None:
@@ -173,7 +176,8 @@ class BatchLayout:
                     "DataCollatorWithFlattening(return_flash_attn_kwargs=True).",
                 )
         segments, few = None, cu_seqlens is None or len(cu_seqlens) - 1 <= MOST_DOCUMENTS * B
-        if attention_mask is None and cache is None and visible_until is None and few and takes_segments(device, dtype):
+        alone = cache is None or cu_seqlens is not None  # no cached tokens
+        if attention_mask is None and alone and visible_until is None and few and takes_segments(device, dtype):
             segments = Segments.of_rows(B, T, cu_seqlens, device)
         bounds = None
         if cu_seqlens is not None and needs_bounds:

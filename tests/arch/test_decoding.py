@@ -10,6 +10,7 @@ from liger_models.generation.graphs import DecodeStep
 from liger_models.generation.logits import next_logits, takes_pages
 from liger_models.generation.options import resolve
 from liger_models.generation.rows import Rows
+from liger_models.layers.paged_cache import PagedCache
 
 from .families import FIRST_CASES, LIMIT, error, one_case_each, tokens
 
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("small_pages")
 @pytest.fixture
 def step(monkeypatch):
     """The step that models borrow: with a row and pages more than the prompts need."""
-    shared = DecodeStep(3, T + NEW + 20, torch.device("cpu"), captured=False, model_state=[])
+    shared = DecodeStep(PagedCache(3, T + NEW + 20, torch.device("cpu")), captured=False)
     monkeypatch.setattr(module, "borrow_step", lambda model, B, count: nullcontext(shared))
     return shared
 

@@ -1,0 +1,458 @@
+"""Continuing thousands of prompts of unequal length: rows that end make room for waiting prompts at once.
+
+The scheduler alternates between two kinds of work. A prefill is one forward of tokens of prompts: several whole prompts
+as packed documents, or a chunk of a long one. Then all rows that have their prompts run some steps, each of which gives
+every row one token. In a step all numbers are on the device, so it is captured as one CUDA graph where `generate`
+would do so, too. The host reads tokens and log-probabilities after several steps, and cuts off what follows a stop
+token. The last token of a prompt is left to the first step, so that every new token comes from a step.
+
+A prefill waits until there are enough new prompts for it, because the host needs as long to launch a small one as a
+large one. When no rows wait any more, steps get fewer rows as rows end.
+
+Rows are numbered in the order of their prompts. Only the rows with the largest numbers are put back into the queue when
+pages run out. So all running rows come before all waiting ones, the first row can always go on, and all rows end.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.generation.eval_mode import evaluating
+from liger_models.generation.graphs import DecodeStep, can_capture
+from liger_models.generation.options import UNFILTERED, Options, Settings, resolve, select_inputs
+from liger_models.generation.rows import log_probs_of
+from liger_models.generation.sampling import Sampler
+from liger_models.kernels.checks import check
+from liger_models.kernels.dispatch import ACCELERATORS
+from liger_models.layers import paged_cache
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.groups import ParallelGroups
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.layer import layers_of, named_layers
+from liger_models.layers.linear import is_sharded
+from liger_models.layers.masks import MOST_DOCUMENTS
+from liger_models.layers.page_pool import PagePool
+from liger_models.layers.rope import DynamicScaling
+from liger_models.memory.recompute import is_compiled
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+FREE_SHARE = 0.5
+"""Part of the free memory of an accelerator that the cache takes by default, if it needs so much."""
+
+IDLE_SHARE = 1 / 16
+"""Part of the running rows that may wait for their prompts while these are not enough tokens for a whole prefill."""
+
+HOST_BYTES = 2**31
+"""Size of the cache by default, if it needs so much, where the free memory is not known."""
+
+
+class Completion(NamedTuple):
+    """A row that `rollout` has continued.
+
+    Attributes:
+        tokens: [n] int64 on the CPU, the new tokens; a stop token is the last of them.
+        log_probs: [n] fp32 on the CPU, log-probability of each by the model's own distribution, before temperature and
+            all other options.
+        reason: "stop", or "length" for a row that ``max_new_tokens`` ended.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    reason: str
+
+
+@dataclass(eq=False)
+class Row:
+    """What the host knows of a row.
+
+    Attributes:
+        number: its place in the result.
+        prompt: number of its prompt.
+        tokens: the prompt and the new tokens.
+        begin: length of the prompt.
+        end: number of tokens at which it ends.
+        stops: tokens that end it.
+        seed: of its draws.
+        log_probs: of the new tokens.
+        slot: its place in a step; −1 while it waits.
+        pages: the pages that it holds.
+        cached: number of its tokens that the pages hold.
+        source: a running row of the same prompt, whose pages this one will use as soon as they are filled.
+    """
+
+    number: int
+    prompt: int
+    tokens: list[int]
+    begin: int
+    end: int
+    stops: list[int]
+    seed: int
+    log_probs: list[float] = field(default_factory=list)
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    cached: int = 0
+    source: "Row | None" = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next forward of the row is a step: all of its tokens but the last are cached."""
+        return self.source is None and self.cached == len(self.tokens) - 1
+
+
+@torch.no_grad()
+def rollout(
+    model: Decoder,
+    prompts: Tensor | Sequence[Tensor] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int],
+    stop_tokens: Sequence[Sequence[int]] | None = None,
+    batch_size: int = 256,
+    chunk_size: int = 2048,
+    steps_per_read: int = 8,
+    cache_bytes: int | None = None,
+    **options: "Unpack[Options]",
+) -> list[Completion]:
+    """Continue many prompts of unequal length, as between the steps of training by reinforcement learning.
+
+    The tokens and log-probabilities of a row are those that `generate` finds for its prompt alone, up to rounding,
+    whatever else runs. The weights are those of the model, which is in eval mode meanwhile, and no memory is kept.
+
+    Args:
+        model: a language model on one device, whose layers cache nothing but keys and values.
+        prompts: prompts without padding, each a 1-D tensor of integers or a list of ids; or [B, T].
+        max_new_tokens: maximum number of new tokens, or one for each prompt.
+        stop_tokens: the tokens that end a row, for each prompt. Default: ``eos_token_id`` for all.
+        batch_size: maximum number of rows that run at the same time.
+        chunk_size: maximum number of prompt tokens of a forward, which bounds the memory of their activations.
+        steps_per_read: number of steps after which the host reads the new tokens. A row that has ended is idle for the
+            rest of them.
+        cache_bytes: maximum number of bytes of keys and values. When a running row finds no page, the last rows that
+            were started are put back and later computed again. Default: what ``batch_size`` of the longest rows need,
+            but at most half of the free memory (on the CPU at most 2 GiB).
+        options: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``, ``eos_token_id``,
+            ``num_return_sequences``, ``seed`` and ``generator`` of `Options`. With ``num_return_sequences`` a prompt is
+            computed once, and its rows share its pages. With ``seed`` a row's draws depend on nothing else.
+
+    Returns:
+        The rows in the order of the prompts, with ``num_return_sequences`` consecutive ones for each.
+
+    Raises:
+        TypeError: an argument is not in `Options`.
+        ValueError: a prompt is empty, an argument is out of range, an option depends on earlier tokens of a row
+            (``repetition_penalty`` and others), a row does not fit into ``cache_bytes``, or the model cannot run here:
+            it has recurrent states, is compiled or distributed, or its positions depend on the length of the longest
+            row. Use `generate` then.
+    """
+    tokens = _checked_prompts(model, prompts)
+    limits = _for_each("max_new_tokens", max_new_tokens, len(tokens))
+    check(min(limits) >= 1, f"rollout: max_new_tokens must be at least 1, got {min(limits)}.")
+    settings = resolve(model, max(limits), options)
+    _check_options(model, settings, options)
+    stops = [settings.eos_token_id] * len(tokens) if stop_tokens is None else [list(each) for each in stop_tokens]
+    check(
+        len(stops) == len(tokens),
+        f"rollout: stop_tokens must be a list for each of the {len(tokens)} prompts, got {len(stops)}.",
+    )
+    for name, value in (("batch_size", batch_size), ("chunk_size", chunk_size), ("steps_per_read", steps_per_read)):
+        check(value >= 1, f"rollout: {name} must be at least 1, got {value}.")
+    repeats = settings.num_return_sequences
+    count = len(tokens) * repeats
+    seeds = settings.seed if isinstance(settings.seed, list) else [(settings.seed or 0) + row for row in range(count)]
+    check(len(seeds) == count, f"rollout: seed must be one integer, or one for each of {count} rows, got {len(seeds)}.")
+    rows = [
+        Row(
+            number, prompt := number // repeats, list(tokens[prompt]), len(tokens[prompt]),
+            len(tokens[prompt]) + limits[prompt], stops[prompt], seed,
+        )
+        for number, seed in enumerate(seeds)
+    ]  # fmt: skip
+    _check_model(model, max(row.end for row in rows) - 1)
+    with evaluating(list(model.modules())):
+        pool = _make_pool(model, rows, min(batch_size, count), cache_bytes)
+        return Scheduler(model, rows, pool, settings, chunk_size, steps_per_read).run()
+
+
+class Scheduler:
+    """Runs rows to their ends.
+
+    Args:
+        model: the model, in eval mode.
+        rows: the rows, by their numbers.
+        pool: the cache, which can hold each row by itself.
+        settings: how tokens are chosen.
+        chunk_size: maximum number of tokens of a prefill.
+        steps_per_read: number of steps after which the host reads the new tokens.
+    """
+
+    def __init__(
+        self, model: Decoder, rows: list[Row], pool: PagePool, settings: Settings, chunk_size: int, steps_per_read: int
+    ) -> None:
+        self.model, self.pool, self.chunk_size, self.steps_per_read = model, pool, chunk_size, steps_per_read
+        self.waiting = deque(rows)
+        self.running: list[Row] = []
+        """Rows by their numbers; all numbers of running rows are smaller than those of waiting ones."""
+        self.found: list[Completion | None] = [None] * len(rows)
+        nothing = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        self.is_seeded = settings.seed is not None
+        self.sampler = Sampler(replace(settings, seed=None), nothing, model.config.vocab_size)
+        self.most_stops = max(len(row.stops) for row in rows)
+        self._start_steps()
+
+    def run(self) -> list[Completion]:
+        """The completions of all rows, by their numbers."""
+        while self.waiting or self.running:
+            self._admit()
+            self._prefill()
+            self._decode(self._with_room())
+            if not self.waiting and 0 < 2 * len(self.running) <= self.pool.rows:
+                self.pool.resize(len(self.running))
+                self._start_steps()
+        return [found for found in self.found if found is not None]
+
+    def _start_steps(self) -> None:
+        """Give the running rows places in a step with as many rows as the cache has, which is captured anew."""
+        shape, device = (self.steps_per_read, self.pool.rows), self.model.device
+        self.step = DecodeStep(self.pool, captured=can_capture(self.model))
+        self.new_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.new_log_probs = torch.zeros(shape, device=device)
+        self.slots = list(range(self.pool.rows))
+        for row in self.running:
+            row.slot = self.slots.pop()
+            self.pool.assign(row.slot, row.pages)
+
+    def _admit(self) -> None:
+        """Start waiting rows. Running rows that may need a page find one, so that no row is put back at once."""
+        while self.waiting and self.slots:
+            row = self.waiting[0]
+            source = next((each for each in self.running if each.prompt == row.prompt), None)
+            shared = [] if source is None else source.pages[: (row.begin - 1) // self.pool.page]
+            count = self._pages_for(len(row.tokens)) - len(shared)
+            growing = sum(len(each.pages) < self._pages_for(each.end - 1) for each in self.running)
+            if self.running and self.pool.num_free < count + growing:
+                return
+            row.pages, row.slot, row.source = self.pool.share(shared) + self.pool.take(count), self.slots.pop(), source
+            self.pool.assign(row.slot, row.pages)
+            self.running.append(self.waiting.popleft())
+
+    def _prefill(self) -> None:
+        """Compute the prompts of all running rows, or none as long as there are few and others wait."""
+        self._copy_prompts()
+        new = [row for row in self.running if not row.is_ready]
+        tokens = sum(len(row.tokens) - 1 - row.cached for row in new if row.source is None)
+        if self.waiting and tokens < self.chunk_size and len(new) <= IDLE_SHARE * len(self.running):
+            return
+        while todo := [row for row in new if row.source is None and not row.is_ready]:
+            self._fill(todo)
+            self._copy_prompts()
+
+    def _fill(self, todo: list[Row]) -> None:
+        """Run a forward of tokens of these rows: the prompts that fit into it, or a part of the first."""
+        parts: list[tuple[Row, int]] = []
+        room = self.chunk_size
+        for row in todo:
+            end = len(row.tokens) - 1
+            if not row.cached and end <= room and len(parts) < MOST_DOCUMENTS:
+                parts.append((row, end))
+                room -= end
+        first = todo[0]
+        if not parts or parts[0][0] is not first:  # it follows cached tokens, or is longer than a chunk
+            parts = [(first, min(first.cached + self.chunk_size, len(first.tokens) - 1))]
+        ids = [row.tokens[row.cached : end] for row, end in parts]
+        documents: dict[str, Any] = {}
+        if len(parts) > 1:
+            documents["cu_seqlens"] = self.pool.upload([0, *map(len, ids)]).cumsum(0)
+        self.pool.fill([(row.slot, row.cached, end) for row, end in parts])
+        batch = self.pool.upload([token for part in ids for token in part])[None]
+        self.model(batch, cache=self.pool, return_logits=False, **documents)
+        for row, end in parts:
+            row.cached = end
+
+    def _copy_prompts(self) -> None:
+        """Give rows the cached prompt of their source: they share its full pages and copy the begun one."""
+        pairs = []
+        for row in self.running:
+            if row.source is not None and row.source.cached >= row.begin - 1:
+                full, begun = divmod(row.begin - 1, self.pool.page)
+                if begun:
+                    pairs.append((row.source.pages[full], row.pages[full]))
+                row.cached, row.source = row.begin - 1, None
+        self.pool.copy(pairs)
+
+    def _with_room(self) -> list[Row]:
+        """The rows that run the next steps, with pages for their tokens."""
+        rows = [row for row in self.running if row.is_ready]
+        for row in rows:
+            most = min(row.cached + self.steps_per_read, row.end - 1)
+            while row.slot >= 0 and (count := self._pages_for(most) - len(row.pages)) > self.pool.num_free:
+                last = self.running[-1]
+                self._remove(last)
+                self.waiting.appendleft(last)
+            if row.slot >= 0 and count > 0:
+                row.pages += self.pool.take(count)
+                self.pool.assign(row.slot, row.pages)
+        return [row for row in rows if row.slot >= 0]
+
+    def _decode(self, rows: list[Row]) -> None:
+        """Run steps of these rows, and read their tokens."""
+        if not rows:
+            return
+        steps = min(self.steps_per_read, max(row.end - len(row.tokens) for row in rows))
+        numbers = [[0] * (5 + self.most_stops) for _ in range(self.pool.rows)]
+        for row in rows:
+            stops = row.stops + [-1] * (self.most_stops - len(row.stops))
+            new, left = len(row.tokens) - row.begin, row.end - len(row.tokens)
+            numbers[row.slot] = [row.tokens[-1], row.cached, left, new, row.seed, *stops]
+        state = self.pool.upload(numbers)
+        tokens, lengths, remaining, counts, seeds = state[:, :5].unbind(1)
+        stop_tokens = state[:, 5:]
+        self.sampler.seeds = seeds if self.is_seeded else None
+        self.pool.resume(lengths, remaining)
+        for step in range(steps):
+            logits = self.step(self.model, tokens, self.pool.positions).float()
+            tokens = self.sampler.draw(logits, counts)
+            self.new_tokens[step], self.new_log_probs[step] = tokens, log_probs_of(logits, tokens)
+            counts.add_(1)
+            self.pool.remaining.sub_(1).masked_fill_((tokens[:, None] == stop_tokens).any(1), 0)
+        read = self._read(steps)
+        for row in rows:
+            tokens_of_row, log_probs_of_row = (each[row.slot][: row.end - len(row.tokens)] for each in read)
+            for token, log_prob in zip(tokens_of_row, log_probs_of_row, strict=True):
+                row.tokens.append(token)
+                row.log_probs.append(log_prob)
+                if token in row.stops:
+                    break
+            row.cached = len(row.tokens) - 1
+            stopped = row.tokens[-1] in row.stops
+            if stopped or len(row.tokens) == row.end:
+                self._remove(row)
+                answer = torch.tensor(row.tokens[row.begin :])
+                log_probs = torch.tensor(row.log_probs, dtype=torch.float32)
+                self.found[row.number] = Completion(answer, log_probs, "stop" if stopped else "length")
+
+    def _read(self, steps: int) -> list[list[list[Any]]]:
+        """Tokens and log-probabilities of the last steps, a list for each slot. Synchronises with the device."""
+        return [each[:steps].T.tolist() for each in (self.new_tokens, self.new_log_probs)]
+
+    def _remove(self, row: Row) -> None:
+        """Take a row's pages and its place in the step."""
+        self.running.remove(row)
+        self.slots.append(row.slot)
+        self.pool.assign(row.slot, [])
+        self.pool.give_back(row.pages)
+        row.slot, row.pages, row.cached, row.source = -1, [], 0, None
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.pool.page)
+
+
+def _make_pool(model: Decoder, rows: list[Row], most: int, cache_bytes: int | None) -> PagePool:
+    """A cache for at most so many rows at the same time. What its layers keep is asked of them with one token."""
+    probe = DecodeCache(1)
+    model(torch.tensor([rows[0].tokens[:1]], device=model.device), cache=probe, return_logits=False)
+    check(
+        not probe.is_recurrent and not probe.extra,
+        f"rollout: layers must cache keys and values alone, got other states in {type(model).__name__}. Use generate.",
+    )
+    if cache_bytes is None:
+        cache_bytes = _default_bytes(model.device)
+    longest = max(rows, key=lambda row: row.end)
+    each = sum(x.nbytes for layer in probe._layers.values() for x in layer) * paged_cache.PAGE
+    needed = -(-(longest.end - 1) // paged_cache.PAGE)
+    pages = min(cache_bytes // each, most * needed + 1)
+    check(
+        pages > needed,
+        f"rollout: cache_bytes must be at least {(needed + 1) * each} for prompt {longest.prompt}, which may have "
+        f"{longest.end} tokens, got {cache_bytes}. Raise it, or lower max_new_tokens.",
+    )
+    return PagePool(most, longest.end - 1, model.device, pages=pages, like=probe)
+
+
+def _default_bytes(device: torch.device) -> int:
+    if device.type not in ACCELERATORS:
+        return HOST_BYTES
+    backend = getattr(torch, device.type)
+    unused = backend.memory_reserved(device) - backend.memory_allocated(device)
+    return int(FREE_SHARE * (backend.mem_get_info(device)[0] + unused))
+
+
+def _checked_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
+    """The prompts as lists of ids."""
+    found = [torch.as_tensor(prompt) for prompt in prompts]
+    shapes = [list(prompt.shape) for prompt in found if prompt.dim() != 1 or not len(prompt)]
+    check(
+        bool(found) and not shapes,
+        f"rollout: prompts must be a list of prompts with at least one token each, got shapes {shapes[:5]}.",
+    )
+    vocab = model.embed_tokens.num_embeddings
+    for number, prompt in enumerate(found):
+        kind = prompt.dtype
+        check(
+            not (kind.is_floating_point or kind.is_complex or kind == torch.bool),
+            f"rollout: prompts must be integers, got {kind} in prompt {number}.",
+        )
+    tokens: list[list[int]] = [prompt.tolist() for prompt in found]
+    low, high = min(map(min, tokens)), max(map(max, tokens))
+    check(
+        low >= 0 and high < vocab,
+        f"rollout: prompts must be in [0, {vocab}), got {low} to {high}. Does the tokenizer belong to the model?",
+    )
+    return tokens
+
+
+def _for_each(name: str, value: int | Sequence[int], count: int) -> list[int]:
+    values = [value] * count if isinstance(value, int) else list(value)
+    check(
+        len(values) == count,
+        f"rollout: {name} must be one number, or one for each of the {count} prompts, got {len(values)}.",
+    )
+    return values
+
+
+def _check_options(model: Decoder, settings: Settings, options: Options) -> None:
+    """Raise ValueError for options of `generate` that `rollout` does not have."""
+    for name, neutral in UNFILTERED.items():
+        value = getattr(settings, name)
+        check(
+            name in ("top_k", "top_p", "min_p", "typical_p") or not value or value == neutral,
+            f"rollout: {name} must be {neutral}, got another from the call or from generation_config.json. "
+            f"Pass {name}={neutral}, or use generate.",
+        )
+    others = ["attention_mask", "logits_processor", "cache", "draft_model", *select_inputs(model, options)]
+    given = [name for name in others if options.get(name) is not None]
+    check(not given, f"rollout: {', '.join(given)} must be omitted, got a value. Use generate.")
+    check(settings.use_cache, "rollout: use_cache must not be False. Use generate.")
+
+
+def _check_model(model: Decoder, most_tokens: int) -> None:
+    """Raise ValueError unless the model can run here with rows of so many tokens."""
+    name = type(model).__name__
+    layers = named_layers(model.layers)
+    refused = [path for path, layer in layers if layer.attention and not layer.attention.takes_pages]
+    check(
+        not refused,
+        f"rollout: attention layers must take pages of a cache, got layers.{', layers.'.join(refused)} of {name}. "
+        "Use generate.",
+    )
+    check(
+        not any(is_compiled(module) for module in model.modules()),
+        f"rollout: model must not be compiled, got a compiled {name}. Use generate, or the model before compilation.",
+    )
+    check(
+        model.groups == ParallelGroups() and not any(is_sharded(parameter) for parameter in model.parameters()),
+        f"rollout: model must be on one device, got a distributed {name}. Use generate, or an inference engine.",
+    )
+    for rotary in layers_of(model.rotary):
+        limit: Any = rotary.switch_length
+        if isinstance(getattr(rotary, "scaling", None), DynamicScaling):
+            limit = rotary.max_position_embeddings
+        check(
+            limit is None or most_tokens <= limit,
+            f"rollout: prompt and new tokens must not exceed {limit} tokens, beyond which the frequencies of {name} "
+            f"depend on the longest row, got {most_tokens + 1}. Use generate.",
+        )

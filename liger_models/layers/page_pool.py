@@ -1,0 +1,153 @@
+"""A paged cache for rows that come and go: a row holds pages for the tokens that it has, and gives them back."""
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.dispatch import ACCELERATORS
+from liger_models.kernels.write_pages import write_pages
+from liger_models.layers.kv_cache import DecodeCache, Pages
+from liger_models.layers.paged_cache import PagedCache
+
+
+class PagePool(PagedCache):
+    """A `PagedCache` whose pages are taken and freed one by one. Several rows may hold the same page.
+
+    The host decides which pages a row has, and writes them into a table of its own, which `resume` copies to the
+    device. A step is captured as with `PagedCache`: ``lengths``, ``remaining`` and the table stay where they are. Rows
+    with nothing remaining do no harm in a step: they write to page 0, which nobody is given, and see one token.
+
+    Call `fill` before a forward of tokens of prompts, `resume` before the first of several steps, and `step` before
+    each step.
+
+    Args:
+        rows, capacity, device: as for `PagedCache`.
+        pages: number of pages, page 0 included.
+        like: a cache with the layers of the model; keys and values get their shapes and dtypes.
+    """
+
+    takes_documents = True
+
+    def __init__(self, rows: int, capacity: int, device: torch.device, *, pages: int, like: DecodeCache) -> None:
+        super().__init__(rows, capacity, device)
+        self.resize(rows)
+        self._layers = {
+            layer: (k.new_zeros(pages, self.page, *k.shape[2:]), v.new_zeros(pages, self.page, *v.shape[2:]))
+            for layer, (k, v) in like._layers.items()
+        }
+        self._free = list(range(pages - 1, 0, -1))
+        self._holders = [0] * pages
+        self._history = self.lengths
+        """The pages of the row whose tokens follow cached ones in the forward of `fill`, [n] int64."""
+
+    def resize(self, rows: int) -> None:
+        """Forget the pages of each row and have so many rows from now on. No earlier captured step may follow."""
+        device, shape = self.lengths.device, (rows, self._own.shape[1])
+        self.rows = rows
+        self._table = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._host_table = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type in ACCELERATORS)
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.remaining = torch.zeros(rows, dtype=torch.int64, device=device)
+        """Number of tokens that each row is still to be given; a row that has none is idle."""
+
+    @property
+    def num_free(self) -> int:
+        """Number of pages that no row holds."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Free pages, which are then held by one row."""
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def share(self, pages: list[int]) -> list[int]:
+        """The same pages, which are then held by one more row."""
+        for page in pages:
+            self._holders[page] += 1
+        return list(pages)
+
+    def give_back(self, pages: list[int]) -> None:
+        """Let a row no longer hold these pages. Those that no other row holds are free."""
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def assign(self, row: int, pages: list[int]) -> None:
+        """Write the pages of a row, in the order of its tokens, into the table of the host."""
+        self._host_table[row] = 0
+        self._host_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy pages: for each pair the content of the first into the second."""
+        if not pairs:
+            return
+        theirs, own = self.upload(pairs).unbind(1)
+        for each in (x for layer in self._layers.values() for x in layer):
+            each[own] = each[theirs]
+
+    def fill(self, parts: list[tuple[int, int, int]]) -> None:
+        """Announce a forward of tokens of several rows, one after the other in a single row of the batch.
+
+        Args:
+            parts: (row, first token, token after the last) each. Only a part by itself may follow cached tokens.
+        """
+        slots = []
+        for row, begin, end in parts:
+            place = torch.arange(begin, end)
+            slots.append(self._host_table[row, place // self.page].long() * self.page + place % self.page)
+        self._slots = self.upload(torch.cat(slots))
+        row, self.length, end = parts[0]
+        self._history = self.upload(self._host_table[row, : -(-end // self.page)].long())
+        self.pages = None
+
+    def resume(self, lengths: Tensor, remaining: Tensor) -> None:
+        """Announce steps.
+
+        Args:
+            lengths: [rows], number of cached tokens of each row.
+            remaining: [rows], number of tokens that each row is still to be given; 0 for idle rows.
+        """
+        self._table.copy_(self._host_table, non_blocking=True)
+        self.lengths.copy_(lengths)
+        self.remaining.copy_(remaining)
+
+    @property
+    def positions(self) -> Tensor:
+        """The positions of the next token of each row, [rows, 1] int64."""
+        return (self.lengths * (self.remaining > 0)).long()[:, None]
+
+    def step(self) -> None:
+        """As `PagedCache.step`, for the rows that are not idle."""
+        place = self.positions
+        self._slots = self._slots_of(self._table, place)[:, 0] * (self.remaining > 0)
+        self.lengths.copy_(place[:, 0] + 1)
+        self.pages, self.length = Pages(self._table, self.lengths), 1
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v [B, T, G, D] of one layer.
+
+        Returns:
+            In a step all pages of the layer [pages, P, G, D]; else the keys and values [1, cached + T, G, D].
+        """
+        keys, values = self._layers[layer]
+        write_pages(keys, values, k.flatten(0, 1), v.flatten(0, 1), self._slots)
+        if self.pages is not None:
+            return keys, values
+        if not self.length:
+            return k, v
+        end = self.length + k.shape[1]
+        return keys[self._history].flatten(0, 1)[None, :end], values[self._history].flatten(0, 1)[None, :end]
+
+    def replace_states(self, layer: int, *states: Tensor) -> None:
+        """Raise ValueError: rows of different length have no states in common."""
+        check(False, "PagePool: layers must cache keys and values, got states. Use a DecodeCache.")
+
+    def upload(self, values: "Tensor | list[tuple[int, int]] | list[list[int]] | list[int]") -> Tensor:
+        """Integers of the host as int64 on the device, without waiting for it."""
+        host = torch.as_tensor(values, dtype=torch.int64)
+        if self.lengths.device.type in ACCELERATORS:
+            host = host.pin_memory()
+        return host.to(self.lengths.device, non_blocking=True)
