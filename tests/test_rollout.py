@@ -4,6 +4,7 @@ import gc
 import itertools
 
 import pytest
+import tokenizers
 import torch
 
 from liger_models import AutoLigerModel
@@ -339,6 +340,14 @@ def test_bad_arguments_are_named(model, changes, message):
     given = {"prompts": [[3, 4, 5]], "max_new_tokens": 3, "eos_token_id": [], **changes}
     with pytest.raises(ValueError, match=message):
         rollout(model, given.pop("prompts"), **given)
+
+
+def test_texts_are_encoded_by_the_tokenizer(model):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 3, "llama": 4, "it": 5}))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.assets = {"tokenizer.json": words.to_str().encode()}
+    found = model.rollout(["a llama", "it"], max_new_tokens=[3, 5], eos_token_id=[])
+    assert_alone(model, [[3, 4], [5]], [3, 5], found)
 
 
 def test_unknown_arguments_are_named(model):

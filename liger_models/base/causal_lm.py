@@ -1,6 +1,6 @@
 """The base class of all models: the decoder with loading, saving, generation and transformers' Trainer interface."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -16,6 +16,7 @@ from liger_models.convert.save import save_pretrained
 from liger_models.generation.loop import GenerateOutput, generate, stream
 from liger_models.generation.options import Options, shows_options
 from liger_models.generation.prompts import Prompts
+from liger_models.generation.rollouts import Completion, rollout
 from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import CausalLMConfig, Decoder
@@ -201,10 +202,22 @@ class CausalLM(Decoder):
         """Continue the prompts, yielding the tokens of each step; see `liger_models.generation.loop.stream`."""
         return stream(self, self._encoded(input_ids), max_new_tokens=max_new_tokens, **options)
 
-    def _encoded(self, prompts: Any) -> Prompts:
+    def rollout(
+        self,
+        prompts: Tensor | Sequence[Tensor] | Sequence[Sequence[int]] | list[str],
+        *,
+        max_new_tokens: int | Sequence[int],
+        **options: Any,
+    ) -> list[Completion]:
+        """Continue many prompts of unequal length; see `liger_models.generation.rollouts.rollout` for the options.
+
+        Texts are encoded by `tokenizer`, whose ``decode`` turns the tokens of a `Completion` into a text.
+        """
+        return rollout(self, self._encoded(prompts), max_new_tokens=max_new_tokens, **options)
+
+    def _encoded(self, prompts: Any) -> Any:
         texts = isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], str))
-        found: Prompts = self.tokenizer.encode(prompts) if texts else prompts
-        return found
+        return self.tokenizer.encode(prompts) if texts else prompts
 
     @classmethod
     def from_config(

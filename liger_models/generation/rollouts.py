@@ -172,7 +172,8 @@ def rollout(
         )
         for number, seed in enumerate(seeds)
     ]  # fmt: skip
-    _check_model(model, max(row.end for row in rows) - 1)
+    reason = refusal(model, max(row.end for row in rows), tokens[0])
+    check(reason is None, f"rollout: {reason}. Use generate.")
     with evaluating(list(model.modules())):
         pool = _make_pool(model, rows, min(batch_size, count), cache_bytes)
         return Scheduler(model, rows, pool, settings, chunk_size, steps_per_read).run()
@@ -353,12 +354,7 @@ class Scheduler:
 
 def _make_pool(model: Decoder, rows: list[Row], most: int, cache_bytes: int | None) -> PagePool:
     """A cache for at most so many rows at the same time. What its layers keep is asked of them with one token."""
-    probe = DecodeCache(1)
-    model(torch.tensor([rows[0].tokens[:1]], device=model.device), cache=probe, return_logits=False)
-    check(
-        not probe.is_recurrent and not probe.extra,
-        f"rollout: layers must cache keys and values alone, got other states in {type(model).__name__}. Use generate.",
-    )
+    probe = _cache_of_one_token(model, rows[0].tokens)
     if cache_bytes is None:
         cache_bytes = _default_bytes(model.device)
     longest = max(rows, key=lambda row: row.end)
@@ -429,30 +425,39 @@ def _check_options(model: Decoder, settings: Settings, options: Options) -> None
     check(settings.use_cache, "rollout: use_cache must not be False. Use generate.")
 
 
-def _check_model(model: Decoder, most_tokens: int) -> None:
-    """Raise ValueError unless the model can run here with rows of so many tokens."""
+def refusal(model: Decoder, tokens: int, prompt: Sequence[int]) -> str | None:
+    """Why `rollout` does not take this model with rows of so many tokens; None if it does.
+
+    It runs the first token of a prompt, to see what the layers cache.
+    """
     name = type(model).__name__
     layers = named_layers(model.layers)
     refused = [path for path, layer in layers if layer.attention and not layer.attention.takes_pages]
-    check(
-        not refused,
-        f"rollout: attention layers must take pages of a cache, got layers.{', layers.'.join(refused)} of {name}. "
-        "Use generate.",
-    )
-    check(
-        not any(is_compiled(module) for module in model.modules()),
-        f"rollout: model must not be compiled, got a compiled {name}. Use generate, or the model before compilation.",
-    )
-    check(
-        model.groups == ParallelGroups() and not any(is_sharded(parameter) for parameter in model.parameters()),
-        f"rollout: model must be on one device, got a distributed {name}. Use generate, or an inference engine.",
-    )
+    if refused:
+        return f"attention layers must take pages of a cache, got layers.{', layers.'.join(refused)} of {name}"
+    if any(is_compiled(module) for module in model.modules()):
+        return f"model must not be compiled, got a compiled {name}"
+    if model.groups != ParallelGroups() or any(is_sharded(parameter) for parameter in model.parameters()):
+        return f"model must be on one device, got a distributed {name}"
     for rotary in layers_of(model.rotary):
         limit: Any = rotary.switch_length
         if isinstance(getattr(rotary, "scaling", None), DynamicScaling):
             limit = rotary.max_position_embeddings
-        check(
-            limit is None or most_tokens <= limit,
-            f"rollout: prompt and new tokens must not exceed {limit} tokens, beyond which the frequencies of {name} "
-            f"depend on the longest row, got {most_tokens + 1}. Use generate.",
-        )
+        if limit is not None and tokens > limit + 1:  # the last token is never run
+            return (
+                f"prompt and new tokens must not exceed {limit + 1} tokens, beyond which the frequencies of {name} "
+                f"depend on the longest row, got {tokens}"
+            )
+    cache = _cache_of_one_token(model, prompt)
+    if cache.is_recurrent or cache.extra:
+        return f"layers must cache keys and values alone, got other states in {name}"
+    return None
+
+
+@torch.no_grad()
+def _cache_of_one_token(model: Decoder, prompt: Sequence[int]) -> DecodeCache:
+    """A cache with the first token of a prompt."""
+    cache = DecodeCache(1)
+    with evaluating(list(model.modules())):
+        model(torch.tensor([prompt[:1]], device=model.device), cache=cache, return_logits=False)
+    return cache
