@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from liger_models.parallel.fsdp import apply_fsdp as apply_fsdp
     from liger_models.parallel.fsdp import compile_blocks as compile_blocks
     from liger_models.parallel.fsdp import reshard as reshard
+    from liger_models.parallel.fsdp import unsharded as unsharded
     from liger_models.parallel.state import load_state as load_state
     from liger_models.parallel.state import save_state as save_state
     from liger_models.parallel.step import clip_grad_norm_ as clip_grad_norm_
@@ -23,7 +24,7 @@ else:
         {
             "agreement": ["check_ranks"],
             "context": ["apply_cp"],
-            "fsdp": ["apply_fsdp", "compile_blocks", "reshard"],
+            "fsdp": ["apply_fsdp", "compile_blocks", "reshard", "unsharded"],
             "state": ["load_state", "save_state"],
             "step": ["clip_grad_norm_", "mean_over_ranks", "targets_per_rank"],
             "tensor": ["apply_ep", "apply_tp"],

@@ -1,6 +1,8 @@
 """FSDP2: parameters are sharded over the ranks, and each block is gathered only for its own forward and backward."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,7 +23,9 @@ from liger_models.adapters.medusa import LigerMedusa
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import group_of
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.layer import layers_of
+from liger_models.memory.recompute import is_compiled
 from liger_models.parallel.agreement import check_first_forward
 from liger_models.parallel.mesh import data_mesh, group_over
 from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
@@ -217,6 +221,60 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def unsharded(model: Model) -> Iterator[Model]:
+    """Context with a model that has the gathered parameters of ``model``, and knows of no other rank.
+
+    Sampling between two optimizer steps needs no collective then: ranks may run different numbers of forwards, steps
+    are CUDA graphs where they are on one GPU, and `rollout` takes the model. Every rank needs memory for all parameters
+    in the ``param_dtype`` of `apply_fsdp`. All ranks must enter and leave together.
+
+    Args:
+        model: sharded by `apply_fsdp` alone. A model that is not sharded is yielded as it is.
+
+    Returns:
+        A context manager. Its model shares the other attributes of the modules, and is neither compiled nor hooked. It
+        is not for training, and not for use afterwards: leaving the context frees its parameters.
+
+    Raises:
+        ValueError: the model is also sharded by `apply_tp`, `apply_cp` or `apply_ep`.
+    """
+    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not groups:
+        yield model
+        return
+    used = [model.groups, *(layer.groups for layer in layers_of(model))]
+    check(
+        all(each.tensor is each.context is each.expert is None for each in used),
+        "unsharded: the model must be sharded by apply_fsdp alone, got one that apply_tp, apply_cp or apply_ep has "
+        "sharded, too. Generate with the model itself.",
+    )
+    for module in groups:
+        module.unshard()
+    try:
+        found = _without_hooks(model, {})
+        found.groups = ParallelGroups()
+        yield found
+    finally:
+        for module in groups:
+            module.reshard()
+
+
+def _without_hooks(module: Any, made: dict[nn.Module, Any]) -> Any:
+    """A copy of a module and its submodules, with the same parameters, as it was before FSDP."""
+    if module not in made:
+        kinds = type(module).__mro__  # FSDP2 puts two classes before that of the module
+        kind: Any = kinds[kinds.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else kinds[0]
+        made[module] = copy = kind.__new__(kind)
+        state = {name: type(value)() if "_hooks" in name else value for name, value in vars(module).items()}
+        if is_compiled(module):
+            state["_compiled_call_impl"] = None
+            state.pop("forward", None)
+        children = {name: child and _without_hooks(child, made) for name, child in module._modules.items()}
+        copy.__dict__ = {**state, "_parameters": dict(module._parameters), "_modules": children}
+    return made[module]
 
 
 def compile_blocks(model: Model, **options: Any) -> Model:
