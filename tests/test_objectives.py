@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from liger_models import (
     LigerFusedLinearCPOLoss,
@@ -29,6 +30,8 @@ from liger_models import (
     preference_batch,
 )
 from liger_models.data.answers import AnswerDataset
+from liger_models.parallel import apply_fsdp
+from liger_models.train import grpo as grpo_module
 from liger_models.train.loop import TrainOptions, train
 from liger_models.train.objective_options import make_objective
 from liger_models.train.options import read_options
@@ -389,11 +392,44 @@ def test_grpo_draws_from_the_model_itself(folder, monkeypatch):
     model.assets = model.assets | {"generation_config.json": json.dumps(old | stored).encode()}
     sizes = []
     forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda ids, **inputs: sizes.append(len(ids)) or forward(ids, **inputs))
+    monkeypatch.setattr(model, "forward", lambda ids, **inputs: sizes.append([*ids.shape]) or forward(ids, **inputs))
     torch.manual_seed(5)
     got = objective.batch(model, rows)
     assert torch.equal(got["input_ids"], want["input_ids"])
-    assert sizes[:2] == [2, 8]
+    assert sizes[:4] == [[1, 1], [1, 1], [1, 8], [8, 1]]  # the last token of a prompt is left to the first step
+
+
+@pytest.mark.parametrize("kind", ["gathered", "no room", "refused"])
+def test_answers_are_sampled_from_gathered_weights_if_there_is_room(folder, monkeypatch, kind):
+    """And by `generate` where `rollout` refuses the model. The rows are those of a model that is not sharded."""
+    given = {"model": "m", "data": "d", "output": "o", "objective": "grpo", "length": 32}
+    given |= {"reward": f"{folder}/reward.py:share", "num_generations": 4, "max_new_tokens": 6}
+    objective = make_objective(TrainOptions(**given))
+    alone = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    data = objective.dataset(folder / "prompts.jsonl", alone, length=32, overflow=None, batch_size=2, shuffle=False)
+    rows = next(iter(data))
+    used, rolled, generate = [], LigerLlama.rollout, LigerLlama.generate
+
+    def watched(method):
+        return lambda model, *args, **given: used.append((method, model)) or method(model, *args, **given)
+
+    monkeypatch.setattr(LigerLlama, "rollout", watched(rolled))
+    monkeypatch.setattr(LigerLlama, "generate", watched(generate))
+    if kind == "no room":
+        monkeypatch.setattr(grpo_module, "free_memory", lambda device: 0)
+    if kind == "refused":
+        monkeypatch.setattr(grpo_module, "refusal", lambda *_: "recurrent")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = apply_fsdp(LigerLlama.from_pretrained(folder / "checkpoint", progress=False), param_dtype=None)
+    torch.manual_seed(5)
+    got = objective.batch(model, rows)
+    (method, sampled), *more = used
+    assert (method is rolled, sampled is model, more) == (kind == "gathered", kind == "no room", [])
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if kind == "no room":
+        monkeypatch.setattr(grpo_module, "refusal", lambda *_: "as the sharded one")
+    torch.manual_seed(5)
+    assert torch.equal(got["input_ids"], objective.batch(alone, rows)["input_ids"])
 
 
 def test_rewards_that_cannot_be(folder, monkeypatch):

@@ -172,10 +172,11 @@ def rollout(
         )
         for number, seed in enumerate(seeds)
     ]  # fmt: skip
-    reason = refusal(model, max(row.end for row in rows), tokens[0])
-    check(reason is None, f"rollout: {reason}. Use generate.")
+    cache = _cache_of_one_token(model, max(row.end for row in rows), tokens[0])
+    if isinstance(cache, str):
+        raise ValueError(f"rollout: {cache}. Use generate.")
     with evaluating(list(model.modules())):
-        pool = _make_pool(model, rows, min(batch_size, count), cache_bytes)
+        pool = _make_pool(cache, rows, min(batch_size, count), cache_bytes, model.device)
         return Scheduler(model, rows, pool, settings, chunk_size, steps_per_read).run()
 
 
@@ -352,11 +353,13 @@ class Scheduler:
         return -(-tokens // self.pool.page)
 
 
-def _make_pool(model: Decoder, rows: list[Row], most: int, cache_bytes: int | None) -> PagePool:
-    """A cache for at most so many rows at the same time. What its layers keep is asked of them with one token."""
-    probe = _cache_of_one_token(model, rows[0].tokens)
+def _make_pool(
+    probe: DecodeCache, rows: list[Row], most: int, cache_bytes: int | None, device: torch.device
+) -> PagePool:
+    """A cache for at most so many rows at the same time, with the layers of one that holds a single token."""
     if cache_bytes is None:
-        cache_bytes = _default_bytes(model.device)
+        free = free_memory(device)
+        cache_bytes = HOST_BYTES if free is None else int(FREE_SHARE * free)
     longest = max(rows, key=lambda row: row.end)
     each = sum(x.nbytes for layer in probe._layers.values() for x in layer) * paged_cache.PAGE
     needed = -(-(longest.end - 1) // paged_cache.PAGE)
@@ -366,15 +369,16 @@ def _make_pool(model: Decoder, rows: list[Row], most: int, cache_bytes: int | No
         f"rollout: cache_bytes must be at least {(needed + 1) * each} for prompt {longest.prompt}, which may have "
         f"{longest.end} tokens, got {cache_bytes}. Raise it, or lower max_new_tokens.",
     )
-    return PagePool(most, longest.end - 1, model.device, pages=pages, like=probe)
+    return PagePool(most, longest.end - 1, device, pages=pages, like=probe)
 
 
-def _default_bytes(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int | None:
+    """Number of bytes that can be allocated on an accelerator; None for other devices."""
     if device.type not in ACCELERATORS:
-        return HOST_BYTES
+        return None
     backend = getattr(torch, device.type)
-    unused = backend.memory_reserved(device) - backend.memory_allocated(device)
-    return int(FREE_SHARE * (backend.mem_get_info(device)[0] + unused))
+    unused: int = backend.memory_reserved(device) - backend.memory_allocated(device)
+    return int(backend.mem_get_info(device)[0]) + unused
 
 
 def _checked_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
@@ -430,6 +434,12 @@ def refusal(model: Decoder, tokens: int, prompt: Sequence[int]) -> str | None:
 
     It runs the first token of a prompt, to see what the layers cache.
     """
+    found = _cache_of_one_token(model, tokens, prompt)
+    return found if isinstance(found, str) else None
+
+
+def _cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> DecodeCache | str:
+    """A cache with the first token of a prompt, or what `refusal` returns."""
     name = type(model).__name__
     layers = named_layers(model.layers)
     refused = [path for path, layer in layers if layer.attention and not layer.attention.takes_pages]
@@ -448,16 +458,9 @@ def refusal(model: Decoder, tokens: int, prompt: Sequence[int]) -> str | None:
                 f"prompt and new tokens must not exceed {limit + 1} tokens, beyond which the frequencies of {name} "
                 f"depend on the longest row, got {tokens}"
             )
-    cache = _cache_of_one_token(model, prompt)
+    cache = DecodeCache(1)
+    with torch.no_grad(), evaluating(list(model.modules())):
+        model(torch.tensor([prompt[:1]], device=model.device), cache=cache, return_logits=False)
     if cache.is_recurrent or cache.extra:
         return f"layers must cache keys and values alone, got other states in {name}"
-    return None
-
-
-@torch.no_grad()
-def _cache_of_one_token(model: Decoder, prompt: Sequence[int]) -> DecodeCache:
-    """A cache with the first token of a prompt."""
-    cache = DecodeCache(1)
-    with evaluating(list(model.modules())):
-        model(torch.tensor([prompt[:1]], device=model.device), cache=cache, return_logits=False)
     return cache

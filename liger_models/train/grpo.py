@@ -7,10 +7,12 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from liger_models.base.causal_lm import CausalLM
@@ -19,10 +21,11 @@ from liger_models.data.batch import Batch, join_rows
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.prompts import PromptDataset
 from liger_models.generation.options import UNFILTERED, resolve
+from liger_models.generation.rollouts import free_memory, refusal
 from liger_models.kernels.checks import check
 from liger_models.kernels.linear_logprobs import fused_linear_logprobs
 from liger_models.losses.grpo import TOKEN_MEANS, LigerFusedLinearGRPOLoss
-from liger_models.parallel.fsdp import reshard
+from liger_models.parallel.fsdp import reshard, unsharded
 from liger_models.parallel.groups import raise_on_all_ranks, world_size
 from liger_models.parallel.step import targets_per_rank
 from liger_models.train.objectives import INPUTS, Load, Metrics, Objective, Reference, pair, reader_of
@@ -81,19 +84,10 @@ class GRPOObjective(Objective):
     @torch.no_grad()
     def batch(self, model: CausalLM, rows: Any) -> Batch:
         """Sampled answers to a batch of prompts, ``num_generations`` to each, with ``rewards`` and ``advantages``."""
-        stops = set(resolve(model, self.new, {}).eos_token_id)
-        inputs: dict[str, Any] = {**join_rows([row["pixels"] for row in rows])}
-        # With FSDP all ranks must run the same number of forwards, so that no answer may end the sampling.
-        ends: dict[str, Any] = {"eos_token_id": []} if world_size() > 1 else {}
-        sampled = model.generate(
-            [row["ids"] for row in rows], max_new_tokens=self.new, do_sample=True, temperature=self.temperature,
-            num_return_sequences=self.generations, pad_token_id=model.tokenizer.padding_id, **UNFILTERED, **ends,
-            **inputs,
-        )[:, max(len(row["ids"]) for row in rows) :].tolist()  # fmt: skip
+        answers = self._answers(model, rows)
         reshard(model)
         rows = [row for row in rows for _ in range(self.generations)]
         prompts, pixels = [row["ids"] for row in rows], [row["pixels"] for row in rows]
-        answers = [_until(ids, stops) for ids in sampled]
         with raise_on_all_ranks():
             rewards = torch.tensor(self._rewards(model, [row["example"] for row in rows], answers))
         groups = rewards.view(-1, self.generations)
@@ -106,6 +100,24 @@ class GRPOObjective(Objective):
         ]
         batch = padded(documents, max(map(len, documents)), model.tokenizer.padding_id, pixels)
         return {**batch, "rewards": rewards, "advantages": advantages.flatten()}
+
+    def _answers(self, model: CausalLM, rows: Any) -> list[list[int]]:
+        """Sampled answers, up to their stop tokens: ``num_generations`` consecutive ones to each prompt."""
+        prompts: list[list[int]] = [[*row["ids"]] for row in rows]
+        longest = max(map(len, prompts))
+        inputs: dict[str, Any] = {**join_rows([row["pixels"] for row in rows])}
+        options: dict[str, Any] = {"max_new_tokens": self.new, "do_sample": True, "temperature": self.temperature}
+        options |= {"num_return_sequences": self.generations, **UNFILTERED}
+        gathers = _has_room(model)
+        with unsharded(model) if gathers else nullcontext(model) as policy:
+            if not inputs and refusal(policy, longest + self.new, prompts[0]) is None:
+                return [answer.tokens.tolist() for answer in policy.rollout(prompts, **options)]
+            # Where FSDP gathers in each forward, all ranks must run the same number, so that no answer may end early.
+            ends: dict[str, Any] = {} if gathers or world_size() == 1 else {"eos_token_id": []}
+            pad = model.tokenizer.padding_id
+            sampled = policy.generate(prompts, **options, **ends, **inputs, pad_token_id=pad)[:, longest:].tolist()
+        stops = set(resolve(model, self.new, {}).eos_token_id)
+        return [_until(ids, stops) for ids in sampled]
 
     def _rewards(self, model: CausalLM, examples: list[Any], answers: list[list[int]]) -> list[float]:
         """What the function returns for the answers, as TRL's trainer calls it."""
@@ -205,6 +217,18 @@ def load_function(name: str) -> Reward:
     check(callable(found), f"reward: {place} must have a function {function}, got none.")
     reward: Reward = found
     return reward
+
+
+def _has_room(model: CausalLM) -> bool:
+    """Whether all ranks have memory for the gathered parameters in half precision, and as much for the sampling."""
+    free = free_memory(model.device)
+    if free is None:
+        return True
+    needed = 4 * sum(parameter.numel() for parameter in model.parameters())
+    room = torch.tensor(int(needed <= free), device=model.device)
+    if world_size() > 1:
+        dist.all_reduce(room, dist.ReduceOp.MIN)
+    return bool(room)
 
 
 def _until(ids: list[int], stops: set[int]) -> list[int]:
