@@ -14,12 +14,14 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from liger_models import LigerAdamW, LigerFusedLinearGRPOLoss, LigerLlama, LlamaConfig
-from liger_models.parallel import apply_fsdp, clip_grad_norm_, mean_over_ranks, reshard
+from liger_models.parallel import apply_fsdp, clip_grad_norm_, mean_over_ranks, unsharded
 
-VOCAB, PROMPT, ANSWER, LEARNING_RATE = 16, 3, 6, 2e-3
+VOCAB, SHORTEST, LONGEST, ANSWER, LEARNING_RATE = 16, 1, 5, 6, 2e-3
 PROMPTS, GROUP, UPDATES = 8, 16, 2
 """Per GPU and step: prompts, answers to each prompt, and optimizer steps on these answers."""
 
@@ -34,14 +36,16 @@ def start() -> torch.device:
     return device
 
 
-def make_prompts(generator: torch.Generator) -> Tensor:
-    """[PROMPTS, PROMPT] token ids."""
-    return torch.randint(VOCAB, (PROMPTS, PROMPT), generator=generator)
+def make_prompts(generator: torch.Generator) -> list[Tensor]:
+    """PROMPTS prompts of 1 to 5 token ids."""
+    lengths = torch.randint(SHORTEST, LONGEST + 1, (PROMPTS,), generator=generator).tolist()
+    return [torch.randint(VOCAB, (length,), generator=generator) for length in lengths]
 
 
-def reward(ids: Tensor) -> Tensor:
-    """Rewards [rows] of the answers in prompts and answers [rows, PROMPT + ANSWER]."""
-    return (ids[:, PROMPT:] == (ids[:, PROMPT - 1 : -1] + 1) % VOCAB).float().mean(1)
+def reward(prompt: Tensor, answer: Tensor) -> float:
+    """The reward of an answer [n] to a prompt [T]."""
+    before = torch.cat([prompt[-1:], answer[:-1]])
+    return (answer == (before + 1) % VOCAB).float().mean().item()
 
 
 def main(steps: int) -> None:
@@ -59,14 +63,16 @@ def main(steps: int) -> None:
     optimizer = LigerAdamW(policy.parameters(), lr=LEARNING_RATE)
     grpo = LigerFusedLinearGRPOLoss(beta=0.01, epsilon_low=0.2, epsilon_high=0.28, loss_type="dapo")
 
-    def improve(ids: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """Train on sampled answers. Returns the KL divergence from the reference, and the clipped fraction."""
-        labels = ids.clone()
-        labels[:, :PROMPT] = -100
+    def improve(ids: Tensor, labels: Tensor, old: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """Train on sampled answers. Returns the KL divergence from the reference, and the clipped fraction.
+
+        Args:
+            ids, labels: [rows, T] int64, prompts and answers, padded on the right; labels of the answers only.
+            old: [rows, T] fp32, log-probabilities of the next token when it was sampled.
+            advantages: [rows] fp32.
+        """
         with torch.no_grad():
-            old = policy(ids, labels=labels, return_log_probs=True).log_probs
             ref = reference(ids, labels=labels, return_log_probs=True).log_probs
-        reshard(policy)
         for _ in range(UPDATES):
             # The loss runs inside the head, where FSDP has gathered its weight.
             loss, metrics = policy(
@@ -87,13 +93,23 @@ def main(steps: int) -> None:
     data = torch.Generator().manual_seed(1 + rank)
     rewards = []
     for step in range(1, steps + 1):
-        prompts = make_prompts(data).to(device).repeat_interleave(GROUP, 0)
-        # All ranks must run the same number of forwards, because FSDP gathers in each. So no answer may end early.
-        ids = policy.generate(prompts, max_new_tokens=ANSWER, do_sample=True, eos_token_id=[])
-        scores = reward(ids)
+        prompts = make_prompts(data)
+        with unsharded(policy) as sampled:  # each rank by itself
+            answers = sampled.rollout(
+                prompts, max_new_tokens=ANSWER, do_sample=True, num_return_sequences=GROUP, eos_token_id=[]
+            )
+        asked = [prompt for prompt in prompts for _ in range(GROUP)]
+        pairs = [*zip(asked, answers, strict=True)]
+        ids = pad_sequence([torch.cat([prompt, answer.tokens]) for prompt, answer in pairs], True)
+        labels = pad_sequence(
+            [F.pad(answer.tokens, (len(prompt), 0), value=-100) for prompt, answer in pairs], True, -100
+        )
+        # The log-probability of a token is where the token before it is.
+        old = pad_sequence([F.pad(answer.log_probs, (len(prompt) - 1, 1)) for prompt, answer in pairs], True)
+        scores = torch.tensor([reward(prompt, answer.tokens) for prompt, answer in pairs])
         groups = scores.view(PROMPTS, GROUP)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
-        kl, clipped = improve(ids, advantages)
+        kl, clipped = improve(*(each.to(device) for each in (ids, labels, old, advantages)))
         mean_reward, kl, clipped = (mean_over_ranks(each).item() for each in (scores.mean(), kl, clipped))
         rewards.append(mean_reward)
         if rank == 0 and step % 10 == 0:
