@@ -102,7 +102,7 @@ def events(monkeypatch):
     "case",
     [
         ("llama",), ("gemma2",), ("gemma3_text",), ("mixtral",), ("gpt_oss",), ("gemma4_text",), ("olmo3",),
-        ("qwen2_vl",), ("mllama",),
+        ("qwen2_vl",), ("mllama",), ("qwen3_next",), ("qwen3_5_text",),
     ],
     ids="-".join,
 )  # fmt: skip
@@ -270,6 +270,34 @@ def test_the_mode_is_restored_and_no_gradients_are_kept(model):
     assert model.training
 
 
+def test_recurrent_states_go_where_their_rows_go(pools, monkeypatch):
+    """Through rows of one prompt that start together or later, put back, and in steps of fewer rows."""
+    model = family("qwen3_next")
+    prompts, new = make_prompts([20, 1, 17, 2], vocab=40), [20, 44, 22, 35]
+    options = {"do_sample": True, "eos_token_id": [], "steps_per_read": 5, "num_return_sequences": 3}
+    found = rollout(model, prompts, max_new_tokens=new, batch_size=5, chunk_size=9, seed=2, **options)
+    for row, got in enumerate(found):
+        prompt, count = prompts[row // 3], new[row // 3]
+        tokens, log_probs, _ = alone(model, prompt, count, do_sample=True, eos_token_id=[], seed=[2 + row])
+        assert got.tokens.tolist() == tokens, row
+        torch.testing.assert_close(got.log_probs, log_probs, rtol=1e-4, atol=1e-5)
+    removed, original = [], Scheduler._remove
+    monkeypatch.setattr(Scheduler, "_remove", lambda self, row: removed.append(row.number) or original(self, row))
+    size = sum(x[0].nbytes for layer in pools[0]._layers.values() for x in layer)
+    again = rollout(model, prompts, max_new_tokens=new, cache_bytes=6 * size, chunk_size=9, seed=2, **options)
+    assert len(removed) > len(found)
+    assert [row.tokens.tolist() for row in again] == [row.tokens.tolist() for row in found]
+
+
+def test_states_of_rows_of_one_prompt_are_computed_once_if_they_start_together(events):
+    prompts = make_prompts([20], vocab=40)
+    options = {"max_new_tokens": 4, "do_sample": True, "eos_token_id": [], "num_return_sequences": 4}
+    for batch_size, times in ((4, 1), (2, 2)):
+        events.clear()
+        rollout(family("qwen3_next"), prompts, batch_size=batch_size, **options)
+        assert [parts[0][1:] for parts in events if parts != "steps"] == [(0, 19)] * times
+
+
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 
@@ -355,11 +383,6 @@ def test_unknown_arguments_are_named(model):
         rollout(model, [[3]], max_new_tokens=2, temprature=0.5)
 
 
-def test_recurrent_states_are_refused():
-    with pytest.raises(ValueError, match=r"keys and values alone, got other states in LigerQwen3Next\. Use generate"):
-        rollout(family("qwen3_next"), [[3, 4]], max_new_tokens=2)
-
-
 @pytest.mark.parametrize("case", [("llama", "dynamic"), ("phi3", "longrope-partial")], ids="-".join)
 def test_positions_that_depend_on_the_longest_row_are_refused(case):
     model = family(*case)
@@ -409,7 +432,7 @@ def captured(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("arch", ["llama", "gemma2", "gemma4_text", "mixtral", "gpt_oss", "olmo3"])
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gemma4_text", "mixtral", "gpt_oss", "olmo3", "qwen3_next"])
 def test_replayed_steps_find_what_generate_finds(arch, captured):
     """One graph for all rows that come and go, and one for the last of them."""
     model = family(arch, device="cuda")

@@ -124,7 +124,7 @@ def rollout(
     whatever else runs. The weights are those of the model, which is in eval mode meanwhile, and no memory is kept.
 
     Args:
-        model: a language model on one device, whose layers cache nothing but keys and values.
+        model: a language model on one device. States of linear attention need memory besides ``cache_bytes``.
         prompts: prompts without padding, each a 1-D tensor of integers or a list of ids; or [B, T].
         max_new_tokens: maximum number of new tokens, or one for each prompt.
         stop_tokens: the tokens that end a row, for each prompt. Default: ``eos_token_id`` for all.
@@ -136,8 +136,9 @@ def rollout(
             were started are put back and later computed again. Default: what ``batch_size`` of the longest rows need,
             but at most half of the free memory (on the CPU at most 2 GiB).
         options: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``, ``eos_token_id``,
-            ``num_return_sequences``, ``seed`` and ``generator`` of `Options`. With ``num_return_sequences`` a prompt is
-            computed once, and its rows share its pages. With ``seed`` a row's draws depend on nothing else.
+            ``num_return_sequences``, ``seed`` and ``generator`` of `Options`. With ``num_return_sequences`` rows share
+            the pages of their prompt, which is computed once, but with states anew for each row that starts later. With
+            ``seed`` a row's draws depend on nothing else.
 
     Returns:
         The rows in the order of the prompts, with ``num_return_sequences`` consecutive ones for each.
@@ -146,8 +147,8 @@ def rollout(
         TypeError: an argument is not in `Options`.
         ValueError: a prompt is empty, an argument is out of range, an option depends on earlier tokens of a row
             (``repetition_penalty`` and others), a row does not fit into ``cache_bytes``, or the model cannot run here:
-            it has recurrent states, is compiled or distributed, or its positions depend on the length of the longest
-            row. Use `generate` then.
+            it is compiled or distributed, or its positions depend on the length of the longest row. Use `generate`
+            then.
     """
     tokens = _checked_prompts(model, prompts)
     limits = _for_each("max_new_tokens", max_new_tokens, len(tokens))
@@ -213,7 +214,7 @@ class Scheduler:
             self._prefill()
             self._decode(self._with_room())
             if not self.waiting and 0 < 2 * len(self.running) <= self.pool.rows:
-                self.pool.resize(len(self.running))
+                self.pool.resize([row.slot for row in self.running])
                 self._start_steps()
         return [found for found in self.found if found is not None]
 
@@ -223,16 +224,16 @@ class Scheduler:
         self.step = DecodeStep(self.pool, captured=can_capture(self.model))
         self.new_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.new_log_probs = torch.zeros(shape, device=device)
-        self.slots = list(range(self.pool.rows))
-        for row in self.running:
-            row.slot = self.slots.pop()
-            self.pool.assign(row.slot, row.pages)
+        self.slots = list(range(len(self.running), self.pool.rows))
+        for slot, row in enumerate(self.running):
+            row.slot = slot
+            self.pool.assign(slot, row.pages)
 
     def _admit(self) -> None:
         """Start waiting rows. Running rows that may need a page find one, so that no row is put back at once."""
         while self.waiting and self.slots:
             row = self.waiting[0]
-            source = next((each for each in self.running if each.prompt == row.prompt), None)
+            source = next((each for each in self.running if self._can_share(each, row)), None)
             shared = [] if source is None else source.pages[: (row.begin - 1) // self.pool.page]
             count = self._pages_for(len(row.tokens)) - len(shared)
             growing = sum(len(each.pages) < self._pages_for(each.end - 1) for each in self.running)
@@ -240,7 +241,13 @@ class Scheduler:
                 return
             row.pages, row.slot, row.source = self.pool.share(shared) + self.pool.take(count), self.slots.pop(), source
             self.pool.assign(row.slot, row.pages)
+            self.pool.clear_states(row.slot)
             self.running.append(self.waiting.popleft())
+
+    def _can_share(self, source: Row, row: Row) -> bool:
+        """Whether a row can take over what a running one has for the prompt: states only before its first step."""
+        at_its_end = all(len(each.tokens) == each.begin for each in (source, row))
+        return source.prompt == row.prompt and (at_its_end or not self.pool.is_recurrent)
 
     def _prefill(self) -> None:
         """Compute the prompts of all running rows, or none as long as there are few and others wait."""
@@ -277,14 +284,15 @@ class Scheduler:
 
     def _copy_prompts(self) -> None:
         """Give rows the cached prompt of their source: they share its full pages and copy the begun one."""
-        pairs = []
+        pages, rows = [], []
         for row in self.running:
             if row.source is not None and row.source.cached >= row.begin - 1:
                 full, begun = divmod(row.begin - 1, self.pool.page)
                 if begun:
-                    pairs.append((row.source.pages[full], row.pages[full]))
+                    pages.append((row.source.pages[full], row.pages[full]))
+                rows.append((row.source.slot, row.slot))
                 row.cached, row.source = row.begin - 1, None
-        self.pool.copy(pairs)
+        self.pool.copy(pages, rows)
 
     def _with_room(self) -> list[Row]:
         """The rows that run the next steps, with pages for their tokens."""
@@ -461,6 +469,6 @@ def _cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> D
     cache = DecodeCache(1)
     with torch.no_grad(), evaluating(list(model.modules())):
         model(torch.tensor([prompt[:1]], device=model.device), cache=cache, return_logits=False)
-    if cache.is_recurrent or cache.extra:
-        return f"layers must cache keys and values alone, got other states in {name}"
+    if cache.extra or not cache._layers:
+        return f"layers must cache keys, values and states, got others in {name}"
     return cache

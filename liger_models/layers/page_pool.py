@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from liger_models.kernels.checks import check
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.write_pages import write_pages
 from liger_models.layers.kv_cache import DecodeCache, Pages
@@ -15,7 +14,8 @@ class PagePool(PagedCache):
 
     The host decides which pages a row has, and writes them into a table of its own, which `resume` copies to the
     device. A step is captured as with `PagedCache`: ``lengths``, ``remaining`` and the table stay where they are. Rows
-    with nothing remaining do no harm in a step: they write to page 0, which nobody is given, and see one token.
+    with nothing remaining do no harm in a step: they write to page 0, which nobody is given, and see one token. Their
+    states of linear attention become useless.
 
     Call `fill` before a forward of tokens of prompts, `resume` before the first of several steps, and `step` before
     each step.
@@ -23,25 +23,34 @@ class PagePool(PagedCache):
     Args:
         rows, capacity, device: as for `PagedCache`.
         pages: number of pages, page 0 included.
-        like: a cache with the layers of the model; keys and values get their shapes and dtypes.
+        like: a cache with the layers of the model; keys, values and states get their shapes and dtypes.
     """
 
     takes_documents = True
 
     def __init__(self, rows: int, capacity: int, device: torch.device, *, pages: int, like: DecodeCache) -> None:
         super().__init__(rows, capacity, device)
-        self.resize(rows)
+        self._make_tables(rows)
+        self._states = {
+            layer: tuple(each.new_zeros(rows, *each.shape[1:]) for each in states)
+            for layer, states in like._states.items()
+        }
+        self._filled = self._history = self.lengths
+        """The rows in the forward of `fill`, [n] int64; and the pages of the one whose tokens follow cached ones."""
         self._layers = {
             layer: (k.new_zeros(pages, self.page, *k.shape[2:]), v.new_zeros(pages, self.page, *v.shape[2:]))
             for layer, (k, v) in like._layers.items()
         }
         self._free = list(range(pages - 1, 0, -1))
         self._holders = [0] * pages
-        self._history = self.lengths
-        """The pages of the row whose tokens follow cached ones in the forward of `fill`, [n] int64."""
 
-    def resize(self, rows: int) -> None:
-        """Forget the pages of each row and have so many rows from now on. No earlier captured step may follow."""
+    def resize(self, kept: list[int]) -> None:
+        """Keep these rows only, as rows 0, 1, .... Pages are to be assigned anew, and the step captured anew."""
+        rows = self.upload(kept)
+        self._states = {layer: tuple(each[rows] for each in states) for layer, states in self._states.items()}
+        self._make_tables(len(kept))
+
+    def _make_tables(self, rows: int) -> None:
         device, shape = self.lengths.device, (rows, self._own.shape[1])
         self.rows = rows
         self._table = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -80,13 +89,18 @@ class PagePool(PagedCache):
         self._host_table[row] = 0
         self._host_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy pages: for each pair the content of the first into the second."""
-        if not pairs:
-            return
-        theirs, own = self.upload(pairs).unbind(1)
-        for each in (x for layer in self._layers.values() for x in layer):
-            each[own] = each[theirs]
+    def copy(self, pages: list[tuple[int, int]], rows: list[tuple[int, int]]) -> None:
+        """Copy pages, and states of rows: for each pair what belongs to the first to the second."""
+        for kept, pairs in ((self._layers, pages), (self._states, rows)):
+            if kept and pairs:
+                theirs, own = self.upload(pairs).unbind(1)
+                for each in (x for layer in kept.values() for x in layer):
+                    each[own] = each[theirs]
+
+    def clear_states(self, row: int) -> None:
+        """Give a row the states before its first token."""
+        for each in (x for states in self._states.values() for x in states):
+            each[row].zero_()
 
     def fill(self, parts: list[tuple[int, int, int]]) -> None:
         """Announce a forward of tokens of several rows, one after the other in a single row of the batch.
@@ -99,6 +113,7 @@ class PagePool(PagedCache):
             place = torch.arange(begin, end)
             slots.append(self._host_table[row, place // self.page].long() * self.page + place % self.page)
         self._slots = self.upload(torch.cat(slots))
+        self._filled = self.upload([row for row, _, _ in parts])
         row, self.length, end = parts[0]
         self._history = self.upload(self._host_table[row, : -(-end // self.page)].long())
         self.pages = None
@@ -141,9 +156,20 @@ class PagePool(PagedCache):
         end = self.length + k.shape[1]
         return keys[self._history].flatten(0, 1)[None, :end], values[self._history].flatten(0, 1)[None, :end]
 
+    def states(self, layer: int) -> tuple[Tensor, ...] | None:
+        """As `DecodeCache.states`, of the rows in the forward."""
+        if self.pages is not None:
+            return self._states[layer]
+        return tuple(each[self._filled] for each in self._states[layer]) if self.length else None
+
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """Raise ValueError: rows of different length have no states in common."""
-        check(False, "PagePool: layers must cache keys and values, got states. Use a DecodeCache.")
+        """As `DecodeCache.replace_states`, for the rows in the forward."""
+        n = len(self._filled)
+        for kept, each in zip(self._states[layer], states, strict=True):
+            if self.pages is not None:
+                kept.copy_(each)
+            else:  # bounds of packed documents have an empty one at either end, see `Segments.of_rows`
+                kept[self._filled] = each[(len(each) - n) // 2 :][:n]
 
     def upload(self, values: "Tensor | list[tuple[int, int]] | list[list[int]] | list[int]") -> Tensor:
         """Integers of the host as int64 on the device, without waiting for it."""
