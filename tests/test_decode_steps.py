@@ -220,12 +220,12 @@ def test_continuations_of_one_prompt(model, length):
 
 
 def test_steps_on_the_kernels(kernel_device, small_pages):
-    """The tokens of the references, on rows of several lengths, one of which begins a page."""
+    """The tokens of the references: on rows of several lengths, one of which begins a page, and on a single row."""
     model = llama(kernel_device)
-    prompts = [[*range(3, 17)], [7, 33, 21]]
-    got = generate(model, prompts, max_new_tokens=5, eos_token_id=[])
-    with reference_backend():
-        assert torch.equal(generate(model, prompts, max_new_tokens=5, eos_token_id=[]), got)
+    for prompts in ([[*range(3, 17)], [7, 33, 21]], [[7, 33, 21]]):
+        got = generate(model, prompts, max_new_tokens=5, eos_token_id=[])
+        with reference_backend():
+            assert torch.equal(generate(model, prompts, max_new_tokens=5, eos_token_id=[]), got)
 
 
 def test_rounding():
