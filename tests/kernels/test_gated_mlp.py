@@ -3,6 +3,7 @@ import sys
 import pytest
 import torch
 
+from liger_models.kernels.dispatch import INTERPRET
 from liger_models.kernels.fused_norm import FusedNorm
 from liger_models.kernels.gated_act import ACTIVATIONS
 from liger_models.kernels.gated_mlp import gated_mlp, gated_mlp_reference
@@ -27,6 +28,13 @@ MODES = pytest.mark.parametrize(
     ids=["keep", "recompute", "chunked"],
     indirect=["chunk"],
 )
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """The interpreter takes as long for a program of many rows of a weight as for one of few."""
+    if INTERPRET:
+        monkeypatch.setattr("liger_models.kernels.row_linear.ROWS", 128)
 
 
 @pytest.fixture
