@@ -69,7 +69,7 @@ class Completion(NamedTuple):
 
 @dataclass(eq=False)
 class Row:
-    """What the host knows of a row.
+    """A row, as the host knows it.
 
     Attributes:
         number: its place in the result.

@@ -47,7 +47,7 @@ SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 64
 """Of the kernels that go through the chunks in order: each program has this many columns of the state of one head."""
 
 GRADIENT_WARPS, GRADIENT_COLUMNS = 8, 64
-"""Of the kernel with the other gradients: it has this many columns of v at a time, and at most half of them. Without
+"""The kernel with the other gradients takes this many columns of v at a time, and at most half of them. Without
 loops the compiler would load the tiles of several products at once, and spill them."""
 
 SUM_WARPS = 8

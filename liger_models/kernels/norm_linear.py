@@ -95,9 +95,8 @@ def layer_norm_linear_reference(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weightᵀ + bias`` in the weight's dtype, also under autocast, for which the caller casts the weight."""
     device = weight.device.type
-    x, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-        return F.linear(x, weight, bias)
+        return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

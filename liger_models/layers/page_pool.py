@@ -78,7 +78,7 @@ class PagePool(PagedCache):
         return list(pages)
 
     def give_back(self, pages: list[int]) -> None:
-        """Let a row no longer hold these pages. Those that no other row holds are free."""
+        """Take these pages from a row. Those that no other row holds are free."""
         for page in pages:
             self._holders[page] -= 1
             if not self._holders[page]:

@@ -19,12 +19,12 @@ from .families import (
     assert_bounds_under_other_names,
     assert_same_gradients,
     error,
+    fp64_twin,
     gradients_of,
     hf_model,
     is_tower,
     load,
     make_folder,
-    plain_twin,
 )
 
 CASES = [case for case in VISION_CASES if case[0] == "gemma4"]
@@ -260,7 +260,7 @@ def test_on_gpu(pair):
     got.loss.backward()
     assert error(got.loss, want.loss) <= LIMIT
     inputs = {"input_ids": ids, "labels": labels, "attention_mask": mask, **images}
-    assert_same_gradients(ours, theirs, twin=partial(plain_twin, ours, **inputs))
+    assert_same_gradients(ours, theirs, twin=partial(fp64_twin, ours, **inputs))
 
 
 def test_tensors_of_the_audio_tower_are_saved_again(root, tmp_path):

@@ -20,6 +20,7 @@ from .families import (
     assert_same_gradients,
     error,
     every_case,
+    fp64_twin,
     gradients_of,
     hf_gradients,
     hf_model,
@@ -27,7 +28,6 @@ from .families import (
     one_case_each,
     one_text_case_each,
     our_gradients,
-    plain_twin,
     tokens,
 )
 
@@ -99,7 +99,7 @@ def test_fp32_on_gpu(pair):
     got = ours(ids.cuda(), labels=ids.cuda())
     assert error(got.loss, want.loss) <= LIMIT
     got.loss.backward()
-    assert_same_gradients(ours, theirs, twin=partial(plain_twin, ours, input_ids=ids, labels=ids))
+    assert_same_gradients(ours, theirs, twin=partial(fp64_twin, ours, input_ids=ids, labels=ids))
 
 
 @pytest.mark.gpu

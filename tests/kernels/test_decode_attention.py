@@ -50,7 +50,7 @@ def test_matches_fp64(backend, shape, poisoned_empty):
 
 
 def test_the_reference_is_attention():
-    """Of each row alone, by PyTorch, to the keys that the table names."""
+    """PyTorch's attention of each row alone to the keys that the table names is the same."""
     q, keys, values, table, lengths = make((4, 2, 16), torch.float64, "cpu")
     got = decode_attention(q, keys, values, table, lengths, scale=0.3)
     for row, length in enumerate(lengths.tolist()):

@@ -342,7 +342,14 @@ def test_compiles_without_graph_breaks(backend, bounds):
     function = partial(ours, **options)
     compiler = "inductor" if backend == "cuda" else "aot_eager"
     compiled = torch.compile(function, fullgraph=True, backend=compiler)
-    torch.testing.assert_close(run(compiled, inputs, upstream), run(function, inputs, upstream))
+    got = run(compiled, inputs, upstream)
+    if compiler == "aot_eager":
+        torch.testing.assert_close(got, run(function, inputs, upstream), rtol=1e-6, atol=1e-6)
+        return
+    # Inductor fuses the reference's formulas, which fp32 runs on a GPU, and so rounds otherwise.
+    want = run(partial(recurrence, **on_cpu(options)), [wide(x) for x in inputs], [wide(x) for x in upstream])
+    for mine, exact in zip(got, want, strict=True):
+        assert (wide(mine) - exact).norm() <= LIMITS[torch.float32] * exact.norm()
 
 
 def test_bad_arguments():
