@@ -16,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import liger_models
+from liger_models.layers.masks import FOR_CPUS
 from liger_models.lazy.moved import MOVED
 
 if sys.version_info >= (3, 11):
@@ -58,6 +59,12 @@ def run(code: str) -> str:
 def test_importing_the_package_imports_nothing_heavy():
     loaded = run("import sys, liger_models; print(*sys.modules)").split()
     assert HEAVY.isdisjoint(loaded)
+
+
+@pytest.mark.skipif(not FOR_CPUS, reason="on builds for accelerators variable-length attention imports the compiler")
+def test_importing_a_model_leaves_out_the_compiler():
+    loaded = run("import sys; from liger_models import AutoLigerModel, LigerLlama; print(*sys.modules)").split()
+    assert {"torch._dynamo", "torch.distributed.tensor"}.isdisjoint(loaded)
 
 
 @pytest.mark.parametrize("name", liger_models.__all__)

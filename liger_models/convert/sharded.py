@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from liger_models.convert.weight_map import Cat, Expression, Name, Rearrange, Split, Stack, _same_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 MAX_RUNS = 64
 """Maximum number of contiguous runs of rows that are read from a tensor; if there are more, all rows between the first
@@ -23,8 +24,10 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, parameter: DTensor) -> "Part":
+    def of(cls, parameter: "DTensor") -> "Part":
         """The calling rank's shard of a DTensor."""
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
+
         shape, offset = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )

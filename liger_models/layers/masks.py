@@ -1,16 +1,23 @@
 """Attention masks, in the form that each attention kernel takes."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from liger_models.kernels.dispatch import ACCELERATORS
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 BLOCK = 128
 """Number of tokens per block of flex_attention's masks."""
+
+FOR_CPUS = not (torch.version.cuda or torch.version.hip or getattr(torch.version, "xpu", None))
+"""Whether this build of PyTorch runs on CPUs alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +74,8 @@ class Segments:
 
 
 def _varlen_options() -> frozenset[str]:
+    if FOR_CPUS:  # nobody asks, and the import takes a second
+        return frozenset()
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -113,7 +122,7 @@ class Mask:
         later: whether some tokens attend to later ones (images).
     """
 
-    block: BlockMask | None = None
+    block: "BlockMask | None" = None
     dense: Tensor | None = None
     segments: Segments | None = None
     counted: bool = False
@@ -172,7 +181,7 @@ def document_mask(documents: Tensor) -> Mask:
     return Mask(block=_document_block_mask(documents))
 
 
-def _document_block_mask(documents: Tensor) -> BlockMask:
+def _document_block_mask(documents: Tensor) -> "BlockMask":
     """The block mask of `document_mask`."""
 
     def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -185,7 +194,7 @@ def _document_block_mask(documents: Tensor) -> BlockMask:
     whole = (low == high) & (end - first == BLOCK)
     every = whole[:, :, None] & whole[:, None, :] & (low[:, :, None] == low[:, None, :])
     partial, full = _ordered(some & ~every), _ordered(some & every)
-    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(N, N))
+    return _from_blocks(partial, full, visible, (N, N))
 
 
 def _block_mask(
@@ -196,7 +205,7 @@ def _block_mask(
     T: int,
     device: torch.device,
     visible_until: Tensor | None = None,
-) -> BlockMask:
+) -> "BlockMask":
     """The block mask of `text_mask`.
 
     It is computed from the first and last token and document of each block, not from all pairs of tokens. The window
@@ -229,7 +238,7 @@ def _block_mask(
     if some.dim() == 2:
         some, every = some[None], every[None]
     partial, full = _ordered(some & ~every), _ordered(some & every)
-    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(T, S))
+    return _from_blocks(partial, full, visible, (T, S))
 
 
 def parts_mask(
@@ -251,7 +260,7 @@ def parts_mask(
     return Mask(block=_parts_block_mask(visible, part))
 
 
-def _parts_block_mask(visible: Tensor, part: Tensor) -> BlockMask:
+def _parts_block_mask(visible: Tensor, part: Tensor) -> "BlockMask":
     """The block mask of `parts_mask`."""
     T, S = visible.shape[1], len(part)
 
@@ -271,7 +280,15 @@ def _parts_block_mask(visible: Tensor, part: Tensor) -> BlockMask:
     every = count(rows.all(2)) == high - low + 1
     every = every & (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK)
     partial, full = _ordered(some & ~every), _ordered(every)
-    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(T, S))
+    return _from_blocks(partial, full, seen, (T, S))
+
+
+def _from_blocks(
+    partial: tuple[Tensor, Tensor], full: tuple[Tensor, Tensor], seen: Callable[..., Tensor], lengths: tuple[int, int]
+) -> "BlockMask":
+    from torch.nn.attention.flex_attention import BlockMask  # imports torch's compiler
+
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=lengths)
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
