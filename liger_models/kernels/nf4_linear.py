@@ -3,7 +3,9 @@
     W = table[code] · scale,   scale = cast(code of the scale / factor) + mean        y = x · Wᵀ + b,   dx = dy · W
 
 W is dequantised in one pass, in the weight's dtype, by the forward and again by the backward, and freed after the
-product. It equals torchao's ``get_original_weight`` bit for bit: every step is rounded to the weight's dtype.
+product. It equals torchao's ``get_original_weight`` bit for bit: every step is rounded to the weight's dtype. The
+forward of a single row, as in a step of decoding, multiplies these same numbers with x as it dequantises them, so only
+the codes are read and nothing is stored.
 
     codes      two per byte, the first in the upper half
     scales     one int8 per block of 64 codes
@@ -27,6 +29,11 @@ BLOCK = 1024
 NUM_WARPS = 4
 """Bytes of codes, and warps, of a program."""
 
+ROWS = 4
+ROW_CODES = 1024
+ROW_WARPS = 2
+"""Results of a program for a single row of x, codes of each that a step reads, and warps."""
+
 
 @triton.jit
 def _nf4_weight_kernel(
@@ -49,6 +56,41 @@ def _nf4_weight_kernel(
     tl.store(w_ptr + numbers, tl.interleave(first, second).to(dtype), mask=numbers < 2 * count)
 
 
+@triton.jit
+def _nf4_row_kernel(
+    x_ptr, bias_ptr, code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, y_ptr, N, K,
+    CODES_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """ROWS results; a step reads SCALES blocks of codes of each of their rows."""
+    PAIRS: tl.constexpr = CODES_PER_SCALE // 2
+    dtype: tl.constexpr = table_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mean = tl.load(mean_ptr).to(tl.float32)
+    total = tl.zeros([ROWS, SCALES, PAIRS], tl.float32)
+    blocks = K // CODES_PER_SCALE
+    for start in range(0, blocks, SCALES):
+        block = start + tl.arange(0, SCALES)
+        inside = (row < N)[:, None] & (block < blocks)[None, :]
+        at = row[:, None] * blocks + block[None, :]
+        scale = tl.load(scale_ptr + at, mask=inside, other=0).to(tl.float32)
+        factor = tl.load(factor_ptr + at // SCALES_PER_FACTOR, mask=inside, other=1.0).to(tl.float32)
+        scale = (tl.div_rn(scale, factor).to(dtype).to(tl.float32) + mean).to(dtype).to(tl.float32)[:, :, None]
+        pairs = tl.arange(0, PAIRS)
+        mask = inside[:, :, None]
+        pair = tl.load(code_ptr + at[:, :, None] * PAIRS + pairs[None, None, :], mask=mask, other=0).to(tl.int32)
+        column = 2 * (block[:, None] * PAIRS + pairs[None, :])
+        known = (block < blocks)[:, None]
+        for half in tl.static_range(2):
+            number = tl.load(table_ptr + ((pair >> 4) if half == 0 else (pair & 15))).to(tl.float32)
+            x = tl.load(x_ptr + column + half, mask=known, other=0.0).to(tl.float32)
+            total += (number * scale).to(dtype).to(x_ptr.dtype.element_ty).to(tl.float32) * x[None, :, :]
+    y = tl.sum(tl.sum(total, 2), 1)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=row < N)
+
+
 Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -63,6 +105,19 @@ def _weight(packed: Packed, rows: int, columns: int, codes_per_scale: int, scale
     return weight
 
 
+def _row(
+    x: Tensor, bias: Tensor | None, packed: Packed, rows: int, columns: int, codes_per_scale: int, per_factor: int
+) -> Tensor:
+    y = x.new_empty(*x.shape[:-1], rows)
+    with on_device_of(x):
+        _nf4_row_kernel[(triton.cdiv(rows, ROWS),)](
+            x.contiguous(), x if bias is None else bias.contiguous(), *packed, y, rows, columns,
+            CODES_PER_SCALE=codes_per_scale, SCALES_PER_FACTOR=per_factor, HAS_BIAS=bias is not None,
+            ROWS=ROWS, SCALES=max(ROW_CODES // codes_per_scale, 1), num_warps=ROW_WARPS,
+        )  # fmt: skip
+    return y
+
+
 _PACKED = (
     "Tensor codes, Tensor scales, Tensor factors, Tensor mean, Tensor table, int rows, int columns, "
     "int codes_per_scale, int scales_per_factor"
@@ -73,8 +128,11 @@ LIBRARY.define(f"nf4_linear_backward(Tensor dy, {_PACKED}) -> Tensor")
 
 @torch.library.impl(LIBRARY, "nf4_linear", "CompositeExplicitAutograd")
 def _nf4_linear(x, bias, codes, scales, factors, mean, table, rows, columns, codes_per_scale, scales_per_factor):
-    weight = _weight((codes, scales, factors, mean, table), rows, columns, codes_per_scale, scales_per_factor)
-    return F.linear(x, weight.to(x.dtype), bias)
+    packed, sizes = (codes, scales, factors, mean, table), (rows, columns, codes_per_scale, scales_per_factor)
+    whole = codes_per_scale & (codes_per_scale - 1) == 0 == columns % codes_per_scale  # blocks are parts of rows
+    if whole and x.numel() == columns:
+        return _row(x, bias, packed, *sizes)
+    return F.linear(x, _weight(packed, *sizes).to(x.dtype), bias)
 
 
 @torch.library.impl(LIBRARY, "nf4_linear_backward", "CompositeExplicitAutograd")

@@ -115,6 +115,7 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     for act in ACTIVATIONS:
         differentiate(act_linear(x, draw_(64, C), draw_(64), act))
     differentiate(nf4_linear(draw_(3, 64), to_nf4(draw_(8, 64).detach(), 64, 1)))
+    nf4_linear(draw_(1, 64).detach(), to_nf4(draw_(8, 64).detach(), 64, 1))
     differentiate(rms_norm_linear(x, residual, norm, draw_(64, C)))
     for act in ("silu", "gelu_tanh", "gelu"):
         differentiate(gated_act(draw_(3, 2 * F), act))

@@ -28,6 +28,23 @@ def test_the_weight_is_torchaos_bit_for_bit(kernel_device, shape, per_factor, po
         assert nf4_linear(eye, weight).equal(weight.get_original_weight().T)
 
 
+@pytest.mark.parametrize(("shape", "per_factor"), SIZES, ids=str)
+def test_a_single_row_is_multiplied_by_the_same_weight(kernel_device, shape, per_factor, poisoned_empty):
+    for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if kernel_device == "cuda" else [])):
+        weight = make(shape, per_factor, dtype, kernel_device)
+        original = weight.get_original_weight()
+        for column in (0, 17, shape[1] - 1):
+            x = torch.zeros(1, 1, shape[1], device=kernel_device, dtype=dtype)
+            x[..., column] = 1
+            assert nf4_linear(x, weight).equal(original[:, column].view(1, 1, -1))
+        x = torch.randn(shape[1], device=kernel_device, dtype=dtype)
+        bias = torch.randn(shape[0], device=kernel_device, dtype=dtype)
+        for b in (None, bias):
+            exact = F.linear(x.double(), original.double(), None if b is None else b.double())
+            error = (nf4_linear(x, weight, b).double() - exact).norm() / exact.norm()
+            assert error <= 4 * torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_matches_fp64(backend, with_bias):
     weight = make((96, 192), 36, torch.float32, backend)
