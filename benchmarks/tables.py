@@ -36,7 +36,7 @@ def ratio(over: Any, under: Any) -> str:
 
 
 def mfu(row: Row) -> str:
-    return f"{row['mfu']:.3f}" if "mfu" in row else ""  # not counted with images or adapters
+    return f"{row['mfu']:.3f}" if "mfu" in row else ""  # counted for dense models without images or adapters
 
 
 def adapters(row: Row) -> set[str]:

@@ -70,7 +70,8 @@ def measure(job: Job) -> Row:
     times = step_times(step, job.steps)
     milliseconds = statistics.median(times)
     rate = B * T / milliseconds * 1e3
-    counted = "vision_config" not in config and "lora" not in job.mode
+    other_products = ("vision_config", "num_experts_per_tok", "top_k_experts", "linear_num_key_heads")
+    counted = not any(config.get(key) for key in other_products) and "lora" not in job.mode
     return {
         "tokens_per_s": round(rate, 1),
         "step_ms": round(milliseconds, 2),

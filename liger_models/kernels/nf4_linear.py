@@ -5,7 +5,7 @@
 W is dequantised in one pass, in the weight's dtype, by the forward and again by the backward, and freed after the
 product. It equals torchao's ``get_original_weight`` bit for bit: every step is rounded to the weight's dtype. The
 forward of a single row, as in a step of decoding, multiplies these same numbers with x as it dequantises them, so only
-the codes are read and nothing is stored.
+the codes are read and nothing is stored. Looking codes up bounds it, not memory.
 
     codes      two per byte, the first in the upper half
     scales     one int8 per block of 64 codes
@@ -29,8 +29,8 @@ BLOCK = 1024
 NUM_WARPS = 4
 """Bytes of codes, and warps, of a program."""
 
-ROWS = 4
-ROW_CODES = 1024
+ROWS = 8
+ROW_CODES = 512
 ROW_WARPS = 2
 """Results of a program for a single row of x, codes of each that a step reads, and warps."""
 
