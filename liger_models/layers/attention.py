@@ -46,9 +46,10 @@ LEAST_CALL = 1024
 """Mean length in tokens from which on segments are faster in separate calls, on cuDNN, than in one kernel for all."""
 
 MOST_SCORES = 2**28
-"""Bytes of scores up to which fp32 attention with shared keys and values runs unfused, which is PyTorch's most accurate
-way. (On GPUs only flash attention and cuDNN, both for half precision, support sharing.) Beyond this size keys and
-values are repeated for each head, and a fused kernel runs."""
+"""Bytes of scores up to which fp32 attention runs unfused where keys and values are shared, and within segments. It is
+PyTorch's most accurate way: the fused kernel's gradients of queries have five times the error. (On GPUs only flash
+attention and cuDNN, both for half precision, support sharing.) Beyond this size shared keys and values are repeated for
+each head, and a fused kernel runs."""
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -100,8 +101,12 @@ def _within_segments(
             queries, keys, values = (
                 x.unflatten(0, (-1, size)).transpose(1, 2) for x, size in zip(run, (n, m, m), strict=True)
             )
-            with _unmasked(q, 0 if segments.recurring else math.gcd(n, m)):
-                out = _sdpa(queries, keys, values, scale=scale)
+            scores = math.prod(queries.shape[:3]) * m * q.itemsize
+            if q.dtype == torch.float32 and q.device.type in ACCELERATORS and scores <= MOST_SCORES:
+                out = attention_reference(queries, keys, values, None, scale, None, 0.0)
+            else:
+                with _unmasked(q, 0 if segments.recurring else math.gcd(n, m)):
+                    out = _sdpa(queries, keys, values, scale=scale)
             results.append(out.transpose(1, 2).flatten(0, 1))
         y = torch.cat(results)
     if segments.at is not None:
