@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave modules and tests out of every later collection of garbage, and collect a tenth as often."""
+    """Leave modules and tests out of every later collection of garbage, and collect less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)

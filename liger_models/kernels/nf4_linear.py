@@ -5,7 +5,7 @@
 W is dequantised in one pass, in the weight's dtype, by the forward and again by the backward, and freed after the
 product. It equals torchao's ``get_original_weight`` bit for bit: every step is rounded to the weight's dtype. The
 forward of a single row, as in a step of decoding, multiplies these same numbers with x as it dequantises them, so only
-the codes are read and nothing is stored. Looking codes up bounds it, not memory.
+the codes are read and nothing is stored. Its instructions bound it, not memory.
 
     codes      two per byte, the first in the upper half
     scales     one int8 per block of 64 codes
@@ -36,6 +36,14 @@ ROW_WARPS = 2
 
 
 @triton.jit
+def _scale(scale_ptr, factor_ptr, mean, block, inside, dtype: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr):
+    """The scales of these blocks, rounded to dtype, in fp32."""
+    code = tl.load(scale_ptr + block, mask=inside, other=0).to(tl.float32)
+    factor = tl.load(factor_ptr + block // SCALES_PER_FACTOR, mask=inside, other=1.0).to(tl.float32)
+    return (tl.div_rn(code, factor).to(dtype).to(tl.float32) + mean).to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _nf4_weight_kernel(
     code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, w_ptr, count,
     CODES_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr, BLOCK: tl.constexpr,
@@ -46,10 +54,8 @@ def _nf4_weight_kernel(
     dtype: tl.constexpr = w_ptr.dtype.element_ty
     pair = tl.load(code_ptr + bytes_, mask=inside, other=0).to(tl.int32)
     block = bytes_ // (CODES_PER_SCALE // 2)
-    scale = tl.load(scale_ptr + block, mask=inside, other=0).to(tl.float32)
-    factor = tl.load(factor_ptr + block // SCALES_PER_FACTOR, mask=inside, other=1.0).to(tl.float32)
     mean = tl.load(mean_ptr).to(tl.float32)
-    scale = (tl.div_rn(scale, factor).to(dtype).to(tl.float32) + mean).to(dtype).to(tl.float32)
+    scale = _scale(scale_ptr, factor_ptr, mean, block, inside, dtype, SCALES_PER_FACTOR)
     first = tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale
     second = tl.load(table_ptr + (pair & 15)).to(tl.float32) * scale
     numbers = 2 * start + tl.arange(0, 2 * BLOCK)
@@ -73,9 +79,7 @@ def _nf4_row_kernel(
         block = start + tl.arange(0, SCALES)
         inside = (row < N)[:, None] & (block < blocks)[None, :]
         at = row[:, None] * blocks + block[None, :]
-        scale = tl.load(scale_ptr + at, mask=inside, other=0).to(tl.float32)
-        factor = tl.load(factor_ptr + at // SCALES_PER_FACTOR, mask=inside, other=1.0).to(tl.float32)
-        scale = (tl.div_rn(scale, factor).to(dtype).to(tl.float32) + mean).to(dtype).to(tl.float32)[:, :, None]
+        scale = _scale(scale_ptr, factor_ptr, mean, at, inside, dtype, SCALES_PER_FACTOR)[:, :, None]
         pairs = tl.arange(0, PAIRS)
         mask = inside[:, :, None]
         pair = tl.load(code_ptr + at[:, :, None] * PAIRS + pairs[None, None, :], mask=mask, other=0).to(tl.int32)

@@ -52,11 +52,15 @@ attention and cuDNN, both for half precision, support sharing.) Beyond this size
 each head, and a fused kernel runs."""
 
 
+def _few_scores(q: Tensor, k: Tensor) -> bool:
+    return math.prod(q.shape[:3]) * k.shape[2] * q.itemsize <= MOST_SCORES
+
+
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """PyTorch's scaled dot-product attention on [B, heads, T, D]; heads of a group share keys and values."""
     shared = q.shape[1] != k.shape[1]
     by_formula = shared and q.device.type in ACCELERATORS and not takes_flash(q.dtype, q.shape[3])
-    if by_formula and math.prod(q.shape[:3]) * k.shape[2] * q.itemsize > MOST_SCORES:
+    if by_formula and not _few_scores(q, k):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         shared = False
     if shared:  # not enable_gqa=shared: in a graph with symbolic numbers of heads that is no bool
@@ -101,8 +105,7 @@ def _within_segments(
             queries, keys, values = (
                 x.unflatten(0, (-1, size)).transpose(1, 2) for x, size in zip(run, (n, m, m), strict=True)
             )
-            scores = math.prod(queries.shape[:3]) * m * q.itemsize
-            if q.dtype == torch.float32 and q.device.type in ACCELERATORS and scores <= MOST_SCORES:
+            if q.dtype == torch.float32 and q.device.type in ACCELERATORS and _few_scores(queries, keys):
                 out = attention_reference(queries, keys, values, None, scale, None, 0.0)
             else:
                 with _unmasked(q, 0 if segments.recurring else math.gcd(n, m)):
