@@ -17,6 +17,8 @@ from liger_models.generation.sampling import (
     Sampler,
     draw,
     exponential_noise,
+    keep_epsilon,
+    keep_eta,
     keep_min_p,
     keep_top_k,
     keep_top_p,
@@ -530,6 +532,19 @@ def test_typical_p_is_that_of_transformers(p):
     assert dropped.any() == (p <= 0.5)  # unlike the others it may drop the most likely token
 
 
+@pytest.mark.parametrize("epsilon", [1e-30, 3e-4, 0.02, 0.3, 0.999])
+@pytest.mark.parametrize("keep", [keep_epsilon, keep_eta])
+def test_cutoffs_are_those_of_transformers(keep, epsilon):
+    logits = random_logits()
+    before = logits.clone()
+    warper = transformers.EpsilonLogitsWarper if keep is keep_epsilon else transformers.EtaLogitsWarper
+    want = warper(epsilon)(None, logits)
+    assert torch.equal(keep(logits, epsilon), want)
+    assert torch.equal(logits, before)
+    assert want.isfinite().any(1).all()
+    assert not torch.equal(want, logits)  # all but one token of row 5 are less likely than 1e-43
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("keep", [keep_top_p, keep_typical_p])
 @pytest.mark.parametrize("p", [0.0001, 0.1, 0.5, 0.9, 0.999])
@@ -564,9 +579,9 @@ def test_filters_are_applied_in_the_order_of_transformers(ours, monkeypatch):
     words = [[20], [30], [ids[0, -1].item(), 40], [*ids[1, -2:].tolist(), 2]]
     bias = transformers.SequenceBiasLogitsProcessor({(13,): 2.5})
     options = resolved(
-        ours, do_sample=True, temperature=0.7, top_k=9, top_p=0.8, min_p=0.1, typical_p=0.7, repetition_penalty=1.3,
-        no_repeat_ngram_size=2, bad_words_ids=words, suppress_tokens=[50], min_new_tokens=1, eos_token_id=[30, 31],
-        logits_processor=bias,
+        ours, do_sample=True, temperature=0.7, top_k=9, top_p=0.8, min_p=0.1, typical_p=0.7, epsilon_cutoff=0.18,
+        eta_cutoff=0.2, repetition_penalty=1.3, no_repeat_ngram_size=2, bad_words_ids=words, suppress_tokens=[50],
+        min_new_tokens=1, eos_token_id=[30, 31], logits_processor=bias,
     )  # fmt: skip
     tokens = Sampler(options, ids, VOCAB)(ids, ids, logits)
     want = logits.clone()
@@ -582,6 +597,8 @@ def test_filters_are_applied_in_the_order_of_transformers(ours, monkeypatch):
         transformers.TopPLogitsWarper(0.8),
         transformers.MinPLogitsWarper(0.1),
         transformers.TypicalLogitsWarper(0.7),
+        transformers.EpsilonLogitsWarper(0.18),
+        transformers.EtaLogitsWarper(0.2),
     ):
         want = process(ids, want)
     want = want.softmax(1)
@@ -606,6 +623,7 @@ SAMPLING = [
     {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
     {"min_p": 0.1},
     {"typical_p": 0.6},
+    {"epsilon_cutoff": 0.02, "eta_cutoff": 0.01},
     {"temperature": 1.3, "min_p": 0.02, "typical_p": 0.9, "top_k": 30, "no_repeat_ngram_size": 2},
 ]
 
@@ -768,7 +786,14 @@ def resolved(model, **given):
 
 def test_generation_config_gives_the_defaults(ours, monkeypatch):
     stored = {"do_sample": True, "temperature": 0.6, "top_k": 7, "top_p": 0.9, "repetition_penalty": 1.1}
-    stored |= {"min_p": 0.01, "typical_p": 0.95, "no_repeat_ngram_size": 3, "min_new_tokens": 1}
+    stored |= {
+        "min_p": 0.01,
+        "typical_p": 0.95,
+        "epsilon_cutoff": 1e-4,
+        "eta_cutoff": 1e-3,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 1,
+    }
     stored |= {"bad_words_ids": [[9, 8]], "suppress_tokens": [11]}
     tokens = {"eos_token_id": [4, 5], "pad_token_id": 6}
     configure(ours, monkeypatch, **stored, **tokens, transformers_version="5.0.0", num_beams=1, max_length=20)
@@ -783,6 +808,7 @@ def test_generation_config_gives_the_defaults(ours, monkeypatch):
     assert {name: getattr(options, name) for name in given} == given
     greedy = resolved(ours, do_sample=False)
     assert (greedy.do_sample, greedy.temperature, greedy.top_k, greedy.repetition_penalty) == (False, 1.0, 0, 1.1)
+    assert (greedy.epsilon_cutoff, greedy.eta_cutoff) == (0.0, 0.0)
     assert (greedy.min_p, greedy.typical_p, greedy.no_repeat_ngram_size) == (0.0, 1.0, 3)
 
     torch.manual_seed(2)
@@ -827,8 +853,8 @@ def test_where_stop_and_padding_tokens_come_from(config, stored, given, eos, pad
 def test_what_is_without_effect_is_named(ours, monkeypatch):
     with pytest.warns(UserWarning, match=r"{'temperature': 0.5} has no effect without do_sample=True"):
         generate(ours, PROMPTS, max_new_tokens=1, temperature=0.5, top_k=0, top_p=1.0)
-    configure(ours, monkeypatch, num_beams=4, epsilon_cutoff=0.1, eta_cutoff=0.0, min_p=0.1)
-    with pytest.warns(UserWarning, match=r"generation_config.json: .*and ignored: num_beams, epsilon_cutoff\."):
+    configure(ours, monkeypatch, num_beams=4, top_h=0.1, min_length=0, min_p=0.1)
+    with pytest.warns(UserWarning, match=r"generation_config.json: .*and ignored: num_beams, top_h\."):
         generate(ours, PROMPTS, max_new_tokens=1)
 
 
@@ -945,6 +971,8 @@ def filled_cache(rows, *names):
         ({"repetition_penalty": 0.0}, r"repetition_penalty must be positive, got 0.0"),
         ({"min_p": 1.1, "do_sample": True}, r"min_p must be in \[0, 1\], got 1.1"),
         ({"typical_p": 0.0, "do_sample": True}, r"typical_p must be in \(0, 1\], got 0.0"),
+        ({"epsilon_cutoff": 1.0, "do_sample": True}, r"epsilon_cutoff must be in \[0, 1\), got 1.0"),
+        ({"eta_cutoff": -0.1, "do_sample": True}, r"eta_cutoff must be in \[0, 1\), got -0.1"),
         ({"no_repeat_ngram_size": -1}, r"no_repeat_ngram_size must be an integer of at least 0, got -1"),
         ({"min_new_tokens": 1.5}, r"min_new_tokens must be an integer of at least 0, got 1.5"),
         ({"min_new_tokens": 3}, r"min_new_tokens must be at most max_new_tokens \(2\), got 3"),

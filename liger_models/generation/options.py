@@ -26,17 +26,17 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``(input_ids [B, T], logits [B, V]) -> logits [B, V]``."""
 
 NOT_HERE = (
-    "num_beams", "epsilon_cutoff", "eta_cutoff", "top_h", "min_length", "sequence_bias", "begin_suppress_tokens",
-    "forced_eos_token_id",
+    "num_beams", "top_h", "min_length", "sequence_bias", "begin_suppress_tokens", "forced_eos_token_id",
 )  # fmt: skip
 """Keys of generation_config.json that affect the tokens but are not implemented. A warning names them."""
 
-DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Options that have no effect without ``do_sample``."""
 
 UNFILTERED: dict[str, Any] = {
-    "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
-    "bad_words_ids": [], "suppress_tokens": [], "min_new_tokens": 0, "stop_strings": [],
+    "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": [], "suppress_tokens": [],
+    "min_new_tokens": 0, "stop_strings": [],
 }  # fmt: skip
 """Options with which tokens are drawn from the model's own distribution, and only stop tokens end a row."""
 
@@ -73,6 +73,8 @@ class Options(PromptInputs, total=False):
         min_p: sample from the tokens that have at least this fraction of the highest probability, in [0, 1]. (0)
         typical_p: sample from the smallest set that has this probability, in (0, 1], of the tokens whose information
             content is closest to the entropy (locally typical sampling). (1)
+        epsilon_cutoff: sample from the tokens that have at least this probability, in [0, 1). (0)
+        eta_cutoff: the same with ε, in [0, 1), or with √ε · exp(−entropy) where that is lower. (0)
         repetition_penalty: positive number by which the logits of tokens already in the row are divided if they are
             positive, or multiplied if they are negative. (1)
         no_repeat_ngram_size: no sequence of so many tokens occurs twice in a row; 0 for no such rule. (0)
@@ -111,6 +113,8 @@ class Options(PromptInputs, total=False):
     top_p: float | None
     min_p: float | None
     typical_p: float | None
+    epsilon_cutoff: float | None
+    eta_cutoff: float | None
     repetition_penalty: float | None
     no_repeat_ngram_size: int | None
     bad_words_ids: Sequence[Sequence[int]] | None
@@ -153,6 +157,8 @@ class Settings:
     top_p: float
     min_p: float
     typical_p: float
+    epsilon_cutoff: float
+    eta_cutoff: float
     repetition_penalty: float
     no_repeat_ngram_size: int
     bad_words_ids: list[list[int]]
@@ -184,6 +190,9 @@ class Settings:
             0 < self.typical_p <= 1,
             f"generate: typical_p must be in (0, 1], got {self.typical_p}. Set 1 for all tokens.",
         )
+        for name in ("epsilon_cutoff", "eta_cutoff"):
+            share = getattr(self, name)
+            check(0 <= share < 1, f"generate: {name} must be in [0, 1), got {share}. Set 0 for all tokens.")
         check(
             self.repetition_penalty > 0,
             f"generate: repetition_penalty must be positive, got {self.repetition_penalty}. Set 1 for no penalty.",
@@ -282,6 +291,8 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         top_p=said("top_p", 1.0),
         min_p=said("min_p", 0.0),
         typical_p=said("typical_p", 1.0),
+        epsilon_cutoff=said("epsilon_cutoff", 0.0),
+        eta_cutoff=said("eta_cutoff", 0.0),
         repetition_penalty=said("repetition_penalty", 1.0),
         no_repeat_ngram_size=said("no_repeat_ngram_size", 0),
         bad_words_ids=[list(word) for word in words],

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from liger_models.generation.eval_mode import evaluating
 from liger_models.generation.graphs import DecodeStep, can_capture
-from liger_models.generation.options import UNFILTERED, Options, Settings, resolve, select_inputs
+from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, resolve, select_inputs
 from liger_models.generation.rows import log_probs_of
 from liger_models.generation.sampling import Sampler
 from liger_models.kernels.checks import check
@@ -135,10 +135,10 @@ def rollout(
         cache_bytes: maximum number of bytes of keys and values. When a running row finds no page, the last rows that
             were started are put back and later computed again. Default: what ``batch_size`` of the longest rows need,
             but at most half of the free memory (on the CPU at most 2 GiB).
-        options: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``, ``eos_token_id``,
-            ``num_return_sequences``, ``seed`` and ``generator`` of `Options`. With ``num_return_sequences`` rows share
-            the pages of their prompt, which is computed once, but with states anew for each row that starts later. With
-            ``seed`` a row's draws depend on nothing else.
+        options: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``,
+            ``epsilon_cutoff``, ``eta_cutoff``, ``eos_token_id``, ``num_return_sequences``, ``seed`` and ``generator``
+            of `Options`. With ``num_return_sequences`` rows share the pages of their prompt, which is computed once,
+            but with states anew for each row that starts later. With ``seed`` a row's draws depend on nothing else.
 
     Returns:
         The rows in the order of the prompts, with ``num_return_sequences`` consecutive ones for each.
@@ -427,7 +427,7 @@ def _check_options(model: Decoder, settings: Settings, options: Options) -> None
     for name, neutral in UNFILTERED.items():
         value = getattr(settings, name)
         check(
-            name in ("top_k", "top_p", "min_p", "typical_p") or not value or value == neutral,
+            name in DRAWING or not value or value == neutral,
             f"rollout: {name} must be {neutral}, got another from the call or from generation_config.json. "
             f"Pass {name}={neutral}, or use generate.",
         )

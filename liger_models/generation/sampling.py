@@ -80,6 +80,10 @@ class Sampler:
             logits = keep_min_p(logits, settings.min_p)
         if settings.typical_p < 1:
             logits = keep_typical_p(logits, settings.typical_p)
+        if settings.epsilon_cutoff > 0:
+            logits = keep_epsilon(logits, settings.epsilon_cutoff)
+        if settings.eta_cutoff > 0:
+            logits = keep_eta(logits, settings.eta_cutoff)
         if self.seeds is not None:  # of exponential clocks with these rates, token i rings first with probability p_i
             return (logits - exponential_noise(self.seeds, step, logits.shape[1]).log()).argmax(1)
         return draw(logits.softmax(1), settings.generator)
@@ -222,6 +226,34 @@ def keep_typical_p(logits: Tensor, p: float) -> Tensor:
     total, enough = _running_sums(logits.gather(1, order).softmax(1), p)
     last = (total < enough).sum(1, keepdim=True).clamp(max=logits.shape[1] - 1)
     return logits.masked_fill(distance > ascending.gather(1, last), -torch.inf)
+
+
+def keep_epsilon(logits: Tensor, epsilon: float | Tensor) -> Tensor:
+    """Set the logits of tokens less likely than ``epsilon`` to −∞.
+
+    The most likely token always stays.
+
+    Args:
+        logits: [B, V] fp32.
+        epsilon: in (0, 1), or [B, 1] fp32.
+
+    Source: https://arxiv.org/abs/2210.15191.
+    """
+    drop = (logits.softmax(1) < epsilon) & (logits < logits.amax(1, keepdim=True))
+    return logits.masked_fill(drop, -torch.inf)
+
+
+def keep_eta(logits: Tensor, epsilon: float) -> Tensor:
+    """`keep_epsilon` with the lower of ε and √ε · exp(−entropy), so that a flat distribution keeps more tokens.
+
+    Args:
+        logits: [B, V] fp32.
+        epsilon: in (0, 1).
+
+    Source: https://arxiv.org/abs/2210.15191.
+    """
+    entropy = torch.special.entr(logits.softmax(1)).sum(1, keepdim=True)
+    return keep_epsilon(logits, (epsilon**0.5 * torch.exp(-entropy)).clamp(max=epsilon))
 
 
 def _running_sums(share: Tensor, bound: float) -> tuple[Tensor, float]:
