@@ -216,6 +216,9 @@ def run_optimizer() -> None:
         for stochastic in (False, True):
             tensors = [torch.zeros(9, dtype=dtype) for dtype in (p, p, state, state)]
             adamw_([Update(*tensors, hyper, 0)], stochastic_rounding=stochastic)
+            codes = [torch.zeros(2, 144, dtype=dtype) for dtype in (p, p, torch.int8, torch.uint8)]
+            scales = torch.zeros(2, 2), torch.zeros(2, 2)
+            adamw_([Update(*codes, hyper, 0, scales)], stochastic_rounding=stochastic)
 
 
 def run_exchange() -> None:

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 from liger_models.kernels import adamw
 from liger_models.kernels.adamw import BLOCK, BLOCKS, Hyper, Update, adamw_
 from liger_models.kernels.dispatch import reference_backend, use_triton
+from liger_models.kernels.moments import decode, encode
 
 pytestmark = [
     # NumPy's, in the interpreter: infinities and NaN are meant
@@ -335,6 +337,246 @@ def test_parameters_with_gaps_raise(kernel_device):
         adamw_([Update(*wide, HYPER, 0)])
 
 
+# Moments in 8 bits
+
+CODED_SIZES = [(5, 128), (3, 300), (0, 256), (2, 17, 144), (2 * SPAN // 128 + 3, 256), (9, 131)]
+
+
+def make_coded(shape, device, dtypes=(torch.float32, torch.float32), hyper=HYPER, stream=0):
+    generator = torch.Generator().manual_seed(stream)
+    draw = lambda *size: torch.randn(*size, generator=generator)
+    p, g = (draw(*shape).to(device, dtype) for dtype in dtypes)
+    m = torch.randint(-127, 128, shape, generator=generator).to(device, torch.int8)
+    v = torch.randint(0, 256, shape, generator=generator).to(device, torch.uint8)
+    scales = (draw(*shape[:-1], -(-shape[-1] // 128)).square().to(device) for _ in range(2))
+    return Update(p, g, m, v, hyper, stream, tuple(scales))
+
+
+def copy_of_coded(update):
+    return copy_of(update)._replace(scales=tuple(scale.clone() for scale in update.scales))
+
+
+def values_of(update, more=0):
+    """Both moments in fp64; ``more`` is added to the magnitude of each code."""
+    m, v = update.exp_avg.double().cpu(), update.exp_avg_sq.double().cpu()
+    scales = (scale.double().cpu().repeat_interleave(128, -1)[..., : m.shape[-1]] for scale in update.scales)
+    m_scale, v_scale = scales
+    return m.sign() * ((m.abs() + more) / 127) ** 2 * m_scale, ((v + more).clamp(min=0) / 255) ** 4 * v_scale
+
+
+def assert_rounded_to_codes(before, after):
+    """The parameter is as exact as with other moments; the moments are one of the two codes next to the truth."""
+    m, v = values_of(before)
+    plain = before._replace(exp_avg=m, exp_avg_sq=v, scales=None)
+    p, *want = truth(plain)
+    *_, step_size, root, eps = before.hyper.factors()
+    of_m = m.abs() + before.grad.double().cpu().abs()
+    allowed = 4 * torch.finfo(torch.float32).eps
+    within = 0.5 * torch.finfo(after.param.dtype).eps * p.abs()
+    within += allowed * (p.abs() + step_size * of_m / (want[1].sqrt() / root + eps))
+    assert ((after.param.double().cpu() - p).abs() <= within).all()
+    below, above, got = values_of(after, -1), values_of(after, 1), values_of(after)
+    for moment, exact in enumerate(want):
+        scale = after.scales[moment].double().cpu().repeat_interleave(128, -1)[..., : exact.shape[-1]]
+        padded = torch.nn.functional.pad(exact.abs(), (0, -exact.shape[-1] % 128))
+        largest = padded.unflatten(-1, (after.scales[moment].shape[-1], 128)).amax(-1)
+        torch.testing.assert_close(after.scales[moment].double().cpu(), largest, rtol=allowed, atol=allowed)
+        same_sign = (got[moment].sign() == exact.sign()) | (got[moment] == 0)
+        assert (same_sign | (exact.abs() <= allowed * of_m)).all()
+        slack = 4 * allowed * (scale + of_m * (1 - moment))
+        assert (exact.abs() >= below[moment].abs() * (got[moment] != 0) - slack).all()
+        step = ((1 / 127) ** 2 if moment == 0 else (1 / 255) ** 4) * scale
+        assert (exact.abs() <= torch.where(got[moment] == 0, step, above[moment].abs()) + slack).all()
+    assert (after.exp_avg_sq.cpu()[want[1] > 0] > 0).all()
+
+
+@pytest.mark.parametrize("hyper", [HYPER, OTHER], ids=["decay", "maximize"])
+def test_codes_match_fp64(backend, hyper):
+    """All dtypes and sizes in one call; with and without vectors."""
+    dtypes = sorted({kind[:2] for kind in combinations(backend)}, key=str)
+    kinds = list(product(dtypes, CODED_SIZES))
+    updates = [make_coded(shape, backend, dtype, hyper, stream) for stream, (dtype, shape) in enumerate(kinds)]
+    before = [copy_of_coded(update) for update in updates]
+    adamw_(updates)
+    for old, new in zip(before, updates, strict=True):
+        assert torch.equal(old.grad, new.grad), "a gradient was written to"
+        assert_rounded_to_codes(old, new)
+
+
+@pytest.mark.gpu
+def test_codes_at_real_sizes():
+    for shape, dtype in product([(50_001, 644), (4096, 4096), (2, 700, 2880)], (torch.bfloat16, torch.float32)):
+        update = make_coded(shape, "cuda", (dtype, dtype))
+        before = copy_of_coded(update)
+        adamw_([update])
+        assert_rounded_to_codes(before, update)
+
+
+def test_kernel_and_reference_agree(kernel_device):
+    """Over some steps, but for the numbers that round: the moments differ by the noise of their codes."""
+    ours, theirs = (make_coded((40, 300), kernel_device) for _ in range(2))
+    means, params = [], []
+    for update, context in ((ours, nullcontext), (theirs, reference_backend)):
+        for step in range(1, 9):
+            with context():
+                adamw_([update._replace(hyper=HYPER._replace(step=step))])
+            if step == 1:
+                params.append(update.param.clone())
+        means.append(values_of(update))
+    for first, second in zip(*means, strict=True):
+        assert not torch.equal(first, second)
+        assert (first - second).norm() < 0.05 * second.norm()
+    torch.testing.assert_close(*params)  # what follows has the noise of the moments
+
+
+def test_coded_and_other_tensors_together(kernel_device):
+    updates = [make_coded((3, n), kernel_device, stream=n) for n in (128, 300, 5000)]
+    updates.append(make((7, 3), (torch.float32,) * 3, kernel_device))
+    alone = [copy_of_coded(update) if update.scales else copy_of(update) for update in updates]
+    adamw_(updates)
+    for together, update in zip(updates, alone, strict=True):
+        adamw_([update])
+        tensors = (*together[:4], *(together.scales or ())), (*update[:4], *(update.scales or ()))
+        assert all(torch.equal(a, b) for a, b in zip(*tensors, strict=True))
+
+
+def test_unaligned_codes_and_nothing_beside_them(backend):
+    for columns, which in product((256, 200), range(5)):
+        update = make_coded((20, columns), backend)
+        before = copy_of_coded(update)
+        tensor = (*update[:4], update.scales[0])[which]
+        room = torch.full((tensor.numel() + 9,), 7, dtype=tensor.dtype, device=backend)
+        view = room[3:-6].view(tensor.shape).copy_(tensor)
+        update = update._replace(**{Update._fields[which]: view} if which < 4 else {"scales": (view, update.scales[1])})
+        adamw_([update])
+        assert_rounded_to_codes(before, update)
+        assert (room[:3] == 7).all()
+        assert (room[-6:] == 7).all()
+
+
+def test_codes_of_gradients_with_other_strides(backend):
+    update = make_coded((140, 256), backend)
+    update = update._replace(grad=update.grad.t().contiguous().t())
+    before = copy_of_coded(update)
+    adamw_([update])
+    assert_rounded_to_codes(before, update)
+
+
+def coded_values(device, values, betas=(0.0, 0.0), count=1, seed=0, step=1):
+    """Both moments after steps with gradients that hold ``values``, from moments of zero."""
+    zeros = torch.zeros_like(values)
+    m, v = (torch.zeros_like(values, dtype=dtype, device=device) for dtype in (torch.int8, torch.uint8))
+    scales = tuple(torch.zeros(*values.shape[:-1], -(-values.shape[-1] // 128), device=device) for _ in range(2))
+    for number in range(step, step + count):
+        hyper = Hyper(0.0, *betas, 1.0, 0.0, False, number)
+        update = Update(zeros.to(device), values.to(device), m, v, hyper, 0, scales)
+        adamw_([update], seed=seed)
+    return update
+
+
+def test_codes_are_rounded_without_bias(backend):
+    """Each row holds its largest element, 1, and many of one value."""
+    rows, each = 200, 48
+    roots = torch.linspace(0.02, 0.98, each)
+    values = roots.square().repeat_interleave(rows)[:, None].repeat(1, 128)
+    values[:, ::2] *= -1
+    values[:, 0] = 1
+    got = values_of(coded_values(backend, values))
+    exact = roots.square().double(), roots.double() ** 4
+    for value, want, levels, power in zip(got, exact, (127, 255), (2, 4), strict=True):
+        assert (value[:, 0] == 1).all()
+        mean = value[:, 1:].abs().reshape(each, -1).mean(1)
+        low = (want ** (1 / power) * levels).floor()
+        spacing = ((low + 1) / levels) ** power - (low / levels) ** power
+        error = (mean - want) / spacing * (rows * 127) ** 0.5 / 0.5  # at most so many standard deviations
+        assert error.abs().max() < 5
+        assert error.mean().abs() * each**0.5 < 5
+    assert (got[0][:, 1:].sign() == values[:, 1:].sign()).all()
+
+
+def test_a_small_second_moment_decays_and_is_not_zero(backend):
+    """Rounded to nearest it would stay for ever; the largest of the block, which stays, keeps the scale."""
+    values = torch.zeros(40, 128)
+    values[:, 0] = 1
+    update = coded_values(backend, values)
+    update.exp_avg_sq[:, 1:] = 100  # (100 / 255)⁴
+    start, steps = (100 / 255) ** 4, 20
+    for step in range(1, steps + 1):
+        hyper = Hyper(0.0, 0.9, 0.995, 1.0, 0.0, False, step)
+        adamw_([update._replace(hyper=hyper)])
+    value = values_of(update)[1]
+    spacing = (101**4 - 100**4) / 255**4
+    deviation = spacing * (steps / 4 / (40 * 127)) ** 0.5
+    assert abs(value[:, 1:].mean().item() - start * 0.995**steps) < 5 * deviation < start * (1 - 0.995**steps) / 5
+    values[:, 1], values[:, 2:] = 1e-7, 0
+    update = coded_values(backend, values)
+    assert (update.exp_avg_sq[:, 1] == 1).all()
+    assert not update.exp_avg_sq[:, 2:].any()
+
+
+def test_extreme_values_in_codes(backend):
+    values = torch.ones(6, 300)
+    values[0, 5], values[1, 150], values[2, 299], values[3] = float("inf"), float("nan"), -float("inf"), 0
+    values[4] = 1e-30
+    got = [value.reshape(6, -1) for value in values_of(coded_values(backend, values))]
+    for value in got:
+        for row, block in enumerate((slice(0, 128), slice(128, 256), slice(256, 300))):
+            assert not value[row, block].isfinite().any()
+            outside = torch.ones(300, dtype=torch.bool)
+            outside[block] = False
+            assert (value[row, outside] == 1).all()
+        assert (value[3] == 0).all()
+        assert (value[5] == 1).all()
+    torch.testing.assert_close(got[0][4], torch.full((300,), 1e-30, dtype=torch.float64), rtol=1e-6, atol=0)
+    assert (got[1][4] == 0).all()  # its square is no number of fp32
+
+
+def test_codes_depend_on_seed_step_and_place_alone(kernel_device, monkeypatch):
+    values = torch.randn(20, 300)
+    codes = lambda **options: torch.stack(
+        [each.short() for each in coded_values(kernel_device, values, **options)[2:4]]
+    )
+    first = codes(seed=3, step=2)
+    torch.manual_seed(1)
+    assert not torch.equal(codes(seed=4, step=2), first)
+    assert not torch.equal(codes(seed=3, step=3), first)
+    monkeypatch.setattr(adamw, "BLOCK", 512)
+    assert torch.equal(codes(seed=3, step=2), first)
+
+
+def test_encoding_values_that_are_loaded():
+    """To nearest, which is within half of the distance of two codes; codes come back as they are."""
+    values = torch.randn(7, 300)
+    for dtype, exact in ((torch.int8, values), (torch.uint8, values.square())):
+        codes, scales = encode(exact, dtype)
+        levels, power = (127, 2) if dtype == torch.int8 else (255, 4)
+        widest = (1 - (1 - 1 / levels) ** power) / 2
+        relative = (decode(codes, scales) - exact).abs() / scales.repeat_interleave(128, -1)[:, :300]
+        assert relative.max() < widest
+        assert relative.mean() < widest / 4
+        again = encode(decode(codes, scales), dtype)
+        assert torch.equal(again[0], codes)
+        torch.testing.assert_close(again[1], scales)
+
+
+def test_bad_codes(backend):
+    good = make_coded((4, 300), backend)
+    before = copy_of_coded(good)
+    scales = good.scales
+    for change, message in [
+        ({"scales": None}, "must be codes in int8 and uint8, got torch.int8 and torch.uint8 without scales"),
+        ({"exp_avg_sq": good.exp_avg}, "must be codes in int8 and uint8, got torch.int8 and torch.int8 with scales"),
+        ({"exp_avg": good.param}, "got torch.float32 and torch.uint8 with scales. Pass the codes together with scales"),
+        ({"scales": (scales[0], scales[1][:, :2])}, r"\[4, 300\] must be \[4, 3\] in float32.*got .*\[4, 2\]"),
+        ({"scales": (scales[0].half(), scales[1])}, r"must be \[4, 3\] in float32.*got .*torch.float16"),
+        ({"exp_avg": good.exp_avg.t().contiguous().t()}, "parameter, codes and scales contiguous"),
+        ({"scales": (scales[0].to("meta"), scales[1])}, "on one device, got .*meta"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            adamw_([good._replace(**change)])
+    assert torch.equal(good.param, before.param)
+
+
 @pytest.mark.gpu
 def test_more_than_two_billion_elements():
     count = 2**31 + SPAN + 3
@@ -354,6 +596,7 @@ def test_more_than_two_billion_elements():
 @pytest.mark.gpu
 def test_no_wait_for_the_device():
     updates = [make((n,), BF16, "cuda", stream=n) for n in (1, 5000, 70_000)]
+    updates += [make_coded((70, 3000), "cuda")]
     for stochastic in (False, True):
         adamw_(updates, stochastic_rounding=stochastic)
     torch.cuda.synchronize()
