@@ -278,6 +278,182 @@ def test_moments_of_parameters_that_were_moved(monkeypatch):
     assert settled
 
 
+# Moments in 8 bits
+
+WIDE = [(40, 300), (5,), (2, 3, 128), (7, 127), (3, 1024)]
+"""Some have no whole block of 128 columns."""
+
+
+def wide_parameters(device="cpu", dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in WIDE]
+
+
+def decoded(state, name):
+    """A moment in fp64, from its codes if it has some."""
+    if name in state:
+        return state[name].double().cpu()
+    codes, scale = (state[f"{name}_{part}"].double().cpu() for part in ("codes", "scale"))
+    value = codes.sign() * (codes / 127) ** 2 if name == "exp_avg" else (codes / 255) ** 4
+    return value * scale.repeat_interleave(128, -1)[..., : codes.shape[-1]]
+
+
+def step_times(params, optimizer, steps):
+    for step in steps:
+        give_gradients(step, params)
+        optimizer.step()
+
+
+def test_state_of_8_bits(backend):
+    """Two codes for each element and 8 bytes for 128; other parameters have moments in fp32."""
+    for dtype in (torch.float16, torch.float32):
+        params = wide_parameters(backend, dtype)
+        optimizer = LigerAdamW(params, state_dtype=torch.int8)
+        step_times(params, optimizer, range(2))
+        for param in params:
+            state = optimizer.state[param]
+            if param.dim() > 1 and param.shape[-1] >= 128:
+                assert [*state] == [
+                    "step",
+                    *(f"exp_avg{sq}_{part}" for part in ("codes", "scale") for sq in ("", "_sq")),
+                ]
+                assert (state["exp_avg_codes"].dtype, state["exp_avg_sq_codes"].dtype) == (torch.int8, torch.uint8)
+                rows, columns = param.numel() // param.shape[-1], param.shape[-1]
+                assert state["exp_avg_scale"].dtype == torch.float32
+                nbytes = sum(value.nbytes for name, value in state.items() if name != "step")
+                assert nbytes == 2 * (rows * columns + 4 * rows * math.ceil(columns / 128))
+            else:
+                assert {name: value.dtype for name, value in state.items()} == dict.fromkeys(
+                    ("step", "exp_avg", "exp_avg_sq"), torch.float32
+                )
+    turned = nn.Parameter(torch.randn(300, 40).t())  # its rows are not contiguous
+    optimizer = LigerAdamW([turned], state_dtype=torch.int8)
+    turned.grad = torch.ones_like(turned)
+    optimizer.step()
+    assert optimizer.state[turned]["exp_avg"].dtype == torch.float32
+
+
+def test_8_bit_moments_follow_those_of_fp64(backend):
+    """Each has the noise of its codes, no more, and in the mean none."""
+    ours, theirs = wide_parameters(backend), [nn.Parameter(param.double()) for param in wide_parameters()]
+    optimizer = LigerAdamW(ours, lr=1e-3, betas=(0.9, 0.95), state_dtype=torch.int8)
+    expected = torch.optim.AdamW(theirs, lr=1e-3, betas=(0.9, 0.95))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(40):
+        for param, other in zip(ours, theirs, strict=True):
+            other.grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+            other.grad[..., ::2] *= 0.05  # small ones next to large ones
+            param.grad = other.grad.to(param.device, param.dtype)
+        optimizer.step()
+        expected.step()
+    for param, other in zip(ours, theirs, strict=True):
+        for name, beta, levels, power in (("exp_avg", 0.9, 127, 2), ("exp_avg_sq", 0.95, 255, 4)):
+            got, want = decoded(optimizer.state[param], name), expected.state[other][name]
+            if name in optimizer.state[param]:
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+                continue
+            scale = optimizer.state[param][f"{name}_scale"].double().cpu()
+            scale = scale.repeat_interleave(128, -1)[..., : got.shape[-1]]
+            root = (want.abs() / scale) ** (1 / power)
+            spacing = scale * ((root + 2 / levels) ** power - root**power) / 2
+            # Each step adds noise of at most half the distance of two codes, and forgets 1 - beta of the former.
+            noise, allowed = got - want, 0.5 * spacing / (1 - beta**2) ** 0.5
+            for half in (slice(0, None, 2), slice(1, None, 2)):
+                ratio = noise[..., half].square().mean() / allowed[..., half].square().mean()
+                assert 0.1 < ratio < 1
+                assert noise[..., half].mean().abs() < 5 * (noise[..., half].square().mean() / noise.numel() * 2) ** 0.5
+    moved = [(a.double().cpu() - b).detach().flatten() for a, b in zip(ours, theirs, strict=True)]
+    assert torch.cat(moved).square().mean() ** 0.5 < 0.1 * 1e-3 * 40**0.5
+
+
+@pytest.mark.parametrize("source_dtype", [torch.int8, torch.float32, None])
+def test_8_bit_state_is_converted(source_dtype, backend):
+    """From 8 bits to other dtypes, and back; torch's optimizer cannot take codes for moments."""
+    first = wide_parameters(backend)
+    kind = torch.optim.AdamW if source_dtype is None else LigerAdamW
+    source = kind(first, **({} if source_dtype is None else {"state_dtype": source_dtype}))
+    step_times(first, source, range(3))
+    saved = copy.deepcopy(source.state_dict())
+    target_dtype = torch.int8 if source_dtype != torch.int8 else torch.float32
+    for dtype in (target_dtype, torch.int8):
+        optimizer = LigerAdamW(second := wide_parameters(backend), state_dtype=dtype)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        for a, b in zip(second, first, strict=True):
+            assert ("exp_avg" in optimizer.state[a]) == (dtype != torch.int8 or a.dim() == 1 or a.shape[-1] < 128)
+            for name, power in (("exp_avg", 2 / 127), ("exp_avg_sq", 4 / 255)):
+                got, want = decoded(optimizer.state[a], name), decoded(source.state[b], name)
+                if source_dtype == torch.int8 or name in optimizer.state[a]:
+                    torch.testing.assert_close(got, want.to(got.dtype), rtol=1e-6, atol=0)
+                else:
+                    assert (got - want).abs().max() < power / 2 * want.abs().max()
+        assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+        step_times(second, optimizer, range(3, 4))
+    if source_dtype == torch.int8:
+        theirs = torch.optim.AdamW(second := wide_parameters(backend))
+        theirs.load_state_dict(saved)
+        with pytest.raises(KeyError, match="exp_avg"):
+            step_times(second, theirs, range(1))
+
+
+def test_8_bits_resume_bit_for_bit(backend, tmp_path):
+    def make():
+        params = wide_parameters(backend, torch.bfloat16)
+        return params, LigerAdamW(params, state_dtype=torch.int8, stochastic_rounding=True, seed=4)
+
+    params, optimizer = make()
+    step_times(params, optimizer, range(3))
+    torch.save([optimizer.state_dict(), params], tmp_path / "state.pt")
+    for copied in (False, True):
+        again, resumed = make()
+        state, values = torch.load(tmp_path / "state.pt", weights_only=True)
+        resumed.load_state_dict(state)
+        with torch.no_grad():
+            for param, value in zip(again, values, strict=True):
+                param.copy_(value)
+        if copied:
+            resumed = copy.deepcopy(resumed)
+            again = resumed.param_groups[0]["params"]
+            assert resumed.state_dtype == torch.int8
+        else:
+            step_times(params, optimizer, range(3, 6))
+        step_times(again, resumed, range(3, 6))
+        assert_same(params, again)
+
+
+def losses_of(steps, device="cpu", dtype=torch.float32, **options):
+    """Losses of a small model that learns eight rows, with their tokens drawn at random, and the model."""
+    model = small_model(device, hidden_size=128, intermediate_size=160).to(dtype)
+    optimizer = LigerAdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), stochastic_rounding=True, **options)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, step % 4)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_8_bits_converge_as_32_do(dtype, monkeypatch):
+    """Both learn the rows by heart, at the same speed; with codes that are read as linear the losses are others."""
+    fine, coarse = (losses_of(60, dtype=dtype, state_dtype=each) for each in (torch.float32, torch.int8))
+    assert fine[0] == coarse[0] > 4
+    difference = lambda losses: max(abs(a - b) for a, b in zip(losses, fine, strict=True))
+    assert fine[-1] < 0.5
+    assert abs(coarse[-1] - fine[-1]) < 0.05
+    assert difference(coarse) < 0.25  # rounding of the weights alone makes 0.06 in bf16
+    monkeypatch.setattr(liger_models.kernels.adamw, "decode", linear)
+    wrong = losses_of(60, dtype=dtype, state_dtype=torch.int8)
+    assert difference(wrong) > 1
+    assert wrong[-1] > 1
+
+
+def linear(codes, scales):
+    levels = 127 if codes.dtype == torch.int8 else 255
+    return codes.to(scales.dtype) / levels * scales.repeat_interleave(128, -1)[..., : codes.shape[-1]]
+
+
 def test_errors():
     weight = nn.Parameter(torch.ones(3, 2))
     for options, message in [
@@ -287,6 +463,7 @@ def test_errors():
         ({"weight_decay": -1.0}, "weight_decay must not be negative"),
         ({"state_dtype": torch.int32}, "state_dtype must be None or one of .*, got torch.int32"),
         ({"state_dtype": torch.float8_e4m3fn}, "state_dtype must be None or one of .*, got torch.float8_e4m3fn"),
+        ({"state_dtype": torch.uint8}, "one of .*torch.int8, got torch.uint8. Pass one of these; torch.int8 is for"),
     ]:
         with pytest.raises(ValueError, match=message):
             LigerAdamW([weight], **options)
@@ -303,9 +480,9 @@ def test_errors():
 
 
 def small_model(device="cpu", **options):
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2} | options
     torch.manual_seed(3)
-    return LigerLlama.from_config(LlamaConfig(**sizes, num_attention_heads=2, **options)).to(device)
+    return LigerLlama.from_config(LlamaConfig(**sizes, num_attention_heads=2)).to(device)
 
 
 def loss_of(model, step):
@@ -314,10 +491,12 @@ def loss_of(model, step):
     return model(ids, labels=ids).loss
 
 
+@pytest.mark.parametrize("state_dtype", [None, torch.int8], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_in_backward_as_after_it(tied):
-    models = [small_model(tie_word_embeddings=tied).bfloat16() for _ in range(2)]
-    optimizers = [LigerAdamW(model.parameters(), lr=1e-2, stochastic_rounding=True) for model in models]
+def test_in_backward_as_after_it(tied, state_dtype):
+    models = [small_model(hidden_size=128, tie_word_embeddings=tied).bfloat16() for _ in range(2)]
+    options = {"stochastic_rounding": True, "state_dtype": state_dtype}
+    optimizers = [LigerAdamW(model.parameters(), lr=1e-2, **options) for model in models]
     schedulers = [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4) for optimizer in optimizers]
     handles = step_in_backward(optimizers[1])
     for step in range(4):
@@ -564,11 +743,13 @@ def test_fsdp_and_distributed_checkpoint(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_no_wait_for_the_device(in_backward, offload, monkeypatch):
+@pytest.mark.parametrize("state_dtype", [None, torch.int8], ids=["16 bits", "8 bits"])
+def test_no_wait_for_the_device(state_dtype, in_backward, offload, monkeypatch):
     monkeypatch.setattr(liger_models.train.optimizer, "SMALLEST", 0)
-    model = small_model("cuda").bfloat16()
+    model = small_model("cuda", hidden_size=128).bfloat16()
     away = model.parameters() if offload else ()
-    optimizer = LigerAdamW(model.parameters(), stochastic_rounding=True, offload=away)
+    options = {"stochastic_rounding": True, "state_dtype": state_dtype}
+    optimizer = LigerAdamW(model.parameters(), offload=away, **options)
     if in_backward:
         step_in_backward(optimizer)
     for step in range(3):
@@ -609,10 +790,11 @@ def wide_model(device="cuda"):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_moments_on_the_host(in_backward):
+@pytest.mark.parametrize("state_dtype", [None, torch.int8], ids=["16 bits", "8 bits"])
+def test_moments_on_the_host(state_dtype, in_backward):
     """The same numbers, however late the copies are, whichever parameters take part, and after loading."""
     models = [wide_model() for _ in range(2)]
-    options = {"lr": 1e-2, "stochastic_rounding": True}
+    options = {"lr": 1e-2, "stochastic_rounding": True, "state_dtype": state_dtype}
     optimizers = [
         LigerAdamW(models[0].parameters(), **options),
         LigerAdamW(models[1].parameters(), offload=models[1][1:].parameters(), **options),
@@ -637,10 +819,14 @@ def test_moments_on_the_host(in_backward):
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         assert_same(models[0].parameters(), models[1].parameters())
     states = [optimizer.state_dict()["state"] for optimizer in optimizers]
-    moments = [[state[key]["exp_avg_sq"] for key in range(8)] for state in states]
-    assert_same(moments[0], [moment.cuda() for moment in moments[1]])
-    host = [param in optimizers[1].offload and param.dim() == 2 for param in models[1].parameters()]
-    assert [moment.is_pinned() for moment in moments[1]] == host  # small ones stay
+    host = [param in optimizers[1].offload and param.dim() == 2 for param in models[1].parameters()]  # small ones stay
+    for key, away in enumerate(host):
+        first, second = (state[key] for state in states)
+        assert first.keys() == second.keys()
+        assert ("exp_avg_codes" in first) == (state_dtype == torch.int8 and key % 2 == 0)
+        for name in first.keys() - {"step"}:
+            assert torch.equal(first[name], second[name].cuda())
+            assert second[name].is_pinned() == away
 
 
 @pytest.mark.gpu

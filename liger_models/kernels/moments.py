@@ -38,6 +38,14 @@ def scale_shape(shape: Sequence[int]) -> list[int]:
     return [*shape[:-1], -(-shape[-1] // WIDTH)]
 
 
+def moment_bytes(shape: Sequence[int], dtype: torch.dtype) -> list[int]:
+    """Bytes of each of the tensors that hold the moments of a parameter; int8 stands for codes with scales."""
+    sizes = [math.prod(shape) * dtype.itemsize]
+    if dtype == torch.int8:
+        sizes.append(math.prod(scale_shape(shape)) * torch.float32.itemsize)
+    return 2 * sizes
+
+
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
     """The values of codes, [..., N] int8 or uint8 -> [..., N] in the dtype of the scales, [..., ceil(N / 128)]."""
     root = codes.to(scales.dtype) / LEVELS[codes.dtype]
@@ -55,7 +63,7 @@ def encode(values: Tensor, dtype: torch.dtype, generator: torch.Generator | None
     """
     levels, power = LEVELS[dtype], POWERS[dtype]
     blocks = F.pad(values.abs(), (0, -values.shape[-1] % WIDTH))
-    scales = blocks.view(*scale_shape(values.shape), WIDTH).amax(-1)
+    scales = blocks.reshape(*scale_shape(values.shape), WIDTH).amax(-1)
     x = values.abs() / scales.where(scales >= SMALLEST, math.inf).repeat_interleave(WIDTH, -1)[..., : values.shape[-1]]
     x = x.where(x < 1, 1)  # also for NaN
     low = (x ** (1 / power) * levels).floor().clamp(max=levels - 1)

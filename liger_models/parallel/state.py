@@ -473,7 +473,7 @@ def _incomplete(place: Path, rank: int, reason: BaseException, file: str = "") -
     message = f"{place}: must be written and read in full by all ranks, got on rank {rank}: {got}."
     if not place.exists():  # it was being written
         return OSError(f"{message} Earlier checkpoints are unchanged.")
-    hint = "Use another folder for another optimizer. If the checkpoint is damaged"
+    hint = "Use another folder for another optimizer, or moments in another format. If the checkpoint is damaged"
     others = [each.name for each in _steps(place.parent) if each.name < place.name]
     if others:
         return OSError(f"{message} {hint}, delete {place} to resume from {others[-1]}, which is unchanged.")

@@ -12,11 +12,13 @@ from torch.utils.hooks import RemovableHandle
 
 from liger_models.kernels.adamw import Hyper, Update, adamw_
 from liger_models.kernels.checks import check
+from liger_models.kernels.moments import moment_bytes
 from liger_models.layers.linear import is_sharded, local
 from liger_models.parallel.groups import world_size
-from liger_models.train.staging import MOMENTS, Staging, aligned, moments
+from liger_models.train.moments import NAMES, converted, moment_dtype, moments, zero_moments
+from liger_models.train.staging import Staging, aligned
 
-STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
 SMALLEST = 2**20
 """Moments smaller than this, in bytes, stay on the GPU."""
 
@@ -32,7 +34,9 @@ class LigerAdamW(torch.optim.Optimizer):
         lr, betas, eps, weight_decay, maximize: as for torch's AdamW.
         stochastic_rounding: round bfloat16 parameters and moments up or down at random, with the mean unchanged, so
             that updates smaller than half a bfloat16 step are not lost. Other dtypes are rounded to nearest.
-        state_dtype: dtype of the moments. Default: the parameter's.
+        state_dtype: dtype of the moments. Default: the parameter's. ``torch.int8``: 2.06 bytes for both moments of an
+            element, as codes that are rounded at random, and a scale for each 128 elements of the last dimension.
+            Vectors, and matrices with fewer than 128 columns on a rank, then have moments in float32.
         offload: parameters on a GPU whose moments live in page-locked host memory. These moments are on the GPU only
             during their update, in a buffer with room for twice those of the largest parameter. Copies overlap with
             computation, best with `step_in_backward`; ``state_dict()`` waits for them.
@@ -71,7 +75,8 @@ class LigerAdamW(torch.optim.Optimizer):
         check(weight_decay >= 0, f"LigerAdamW: weight_decay must not be negative, got {weight_decay}.")
         check(
             state_dtype is None or state_dtype in STATE_DTYPES,
-            f"LigerAdamW: state_dtype must be None or one of {', '.join(map(str, STATE_DTYPES))}, got {state_dtype}.",
+            f"LigerAdamW: state_dtype must be None or one of {', '.join(map(str, STATE_DTYPES))}, got {state_dtype}. "
+            "Pass one of these; torch.int8 is for moments in 8 bits.",
         )
         self.stochastic_rounding, self.state_dtype, self.seed = stochastic_rounding, state_dtype, seed
         self.offload = set(offload)
@@ -93,9 +98,9 @@ class LigerAdamW(torch.optim.Optimizer):
             group.setdefault("maximize", False)
             for param in group["params"]:
                 # `load_state_dict` has wrapped the values in functions.
-                for name, value in self.state.get(param, {}).items():
-                    if callable(value):
-                        self.state[param][name] = self._loaded(param, name, value())
+                saved = self.state.get(param, {})
+                if saved and all(map(callable, saved.values())):
+                    self.state[param] = self._loaded(param, {name: value() for name, value in saved.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch's AdamW returns it. With ``offload`` the host waits for copies in flight."""
@@ -125,26 +130,34 @@ class LigerAdamW(torch.optim.Optimizer):
         finally:
             last.remove()
 
-    def _loaded(self, param: Tensor, name: str, value: Any) -> Any:
-        if name not in MOMENTS:  # the step is a CPU tensor, so that reading it does not wait for the device
-            return torch.tensor(float(value), dtype=torch.float32)
-        dtype = self.state_dtype or param.dtype
-        if self._offloads(param):
-            return torch.empty_like(param, dtype=dtype, device="cpu", pin_memory=True).copy_(value)
-        value = value.to(param.device, dtype)
-        return value if value.stride() == param.stride() else torch.empty_like(param, dtype=dtype).copy_(value)
+    def _loaded(self, param: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        dtype = moment_dtype(param, self.state_dtype)
+        state = converted(param, dtype, saved)
+        for name, value in state.items():
+            if name not in NAMES:  # the step is a CPU tensor, so that reading it does not wait for the device
+                state[name] = torch.tensor(float(value), dtype=torch.float32)
+                continue
+            like = value if dtype == torch.int8 else param
+            kind = value.dtype if dtype == torch.int8 else dtype
+            if self._offloads(param):
+                state[name] = torch.empty_like(like, dtype=kind, device="cpu", pin_memory=True).copy_(value)
+                continue
+            value = value.to(param.device, kind)
+            same = value.stride() == like.stride()
+            state[name] = value if same else torch.empty_like(like, dtype=kind).copy_(value)
+        return state
 
-    def _moment_bytes(self, param: Tensor) -> int:
-        return local(param).numel() * (self.state_dtype or param.dtype).itemsize
+    def _moment_bytes(self, param: Tensor) -> list[int]:
+        return moment_bytes(local(param).shape, moment_dtype(param, self.state_dtype))
 
     def _offloads(self, param: Tensor) -> bool:
-        return param.device.type == "cuda" and param in self.offload and self._moment_bytes(param) >= SMALLEST
+        return param.device.type == "cuda" and param in self.offload and max(self._moment_bytes(param)) >= SMALLEST
 
     def _stage(self, device: torch.device) -> Staging:
         if self._staging is None:
             self._staging = {}
         if device not in self._staging:
-            size = 2 * len(MOMENTS) * max(aligned(self._moment_bytes(param)) for param in self.offload)
+            size = 2 * max(sum(map(aligned, self._moment_bytes(param))) for param in self.offload)
             left = next((other.left for other in self._staging.values()), {})
             self._staging[device] = Staging(device, size, left)
         return self._staging[device]
@@ -195,7 +208,7 @@ class LigerAdamW(torch.optim.Optimizer):
             if not state:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 place: dict[str, Any] = {"device": "cpu", "pin_memory": True} if offloads else {}
-                state.update({name: torch.zeros_like(param, dtype=self.state_dtype, **place) for name in MOMENTS})
+                state.update(zero_moments(param, moment_dtype(param, self.state_dtype), **place))
             if param.device.type == "cpu" and param in self.offload:  # the parameter was moved from a GPU
                 self._settle()
             staging = self._stage(param.device) if offloads else None
@@ -214,8 +227,9 @@ class LigerAdamW(torch.optim.Optimizer):
                 maximize=group["maximize"],
                 step=int(state["step"]) + 1,
             )
-            first, second = visit.here if visit else moments(state)
-            update = Update(local(param), local(grad), first, second, hyper, stream)
+            first, second, *scales = visit.here if visit else moments(state)
+            of_codes = (scales[0], scales[1]) if scales else None
+            update = Update(local(param), local(grad), first, second, hyper, stream, of_codes)
             steps.append(state["step"])
             if staging and visit:
                 run([update])

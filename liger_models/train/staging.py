@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.layers.linear import local
 from liger_models.memory.offload import Inbound
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from liger_models.train.moments import moments
 
 
 @dataclass
@@ -128,11 +126,6 @@ class Staging:
     def settle(self) -> None:
         """Wait until all moments that were given back are in host memory."""
         self._out.synchronize()
-
-
-def moments(state: Mapping[str, Any]) -> list[Tensor]:
-    """This rank's shards of the moments in a parameter's state."""
-    return [local(state[name]) for name in MOMENTS]
 
 
 def aligned(nbytes: int) -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from liger_models import AutoLigerModel, LigerAdamW, LigerFusedLinearDPOLoss, step_in_backward
 from liger_models.memory import offload
@@ -510,16 +510,17 @@ def test_hand_written_groups_with_images_on_one_rank_alone(two):
     two(hand_written_with_images, page, expected)
 
 
-def moments_away(device: str, folder: str, in_backward: bool) -> None:
+def moments_away(device: str, folder: str, in_backward: bool, state_dtype: torch.dtype | None) -> None:
     mesh = init_device_mesh(device, (2,))
 
     def make(away: bool):
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(64, 64, device=device) for _ in range(4)))
+        model = nn.Sequential(*(nn.Linear(128, 128, device=device) for _ in range(4)))
         for layer in model:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        optimizer = LigerAdamW(model.parameters(), lr=1e-2, offload=model[1:].parameters() if away else ())
+        options = {"lr": 1e-2, "state_dtype": state_dtype}
+        optimizer = LigerAdamW(model.parameters(), offload=model[1:].parameters() if away else (), **options)
         if in_backward:
             step_in_backward(optimizer)
         return model, optimizer
@@ -534,7 +535,7 @@ def moments_away(device: str, folder: str, in_backward: bool) -> None:
                 runs = [make(False), make(True)]
                 for away, run in enumerate(runs):
                     assert load_state(f"{folder}/{away}", *run) == step
-            x = torch.randn(8, 64, generator=generator).to(device)
+            x = torch.randn(8, 128, generator=generator).to(device)
             for model, optimizer in runs:
                 model(x).square().mean().backward()
                 optimizer.step()
@@ -543,16 +544,112 @@ def moments_away(device: str, folder: str, in_backward: bool) -> None:
         for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
             assert torch.equal(ours.to_local(), theirs.to_local())
         for parameter, state in away.state_dict()["state"].items():
-            assert state["exp_avg"].placements == (Shard(0),)
-            assert state["exp_avg"].to_local().is_pinned() == (device == "cuda" and parameter >= 2)
+            coded = state_dtype == torch.int8 and parameter % 2 == 0
+            assert len(state) == (5 if coded else 3)
+            assert ("exp_avg_scale" in state) == coded
+            for name in state.keys() - {"step"}:
+                assert state[name].placements == (Shard(0),)
+                assert state[name].to_local().is_pinned() == (device == "cuda" and parameter >= 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_moments_on_the_host_of_gpus(two_gpus, tmp_path, in_backward):
-    two_gpus(moments_away, "cuda", str(tmp_path), in_backward)
+@pytest.mark.parametrize("state_dtype", [None, torch.int8], ids=["16 bits", "8 bits"])
+def test_moments_on_the_host_of_gpus(two_gpus, tmp_path, state_dtype, in_backward):
+    two_gpus(moments_away, "cuda", str(tmp_path), in_backward, state_dtype)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_what_the_gpus_are_to_run_with_moments_away(two, tmp_path, in_backward):
-    two(moments_away, "cpu", str(tmp_path), in_backward)
+@pytest.mark.parametrize("state_dtype", [None, torch.int8], ids=["16 bits", "8 bits"])
+def test_what_the_gpus_are_to_run_with_moments_away(two, tmp_path, state_dtype, in_backward):
+    two(moments_away, "cpu", str(tmp_path), in_backward, state_dtype)
+
+
+def uneven(state_dtype: torch.dtype, mesh: Any = None) -> tuple[nn.Module, LigerAdamW]:
+    """Rows that two ranks cannot share evenly; the last matrix has none for the second rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(200, 5), nn.Linear(5, 256), nn.Linear(256, 1))
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    return model, LigerAdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype)
+
+
+def step_of(model: nn.Module, optimizer: LigerAdamW, seed: int) -> None:
+    torch.manual_seed(seed)
+    model(torch.randn(8, 200)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole_state(optimizer: LigerAdamW) -> list[dict[str, torch.Tensor]]:
+    states = optimizer.state_dict()["state"].values()
+    return [{k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in state.items()} for state in states]
+
+
+def save_8_bits(folder: str) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]:
+    mesh = init_device_mesh("cpu", (2,))
+    model, optimizer = uneven(torch.int8, mesh)
+    for seed in range(3):
+        step_of(model, optimizer, seed)
+    save_state(folder, 3, model, optimizer)
+    saved = whole_state(optimizer)
+    again = uneven(torch.int8, mesh)
+    assert load_state(folder, *again) == 3
+    for name, value in itertools.chain(*(state.items() for state in saved)):
+        assert value.dtype == {"codes": (torch.uint8 if "_sq_" in name else torch.int8)}.get(name[-5:], torch.float32)
+    wide, _ = uneven(torch.float32, mesh)
+    wide_optimizer = LigerAdamW(wide.parameters(), state_dtype=torch.float32)
+    wide_optimizer.load_state_dict(optimizer.state_dict())  # which converts it
+    assert all(state["exp_avg"].placements == (Shard(0),) for state in wide_optimizer.state.values())
+    back = uneven(torch.int8, mesh)[1]
+    back.load_state_dict(wide_optimizer.state_dict())
+    for state, other in zip(saved, whole_state(back), strict=True):
+        assert all(torch.equal(state[name], other[name]) for name in state if not name.endswith("scale"))
+    for each in ((model, optimizer), again):
+        step_of(*each, 3)
+    for parameter, other in zip(model.parameters(), again[0].parameters(), strict=True):
+        assert torch.equal(parameter.to_local(), other.to_local())
+    return [parameter.full_tensor() for parameter in model.parameters()], saved
+
+
+def test_8_bit_moments_are_resumed_on_another_number_of_ranks(two, tmp_path):
+    """Ranks have whole rows, so the blocks of a matrix are the same on any number of them."""
+    (after, saved), _ = two(save_8_bits, str(tmp_path))
+    model, optimizer = uneven(torch.int8)
+    assert load_state(tmp_path, model, optimizer) == 3
+    for state, other in zip(saved, whole_state(optimizer), strict=True):
+        assert state.keys() == other.keys()
+        assert all(torch.equal(state[name], other[name]) for name in state)
+    assert ["exp_avg_codes" in state for state in saved] == [True, False, False, False, True, False]
+    step_of(model, optimizer, 3)
+    for parameter, other in zip(model.parameters(), after, strict=True):
+        torch.testing.assert_close(parameter, other)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(OSError, match="another optimizer"):
+            load_state(tmp_path, *uneven(dtype))
+
+
+def share_columns() -> None:
+    """A shard of columns is in 8 bits if it has whole blocks; its moments are those of the whole matrix."""
+    mesh = init_device_mesh("cpu", (2,))
+    for columns, coded in ((512, True), (256, True), (384, False), (128, False), (300, False)):
+        torch.manual_seed(0)
+        whole = nn.Parameter(torch.randn(6, columns))
+        gradient = torch.randn(6, columns)
+        shared = nn.Parameter(distribute_tensor(whole.detach().clone(), mesh, [Shard(1)]))
+        whole.grad, shared.grad = gradient, distribute_tensor(gradient, mesh, [Shard(1)])
+        optimizers = [LigerAdamW([each], state_dtype=torch.int8) for each in (whole, shared)]
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(shared.full_tensor(), whole)
+        first, second = (optimizer.state[each] for optimizer, each in zip(optimizers, (whole, shared), strict=True))
+        assert ("exp_avg_codes" in first, "exp_avg_codes" in second) == (True, coded)
+        for name in second.keys() - {"step"}:
+            assert second[name].placements == (Shard(1),)
+            assert second[name].shape == (first[name].shape if coded else whole.shape)
+            if name.endswith("scale"):
+                assert torch.equal(second[name].full_tensor(), first[name])
+
+
+def test_8_bit_moments_of_columns(two):
+    two(share_columns)

@@ -1,0 +1,80 @@
+"""AdamW's moments in an optimizer's state: tensors like the parameter, or codes of 8 bits with their scales.
+
+The latter have names of their own, so that no other optimizer takes codes for moments.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.moments import WIDTH, decode, encode, has_blocks, scale_shape
+from liger_models.layers.linear import is_sharded, local
+
+MOMENTS = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+"""The names of the moments, and the dtypes of their codes."""
+NAMES = (*MOMENTS, *(f"{name}_codes" for name in MOMENTS), *(f"{name}_scale" for name in MOMENTS))
+
+
+def moment_dtype(param: Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype of a parameter's moments where one is wanted; int8 stands for codes.
+
+    What has no whole blocks of 128 elements on every rank has moments in fp32 instead: vectors, narrow matrices, and
+    matrices whose last dimension is sharded within a block.
+    """
+    if wanted != torch.int8:
+        return wanted or param.dtype
+    ranks = 1
+    if is_sharded(param):
+        sharded: Any = param
+        for placement, size in zip(sharded.placements, sharded.device_mesh.shape, strict=True):
+            ranks *= size if placement.is_shard(param.dim() - 1) else 1
+    whole = ranks == 1 or (param.dim() > 0 and param.shape[-1] % (WIDTH * ranks) == 0)
+    coded = has_blocks(param.shape) and whole and local(param).is_contiguous()
+    return torch.int8 if coded else torch.promote_types(param.dtype, torch.float32)
+
+
+def zero_moments(param: Tensor, dtype: torch.dtype, **place: Any) -> dict[str, Tensor]:
+    """The moments of a parameter before its first step; ``place`` is passed to ``torch.zeros_like``."""
+    if dtype != torch.int8:
+        return {name: torch.zeros_like(param, dtype=dtype, **place) for name in MOMENTS}
+    scale = _as_of(param, torch.empty(scale_shape(local(param).shape), device=param.device))
+    made = {f"{name}_codes": torch.zeros_like(param, dtype=codes, **place) for name, codes in MOMENTS.items()}
+    return made | {f"{name}_scale": torch.zeros_like(scale, **place) for name in MOMENTS}
+
+
+def converted(param: Tensor, dtype: torch.dtype, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved state with its moments in the format of a dtype; those in another one are rounded to nearest."""
+    found = {name: value for name, value in saved.items() if name not in NAMES}
+    for name, kind in MOMENTS.items():
+        codes: Any = saved.get(f"{name}_codes")
+        scale: Any = saved.get(f"{name}_scale")
+        value: Any = saved.get(name)
+        if dtype != torch.int8:
+            found[name] = value if codes is None else _as_of(param, decode(local(codes), local(scale)))
+            continue
+        if codes is None:
+            parts = encode(local(value).to(torch.float32).contiguous(), kind)
+            codes, scale = (_as_of(param, part) for part in parts)
+        found |= {f"{name}_codes": codes.contiguous(), f"{name}_scale": scale.contiguous()}
+    return found
+
+
+def moments(state: Mapping[str, Any]) -> list[Tensor]:
+    """This rank's shards of the moments in a parameter's state; both codes, then both scales, if they have 8 bits."""
+    return [local(state[name]) for name in NAMES if name in state]
+
+
+def _as_of(param: Tensor, part: Tensor) -> Tensor:
+    """This rank's part of what is sharded as a parameter is, but for the size of the last dimension."""
+    if not is_sharded(param):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    last = param.shape[-1] if part.shape == local(param).shape else scale_shape(param.shape)[-1]
+    shape = torch.Size([*param.shape[:-1], last])
+    stride = torch.empty(shape, device="meta").stride()
+    sharded: Any = param
+    mesh, placements = sharded.device_mesh, sharded.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
