@@ -22,6 +22,7 @@ from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, list_archs, re
 from liger_models.adapters import LoRAConfig, apply_lora, save_adapter
 from liger_models.cli import commands
 from liger_models.data import PromptDataset
+from liger_models.kernels.moments import moment_bytes
 
 from .convert.test_mxfp4 import make as make_mxfp4
 from .packing.test_videos import save_clip
@@ -87,6 +88,9 @@ def test_info(folder):
     assert found["training"]["weights"] == 2 * model.num_parameters()
     assert found["training"]["peak"]["full"] <= found["training"]["peak"]["none"]
     assert "selective" in run("info", "model", "--dtype", "bf16")
+    moments = [read("info", "model", *more)["training"]["optimizer"] for more in ((), ("--moments-8bit",))]
+    kinds = [(p.shape, torch.int8 if p.dim() > 1 and p.shape[-1] >= 128 else torch.float32) for p in model.parameters()]
+    assert moments == [4 * model.num_parameters(), sum(sum(moment_bytes(*each)) for each in kinds)]
 
 
 def test_download(folder, monkeypatch):

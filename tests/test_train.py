@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint import FileSystemReader
 
-from liger_models import LigerLlama, PackedDataset
+from liger_models import LigerLlama, LlamaConfig, PackedDataset
 from liger_models.adapters import load_adapter
 from liger_models.data import collate
 from liger_models.memory import training_memory
@@ -319,6 +319,34 @@ def test_adapters_beside_4_bits_and_dropout_go_on(folder, two, capfd):  # noqa: 
     assert (keys["r"], keys["lora_alpha"], keys["lora_dropout"]) == (4, 8, 0.1)
     with pytest.raises(pytest.fail.Exception, match="there must be one rank, got 2"):
         two(partial(train_adapters, **options), folder, "nothing")
+
+
+@pytest.mark.parametrize("sharing", [{}, {"tensor_parallel": 2}], ids=["fsdp", "tensor parallel"])
+def test_two_ranks_train_with_moments_of_8_bits_and_go_on(folder, two, sharing):  # noqa: F811
+    if not (folder / "wide").exists():
+        save_llama(folder / "wide", (folder / "checkpoint" / "tokenizer.json").read_text(), hidden_size=256)
+    options = {"model": str(folder / "wide"), "lora_r": 0, "lr": 3e-3, "dtype": "bfloat16", **sharing}
+    name = "-".join(("moments", *sharing))
+    two(partial(train_adapters, moments_8bit=True, **options), folder, name)
+    stored = FileSystemReader(folder / name / "step-00000006").read_metadata().state_dict_metadata
+    states = [key for key in stored if key.startswith("optimizer.state.")]
+    matrices = [key for key, each in stored.items() if key.startswith("model.") and len(each.size) == 2]
+    narrow = sum(key.endswith("down_proj.weight") for key in matrices)  # 48 columns
+    assert len([key for key in states if key.endswith("exp_avg_sq_scale")]) == len(matrices) - narrow > 0
+
+    stopped_in_the_middle(folder, name, f"{name}-again")
+    two(partial(train_adapters, moments_8bit=True, **options), folder, f"{name}-again")
+    assert log(folder / f"{name}-again") == log(folder / name)
+    assert files(folder / f"{name}-again") == files(folder / name)
+
+    two(partial(train_adapters, **options), folder, f"{name}-16")
+    losses, expected = ([line["loss"] for line in log(folder / each)] for each in (name, f"{name}-16"))
+    torch.testing.assert_close(losses, expected, rtol=0.01, atol=0)
+    assert losses[-1] < losses[0] - 1
+    assert losses[2:] != expected[2:]
+    stopped_in_the_middle(folder, name, f"{name}-other")
+    with pytest.raises(pytest.fail.Exception, match=r"exp_avg.*Use another folder for .* moments in another format"):
+        two(partial(train_adapters, **options), folder, f"{name}-other")
 
 
 def test_the_example_of_a_file(tmp_path):
@@ -633,6 +661,10 @@ def test_a_sample_and_compiled_blocks(folder):
     assert sample(model, "3 times") != plain
 
 
+WIDE = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 300, "num_hidden_layers": 2}
+WIDE |= {"num_attention_heads": 2}
+
+
 def test_the_estimate_of_a_run_is_that_of_the_model_and_what_is_gathered(folder):
     model = LigerLlama.from_pretrained(folder / "checkpoint", dtype="bf16", progress=False)
     block = sum(parameter.numel() for parameter in model.layers[0].parameters())
@@ -641,6 +673,11 @@ def test_the_estimate_of_a_run_is_that_of_the_model_and_what_is_gathered(folder)
         expected = training_memory(model, 512, torch.bfloat16).peak(policy) + gathered
         found = estimate(model, 512)
         assert found.peak(policy, 1) == expected < found.peak(policy, 2)
+    assert found.moments == 2 * found.trained
+    model = LigerLlama.from_config(LlamaConfig(**WIDE), dtype=torch.bfloat16)
+    found = estimate(model, 512, moments_8bit=True)
+    assert found.moments == training_memory(model, 512, moments_8bit=True).optimizer < 1.1 * found.trained
+    assert found.peak("none", 1) == estimate(model, 512).peak("none", 1) - 2 * found.trained + found.moments
 
 
 def stopped(folder: Path, output: str, number: int, again: bool = False) -> int:

@@ -111,6 +111,7 @@ def info(
     revision: Revision = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a training step, for the memory estimate.")] = 8192,
     dtype: Annotated[str, typer.Option(help="Dtype of weights, gradients, moments and activations.")] = "bfloat16",
+    moments_8bit: Annotated[bool, typer.Option("--moments-8bit", help="AdamW's moments in 8 bits.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a model's architecture, sizes and parameters, and estimate the memory that training needs.
@@ -121,7 +122,7 @@ def info(
     from liger_models.memory.estimate import training_memory
 
     made = _empty_model(model, revision)
-    memory = training_memory(made, tokens, _dtype(dtype))
+    memory = training_memory(made, tokens, _dtype(dtype), moments_8bit=moments_8bit)
     sizes = {k: v for k, v in dataclasses.asdict(made.config).items() if v is not None}
     result: dict[str, Any] = {
         "class": type(made).__name__,

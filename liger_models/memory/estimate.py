@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from liger_models.kernels.checks import check
 from liger_models.kernels.dispatch import triton_assumed
 from liger_models.kernels.linear_cross_entropy import chunk_rows
+from liger_models.kernels.moments import has_blocks, moment_bytes
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, is_replayable, layers_of, set_policy
 from liger_models.layers.masks import Mask
@@ -26,7 +27,7 @@ class TrainingMemory(NamedTuple):
     Attributes:
         weights: the parameters.
         gradients: the gradients of all trained parameters.
-        optimizer: the two moments of AdamW.
+        optimizer: the two moments of AdamW, with their scales if they have 8 bits.
         activations: policy of `Decoder.set_checkpointing` -> activations that the blocks save for the backward.
         head: the gradient of the head, if it is trained, and the logits of one chunk, which exist before the backward
             of the blocks.
@@ -50,7 +51,9 @@ class TrainingMemory(NamedTuple):
         return self.weights + self.optimizer + max(self.during(policy), self.gradients)
 
 
-def training_memory(model: Decoder, tokens: int, dtype: torch.dtype = torch.bfloat16) -> TrainingMemory:
+def training_memory(
+    model: Decoder, tokens: int, dtype: torch.dtype = torch.bfloat16, *, moments_8bit: bool = False
+) -> TrainingMemory:
     """Estimate a training step on one GPU: AdamW, weights, gradients and moments in one dtype, no sharding.
 
     Every block runs once per policy on tensors that have shapes but no values, and the estimate sums what autograd then
@@ -63,6 +66,7 @@ def training_memory(model: Decoder, tokens: int, dtype: torch.dtype = torch.bflo
             have adapters, which are in their own dtype.
         tokens: B · T.
         dtype: dtype of weights, gradients, moments and activations.
+        moments_8bit: the moments are those of ``LigerAdamW(state_dtype=torch.int8)``.
 
     Raises:
         ValueError: a block cannot run on tensors without values, or the model is distributed.
@@ -74,6 +78,11 @@ def training_memory(model: Decoder, tokens: int, dtype: torch.dtype = torch.bflo
     size, adapters = dtype.itemsize, _adapter_parameters(model)
     sizes = {each: each.numel() * (each.itemsize if each in adapters else size) for each in model.parameters()}
     gradients = sum(bytes_ for each, bytes_ in sizes.items() if each.requires_grad)
+    optimizer = 2 * gradients
+    if moments_8bit:
+        shapes = [each.shape for each in sizes if each.requires_grad]
+        kinds = [torch.int8 if has_blocks(shape) else torch.float32 for shape in shapes]
+        optimizer = sum(sum(moment_bytes(*each)) for each in zip(shapes, kinds, strict=True))
     matrix = model.lm_head.weight
     logits = chunk_rows(tokens, len(matrix), size, None) * len(matrix) * size
     head = matrix.requires_grad * matrix.numel() * size + logits
@@ -88,7 +97,7 @@ def training_memory(model: Decoder, tokens: int, dtype: torch.dtype = torch.bflo
     activations = {policy: sum(blocks) + held for policy, blocks in saved.items()}
     more = {policy: map(operator.sub, saved["none"], blocks) for policy, blocks in saved.items()}
     recomputed = {policy: max(max(blocks, default=0) - logits, 0) for policy, blocks in more.items()}
-    return TrainingMemory(sum(sizes.values()), gradients, 2 * gradients, activations, head, recomputed)
+    return TrainingMemory(sum(sizes.values()), gradients, optimizer, activations, head, recomputed)
 
 
 def _adapter_parameters(model: nn.Module) -> set[nn.Parameter]:

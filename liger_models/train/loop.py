@@ -109,6 +109,9 @@ class TrainOptions(ObjectiveOptions):
             "trained in float32"
         },
     )
+    moments_8bit: bool = option(
+        default=False, metadata={"help": "AdamW's moments in 8 bits, whatever the dtype of the weights"}
+    )
     lora_r: int = option(default=0, metadata={"help": "rank of LoRA adapters, which alone are then trained; 0: none"})
     lora_alpha: float | None = option(default=None, metadata={"help": "adapter scale times rank; default: 2 lora_r"})
     lora_dropout: float = option(default=0.0, metadata={"help": "dropout probability of the adapters' input"})
@@ -276,7 +279,9 @@ def train(options: TrainOptions) -> None:
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = parameter_groups(model, options)
-    optimizer = LigerAdamW(groups, lr=options.lr, betas=(0.9, 0.95), stochastic_rounding=options.dtype == "bfloat16")
+    settings: dict[str, Any] = {"stochastic_rounding": options.dtype == "bfloat16"}
+    settings |= {"state_dtype": torch.int8} if options.moments_8bit else {}
+    optimizer = LigerAdamW(groups, lr=options.lr, betas=(0.9, 0.95), **settings)
 
     def share(step: int) -> float:
         return cosine(step, max(1, round(options.warmup * steps)), steps, options.min_lr)
@@ -304,7 +309,8 @@ def train(options: TrainOptions) -> None:
     memory = None
     if objective.shares_rows and device.type != "cpu" and options.tensor_parallel == 1 and model.visual is None:
         tokens = options.batch_size * options.length // options.sharing
-        memory = estimate(model, tokens, four_bit=options.lora_4bit).peak(options.checkpointing, options.accumulate)
+        estimated = estimate(model, tokens, four_bit=options.lora_4bit, moments_8bit=options.moments_8bit)
+        memory = estimated.peak(options.checkpointing, options.accumulate)
     size = {"rows": options.batch_size, "length": options.length, "accumulate": options.accumulate, "ranks": ranks}
     size |= {"sharing": options.sharing, "start": start, "steps": steps}
     epochs = steps * options.accumulate / len(data) / objective.repeats

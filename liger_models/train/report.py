@@ -17,10 +17,12 @@ from liger_models.adapters.nf4 import nf4_bytes
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
 from liger_models.generation.options import resolve
+from liger_models.kernels.moments import moment_bytes
 from liger_models.layers.linear import local
 from liger_models.memory.estimate import TrainingMemory, training_memory
 from liger_models.parallel.fsdp import reshard
 from liger_models.parallel.groups import rank
+from liger_models.train.moments import moment_dtype
 
 WIDTH = 100
 """Columns of the screen."""
@@ -163,13 +165,15 @@ class StepMemory(NamedTuple):
 
     Attributes:
         weights: parameters.
-        trained: gradients of the trained parameters, as much as each of AdamW's two moments.
+        trained: gradients of the trained parameters.
+        moments: AdamW's two moments.
         temporary: weights that exist twice during the computation: gathered, or dequantised.
         step: what blocks and head save and compute.
     """
 
     weights: int
     trained: int
+    moments: int
     temporary: int
     step: TrainingMemory
 
@@ -180,10 +184,10 @@ class StepMemory(NamedTuple):
         """
         during = self.step.during(policy)
         with_gradients = self.trained + during if accumulate > 1 else max(self.trained, during)
-        return self.weights + 2 * self.trained + self.temporary + with_gradients
+        return self.weights + self.moments + self.temporary + with_gradients
 
 
-def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False) -> StepMemory:
+def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False, moments_8bit: bool = False) -> StepMemory:
     """Estimate a step's memory on this rank's device, for a model that FSDP shards.
 
     This rank's parameters, gradients and AdamW's moments are counted as they are. Activations, the head, and what FSDP
@@ -194,6 +198,7 @@ def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False) -> StepMem
         model: as it is trained; not sharded by `apply_tp`. It may be on the meta device.
         tokens: tokens of a batch on this rank.
         four_bit: count the weights under the adapters in 4 bits, as after `quantize_base`.
+        moments_8bit: count the moments in 8 bits, as ``LigerAdamW(state_dtype=torch.int8)`` has them.
     """
     empty, adapters = model, adapter_config(model)
     if model.device.type != "meta":
@@ -203,14 +208,17 @@ def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False) -> StepMem
     step = training_memory(empty, tokens, torch.bfloat16)
     base = {layer.weight for path, layer in adapted_layers(model).items() if path != "lm_head"} if four_bit else set()
     weights = sum(nf4_bytes(each.numel()) if each in base else local(each).nbytes for each in model.parameters())
-    trained = sum(local(each).nbytes for each in model.parameters() if each.requires_grad)
+    with_moments = [each for each in model.parameters() if each.requires_grad]
+    trained = sum(local(each).nbytes for each in with_moments)
+    kind = torch.int8 if moments_8bit else None
+    moments = sum(sum(moment_bytes(local(each).shape, moment_dtype(each, kind))) for each in with_moments)
     if four_bit:
         temporary = 4 * max(each.numel() for each in base)
     else:
         ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
         block = max(sum(each.numel() for each in block.parameters()) for block in empty.layers)
         temporary = 2 * (sum(ends.values()) + 2 * block)
-    return StepMemory(weights, trained, temporary, step)
+    return StepMemory(weights, trained, moments, temporary, step)
 
 
 def check_turn_end(model: CausalLM) -> str | None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from liger_models import AutoLigerModel, LigerLlama, LlamaConfig
+from liger_models import AutoLigerModel, LigerAdamW, LigerLlama, LlamaConfig
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch import built_in, get_arch
 from liger_models.kernels.collectives import Group
@@ -242,6 +242,32 @@ def test_frozen_weights_have_neither_gradients_nor_moments():
     assert (memory.weights, memory.gradients) == (2 * frozen + 4 * adapters, 4 * adapters)
     assert memory.optimizer == 2 * memory.gradients
     assert whole.head - memory.head == 2 * 64 * 32  # the gradient of the head, V = 64, C = 32
+
+
+def test_moments_of_8_bits_are_those_of_the_optimizer():
+    """With codes, and in fp32 where a parameter has no whole block: vectors, the down projection's 100 columns."""
+    sizes = {"vocab_size": 64, "hidden_size": 136, "intermediate_size": 100, "num_attention_heads": 4}
+    model = LigerLlama.from_config(LlamaConfig(**sizes, num_hidden_layers=2), dtype=torch.bfloat16)
+    model.layers[0].requires_grad_(False)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    for state_dtype in (torch.int8, None):
+        optimizer = LigerAdamW(trained, state_dtype=state_dtype)
+        for each in trained:
+            each.grad = torch.zeros_like(each)
+        optimizer.step()
+        held = sum(sum(v.nbytes for k, v in state.items() if k != "step") for state in optimizer.state.values())
+        memory = training_memory(model, 64, moments_8bit=state_dtype == torch.int8)
+        assert memory.optimizer == held
+        assert memory.peak("none") - memory.optimizer == training_memory(model, 64).peak("none") - 2 * memory.gradients
+
+
+@pytest.mark.slow
+def test_bytes_of_a_parameter():
+    """What docs/ops.md says of 8 bits: weight, gradient and moments of a bf16 model in 6.06 bytes."""
+    model = llama_3_8b()
+    memory, count = training_memory(model, 1, moments_8bit=True), model.num_parameters()
+    assert memory.optimizer / count == pytest.approx(2.0625, abs=1e-3)
+    assert (memory.weights + memory.gradients + memory.optimizer) / count == pytest.approx(6.0625, abs=1e-3)
 
 
 def test_a_block_that_is_recomputed_needs_room():
