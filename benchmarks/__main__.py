@@ -40,7 +40,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argpa
 def check_modes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     for text in getattr(options, "modes", ()):
         mode = Mode.parse(text)
-        if "moments" in mode and not ("adamw" in mode or "inbackward" in mode):
+        if ("moments" in mode or "8bit" in mode) and not ("adamw" in mode or "inbackward" in mode):
             parser.error(f"--modes: moments are LigerAdamW's, add +adamw or +inbackward, got {text!r}")
         if "cp" in mode and (options.command != "longest" or options.gpus == 1):
             parser.error(f"--modes: cp is for longest with --gpus of 2 and more, got {text!r} for {options.command}")

@@ -43,6 +43,7 @@ OPS = (
             "torch": Peer(optimizer("torch.optim:AdamW", fused=True)),
             "foreach": Peer(optimizer("torch.optim:AdamW", foreach=True)),
             "ours": Peer(optimizer("liger_models:LigerAdamW")),
+            "ours_8bit": Peer(optimizer("liger_models:LigerAdamW", state_dtype=torch.int8)),  # 10 bytes, not 14
         },
     ),
 )  # fmt: skip

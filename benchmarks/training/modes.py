@@ -14,6 +14,7 @@
 | ``liger`` | hf | patched by Liger Kernel |
 | ``adamw`` | ours | `LigerAdamW` instead of torch's fused AdamW |
 | ``inbackward`` | ours | `LigerAdamW` steps in the backward, as soon as a gradient is complete |
+| ``8bit`` | ours | the moments of `LigerAdamW` have 8 bits |
 | ``momentsK`` | ours | the optimizer moments of K blocks, if possible not offloaded ones, are in host memory |
 | ``offloadK`` | ours | the saved activations of K blocks are in host memory |
 | ``selectiveK``, ``fullK`` | ours | the checkpointing policy of the first K blocks, if possible not offloaded ones |
@@ -37,7 +38,7 @@ MODES = (
 
 MODE = (
     r"hf(\+(ac|compile|graph|liger|lora(\+nf4)?))*"
-    r"|ours(\+(adamw|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+nf4|\+peft)?|warm"
+    r"|ours(\+(8bit|adamw|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+nf4|\+peft)?|warm"
     r"|(full|moments|offload|selective)\d*))*"
 )
 """The regular expression of a valid mode."""
@@ -50,7 +51,7 @@ TITLES = {
     "selective": ', policy "selective"', "full": ', policy "full"', "compile": ", torch.compile",
     "graph": ", CUDA graphs", "static": ", static cache, compiled",
     "adamw": ", LigerAdamW", "inbackward": ", step in the backward", "offload": ", offload",
-    "moments": ", host memory for the moments", "warm": ", warmed up",
+    "8bit": ", moments in 8 bits", "moments": ", host memory for the moments", "warm": ", warmed up",
     "fp8": ", float8", "fp8rowwise": ", float8 by rows", "blocks": ", blocks compiled",
     "cp": ", context parallel", "lora": ", LoRA", "peft": " by PEFT", "nf4": " on 4 bits",
 }  # fmt: skip

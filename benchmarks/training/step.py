@@ -50,7 +50,7 @@ def make_optimizer(model: nn.Module, mode: Mode, lr: float) -> torch.optim.Optim
     stay = [block for i, block in enumerate(model.layers) if i not in model.offloaded]
     blocks = stay if moments <= len(stay) else model.layers
     on_host = [parameter for i in range(moments) for parameter in blocks[i * len(blocks) // moments].parameters()]
-    optimizer = LigerAdamW(trained, lr=lr, offload=on_host)
+    optimizer = LigerAdamW(trained, lr=lr, offload=on_host, state_dtype=torch.int8 if "8bit" in mode else None)
     if "inbackward" in mode:
         step_in_backward(optimizer)
     return optimizer

@@ -58,6 +58,7 @@ def test_arguments_that_say_nothing_measurable_are_refused(tmp_path, monkeypatch
         "train --steps 0": "--steps: must be a number above 0, got '0'",
         "families --families gemma,nope": "--families: must be llama.*, got 'nope'",
         "ops --peers nobody": "--peers: must be compile.*, got 'nobody'",
+        "train --modes ours+8bit": "--modes: moments are LigerAdamW's.*, got 'ours.8bit'",
         "train --modes hf,ours+moments8": "--modes: moments are LigerAdamW's.*, got 'ours.moments8'",
         "longest --modes ours+cp": "--modes: cp is for longest with --gpus of 2.*, got 'ours.cp' for longest",
         "fsdp --gpus 2 --modes ours+cp": "--modes: cp is for longest .*, got 'ours.cp' for fsdp",

@@ -1,6 +1,7 @@
 """Modes, their steps, and the classes of their kernels."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from benchmarks.profile import kernel_class
 from benchmarks.training import step
 from benchmarks.training.batches import draw_chain, draw_padded_images
 from benchmarks.training.models import FAMILIES, keep_layers, read_config, text_part
-from benchmarks.training.modes import Mode, title
+from benchmarks.training.modes import MODE, Mode, title
 from liger_models import AutoLigerModel
 
 
@@ -69,6 +70,10 @@ def test_a_mode_is_parsed():
     assert "adamw" in mode
     assert "fp8" in mode
     assert [mode.blocks(extra, 32) for extra in ("offload", "selective", "full")] == [12, 32, 0]
+    assert re.fullmatch(MODE, "ours+adamw+8bit+moments16")
+    assert title("ours+adamw+8bit+moments16") == (
+        "liger_models, LigerAdamW, moments in 8 bits, host memory for the moments of 16 blocks"
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
