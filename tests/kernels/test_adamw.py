@@ -392,7 +392,7 @@ def assert_rounded_to_codes(before, after):
 
 @pytest.mark.parametrize("hyper", [HYPER, OTHER], ids=["decay", "maximize"])
 def test_codes_match_fp64(backend, hyper):
-    """All dtypes and sizes in one call; with and without vectors."""
+    """All dtypes and sizes in one call; rows that begin at vectors of 16 elements, and others."""
     dtypes = sorted({kind[:2] for kind in combinations(backend)}, key=str)
     kinds = list(product(dtypes, CODED_SIZES))
     updates = [make_coded(shape, backend, dtype, hyper, stream) for stream, (dtype, shape) in enumerate(kinds)]
