@@ -63,7 +63,7 @@ class SideBySideBlock(nn.Module):
         """x [B, T, C] is still to be added to residual [B, T, C]; returns the same pair, and router logits."""
         attended, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         if isinstance(self.mlp, LigerMoE):
-            y, router_logits = self.mlp(self.input_layernorm(residual))
+            y, router_logits = self.mlp(self.input_layernorm(residual), *layout.experts)
             return attended + y, residual, router_logits
         y, residual = self.mlp.add_norm(self.input_layernorm, None, residual)
         return attended + y, residual
@@ -73,6 +73,7 @@ class SideBySide(CausalLM):
     """The blocks between an embedding and a language-model head."""
 
     config_class = SideBySideConfig
+    replays_routing = True
 
     def __init__(self, config: SideBySideConfig, kernels: KernelOptions | None = None) -> None:
         super().__init__(config, kernels)

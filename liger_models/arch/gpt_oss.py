@@ -142,7 +142,7 @@ class GptOssBlock(nn.Module):
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair and the router logits."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerGptOss(CausalLM):
@@ -154,6 +154,7 @@ class LigerGptOss(CausalLM):
     """
 
     config_class = GptOssConfig
+    replays_routing = True
 
     def __init__(self, config: GptOssConfig, kernels: KernelOptions | None = None) -> None:
         super().__init__(config, kernels)

@@ -75,7 +75,7 @@ class MixtralBlock(nn.Module):
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair and the router logits."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerMixtral(CausalLM):
@@ -87,6 +87,7 @@ class LigerMixtral(CausalLM):
     """
 
     config_class = MixtralConfig
+    replays_routing = True
 
     def __init__(self, config: MixtralConfig, kernels: KernelOptions | None = None) -> None:
         super().__init__(config, kernels)

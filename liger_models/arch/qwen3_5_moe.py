@@ -55,6 +55,7 @@ class LigerQwen3_5MoE(MRopeModel):
     """
 
     config_class = Qwen3_5MoeConfig
+    replays_routing = True
     frames_apart = True
 
     def __init__(self, config: Qwen3_5MoeConfig, kernels: KernelOptions | None = None) -> None:

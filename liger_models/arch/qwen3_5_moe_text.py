@@ -45,6 +45,7 @@ class LigerQwen3_5MoEText(CausalLM):
     """
 
     config_class = Qwen3_5MoeTextConfig
+    replays_routing = True
 
     def __init__(self, config: Qwen3_5MoeTextConfig, kernels: KernelOptions | None = None) -> None:
         super().__init__(config, kernels)

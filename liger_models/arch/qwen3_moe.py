@@ -104,7 +104,7 @@ class Qwen3MoeBlock(nn.Module):
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
         """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair, and a router's logits."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerQwen3MoE(CausalLM):
@@ -116,6 +116,7 @@ class LigerQwen3MoE(CausalLM):
     """
 
     config_class = Qwen3MoeConfig
+    replays_routing = True
 
     def __init__(self, config: Qwen3MoeConfig, kernels: KernelOptions | None = None) -> None:
         super().__init__(config, kernels)

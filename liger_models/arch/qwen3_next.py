@@ -52,6 +52,7 @@ class LigerQwen3Next(CausalLM):
     """
 
     config_class = Qwen3NextConfig
+    replays_routing = True
 
     def __init__(self, config: Qwen3NextConfig, kernels: KernelOptions | None = None) -> None:
         super().__init__(config, kernels)

@@ -104,7 +104,7 @@ class Qwen3VLMoeBlock(nn.Module):
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
         """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair, and a router's logits."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
 
 class LigerQwen3VLMoE(MRopeModel):
@@ -116,6 +116,7 @@ class LigerQwen3VLMoE(MRopeModel):
     """
 
     config_class = Qwen3VLMoeConfig
+    replays_routing = True
     frames_apart = True
 
     def __init__(self, config: Qwen3VLMoeConfig, kernels: KernelOptions | None = None) -> None:

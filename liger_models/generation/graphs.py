@@ -58,10 +58,21 @@ class DecodeStep:
         cache: where it finds and stores keys and values.
         captured: whether to capture it.
         model_state: the `state_of` the model that it is captured from, for a step that is kept.
+        records_routing: whether to keep the choice of experts of each step in ``routed_experts``.
     """
 
-    def __init__(self, cache: PagedCache, *, captured: bool, model_state: list[Any] | None = None) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        *,
+        captured: bool,
+        model_state: list[Any] | None = None,
+        records_routing: bool = False,
+    ) -> None:
         self.cache, self.captured, self.model_state = cache, captured, model_state
+        self.records_routing = records_routing
+        self.routed_experts: Tensor | None = None
+        """The experts of the last step, [rows, L, K] int16; the next one may overwrite them."""
         rows, device = cache.rows, cache.lengths.device
         self.graph: torch.cuda.CUDAGraph | None = None
         self._called = False
@@ -120,7 +131,11 @@ class DecodeStep:
 
     def _run(self, model: Decoder) -> Tensor:
         self.cache.step()
-        return last_logits(model, self._tokens, position_ids=self._positions, cache=self.cache)
+        out = model(self._tokens, position_ids=self._positions, cache=self.cache, logits_to_keep=1)
+        if self.records_routing:
+            self.routed_experts = model.choose_experts(out.router_logits)
+        logits: Tensor = out.logits[:, -1]
+        return logits
 
     def _capture(self, model: Decoder) -> None:
         # Not by `torch.cuda.graph`, which returns all cached memory to the driver first.

@@ -60,11 +60,14 @@ class Completion(NamedTuple):
         log_probs: [n] fp32 on the CPU, log-probability of each by the model's own distribution, before temperature and
             all other options.
         reason: "stop", or "length" for a row that ``max_new_tokens`` ended.
+        routed_experts: [prompt + n, L, K] int16 on the CPU with ``record_routing``, the K experts of each token of
+            prompt and answer in each of the L layers with routed experts; −1 for the last token, which is never run.
     """
 
     tokens: Tensor
     log_probs: Tensor
     reason: str
+    routed_experts: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -80,6 +83,7 @@ class Row:
         stops: tokens that end it.
         seed: of its draws.
         log_probs: of the new tokens.
+        experts: of the tokens that have been run, one after the other, if they are recorded.
         slot: its place in a step; −1 while it waits.
         pages: the pages that it holds.
         cached: number of its tokens that the pages hold.
@@ -94,6 +98,7 @@ class Row:
     stops: list[int]
     seed: int
     log_probs: list[float] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     cached: int = 0
@@ -103,6 +108,12 @@ class Row:
     def is_ready(self) -> bool:
         """Whether the next forward of the row is a step: all of its tokens but the last are cached."""
         return self.source is None and self.cached == len(self.tokens) - 1
+
+    @property
+    def num_recorded(self) -> int:
+        """Number of tokens whose experts are recorded. Those of a row that was put back stay, so it is at least
+        ``cached``."""
+        return sum(map(len, self.experts))
 
 
 @torch.no_grad()
@@ -116,6 +127,7 @@ def rollout(
     chunk_size: int = 2048,
     steps_per_read: int = 8,
     cache_bytes: int | None = None,
+    record_routing: bool = False,
     **options: "Unpack[Options]",
 ) -> list[Completion]:
     """Continue many prompts of unequal length, as between the steps of training by reinforcement learning.
@@ -135,6 +147,8 @@ def rollout(
         cache_bytes: maximum number of bytes of keys and values. When a running row finds no page, the last rows that
             were started are put back and later computed again. Default: what ``batch_size`` of the longest rows need,
             but at most half of the free memory (on the CPU at most 2 GiB).
+        record_routing: return the experts that each token passed, in each layer with routed experts, for
+            ``routed_experts`` of the forward that trains. A row that is computed again passes the same.
         options: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``,
             ``epsilon_cutoff``, ``eta_cutoff``, ``eos_token_id``, ``num_return_sequences``, ``seed`` and ``generator``
             of `Options`. With ``num_return_sequences`` rows share the pages of their prompt, which is computed once,
@@ -148,7 +162,7 @@ def rollout(
         ValueError: a prompt is empty, an argument is out of range, an option depends on earlier tokens of a row
             (``repetition_penalty`` and others), a row does not fit into ``cache_bytes``, or the model cannot run here:
             it is compiled or distributed, or its positions depend on the length of the longest row. Use `generate`
-            then.
+            then. With ``record_routing`` it must have routed experts, and its blocks must replay them.
     """
     tokens = _checked_prompts(model, prompts)
     limits = _for_each("max_new_tokens", max_new_tokens, len(tokens))
@@ -176,9 +190,14 @@ def rollout(
     cache = _cache_of_one_token(model, max(row.end for row in rows), tokens[0])
     if isinstance(cache, str):
         raise ValueError(f"rollout: {cache}. Use generate.")
+    check(
+        not record_routing or (bool(model.routers) and model.replays_routing),
+        f"rollout: record_routing needs routed experts in blocks that replay routing, got {type(model).__name__}. "
+        "Leave it out.",
+    )
     with evaluating(list(model.modules())):
         pool = _make_pool(cache, rows, min(batch_size, count), cache_bytes, model.device)
-        return Scheduler(model, rows, pool, settings, chunk_size, steps_per_read).run()
+        return Scheduler(model, rows, pool, settings, chunk_size, steps_per_read, record_routing).run()
 
 
 class Scheduler:
@@ -191,12 +210,24 @@ class Scheduler:
         settings: how tokens are chosen.
         chunk_size: maximum number of tokens of a prefill.
         steps_per_read: number of steps after which the host reads the new tokens.
+        record_routing: whether to record the experts of each token.
     """
 
     def __init__(
-        self, model: Decoder, rows: list[Row], pool: PagePool, settings: Settings, chunk_size: int, steps_per_read: int
+        self,
+        model: Decoder,
+        rows: list[Row],
+        pool: PagePool,
+        settings: Settings,
+        chunk_size: int,
+        steps_per_read: int,
+        record_routing: bool = False,
     ) -> None:
         self.model, self.pool, self.chunk_size, self.steps_per_read = model, pool, chunk_size, steps_per_read
+        self.record_routing = record_routing
+        layers = model.routers if record_routing else []
+        self.no_experts = torch.full((1, len(layers), layers[0].top_k if layers else 0), -1, dtype=torch.int16)
+        """The experts of a token that has not been run."""
         self.waiting = deque(rows)
         self.running: list[Row] = []
         """Rows by their numbers; all numbers of running rows are smaller than those of waiting ones."""
@@ -221,9 +252,10 @@ class Scheduler:
     def _start_steps(self) -> None:
         """Give the running rows places in a step with as many rows as the cache has, which is captured anew."""
         shape, device = (self.steps_per_read, self.pool.rows), self.model.device
-        self.step = DecodeStep(self.pool, captured=can_capture(self.model))
+        self.step = DecodeStep(self.pool, captured=can_capture(self.model), records_routing=self.record_routing)
         self.new_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.new_log_probs = torch.zeros(shape, device=device)
+        self.new_experts = torch.zeros(*shape, *self.no_experts.shape[1:], dtype=torch.int16, device=device)
         self.slots = list(range(len(self.running), self.pool.rows))
         for slot, row in enumerate(self.running):
             row.slot = slot
@@ -273,14 +305,25 @@ class Scheduler:
         if not parts or parts[0][0] is not first:  # it follows cached tokens, or is longer than a chunk
             parts = [(first, min(first.cached + self.chunk_size, len(first.tokens) - 1))]
         ids = [row.tokens[row.cached : end] for row, end in parts]
-        documents: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if len(parts) > 1:
-            documents["cu_seqlens"] = self.pool.upload([0, *map(len, ids)]).cumsum(0)
+            options["cu_seqlens"] = self.pool.upload([0, *map(len, ids)]).cumsum(0)
+        if self.record_routing:
+            options["routed_experts"] = torch.cat([self._recorded(*part) for part in parts])[None]
         self.pool.fill([(row.slot, row.cached, end) for row, end in parts])
         batch = self.pool.upload([token for part in ids for token in part])[None]
-        self.model(batch, cache=self.pool, return_logits=False, **documents)
+        out = self.model(batch, cache=self.pool, return_logits=False, **options)
+        if self.record_routing:
+            chosen = self.model.choose_experts(out.router_logits).cpu().split([len(each) for each in ids])
+            for (row, _), experts in zip(parts, chosen, strict=True):
+                row.experts.append(experts[row.num_recorded - row.cached :].clone())
         for row, end in parts:
             row.cached = end
+
+    def _recorded(self, row: Row, end: int) -> Tensor:
+        """The recorded experts of the tokens from ``cached`` to ``end`` of a row; −1 where there are none."""
+        missing = self.no_experts.expand(max(end - row.num_recorded, 0), -1, -1)
+        return torch.cat([*row.experts, missing])[row.cached : end]
 
     def _copy_prompts(self) -> None:
         """Give rows the cached prompt of their source: they share its full pages and copy the begun one."""
@@ -291,6 +334,8 @@ class Scheduler:
                 if begun:
                     pages.append((row.source.pages[full], row.pages[full]))
                 rows.append((row.source.slot, row.slot))
+                if self.record_routing and row.num_recorded < row.begin - 1:
+                    row.experts = [torch.cat(row.source.experts)[: row.begin - 1]]
                 row.cached, row.source = row.begin - 1, None
         self.pool.copy(pages, rows)
 
@@ -327,9 +372,12 @@ class Scheduler:
             logits = self.step(self.model, tokens, self.pool.positions).float()
             tokens = self.sampler.draw(logits, counts)
             self.new_tokens[step], self.new_log_probs[step] = tokens, log_probs_of(logits, tokens)
+            if self.step.routed_experts is not None:
+                self.new_experts[step] = self.step.routed_experts
             counts.add_(1)
             self.pool.remaining.sub_(1).masked_fill_((tokens[:, None] == stop_tokens).any(1), 0)
         read = self._read(steps)
+        experts = self.new_experts[:steps].cpu()
         for row in rows:
             tokens_of_row, log_probs_of_row = (each[row.slot][: row.end - len(row.tokens)] for each in read)
             for token, log_prob in zip(tokens_of_row, log_probs_of_row, strict=True):
@@ -337,13 +385,17 @@ class Scheduler:
                 row.log_probs.append(log_prob)
                 if token in row.stops:
                     break
+            if self.record_routing:
+                row.experts.append(experts[: len(row.tokens) - 1 - row.cached, row.slot].clone())
             row.cached = len(row.tokens) - 1
             stopped = row.tokens[-1] in row.stops
             if stopped or len(row.tokens) == row.end:
                 self._remove(row)
                 answer = torch.tensor(row.tokens[row.begin :])
                 log_probs = torch.tensor(row.log_probs, dtype=torch.float32)
-                self.found[row.number] = Completion(answer, log_probs, "stop" if stopped else "length")
+                routed = torch.cat([*row.experts, self.no_experts]) if self.record_routing else None
+                row.experts = []
+                self.found[row.number] = Completion(answer, log_probs, "stop" if stopped else "length", routed)
 
     def _read(self, steps: int) -> list[list[list[Any]]]:
         """Tokens and log-probabilities of the last steps, a list for each slot. Synchronises with the device."""

@@ -42,6 +42,8 @@ class BatchLayout:
         attention_mask: [B, S], as it was passed to the forward.
         bounds: [n + 1] int32, the start of each packed document in the B · T flattened tokens, and the end of the last;
             each row starts a document, and documents may be empty. None if the rows are not packed, or no layer asks.
+        experts: for each layer with routed experts, those to take instead of the router's choice, [B, T, K]; see
+            ``routed_experts`` of `Decoder.forward`. A block is given what belongs to its own layers. Empty: none.
         pages: in a decoding step on a paged cache, where the tokens of each row are; there are then no masks.
     """
 
@@ -55,6 +57,7 @@ class BatchLayout:
     attention_mask: Tensor | None = None
     bounds: Tensor | None = None
     pages: Pages | None = None
+    experts: tuple[Tensor, ...] = ()
 
     @classmethod
     def bidirectional(

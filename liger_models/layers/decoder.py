@@ -1,8 +1,9 @@
 """The decoder that all families share: embedding -> blocks -> norm -> head or loss."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -16,7 +17,15 @@ from liger_models.layers.batch import BatchLayout
 from liger_models.layers.embedding import LigerEmbedding, zero_padding_row
 from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.kv_cache import DecodeCache
-from liger_models.layers.layer import CHECKPOINTING_POLICIES, draw, is_replayable, named_layers, set_policy
+from liger_models.layers.layer import (
+    CHECKPOINTING_POLICIES,
+    Layer,
+    draw,
+    is_replayable,
+    layers_of,
+    named_layers,
+    set_policy,
+)
 from liger_models.layers.lm_head import LigerLMHead, LossFunction, Targets
 from liger_models.layers.masks import takes_segments
 from liger_models.layers.norm import Norm, add_norm
@@ -140,6 +149,8 @@ class Decoder(nn.Module):
     """What `layout` builds; a family whose layers need more derives a class of its own."""
     prompt_inputs: ClassVar[tuple[str, ...]] = ()
     """Arguments of `forward` that belong to a prompt besides its tokens, such as pixels."""
+    replays_routing: ClassVar[bool] = False
+    """Whether blocks with routed experts give these layers `BatchLayout.experts`."""
     embed_tokens: LigerEmbedding
     layers: nn.ModuleList
     """Blocks: ``(x | None, residual, layout) -> (x | None, residual)``, where x is yet to be added to the residual
@@ -367,6 +378,7 @@ class Decoder(nn.Module):
         loss_function: LossFunction | None = None,
         logits_to_keep: int = 0,
         output_hidden_states: bool = False,
+        routed_experts: Tensor | None = None,
         cache: DecodeCache | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
@@ -395,6 +407,10 @@ class Decoder(nn.Module):
                 softcap or a scale of the logits itself, and ``aux_loss`` is not added to its result.
             logits_to_keep: return the logits of only the last so many tokens; 0 for all. Not with ``labels``.
             output_hidden_states: return the hidden states before each block and after the last norm.
+            routed_experts: [B, T, L, K] integers, the K experts of each token in each of the L layers with routed
+                experts, in place of the routers' choice (routing replay): what `rollout` recorded. The weights of these
+                experts follow from the router's logits, as do its gradients and the auxiliary loss. For a token whose
+                numbers are negative the routers choose.
             cache: decode cache, to which the tokens are appended.
             cu_seq_lens_q, cu_seq_lens_k: ``cu_seqlens`` under the names of transformers'
                 ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``, which are the same tensor.
@@ -414,7 +430,7 @@ class Decoder(nn.Module):
         return self.run(
             embeds, layout, labels=labels, num_items_in_batch=num_items_in_batch, return_logits=return_logits,
             return_log_probs=return_log_probs, loss_function=loss_function, logits_to_keep=logits_to_keep,
-            output_hidden_states=output_hidden_states,
+            output_hidden_states=output_hidden_states, routed_experts=routed_experts,
         )  # fmt: skip
 
     def prepare(
@@ -508,6 +524,7 @@ class Decoder(nn.Module):
         loss_function: LossFunction | None = None,
         logits_to_keep: int = 0,
         output_hidden_states: bool = False,
+        routed_experts: Tensor | None = None,
     ) -> CausalLMOutput:
         """Run everything after the embedding.
 
@@ -538,6 +555,8 @@ class Decoder(nn.Module):
         without_head = return_logits is False and labels is None
         whole = cache is not None or loss_function is not None or output_hidden_states or without_head
         groups.check_tokens(T, whole=whole or logits_to_keep != 0)
+        if routed_experts is not None:
+            layout = replace(layout, experts=self._share_experts(routed_experts, embeds.shape[0], T))
         if embeds.shape[1] == T:
             embeds = groups.token_share(embeds)
         shifted, divisor = None if labels is None else layout.shift(labels), num_items_in_batch
@@ -580,6 +599,41 @@ class Decoder(nn.Module):
             loss = loss if aux_loss is None else loss + aux_loss
         return CausalLMOutput(loss, logits, aux_loss, None, kept, tuple(router_logits))
 
+    @property
+    def routers(self) -> list[Layer]:
+        """The layers with routed experts, in the order of ``router_logits``."""
+        return [layer for layer in layers_of(self.layers) if layer.router is not None]
+
+    def choose_experts(self, router_logits: Sequence[Tensor]) -> Tensor:
+        """The experts that the layers choose by the router logits of a forward, [N, L, K] int16, N = B · T."""
+        chosen = [layer.choose(logits) for layer, logits in zip(self.routers, router_logits, strict=True)]
+        return torch.stack(chosen, 1).to(torch.int16)
+
+    def _share_experts(self, experts: Tensor, B: int, T: int) -> tuple[Tensor, ...]:
+        """This rank's share of ``routed_experts``, [B, T / R, K] for each layer."""
+        routers, name = self.routers, type(self).__name__
+        check(bool(routers), f"forward: routed_experts need layers with routed experts, got {name} without any.")
+        check(
+            self.replays_routing,
+            f"forward: routed_experts need blocks that give their experts layout.experts, got {name}, whose "
+            "replays_routing is False. Give them, and set it to True.",
+        )
+        shape = [B, T, len(routers), routers[0].top_k]
+        check(
+            list(experts.shape) == shape,
+            f"forward: routed_experts must be {shape} (rows, tokens, layers with experts, experts of a token), got "
+            f"{list(experts.shape)}.",
+        )
+        share = self.groups.token_share(experts.to(self.device).flatten(2))
+        parts: tuple[Tensor, ...] = share.unflatten(2, shape[2:]).unbind(2)
+        return parts
+
+    def _by_block(self, experts: Sequence[Tensor]) -> dict[int, tuple[Tensor, ...]]:
+        """Index of a block -> what belongs to its layers with routed experts, of one tensor for each of the model's."""
+        left = iter(experts)
+        routers = [[layer for layer in layers_of(block) if layer.router is not None] for block in self.layers]
+        return {index: tuple(next(left) for _ in layers) for index, layers in enumerate(routers) if layers}
+
     def run_blocks(
         self, embeds: Tensor, layout: BatchLayout, states: list[Tensor] | None = None
     ) -> tuple[Tensor, list[Tensor]]:
@@ -598,12 +652,16 @@ class Decoder(nn.Module):
         # With a decode cache a recomputed block would append to it again.
         once = not torch.is_grad_enabled() or layout.cache is not None or _in_graph(embeds)
         again: frozenset[int] = frozenset() if once else self.recomputed
+        replayed: dict[int, tuple[Tensor, ...]] = {}
+        if layout.experts:
+            replayed, layout = self._by_block(layout.experts), replace(layout, experts=())
         for index, block in enumerate(self.layers):
             if states is not None:
                 states.append(residual if x is None else residual + x)
             run = functools.partial(run_again, block) if index in again and not is_compiled(block) else block
             with offload.saving(index in self.offloaded) if offload else nullcontext():
-                x, residual, *more = run(x, residual, layout)
+                own = replace(layout, experts=replayed[index]) if index in replayed else layout
+                x, residual, *more = run(x, residual, own)
             routed, layout = self.carry(index, more, layout)
             router_logits += routed
             residual = self.after_block(index, residual, layout)

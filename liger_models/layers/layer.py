@@ -59,6 +59,8 @@ class Layer(nn.Module):
     """Names of the linear layers whose products may be computed in another dtype (float8)."""
     router: nn.Module | None = None
     """The module that routes tokens to experts, if there is one: a linear layer, or more."""
+    top_k: int = 0
+    """Number of experts that a token passes through, in a layer with a router."""
     switch_length: int | None = None
     """Length beyond which a rotary embedding changes the frequencies of all positions, including those of cached keys
     (longrope); None for layers without such a length."""
@@ -124,6 +126,10 @@ class Layer(nn.Module):
             Whether the layer has done so. If not, its ``reset_parameters`` is called after those of its submodules.
         """
         return False
+
+    def choose(self, router_logits: Tensor) -> Tensor:
+        """The experts [N, K] int64 that a layer with a router chooses by the logits [N, X] of its router."""
+        raise AttributeError(f"{type(self).__name__} has no router")
 
     def adapted_weight(self, *, merge: bool) -> Tensor:
         """The weight of a layer that has adapters, with or without them, as a plain layer would hold it."""

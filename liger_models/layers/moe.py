@@ -153,25 +153,35 @@ class LigerMoE(Layer):
         X, C, F = self.down_weight.shape
         return f"{C}, {F}, num_experts={X}, top_k={self.top_k}, normalize={self.normalize}, act={self.act}"
 
-    def add_norm(self, norm: Norm, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``residual = residual + x; experts(norm(residual))``: ``(y, residual, router_logits)``."""
+    def add_norm(
+        self, norm: Norm, x: Tensor | None, residual: Tensor, experts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``residual = residual + x; experts(norm(residual))``: ``(y, residual, router_logits)``.
+
+        ``experts`` [..., K] are taken instead of the router's choice, as ``given`` of `route`.
+        """
         normed, residual = add_norm(norm, x, residual)
-        y, router_logits = self(normed)
+        y, router_logits = self(normed, experts)
         return y, residual, router_logits
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., C] -> ``(y [..., C], router_logits [N, X])``, N the number of tokens."""
+    def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [..., C], experts [..., K] -> ``(y [..., C], router_logits [N, X])``, N the number of tokens."""
         if self.training and self.router_jitter:
             x = x * torch.empty_like(x).uniform_(1 - self.router_jitter, 1 + self.router_jitter)
-        return self._mix(x, *self._route(self.gate(x.reshape(-1, x.shape[-1]))))
+        return self._mix(x, *self._route(self.gate(x.reshape(-1, x.shape[-1])), experts))
 
-    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``(weights [N, K], experts [N, K], logits [N, X])`` of the router's logits.
+    def choose(self, router_logits: Tensor) -> Tensor:
+        """See `Layer.choose`."""
+        return self._route(router_logits)[1]
+
+    def _route(self, logits: Tensor, given: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """``(weights [N, K], experts [N, K], logits [N, X])`` of the router's logits, and of experts that are given.
 
         Routing is not recomputed, because the backward must not select other experts.
         """
+        given = None if given is None else given.flatten(0, -2)
         choose = route if self.kernel and use_triton(logits) else route_reference
-        return *choose(logits, self.top_k, self.normalize, self.round_weights), logits
+        return *choose(logits, self.top_k, self.normalize, self.round_weights, given), logits
 
     def _mix(self, x: Tensor, weights: Tensor, experts: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of x [..., C], weighted: ``(y [..., C], logits [N, X])`` of all tokens."""
@@ -258,14 +268,16 @@ class LigerSharedExpertMoE(Layer):
         self.shared_expert_gate = ReplicatedLinear.of(self.shared_expert_gate, group)
         return {}
 
-    def add_norm(self, norm: Norm, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``residual = residual + x; experts(norm(residual))``: ``(y, residual, router_logits)``."""
+    def add_norm(
+        self, norm: Norm, x: Tensor | None, residual: Tensor, experts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `LigerMoE.add_norm`."""
         normed, residual = add_norm(norm, x, residual)
-        y, router_logits = self(normed)
+        y, router_logits = self(normed, experts)
         return y, residual, router_logits
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., C] -> ``(y [..., C], router_logits [N, X])``, N the number of tokens."""
-        y, router_logits = self.experts(x)
+    def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [..., C], experts [..., K] -> ``(y [..., C], router_logits [N, X])``, N the number of tokens."""
+        y, router_logits = self.experts(x, experts)
         shared, _ = self.shared_expert.add_norm(None, None, x)
         return y + self.shared_expert_gate(x).sigmoid() * shared, router_logits

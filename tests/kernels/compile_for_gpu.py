@@ -178,6 +178,7 @@ def run_experts(X: int, K: int, F: int) -> None:
         x, logits = draw(5, 256), draw(5, X)
         weights, experts = route(logits, K, normalize=True)
         experts = torch.arange(5 * K).view(5, K) % X  # what the kernel would have written
+        route(logits, K, normalize=True, given=experts.short())
         differentiate(moe_mlp(x, weights, experts, draw(X, 2 * F, 256), draw(X, 256, F), *biases, act=act, limit=7.0))
 
 

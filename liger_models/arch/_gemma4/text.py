@@ -313,9 +313,9 @@ class Gemma4Experts(LigerMoE):
         super().__init__(config.hidden_size, width, X, K, normalize=True, act="gelu_tanh", kernel=kernels.swiglu)
         self.gate = Gemma4Router(config, norm)
 
-    def forward(self, x: Tensor, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, experts: Tensor | None = None, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x and the stream before its norm [B, T, C] -> ``(y [B, T, C], router_logits [N, X])``, N tokens."""
-        return self._mix(x, *self.gate(x if stream is None else stream, self._route))
+        return self._mix(x, *self.gate(x if stream is None else stream, partial(self._route, given=experts)))
 
 
 class PerLayerInputs(Layer):
@@ -434,7 +434,7 @@ class Gemma4Block(nn.Module):
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
         if self.moe is not None:
-            y, router_logits = self.moe(self.pre_feedforward_layernorm_2(residual), residual)
+            y, router_logits = self.moe(self.pre_feedforward_layernorm_2(residual), *layout.experts, stream=residual)
             more.append(router_logits)
             y = self.post_feedforward_layernorm_2(y)
             x, _ = self.post_feedforward_layernorm.add(y, self.post_feedforward_layernorm_1(x))
@@ -450,6 +450,7 @@ class Gemma4Decoder(CausalLM):
     """The decoder of the Gemma 4 families; they set its parts by `build` and call `post_init`."""
 
     layout_class: ClassVar[type[BatchLayout]] = Gemma4Layout
+    replays_routing = True
 
     def build(self, config: Gemma4TextConfig) -> None:
         """Set the parts of the language model."""

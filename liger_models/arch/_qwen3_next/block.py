@@ -159,4 +159,4 @@ class HybridBlock(nn.Module):
         """x [B, T, C] is yet to be added to residual [B, T, C]; returns the next such pair, and a router's logits."""
         attention = self.linear_attn if self.linear else self.self_attn
         x, residual = attention.add_norm(self.input_layernorm, x, residual, layout)
-        return self.mlp.add_norm(self.post_attention_layernorm, x, residual)
+        return self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)

@@ -5,34 +5,58 @@ Per token, in fp32, with T the K experts of the largest logits l::
     q = softmax(l) over all X experts; with normalize, over T alone
     w_k = q[T_k]                          with round_weights, rounded to the logits' dtype
 
+T may also be given, for all tokens or for some: experts that were chosen before (routing replay).
+
 Backward, with d[T_k] = dw_k, d = 0 elsewhere, and q as in the forward::
 
     dl = q · (d − Σ_x q_x · d_x)
 
 Saved: the logits and T.
 
-Source: https://arxiv.org/abs/2101.03961.
+Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2510.11370 (routing replay).
 """
 
 import torch
 from torch import Tensor
 
-from liger_models.kernels.checks import check, check_floating
+from liger_models.kernels.checks import check, check_floating, check_values
 from liger_models.kernels.dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 
 ROUTE_ROWS, ROUTE_TILE = 32, 4096
 """Upper limits of a program: tokens, and logits. All logits of a token are in registers at once."""
 
 
-def route_reference(logits: Tensor, top_k: int, normalize: bool, round_weights: bool = False) -> tuple[Tensor, Tensor]:
+def route_reference(
+    logits: Tensor, top_k: int, normalize: bool, round_weights: bool = False, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`route` in plain torch (differentiable; fp64 stays fp64)."""
     compute = torch.promote_types(logits.dtype, torch.float32)
-    weights, experts = logits.softmax(-1, dtype=compute).topk(top_k, dim=-1)
+    shares = logits.softmax(-1, dtype=compute)
+    weights, experts = shares.topk(top_k, dim=-1)
+    if given is not None:
+        _check_given(given, logits, top_k)
+        experts = torch.where(given[:, :1] < 0, experts, given.long())
+        weights = shares.gather(-1, experts)
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
     if round_weights:
         weights = weights.to(logits.dtype).to(compute)
     return weights, experts
+
+
+def _check_given(given: Tensor, logits: Tensor, top_k: int) -> None:
+    """Raise ValueError unless these are experts of each token, or begin with a negative number."""
+    (N, X), kind = logits.shape, given.dtype
+    integers = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
+    if given.shape != (N, top_k) or not integers:  # formatted only here: in a graph N may be symbolic
+        raise ValueError(
+            f"route: given must be [{N}, {top_k}] integers, got {list(given.shape)} {kind}. Was it recorded with these "
+            "tokens?"
+        )
+    check_values(
+        ((given < X) & ((given >= 0) | (given[:, :1] < 0))).all(),
+        f"route: given must name experts below {X}, or begin with a negative number for a token that has none.",
+    )
 
 
 @triton.jit
@@ -45,8 +69,8 @@ def _load_logits(logits_ptr, rows, lanes, N, X):
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, weights_ptr, experts_ptr, N, X, K: tl.constexpr, NORMALIZE: tl.constexpr, ROUND: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr,
+    logits_ptr, given_ptr, weights_ptr, experts_ptr, N, X, K: tl.constexpr, NORMALIZE: tl.constexpr,
+    ROUND: tl.constexpr, GIVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, BLOCK_X)
@@ -59,9 +83,14 @@ def _route_kernel(
     picks = tl.arange(0, BLOCK_K)
     weights = tl.zeros([ROWS, BLOCK_K], tl.float32)
     experts = tl.zeros([ROWS, BLOCK_K], tl.int32)
+    if GIVEN:
+        is_given = tl.load(given_ptr + rows * K, mask=rows < N, other=-1) >= 0
     for k in tl.static_range(K):
         largest = keys == tl.max(keys, 1)[:, None]
         pick = tl.min(tl.where(largest, lanes[None, :], BLOCK_X), 1)  # the first of equals
+        if GIVEN:
+            given = tl.load(given_ptr + rows * K + k, mask=rows < N, other=0).to(tl.int32)
+            pick = tl.where(is_given, tl.minimum(tl.maximum(given, 0), X - 1), pick)  # a wrong one: a wrong address
         mine = lanes[None, :] == pick[:, None]
         weights = tl.where(picks[None, :] == k, tl.sum(tl.where(mine, e, 0.0), 1)[:, None], weights)
         experts = tl.where(picks[None, :] == k, pick[:, None], experts)
@@ -113,13 +142,15 @@ def _route_tile(X: int) -> dict[str, int]:
     return {"ROWS": max(min(ROUTE_ROWS, ROUTE_TILE // block), 1), "BLOCK_X": block}
 
 
-LIBRARY.define("route(Tensor logits, int top_k, bool normalize, bool round_weights) -> (Tensor, Tensor)")
+LIBRARY.define("route(Tensor logits, int top_k, bool normalize, bool round_weights, Tensor? given) -> (Tensor, Tensor)")
 LIBRARY.define("route_backward(Tensor d_weights, Tensor logits, Tensor experts, bool normalize) -> Tensor")
 
 
 @torch.library.impl(LIBRARY, "route", "CompositeExplicitAutograd")
-def _route(logits: Tensor, top_k: int, normalize: bool, round_weights: bool) -> tuple[Tensor, Tensor]:
-    logits = logits.contiguous()
+def _route(
+    logits: Tensor, top_k: int, normalize: bool, round_weights: bool, given: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    logits, given = logits.contiguous(), None if given is None else given.contiguous()
     N, X = logits.shape
     weights = torch.empty(N, top_k, dtype=torch.float32, device=logits.device)
     experts = torch.empty(N, top_k, dtype=torch.int64, device=logits.device)
@@ -127,8 +158,8 @@ def _route(logits: Tensor, top_k: int, normalize: bool, round_weights: bool) -> 
         tile = _route_tile(X)
         with on_device_of(logits):
             _route_kernel[(triton.cdiv(N, tile["ROWS"]),)](
-                logits, weights, experts, N, X, K=top_k, NORMALIZE=normalize, ROUND=round_weights,
-                BLOCK_K=_block(top_k), **tile,
+                logits, given, weights, experts, N, X, K=top_k, NORMALIZE=normalize, ROUND=round_weights,
+                GIVEN=given is not None, BLOCK_K=_block(top_k), **tile,
             )  # fmt: skip
     return weights, experts
 
@@ -148,7 +179,9 @@ def _route_backward(d_weights: Tensor, logits: Tensor, experts: Tensor, normaliz
 
 
 @torch.library.register_fake("liger_models::route", lib=LIBRARY)
-def _route_fake(logits: Tensor, top_k: int, normalize: bool, round_weights: bool) -> tuple[Tensor, Tensor]:
+def _route_fake(
+    logits: Tensor, top_k: int, normalize: bool, round_weights: bool, given: Tensor | None
+) -> tuple[Tensor, Tensor]:
     weights = logits.new_empty(logits.shape[0], top_k, dtype=torch.float32)
     return weights, torch.empty_like(weights, dtype=torch.int64)
 
@@ -159,7 +192,7 @@ def _route_backward_fake(d_weights: Tensor, logits: Tensor, experts: Tensor, nor
 
 
 def _route_setup(ctx, inputs, output):
-    logits, _, ctx.normalize, _ = inputs
+    logits, _, ctx.normalize, _, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(logits, output[1])
@@ -167,14 +200,16 @@ def _route_setup(ctx, inputs, output):
 
 def _route_autograd(ctx, d_weights, _d_experts):
     if d_weights is None:
-        return (None,) * 4
-    return torch.ops.liger_models.route_backward(d_weights, *ctx.saved_tensors, ctx.normalize), None, None, None
+        return (None,) * 5
+    return torch.ops.liger_models.route_backward(d_weights, *ctx.saved_tensors, ctx.normalize), None, None, None, None
 
 
 torch.library.register_autograd("liger_models::route", _route_autograd, setup_context=_route_setup, lib=LIBRARY)
 
 
-def route(logits: Tensor, top_k: int, normalize: bool, round_weights: bool = False) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, top_k: int, normalize: bool, round_weights: bool = False, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The ``top_k`` experts of each token, and their weights from the softmax over all experts.
 
     Args:
@@ -182,12 +217,15 @@ def route(logits: Tensor, top_k: int, normalize: bool, round_weights: bool = Fal
         top_k: K, 1 to X. Among equal logits the first are chosen (the reference backend may choose any).
         normalize: divide the weights of each token by their sum (Mixtral; Qwen3-MoE with norm_topk_prob).
         round_weights: round the weights to the dtype of the logits (Qwen3-MoE).
+        given: [N, K] integers, K different experts for each token, which are taken instead of those of the largest
+            logits; their weights follow from the logits. A token whose first number is negative gets its own choice.
 
     Returns:
-        ``(weights, experts)``: [N, K] fp32, largest first, and [N, K] int64.
+        ``(weights, experts)``: [N, K] fp32, largest first or in the order of ``given``, and [N, K] int64.
 
     Raises:
-        ValueError: logits are not [N, X], or top_k is not in 1 to X.
+        ValueError: logits are not [N, X], top_k is not in 1 to X, or given is not [N, K] or names no expert (see
+            `check_values` for GPUs).
         TypeError: logits are not floating-point.
     """
     check_floating("route", logits=logits)
@@ -196,6 +234,8 @@ def route(logits: Tensor, top_k: int, normalize: bool, round_weights: bool = Fal
     if not 1 <= top_k <= X:  # formatted only here: in a graph top_k may be symbolic, which Dynamo cannot format
         raise ValueError(f"route: top_k must be in 1 to {X} (the number of experts), got {top_k}.")
     if not use_triton(logits):
-        return route_reference(logits, top_k, normalize, round_weights)
-    weights, experts = torch.ops.liger_models.route(logits, top_k, normalize, round_weights)
+        return route_reference(logits, top_k, normalize, round_weights, given)
+    if given is not None:
+        _check_given(given, logits, top_k)
+    weights, experts = torch.ops.liger_models.route(logits, top_k, normalize, round_weights, given)
     return weights, experts

@@ -32,6 +32,46 @@ def test_route_matches_fp64(backend, shape, normalize, round_weights, many_block
         assert_close_to_truth(ours, plain, [logits], [upstream])
 
 
+@FLAGS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_given_experts_are_taken(backend, shape, normalize, round_weights, many_blocks, poisoned_empty):
+    """Of every second token, in the given order; the others get their own choice."""
+    N, X, K = shape
+    generator = torch.Generator().manual_seed(2)
+    given = torch.stack([torch.randperm(X, generator=generator)[:K] for _ in range(N)]).to(backend, torch.int16)
+    given[1::2] = -1
+    upstream = torch.randn(N, K, generator=generator).to(backend)
+    for dtype in dtypes(backend):
+        logits = distinct_logits(N, X, dtype, backend)
+        weights, experts = route(logits, K, normalize, round_weights, given)
+        free, own = route(logits, K, normalize, round_weights)
+        assert experts.dtype == torch.int64
+        assert torch.equal(experts[::2], given[::2].long())
+        assert torch.equal(experts[1::2], own[1::2])
+        assert torch.equal(weights[1::2], free[1::2])
+        chosen = logits.double().softmax(-1).gather(1, experts)
+        want = chosen / chosen.sum(1, keepdim=True) if normalize else chosen
+        torch.testing.assert_close(weights, (want.to(dtype) if round_weights else want).float(), rtol=1e-2, atol=1e-6)
+        ours, plain = (
+            (lambda t, f=f: f(t, K, normalize, round_weights, given)[0]) for f in (route, route_reference)
+        )  # fmt: skip
+        assert_close_to_truth(ours, plain, [logits], [upstream])
+
+
+def test_the_own_choice_given_back_changes_no_bit(backend):
+    generator = torch.Generator().manual_seed(0)
+    logits, upstream = (torch.randn(9, n, generator=generator).to(backend) for n in (6, 3))
+
+    def run(given):
+        leaf = logits.clone().requires_grad_()
+        weights, experts = route(leaf, 3, True, False, given)
+        weights.backward(upstream)
+        return weights, experts, leaf.grad
+
+    free = run(None)
+    assert all(map(torch.equal, run(free[1]), free))
+
+
 def test_route_of_strided_logits_and_gradients(backend):
     logits = torch.randn(12, 18, generator=torch.Generator().manual_seed(0)).to(backend)
     ours, plain = ((lambda t, f=f: f(t, 3, False)[0]) for f in (route, route_reference))
@@ -67,7 +107,8 @@ def test_route_always_chooses_different_experts(kernel_device, normalize):
 def test_route_opcheck(kernel_device, normalize, round_weights):
     logits = distinct_logits(7, 10, torch.float16, kernel_device).requires_grad_()
     ops = torch.ops.liger_models
-    opcheck(ops.route, (logits, 3, normalize, round_weights))
+    opcheck(ops.route, (logits, 3, normalize, round_weights, None))
+    opcheck(ops.route, (logits, 3, normalize, round_weights, torch.arange(21, device=kernel_device).view(7, 3) % 10))
     weights, experts = route(logits.detach(), 3, normalize, round_weights)
     opcheck(ops.route_backward, (weights, logits.detach(), experts, normalize))
 
@@ -94,3 +135,9 @@ def test_bad_arguments():
         route(torch.ones(4), 1, True)
     with pytest.raises(TypeError, match=r"logits must be a floating-point tensor"):
         route(torch.zeros(2, 3, dtype=torch.int64), 1, True)
+    for given in (torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 1)):
+        with pytest.raises(ValueError, match=r"given must be \[2, 1\] integers, got \[2, .\] .*recorded with these"):
+            route(torch.ones(2, 4), 1, True, given=given)
+    for wrong in ([[0, 4]], [[0, -1]]):
+        with pytest.raises(ValueError, match="given must name experts below 4, or begin with a negative number"):
+            route(torch.ones(1, 4), 2, True, given=torch.tensor(wrong))
