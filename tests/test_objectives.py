@@ -29,6 +29,7 @@ from liger_models import (
     PackedDataset,
     preference_batch,
 )
+from liger_models.arch.mixtral import LigerMixtral, MixtralConfig
 from liger_models.data.answers import AnswerDataset
 from liger_models.parallel import apply_fsdp
 from liger_models.train import grpo as grpo_module
@@ -430,6 +431,58 @@ def test_answers_are_sampled_from_gathered_weights_if_there_is_room(folder, monk
         monkeypatch.setattr(grpo_module, "refusal", lambda *_: "as the sharded one")
     torch.manual_seed(5)
     assert torch.equal(got["input_ids"], objective.batch(alone, rows)["input_ids"])
+
+
+@pytest.mark.parametrize(("repeats", "beta"), [(1, 0.0), (2, 0.2)])
+def test_grpo_trains_through_the_experts_that_sampled(folder, repeats, beta):
+    """The recorded choice goes with the tokens, padded; the policy takes it, and the reference routes by itself."""
+    given = {"model": "m", "data": "d", "output": "o", "objective": "grpo", "length": 32, "beta": beta}
+    given |= {"reward": f"{folder}/reward.py:share", "num_generations": 4, "max_new_tokens": 6, "replay_routing": True}
+    objective = make_objective(TrainOptions(**given, num_iterations=repeats, save_every=2))
+    dense = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    torch.manual_seed(0)
+    sizes = {name: getattr(dense.config, name) for name in ("vocab_size", "hidden_size", "num_attention_heads")}
+    config = MixtralConfig(
+        **sizes, intermediate_size=40, num_hidden_layers=2, num_key_value_heads=2, num_local_experts=4
+    )
+    model, frozen = LigerMixtral.from_config(config), LigerMixtral.from_config(config)
+    for each in (model, frozen):
+        each.assets = dense.assets
+    objective.prepare(model, lambda name: frozen)
+    data = objective.dataset(folder / "prompts.jsonl", model, length=32, overflow=None, batch_size=2, shuffle=False)
+    batch = objective.batch(model, next(iter(data)))
+    ids, experts = batch["input_ids"], batch["routed_experts"]
+    assert experts.shape == (*ids.shape, 2, 2)
+    inputs = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens")}
+    own = model.choose_experts(model(**inputs).router_logits).unflatten(0, ids.shape)
+    known = experts[..., 0, 0] >= 0
+    lengths = 4 + (batch["labels"] != -100).sum(1)  # a prompt of 5 tokens, and all of the answer but the last
+    assert torch.equal(known, torch.arange(ids.shape[1]) < lengths[:, None])
+    assert torch.equal(experts[known], own[known])
+
+    batch["routed_experts"] = torch.where(known[..., None, None], (experts + 1) % 4, -1)
+    passed = []
+    for each in (model, frozen):
+        forward = each.forward
+        each.forward = lambda *args, each=each, forward=forward, **more: (
+            passed.append((each, more.get("routed_experts"))) or forward(*args, **more)
+        )
+    loss, _ = objective.loss(model, batch, objective.num_items([batch]))
+    loss.backward()
+    assert [experts is batch["routed_experts"] for each, experts in passed if each is model] == [True] * repeats
+    assert [experts for each, experts in passed if each is frozen] == [None] * (beta > 0)
+
+
+def test_routing_that_cannot_be_replayed(folder, monkeypatch):
+    given = {"model": "m", "data": "d", "output": "o", "objective": "grpo", "length": 32, "replay_routing": True}
+    objective = make_objective(TrainOptions(**given, reward=f"{folder}/reward.py:share", max_new_tokens=6))
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    with pytest.raises(ValueError, match=r"replay_routing needs routed experts in blocks .* got LigerLlama"):
+        objective.prepare(model, lambda name: None)
+    monkeypatch.setattr(grpo_module, "refusal", lambda *_: "model must not be compiled")
+    data = objective.dataset(folder / "prompts.jsonl", model, length=32, overflow=None, batch_size=2, shuffle=False)
+    with pytest.raises(ValueError, match=r"replay_routing needs rollout, .* but model must not be compiled"):
+        objective.batch(model, next(iter(data)))
 
 
 def test_rewards_that_cannot_be(folder, monkeypatch):

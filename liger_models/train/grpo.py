@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.data.answers import padded
@@ -49,6 +50,7 @@ class GRPOObjective(Objective):
         self.reference = Reference(options, given.pop("ref_model", None))
         self.generations, self.new = given.pop("num_generations", 8), given.pop("max_new_tokens", 256)
         self.repeats, self.scales = given.pop("num_iterations", 1), given.pop("scale_rewards", True)
+        self.replays = given.pop("replay_routing", False)
         for name, value, least in (
             ("num_generations", self.generations, 2),
             ("max_new_tokens", self.new, 1),
@@ -72,6 +74,11 @@ class GRPOObjective(Objective):
 
     def prepare(self, model: CausalLM, load: Load) -> None:
         """See `Objective.prepare`."""
+        check(
+            not self.replays or (bool(model.routers) and model.replays_routing),
+            f"TrainOptions: replay_routing needs routed experts in blocks that replay routing, got "
+            f"{type(model).__name__}. Leave it out.",
+        )
         self.head: dict[str, Any] = {"softcap": model.lm_head.softcap, "logit_scale": model.lm_head.logit_scale}
         self.function = LigerFusedLinearGRPOLoss(**self.settings, **self.head)
         if self.function.beta:
@@ -83,8 +90,11 @@ class GRPOObjective(Objective):
 
     @torch.no_grad()
     def batch(self, model: CausalLM, rows: Any) -> Batch:
-        """Sampled answers to a batch of prompts, ``num_generations`` to each, with ``rewards`` and ``advantages``."""
-        answers = self._answers(model, rows)
+        """Sampled answers to a batch of prompts, ``num_generations`` to each, with ``rewards`` and ``advantages``.
+
+        With ``replay_routing`` also the experts that they passed, as ``routed_experts``.
+        """
+        answers, experts = self._answers(model, rows)
         reshard(model)
         rows = [row for row in rows for _ in range(self.generations)]
         prompts, pixels = [row["ids"] for row in rows], [row["pixels"] for row in rows]
@@ -99,10 +109,18 @@ class GRPOObjective(Objective):
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
         batch = padded(documents, max(map(len, documents)), model.tokenizer.padding_id, pixels)
+        if self.replays:
+            T = batch["input_ids"].shape[1]
+            batch["routed_experts"] = torch.stack(
+                [F.pad(each, (0, 0, 0, 0, 0, T - len(each)), value=-1) for each in experts]
+            )
         return {**batch, "rewards": rewards, "advantages": advantages.flatten()}
 
-    def _answers(self, model: CausalLM, rows: Any) -> list[list[int]]:
-        """Sampled answers, up to their stop tokens: ``num_generations`` consecutive ones to each prompt."""
+    def _answers(self, model: CausalLM, rows: Any) -> tuple[list[list[int]], list[Any]]:
+        """Sampled answers, up to their stop tokens: ``num_generations`` consecutive ones to each prompt.
+
+        The second list has the experts of prompts and answers, if routing is replayed.
+        """
         prompts: list[list[int]] = [[*row["ids"]] for row in rows]
         longest = max(map(len, prompts))
         inputs: dict[str, Any] = {**join_rows([row["pixels"] for row in rows])}
@@ -110,14 +128,20 @@ class GRPOObjective(Objective):
         options |= {"num_return_sequences": self.generations, **UNFILTERED}
         gathers = _has_room(model)
         with unsharded(model) if gathers else nullcontext(model) as policy:
-            if not inputs and refusal(policy, longest + self.new, prompts[0]) is None:
-                return [answer.tokens.tolist() for answer in policy.rollout(prompts, **options)]
+            refused = refusal(policy, longest + self.new, prompts[0]) if not inputs else "prompts must have no images"
+            if refused is None:
+                found = policy.rollout(prompts, **options, record_routing=self.replays)
+                return [each.tokens.tolist() for each in found], [each.routed_experts for each in found]
+            check(
+                not self.replays,
+                f"TrainOptions: replay_routing needs rollout, which records experts, but {refused}. Leave it out.",
+            )
             # Where FSDP gathers in each forward, all ranks must run the same number, so that no answer may end early.
             ends: dict[str, Any] = {} if gathers or world_size() == 1 else {"eos_token_id": []}
             pad = model.tokenizer.padding_id
             sampled = policy.generate(prompts, **options, **ends, **inputs, pad_token_id=pad)[:, longest:].tolist()
         stops = set(resolve(model, self.new, {}).eos_token_id)
-        return [_until(ids, stops) for ids in sampled]
+        return [_until(ids, stops) for ids in sampled], []
 
     def _rewards(self, model: CausalLM, examples: list[Any], answers: list[list[int]]) -> list[float]:
         """What the function returns for the answers, as TRL's trainer calls it."""
@@ -148,19 +172,21 @@ class GRPOObjective(Objective):
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
         """See `Objective.loss`. What the policy that sampled and the reference said is kept in ``batch``."""
         inputs = {name: tensor for name, tensor in batch.items() if name in INPUTS}
+        replayed = {"routed_experts": batch["routed_experts"]} if self.replays else {}
 
-        def log_probs(model: CausalLM) -> Tensor:
-            found: Tensor = model(**inputs, loss_function=self._log_probs).loss
+        def log_probs(model: CausalLM, **more: Tensor) -> Tensor:
+            found: Tensor = model(**inputs, **more, loss_function=self._log_probs).loss
             return found
 
         if self.repeats > 1 and "old" not in batch:
             with torch.no_grad():
-                batch["old"] = log_probs(model)
+                batch["old"] = log_probs(model, **replayed)
             reshard(model)
         if self.function.beta and "reference" not in batch:
             batch["reference"] = self.reference(model, log_probs)
         out = model(
             **inputs,
+            **replayed,
             loss_function=lambda x, weight, target: self.function(
                 x, weight, target, target != -100, batch["advantages"], num_items_in_batch=num_items,
                 ref_per_token_logps=batch.get("reference"), old_per_token_logps=batch.get("old"),

@@ -69,6 +69,7 @@ class ObjectiveOptions:
     epsilon_high: float | None = _of("grpo", "the same upwards (default: epsilon)")
     num_iterations: int | None = _of("grpo", "steps on the same answers (default: 1)")
     scale_rewards: bool | None = _of("grpo", "divide by the rewards' deviation in a group (default: true)")
+    replay_routing: bool | None = _of("grpo", "train through the experts that sampled the answers (default: false)")
 
     def given(self) -> dict[str, Any]:
         """The options of the objective that are not None.

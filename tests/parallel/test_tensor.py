@@ -27,6 +27,7 @@ from liger_models.layers.linear import replicated as replicated_weight
 from liger_models.layers.mlp import LigerMLP
 from liger_models.layers.norm import LigerLayerNorm
 from liger_models.parallel import (
+    apply_cp,
     apply_ep,
     apply_fsdp,
     apply_tp,
@@ -40,7 +41,7 @@ from liger_models.parallel import (
 
 from .conftest import Group, running
 from .images import FAMILIES, IMAGE_BATCHES, IMAGE_MODELS, LENGTH, image_batch, image_config
-from .models import TINY, batch, gradients, init_device_mesh, make_optimizer, share, tiny, whole
+from .models import TINY, batch, gradients, init_device_mesh, make_optimizer, mean, share, tiny, whole
 
 STEPS = 5
 
@@ -806,6 +807,34 @@ def test_experts_on_ranks(two, four, arch, shape, policy):
     expected = train(build(*case))
     for got in (two if shape == (1, 2) else four)(train_experts, case, shape, policy):
         assert_same_run(got, expected)
+
+
+def replay(kind: str) -> dict[str, Any]:
+    """Gradients of one step through experts that are given, on ranks that share experts, tokens or both."""
+    model, inputs = build(*experts_case("mixtral", balanced=True)), batch(0, packed=kind != "ep")
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.rand(*inputs["input_ids"].shape, 3, 4, generator=generator)
+    inputs["routed_experts"] = scores.topk(2).indices.short()
+    if dist.is_initialized():
+        if kind.startswith("tp"):
+            apply_tp(model, mesh_of(2), sequence_parallel=kind == "tp, tokens")
+        if kind == "cp":
+            apply_cp(model, mesh_of(2), averaged=True)
+        if kind == "ep":
+            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+            apply_fsdp(apply_ep(model, mesh["ep"]), mesh, param_dtype=None)
+            inputs = share(inputs, dist.get_rank(), 2)
+    loss = model(**inputs, num_items_in_batch=33 / (2 if kind == "ep" and dist.is_initialized() else 1)).loss
+    loss.backward()
+    found = gradients(model)
+    return {name: mean(each) for name, each in found.items()} if kind == "cp" else found
+
+
+@pytest.mark.parametrize("kind", ["tp", "tp, tokens", "cp", "ep"])
+def test_replayed_routing(two, kind):
+    expected = replay(kind)
+    for got in two(replay, kind):
+        assert_same(got, expected)
 
 
 def load_experts(source: Path, target: Path) -> dict[str, Any]:
