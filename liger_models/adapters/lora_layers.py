@@ -21,6 +21,7 @@ from liger_models.convert.weight_map import Expression
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group
 from liger_models.kernels.nf4_linear import nf4_linear
+from liger_models.layers.derived import derive
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.lm_head import LigerLMHead
@@ -190,13 +191,21 @@ class LoRALinear(nn.Linear, Layer):
             scales[name] = torch.ones_like(norm) if magnitude is None else magnitude.to(norm.dtype) / norm
         return self.expression.pack(scales)
 
+    def derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`factors` and `scale`, which decoding computes once and not for every token."""
+
+        def compute() -> tuple[Tensor, Tensor, Tensor | None]:
+            A, B = self.factors(dtype)
+            return A, B, self.scale(A, B)
+
+        return derive(self, dtype, compute)
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., O]."""
         product = nf4_linear if self.is_nf4 else F.linear
         if not self.active:
             return product(x, self.weight, self.bias)
-        A, B = self.factors(x.dtype)
-        scale = self.scale(A, B)
+        A, B, scale = self.derived(x.dtype)
         y = product(x, self.weight, self.bias if scale is None else None)
         low = F.linear(self.dropout(x), A)
         y = torch.addmm(y.flatten(0, -2), low.flatten(0, -2).to(y.dtype), B.T.to(y.dtype)).view_as(y)
@@ -233,8 +242,7 @@ class LoRALMHead(LoRALinear, LigerLMHead):
         """x [..., C + r] and the weight [V, C + r], whose product is the logits."""
         if not self.active:
             return super().operands(x)
-        A, B = self.factors(x.dtype)
-        scale = self.scale(A, B)
+        A, B, scale = self.derived(x.dtype)
         weight = torch.cat([self.weight.to(x.dtype), B], 1)
         if scale is not None:
             weight = weight * scale.to(x.dtype)[:, None]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from liger_models.kernels.dispatch import on_device_of, use_triton
 from liger_models.layers import paged_cache
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.derived import DerivedTensors
 from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.paged_cache import PagedCache
@@ -71,6 +72,8 @@ class DecodeStep:
     ) -> None:
         self.cache, self.captured, self.model_state = cache, captured, model_state
         self.records_routing = records_routing
+        self.derived = DerivedTensors()
+        """What a captured step reads besides the parameters and the cache."""
         self.routed_experts: Tensor | None = None
         """The experts of the last step, [rows, L, K] int16; the next one may overwrite them."""
         rows, device = cache.rows, cache.lengths.device
@@ -79,6 +82,11 @@ class DecodeStep:
         self._tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         self._positions: Tensor | None = None
         self._logits = self._tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors on the device that a step keeps."""
+        return self.cache.num_bytes + self.derived.num_bytes
 
     def prefill(
         self, model: Decoder, ids: Tensor, *, attention_mask: Tensor | None, repeats: int = 1, **options: Any
@@ -186,6 +194,7 @@ def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
     if fits:
         step = min(fits, key=lambda step: step.cache.capacity)
         kept.remove(step)
+        step.derived.renew()
     else:
         cache = PagedCache(rows, rounded_tokens(tokens), model.device)
         step = DecodeStep(cache, captured=True, model_state=state)
@@ -195,7 +204,7 @@ def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
         if not any(module.training for module in model.modules()):
             kept.append(step)
         most = MOST_MEMORY * torch.cuda.get_device_properties(model.device).total_memory
-        while len(kept) > MOST_STEPS or sum(step.cache.num_bytes for step in kept) > most:
+        while len(kept) > MOST_STEPS or sum(step.num_bytes for step in kept) > most:
             kept.pop(0)
 
 

@@ -13,6 +13,7 @@ from liger_models.generation.prefix import cut_to_prefix, remember
 from liger_models.generation.rows import Rows
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.derived import DerivedTensors
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import layers_of
 from liger_models.memory.recompute import is_compiled
@@ -59,6 +60,7 @@ def next_logits(
         )  # fmt: skip
         return logits if every == 1 else logits.repeat_interleave(every, 0)
 
+    @DerivedTensors().used()
     def of_all(end: int, cache: DecodeCache | None) -> Tensor:
         if cache is None:
             return run(0, end, 1, last_logits)
@@ -72,11 +74,12 @@ def next_logits(
         return logits
 
     def of_last(end: int, step: DecodeStep) -> Tensor:
-        if end == T:
-            return run(0, end, repeats, step.prefill, repeats=repeats)
-        if end - 1 in switches:
-            return run(0, end, 1, step.prefill)
-        return step(model, ids[:, end - 1], positions[..., end - 1 : end])
+        with step.derived.used():
+            if end == T:
+                return run(0, end, repeats, step.prefill, repeats=repeats)
+            if end - 1 in switches:
+                return run(0, end, 1, step.prefill)
+            return step(model, ids[:, end - 1], positions[..., end - 1 : end])
 
     if settings.cache is not None:
         old = settings.cache.length

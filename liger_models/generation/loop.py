@@ -121,6 +121,7 @@ def stream(
 
     Returns:
         Iterator over the new tokens, [B] int64 per step. The model is in eval mode only while it computes a step.
+        Adapters are read with the first token.
 
     Raises:
         TypeError, ValueError: as in `generate`.

@@ -30,6 +30,7 @@ from liger_models.kernels.checks import check
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers import paged_cache
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.derived import DerivedTensors
 from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import layers_of, named_layers
@@ -187,7 +188,9 @@ def rollout(
         )
         for number, seed in enumerate(seeds)
     ]  # fmt: skip
-    cache = _cache_of_one_token(model, max(row.end for row in rows), tokens[0])
+    derived = DerivedTensors()
+    with derived.used():
+        cache = _cache_of_one_token(model, max(row.end for row in rows), tokens[0])
     if isinstance(cache, str):
         raise ValueError(f"rollout: {cache}. Use generate.")
     check(
@@ -195,7 +198,7 @@ def rollout(
         f"rollout: record_routing needs routed experts in blocks that replay routing, got {type(model).__name__}. "
         "Leave it out.",
     )
-    with evaluating(list(model.modules())):
+    with evaluating(list(model.modules())), derived.used():
         pool = _make_pool(cache, rows, min(batch_size, count), cache_bytes, model.device)
         return Scheduler(model, rows, pool, settings, chunk_size, steps_per_read, record_routing).run()
 

@@ -20,6 +20,7 @@ from liger_models.generation.rows import Rows, Step
 from liger_models.generation.sampling import Sampler
 from liger_models.kernels.checks import check
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.derived import DerivedTensors
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import layers_of
 from liger_models.layers.rope import DynamicScaling
@@ -64,6 +65,7 @@ class Columns:
             self.mask = nn.functional.pad(mask, (0, new), value=1).repeat_interleave(self.repeats, 0)
         self.cache = DecodeCache(len(furthest))
         self.started = False
+        self.derived = DerivedTensors()
 
     def most(self, end: int, count: int) -> int:
         """How many columns after the first ``end``, up to ``count``, can run with them.
@@ -81,7 +83,7 @@ class Columns:
         if any(cache.length <= switch < end for switch in self.switches):
             cache.length = 0
         new = slice(cache.length, end)
-        with evaluating(self.modules):
+        with evaluating(self.modules), self.derived.used():
             out = self.model(
                 ids[::every, new],
                 position_ids=self.positions[..., ::every, new],
@@ -215,7 +217,8 @@ def _check(target: Columns, ids: Tensor, end: int, count: int, heads: bool) -> t
     if not heads:
         return target.run(ids, end + count, logits_to_keep=count + 1), None
     hidden = target.run(ids, end + count, return_logits=False)[:, -count - 1 :]
-    return target.model.lm_head(hidden), hidden
+    with target.derived.used():
+        return target.model.lm_head(hidden), hidden
 
 
 def _columns_below(furthest: Tensor, lengths: list[int | None]) -> list[int]:
