@@ -30,8 +30,9 @@ from liger_models.memory.recompute import is_compiled, is_hooked
 
 MOST_STEPS = 4
 MOST_MEMORY = 1 / 32
-"""Steps that a model keeps, and the part of a GPU's memory that their caches take together. A step that takes more by
-itself is not kept. Graphs need a few MiB besides, for the activations of one token of each row."""
+"""Steps that a model keeps, and the part of a GPU's memory that their caches and factors of adapters take together. A
+step that takes more by itself is not kept. Graphs need a few MiB besides, for the activations of one token of each
+row."""
 
 EVERY_BATCH = 16
 """Numbers of rows are rounded up to a power of two up to this number, and above it to its multiples."""

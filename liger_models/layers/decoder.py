@@ -556,7 +556,7 @@ class Decoder(nn.Module):
         whole = cache is not None or loss_function is not None or output_hidden_states or without_head
         groups.check_tokens(T, whole=whole or logits_to_keep != 0)
         if routed_experts is not None:
-            layout = replace(layout, experts=self._share_experts(routed_experts, embeds.shape[0], T))
+            layout = replace(layout, experts=self._share_experts(routed_experts.to(embeds.device), embeds.shape[0], T))
         if embeds.shape[1] == T:
             embeds = groups.token_share(embeds)
         shifted, divisor = None if labels is None else layout.shift(labels), num_items_in_batch
@@ -624,7 +624,7 @@ class Decoder(nn.Module):
             f"forward: routed_experts must be {shape} (rows, tokens, layers with experts, experts of a token), got "
             f"{list(experts.shape)}.",
         )
-        share = self.groups.token_share(experts.to(self.device).flatten(2))
+        share = self.groups.token_share(experts.flatten(2))
         parts: tuple[Tensor, ...] = share.unflatten(2, shape[2:]).unbind(2)
         return parts
 
