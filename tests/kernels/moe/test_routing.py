@@ -53,7 +53,7 @@ def test_given_experts_are_taken(backend, shape, normalize, round_weights, many_
         want = chosen / chosen.sum(1, keepdim=True) if normalize else chosen
         torch.testing.assert_close(weights, (want.to(dtype) if round_weights else want).float(), rtol=1e-2, atol=1e-6)
         ours, plain = (
-            (lambda t, f=f: f(t, K, normalize, round_weights, given)[0]) for f in (route, route_reference)
+            (lambda t, f=f: f(t, K, normalize, round_weights, given.to(t.device))[0]) for f in (route, route_reference)
         )  # fmt: skip
         assert_close_to_truth(ours, plain, [logits], [upstream])
 
