@@ -198,12 +198,11 @@ GATED = {
 """A gate, a single number, and the weight W whose product tanh(gate) scales."""
 
 
-def assert_same_gradients(
-    ours: CausalLM, theirs, limit: float = LIMIT, twin: Callable[[], CausalLM] | None = None
-) -> None:
-    """``twin`` makes an `fp64_twin`, which judges gradients beyond the limit by the same limit.
+def assert_same_gradients(ours: CausalLM, theirs, limit: float = LIMIT, twin: Callable[[], Any] | None = None) -> None:
+    """``twin`` makes a model in fp64, which judges gradients beyond the limit by the same limit.
 
-    Two sums in fp32 whose terms cancel may be further from each other than each is from fp64.
+    It is an `fp64_twin`, or better a copy of ``theirs``. Two sums in fp32 whose terms cancel may be further from each
+    other than each is from fp64.
     """
     theirs = hf_gradients(theirs)
     weights = taken_apart(ours, theirs, lambda parameter: parameter.data)
@@ -223,4 +222,6 @@ def assert_same_gradients(
         elif twin is None or error(ours[name], gradient) <= limit:
             assert error(ours[name], gradient) <= limit, name
         else:
-            assert error(ours[name], our_gradients(twin(), theirs)[name]) <= limit, name
+            wide = twin()
+            exact = our_gradients(wide, theirs) if isinstance(wide, CausalLM) else hf_gradients(wide)
+            assert error(ours[name], exact[name]) <= limit, name
