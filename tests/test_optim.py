@@ -123,6 +123,17 @@ def test_state_dict_is_torchs(direction, backend):
     assert int(target.state[fresh[0]]["step"]) == int(source.state[trained[0]]["step"]) == 6
 
 
+def restored(make, file):
+    """What ``make`` returns, parameters and their optimizer, with the state and the values in a file."""
+    params, optimizer = make()
+    state, values = torch.load(file, weights_only=True)
+    optimizer.load_state_dict(state)
+    with torch.no_grad():
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
+    return params, optimizer
+
+
 def test_resumes_bit_for_bit(backend, tmp_path):
     def make():
         params = parameters(backend, torch.bfloat16)
@@ -133,12 +144,7 @@ def test_resumes_bit_for_bit(backend, tmp_path):
         give_gradients(step, params)
         optimizer.step()
     torch.save([optimizer.state_dict(), params], tmp_path / "state.pt")
-    again, resumed = make()
-    state, values = torch.load(tmp_path / "state.pt", weights_only=True)
-    resumed.load_state_dict(state)
-    with torch.no_grad():
-        for param, value in zip(again, values, strict=True):
-            param.copy_(value)
+    again, resumed = restored(make, tmp_path / "state.pt")
     for step in range(3, 6):
         give_gradients(step, params, again)
         optimizer.step()
@@ -404,12 +410,7 @@ def test_8_bits_resume_bit_for_bit(backend, tmp_path):
     step_times(params, optimizer, range(3))
     torch.save([optimizer.state_dict(), params], tmp_path / "state.pt")
     for copied in (False, True):
-        again, resumed = make()
-        state, values = torch.load(tmp_path / "state.pt", weights_only=True)
-        resumed.load_state_dict(state)
-        with torch.no_grad():
-            for param, value in zip(again, values, strict=True):
-                param.copy_(value)
+        again, resumed = restored(make, tmp_path / "state.pt")
         if copied:
             resumed = copy.deepcopy(resumed)
             again = resumed.param_groups[0]["params"]

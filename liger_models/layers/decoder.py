@@ -22,8 +22,8 @@ from liger_models.layers.layer import (
     Layer,
     draw,
     is_replayable,
-    layers_of,
     named_layers,
+    routed_layers,
     set_policy,
 )
 from liger_models.layers.lm_head import LigerLMHead, LossFunction, Targets
@@ -602,7 +602,7 @@ class Decoder(nn.Module):
     @property
     def routers(self) -> list[Layer]:
         """The layers with routed experts, in the order of ``router_logits``."""
-        return [layer for layer in layers_of(self.layers) if layer.router is not None]
+        return routed_layers(self.layers)
 
     def choose_experts(self, router_logits: Sequence[Tensor]) -> Tensor:
         """The experts that the layers choose by the router logits of a forward, [N, L, K] int16, N = B · T."""
@@ -631,7 +631,7 @@ class Decoder(nn.Module):
     def _by_block(self, experts: Sequence[Tensor]) -> dict[int, tuple[Tensor, ...]]:
         """Index of a block -> what belongs to its layers with routed experts, of one tensor for each of the model's."""
         left = iter(experts)
-        routers = [[layer for layer in layers_of(block) if layer.router is not None] for block in self.layers]
+        routers = map(routed_layers, self.layers)
         return {index: tuple(next(left) for _ in layers) for index, layers in enumerate(routers) if layers}
 
     def run_blocks(

@@ -144,6 +144,11 @@ def layers_of(module: nn.Module) -> Iterator[Layer]:
     return (each for each in module.modules() if isinstance(each, Layer))
 
 
+def routed_layers(module: nn.Module) -> list[Layer]:
+    """Every `Layer` in a module that routes tokens to experts, in the order of ``modules()``."""
+    return [layer for layer in layers_of(module) if layer.router is not None]
+
+
 def named_layers(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, Layer]]:
     """Every `Layer` in a module, with its name, in the order of ``named_modules(remove_duplicate=...)``."""
     modules = module.named_modules(remove_duplicate=remove_duplicate)

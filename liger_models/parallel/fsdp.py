@@ -24,7 +24,7 @@ from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import group_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.groups import ParallelGroups
-from liger_models.layers.layer import layers_of
+from liger_models.layers.layer import layers_of, routed_layers
 from liger_models.memory.recompute import is_compiled
 from liger_models.parallel.agreement import check_first_forward
 from liger_models.parallel.mesh import data_mesh, group_over
@@ -102,11 +102,10 @@ def apply_fsdp(
     mesh = _all_ranks() if mesh is None else mesh
     experts = next((layer.groups.expert for layer in layers_of(model) if layer.groups.expert is not None), None)
     mesh, experts_mesh = data_mesh(mesh, model.groups, experts)
-    routed = any(layer.router is not None for layer in layers_of(model))
     model.groups = replace(
         model.groups,
         data=tuple(group_of(group) for group in mesh.get_all_groups()),
-        balance=group_over(mesh) if routed and mesh.size() > 1 else model.groups.balance,
+        balance=group_over(mesh) if routed_layers(model) and mesh.size() > 1 else model.groups.balance,
     )
     passes, options = BackwardPasses(), _options(mesh, param_dtype, reduce_dtype, cpu_offload)
     tied = model.lm_head.weight is model.embed_tokens.weight

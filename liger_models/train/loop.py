@@ -279,9 +279,10 @@ def train(options: TrainOptions) -> None:
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = parameter_groups(model, options)
-    settings: dict[str, Any] = {"stochastic_rounding": options.dtype == "bfloat16"}
-    settings |= {"state_dtype": torch.int8} if options.moments_8bit else {}
-    optimizer = LigerAdamW(groups, lr=options.lr, betas=(0.9, 0.95), **settings)
+    optimizer = LigerAdamW(
+        groups, lr=options.lr, betas=(0.9, 0.95), stochastic_rounding=options.dtype == "bfloat16",
+        state_dtype=torch.int8 if options.moments_8bit else None,
+    )  # fmt: skip
 
     def share(step: int) -> float:
         return cosine(step, max(1, round(options.warmup * steps)), steps, options.min_lr)
