@@ -29,6 +29,7 @@ from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from .arch import test_gemma3, test_gemma4_images, test_mllama, test_vision
 from .arch.families import LIMIT, VISION_CASES, error, hf_model, is_tower, load, make_folder, tiny, tokens
 from .late import Late, transformers
+from .memory.test_estimate import saved_bytes
 
 peft = Late("peft", "adapters are compared with those of peft")
 pytestmark = [
@@ -326,22 +327,35 @@ def test_dropout_saves_a_byte_for_each_element():
     assert dropout.eval()(x) is x
 
 
-def test_fused_ops_run_where_nothing_is_adapted(kernel_device):
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj", "lm_head"], "all-linear"], ids=["some", "all"])
+def test_fused_ops_with_and_without_adapters(targets, kernel_device):
     """In Triton's interpreter, with frozen weights: the kernels' loss and gradients are the references'."""
     from liger_models.kernels import dispatch
 
-    model = llama(LoRAConfig(target_modules=["q_proj", "v_proj", "lm_head"])).to(kernel_device)
+    model = llama(LoRAConfig(target_modules=targets)).to(kernel_device)
     ids = IDS.to(kernel_device)
     loss = model(ids, labels=ids).loss
     loss.backward()
     got = gradients(model)
-    model = llama(LoRAConfig(target_modules=["q_proj", "v_proj", "lm_head"]))
+    model = llama(LoRAConfig(target_modules=targets))
     with dispatch.reference_backend():
         want = model(IDS, labels=IDS).loss
         want.backward()
     assert error(loss, want) <= LIMIT
     for name, gradient in gradients(model).items():
         assert error(got[name], gradient) <= 1e-4, name
+
+
+@pytest.mark.parametrize("policy", ["none", "selective"])
+def test_a_block_with_adapters_keeps_what_a_trained_one_does(policy):
+    """Per token, only o_proj's A x is kept besides: the other adapters are in fused ops, which compute it again."""
+
+    def per_token(model):
+        return saved_bytes(model, policy, 128, torch.float32) - saved_bytes(model, policy, 64, torch.float32)
+
+    layers, rows, r, size = 2, 64, 4, 4
+    assert per_token(llama(LoRAConfig(r=r))) - per_token(llama()) == layers * rows * r * size
+    assert per_token(llama(LoRAConfig(lora_dropout=0.1))) > per_token(llama()) + 64 * 32 * 4
 
 
 @pytest.mark.compile

@@ -25,6 +25,7 @@ from liger_models.layers.derived import derive
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.lm_head import LigerLMHead
+from liger_models.layers.norm import PLAIN_WEIGHTS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -199,6 +200,19 @@ class LoRALinear(nn.Linear, Layer):
             return A, B, self.scale(A, B)
 
         return derive(self, dtype, compute)
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether the layer computes ``W x + b + s · B A x`` with a dense W, as fused ops do.
+
+        DoRA, dropout and weights of 4 bits or sharded ones need more than that.
+        """
+        drops = self.training and self.config.lora_dropout > 0
+        return type(self) is LoRALinear and type(self.weight) in PLAIN_WEIGHTS and not (drops or self.config.use_dora)
+
+    def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """A [R, C] and s · B [O, R] in ``dtype``, for a layer that `is_low_rank`; None while they are switched off."""
+        return self.derived(dtype)[:2] if self.active else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., O]."""

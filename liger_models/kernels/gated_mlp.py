@@ -7,6 +7,8 @@ A = `gated_act`::
     u = N(h) @ Wguᵀ + bgu                 gate and up interleaved
     y = A(u) @ Wdᵀ + bd
 
+Either product may have a low-rank term (LoRA) as in `norm_linear`, with matrices and gradients of its own.
+
 Backward, with dh the gradient of the new residual stream, in this order::
 
     dp = dy @ Wd                          one kernel then gives du = A'(dp), and the product p = A(u) in place of dp
@@ -49,8 +51,18 @@ from .collectives import (
 from .dispatch import LIBRARY, use_triton
 from .fused_norm import FusedNorm
 from .gated_act import check_act, gated_act_backward, gated_act_forward, gated_act_reference
-from .linear_cross_entropy import accumulate
-from .norm_linear import check_linear, given_or_empty, linear, linear_forward
+from .norm_linear import (
+    LowRank,
+    check_linear,
+    check_low_rank,
+    given_or_empty,
+    input_gradient,
+    linear,
+    linear_forward,
+    low_rank_gradients,
+    low_rank_of,
+    weight_gradient,
+)
 from .row_linear import row_linear_forward, takes_row
 
 WORKSPACE_MIB = 1024
@@ -66,18 +78,6 @@ def _chunk_rows(N: int, row_bytes: int) -> int:
     """Rows per chunk, evened out over the chunks; ``row_bytes`` is the size of a row of u."""
     limit = max(WORKSPACE_MIB * 2**20 // max(row_bytes, 1), MIN_CHUNK)
     return max(-(-N // max(-(-N // limit), 1)), 1)
-
-
-def _weight_gradient(total: Tensor | None, gradient: Tensor, x: Tensor, chunked: bool) -> Tensor:
-    """``gradientᵀ @ x``. For a chunk it is in fp32 and added to the ``total`` of the chunks before it."""
-    if not chunked:
-        return gradient.t() @ x
-    beta = int(total is not None)
-    if total is None:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        total = x.new_empty(gradient.shape[1], x.shape[1], dtype=wide)
-    accumulate([total], gradient, x, beta)
-    return total
 
 
 def gated_mlp_reference(
@@ -96,38 +96,43 @@ def gated_mlp_reference(
     norm: str = "rms_norm",
     norm_bias: Tensor | None = None,
     ranks: Group | None = None,
+    gate_up_low_rank: LowRank | None = None,
+    down_low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `gated_mlp` computes, in plain torch."""
     if x is not None:
         residual = (residual + x).to(residual.dtype)
     normed = FusedNorm(norm_weight, norm_bias, norm, eps, weight_offset, scale_in_fp32).reference(residual)
-    gate_up = linear(copy_to_region(normed, ranks), gate_up_weight, gate_up_bias)
-    return linear(gated_act_reference(gate_up, act), down_weight, down_bias), residual
+    gate_up = linear(copy_to_region(normed, ranks), gate_up_weight, gate_up_bias, gate_up_low_rank)
+    return linear(gated_act_reference(gate_up, act), down_weight, down_bias, down_low_rank), residual
 
 
 LIBRARY.define(
     "gated_mlp(Tensor? x, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_up_weight,"
-    " Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, str norm, float eps, float weight_offset,"
-    " bool scale_in_fp32, str act, bool recompute, bool result, str group='', int ranks=1, bool sequence=False)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
+    " Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_A, Tensor? gate_up_B,"
+    " Tensor? down_A, Tensor? down_B, str norm, float eps, float weight_offset, bool scale_in_fp32, str act,"
+    " bool recompute, bool result, str group='', int ranks=1, bool sequence=False) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "gated_mlp_backward(Tensor dy, Tensor? dh, Tensor h, Tensor statistics, Tensor? gate_up, Tensor? norm_weight,"
-    " Tensor? norm_bias, Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, str norm, float eps,"
-    " float weight_offset, bool scale_in_fp32, str act, bool[7] needs, str group='', int ranks=1, bool sequence=False)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    " Tensor? norm_bias, Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, Tensor? gate_up_A,"
+    " Tensor? gate_up_B, Tensor? down_A, Tensor? down_B, str norm, float eps, float weight_offset, bool scale_in_fp32,"
+    " str act, bool[11] needs, str group='', int ranks=1, bool sequence=False)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 @torch.library.impl(LIBRARY, "gated_mlp", "CompositeExplicitAutograd")
 def _gated_mlp(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, gate_up_weight: Tensor,
-    down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, kind: str, eps: float,
+    down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_A: Tensor | None,
+    gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, kind: str, eps: float,
     weight_offset: float, scale_in_fp32: bool, act: str, recompute: bool, result: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     group = ranks_from_op(*rest)
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
-    constants = norm, gate_up_weight, down_weight, gate_up_bias, down_bias, act, recompute, result, group
+    low_ranks = low_rank_of(gate_up_A, gate_up_B), low_rank_of(down_A, down_B)
+    constants = norm, gate_up_weight, down_weight, gate_up_bias, down_bias, low_ranks, act, recompute, result, group
     C, shape = residual.shape[-1], residual.shape[:-1]
     N = shape.numel()
     x = None if x is None else x.reshape(-1, C)
@@ -163,7 +168,7 @@ def _split_rows(N: int, gate_up_weight: Tensor, group: Group | None, recompute: 
 
 def _forward_rows(
     x: Tensor | None, residual: Tensor, norm: FusedNorm, gate_up_weight: Tensor, down_weight: Tensor,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, low_ranks: tuple[LowRank | None, LowRank | None], act: str,
     recompute: bool, result: bool, group: Group | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The op's outputs for rows [N, C]: all of them, or a chunk."""
@@ -174,26 +179,29 @@ def _forward_rows(
         y = down_weight.new_empty(*gathered_shape(normed.shape[:-1], group), down_weight.shape[0])
         return y, h, statistics, gate_up_weight.new_empty(0)
     rows = gather_rows(normed, group).to(gate_up_weight.dtype)
-    if takes_row(rows, gate_up_weight, gate_up_bias):
+    gate_up_low_rank, down_low_rank = low_ranks
+    if gate_up_low_rank is None and takes_row(rows, gate_up_weight, gate_up_bias):
         gate_up, product = row_linear_forward(rows, gate_up_weight, gate_up_bias, act)
     else:
-        gate_up = linear(rows, gate_up_weight, gate_up_bias)
+        gate_up = linear_forward(rows, gate_up_weight, gate_up_bias, gate_up_low_rank)
         del normed, rows
         product = gated_act_forward(gate_up, act)
     if recompute:
         gate_up = gate_up.new_empty(0)
-    return linear_forward(product, down_weight, down_bias), h, statistics, gate_up
+    return linear_forward(product, down_weight, down_bias, down_low_rank), h, statistics, gate_up
 
 
 @torch.library.impl(LIBRARY, "gated_mlp_backward", "CompositeExplicitAutograd")
 def _gated_mlp_backward(
     dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, kind: str,
+    norm_bias: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None,
+    gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, kind: str,
     eps: float, weight_offset: float, scale_in_fp32: bool, act: str, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     group = ranks_from_op(*rest)
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
-    constants = norm, gate_up_weight, down_weight, gate_up_bias, act, needs, group
+    low_ranks = low_rank_of(gate_up_A, gate_up_B), low_rank_of(down_A, down_B)
+    constants = norm, gate_up_weight, down_weight, gate_up_bias, low_ranks, act, needs, group
     likes = _likes(h, norm_weight, gate_up_weight, down_weight)
     shape, C = h.shape, h.shape[-1]
     N = shape[:-1].numel()
@@ -204,7 +212,7 @@ def _gated_mlp_backward(
         gate_up = None if gate_up is None else gate_up.reshape(-1, gate_up.shape[-1])
         dx, *grads = _backward_rows(dy, dh, h, statistics, gate_up, *constants)
     else:
-        dx, grads = h.new_empty(N, C) if needs[0] else None, [None] * 6
+        dx, grads = h.new_empty(N, C) if needs[0] else None, [None] * 10
         for start in range(0, N, rows):
             part = slice(start, start + rows)
             dy_part = dy.unflatten(0, (copies, -1))[:, part].reshape(-1, dy.shape[-1])
@@ -220,46 +228,60 @@ def _gated_mlp_backward(
 
 def _backward_rows(
     dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, norm: FusedNorm,
-    gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, act: str, needs: list[bool],
-    group: Group | None, totals: list[Tensor | None] | None = None,
+    gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None,
+    low_ranks: tuple[LowRank | None, LowRank | None], act: str, needs: list[bool], group: Group | None,
+    totals: list[Tensor | None] | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """dx and the weights' gradients. Those of a chunk are in fp32 and added to the ``totals`` of the chunks before it.
 
     dy [N, O], dh, h [N, C], gate_up [N, 2 F]; dy and gate_up hold all ranks' rows where each rank has its own tokens.
     """
-    need_stream, need_norm_weight, need_norm_bias, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
+    need_stream, need_norm_weight, need_norm_bias, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs[
+        :7
+    ]
     need_dn = need_stream or need_norm_weight or need_norm_bias
-    need_du = need_dn or need_gate_up or need_gate_up_bias
+    need_rows, need_product = need_gate_up or any(needs[7:9]), need_down or any(needs[9:])
+    need_du = need_dn or need_rows or need_gate_up_bias
+    gate_up_low_rank, down_low_rank = low_ranks
     dtype, chunked = gate_up_weight.dtype, totals is not None
     wide = torch.promote_types(dtype, torch.float32) if chunked else None
-    before = totals or [None] * 6
-    dx = d_norm_weight = d_norm_bias = d_gate_up_weight = d_down_weight = d_gate_up = product = rows = None
+    before = totals or [None] * 10
+    dx = d_norm_weight = d_norm_bias = d_gate_up_weight = d_down_weight = d_gate_up = product = rows = g = None
+    low_rank_grads: list[Tensor | None] = [None] * 4
     own = gate_up is None
-    if gate_up is None and (need_du or need_down):
-        gate_up = linear_forward(gather_rows(norm.again(h, statistics, dtype), group), gate_up_weight, gate_up_bias)
+    if gate_up is None and (need_du or need_product):
+        rows = gather_rows(norm.again(h, statistics, dtype), group)
+        gate_up = linear_forward(rows, gate_up_weight, gate_up_bias, gate_up_low_rank)
+        rows = None
     if gate_up is not None and need_du:
+        d_product, g = input_gradient(dy, down_weight, down_low_rank)
         d_gate_up, product = gated_act_backward(
-            dy @ down_weight, gate_up, act, need_down, overwrite_dy=True, overwrite_gate_up=own
+            d_product, gate_up, act, need_product, overwrite_dy=True, overwrite_gate_up=own
         )
-    elif gate_up is not None and need_down:
+        del d_product
+    elif gate_up is not None and need_product:
         product = gated_act_forward(gate_up, act)
     del gate_up
-    if product is not None:
-        d_down_weight = _weight_gradient(before[3], dy, product, chunked)
+    if product is not None and need_down:
+        d_down_weight = weight_gradient(before[3], dy, product, chunked)
+    low_rank_grads[2:] = low_rank_gradients(before[8:], dy, g, product, down_low_rank, needs[9:], chunked)
     del product
+    g = None
     if d_gate_up is not None and need_dn:
-        dn = sum_rows(d_gate_up @ gate_up_weight, group)
+        dn, g = input_gradient(d_gate_up, gate_up_weight, gate_up_low_rank)
         dx, d_norm_weight, d_norm_bias, rows = norm.backward(
-            dn, dh, h, statistics, need_weight=need_norm_weight, need_bias=need_norm_bias,
-            rows_dtype=dtype if need_gate_up else None, sum_dtype=wide,
+            sum_rows(dn, group), dh, h, statistics, need_weight=need_norm_weight, need_bias=need_norm_bias,
+            rows_dtype=dtype if need_rows else None, sum_dtype=wide,
         )  # fmt: skip
         del dn
-    if d_gate_up is not None and need_gate_up:
+    if d_gate_up is not None and need_rows:
         rows = gather_rows(norm.again(h, statistics, dtype) if rows is None else rows, group)
-        d_gate_up_weight = _weight_gradient(before[2], d_gate_up, rows, chunked)
+        if need_gate_up:
+            d_gate_up_weight = weight_gradient(before[2], d_gate_up, rows, chunked)
+        low_rank_grads[:2] = low_rank_gradients(before[6:], d_gate_up, g, rows, gate_up_low_rank, needs[7:9], chunked)
     d_gate_up_bias = d_gate_up.sum(0, dtype=wide) if d_gate_up is not None and need_gate_up_bias else None
     d_down_bias = dy.sum(0, dtype=wide) if need_down_bias else None
-    sums = [d_norm_weight, d_norm_bias, d_gate_up_weight, d_down_weight, d_gate_up_bias, d_down_bias]
+    sums = [d_norm_weight, d_norm_bias, d_gate_up_weight, d_down_weight, d_gate_up_bias, d_down_bias, *low_rank_grads]
     for i in (0, 1, 4, 5):
         total, share = before[i], sums[i]
         if total is not None and share is not None:
@@ -270,13 +292,15 @@ def _backward_rows(
 def _likes(h: Tensor, norm_weight: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor) -> list[Tensor]:
     """A tensor of each gradient's dtype; a bias's gradient has its weight's."""
     norm = h if norm_weight is None else norm_weight
-    return [h, norm, norm, gate_up_weight, down_weight, gate_up_weight, down_weight]
+    pairs = [gate_up_weight, gate_up_weight, down_weight, down_weight]
+    return [h, norm, norm, gate_up_weight, down_weight, gate_up_weight, down_weight, *pairs]
 
 
 @torch.library.register_fake("liger_models::gated_mlp", lib=LIBRARY)
 def _gated_mlp_fake(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, gate_up_weight: Tensor,
-    down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, kind: str, eps: float,
+    down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_A: Tensor | None,
+    gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, kind: str, eps: float,
     weight_offset: float, scale_in_fp32: bool, act: str, recompute: bool, result: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
@@ -290,16 +314,20 @@ def _gated_mlp_fake(
 @torch.library.register_fake("liger_models::gated_mlp_backward", lib=LIBRARY)
 def _gated_mlp_backward_fake(
     dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, kind: str,
+    norm_bias: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None,
+    gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, kind: str,
     eps: float, weight_offset: float, scale_in_fp32: bool, act: str, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     likes = _likes(h, norm_weight, gate_up_weight[:, 0], down_weight[:, 0])
     likes[3:5] = gate_up_weight, down_weight
+    pairs = gate_up_A, gate_up_B, down_A, down_B
+    likes[7:] = [like if each is None else each for like, each in zip(likes[7:], pairs, strict=True)]
     return tuple(like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True))
 
 
 def _setup(ctx, inputs, output):
-    x, residual, norm_weight, norm_bias, gate_up_weight, down_weight, gate_up_bias, down_bias, *constants = inputs
+    x, residual, norm_weight, norm_bias, gate_up_weight, down_weight, gate_up_bias, down_bias, *rest = inputs
+    low_ranks, constants = rest[:4], rest[4:]
     ctx.constants, recompute, ctx.ranks = constants[:5], constants[5], constants[7:]
     _, h, statistics, gate_up = output
     ctx.set_materialize_grads(False)
@@ -308,20 +336,20 @@ def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(*((h,) if frozen_stream else ()), statistics, gate_up)
     ctx.save_for_backward(
         residual if x is None else h, statistics, None if recompute else gate_up, norm_weight, norm_bias,
-        gate_up_weight, down_weight, gate_up_bias if recompute else None,
+        gate_up_weight, down_weight, gate_up_bias if recompute else None, *low_ranks,
     )  # fmt: skip
 
 
 def _backward(ctx, dy, dh, _dstatistics, _dgate_up):
-    need_x, need_residual, *need_weights = ctx.needs_input_grad[:8]
+    need_x, need_residual, *need_weights = ctx.needs_input_grad[:12]
     x_dtype, norm_bias_dtype, gate_up_bias_dtype, down_bias_dtype = ctx.dtypes
     if dy is None:  # only the residual stream has a gradient
-        return dh.to(x_dtype) if need_x and dh is not None else None, dh, *(None,) * 16
+        return dh.to(x_dtype) if need_x and dh is not None else None, dh, *(None,) * 20
     needs = [need_x or need_residual, *need_weights]
     dx, *grads = torch.ops.liger_models.gated_mlp_backward(
         dy, dh, *ctx.saved_tensors, *ctx.constants, needs, *ctx.ranks
     )
-    d_norm, d_norm_bias, d_gate_up, d_down, d_gate_up_bias, d_down_bias = (
+    d_norm, d_norm_bias, d_gate_up, d_down, d_gate_up_bias, d_down_bias, *d_low_ranks = (
         grad if need else None for grad, need in zip(grads, need_weights, strict=True)
     )
     return (
@@ -333,6 +361,7 @@ def _backward(ctx, dy, dh, _dstatistics, _dgate_up):
         d_down,
         None if d_gate_up_bias is None else d_gate_up_bias.to(gate_up_bias_dtype),
         None if d_down_bias is None else d_down_bias.to(down_bias_dtype),
+        *d_low_ranks,
         *(None,) * 10,
     )
 
@@ -358,6 +387,8 @@ def gated_mlp(
     recompute: bool = False,
     result: bool = True,
     ranks: Group | None = None,
+    gate_up_low_rank: LowRank | None = None,
+    down_low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``residual = residual + x``, then ``y = gated_act(norm(residual) @ Wguᵀ + bgu) @ Wdᵀ + bd``.
 
@@ -382,6 +413,9 @@ def gated_mlp(
             part of a sum, so down_bias must be None and is added to the sum. With ``ranks.sequence`` x and residual
             hold the rank's own tokens, y is of all tokens, and the gradients of the norm's weights are the own tokens'
             share.
+        gate_up_low_rank: ``(A [R, C], B [2 F, R])`` in the weights' dtype; gate and up gain ``(norm(residual) @ Aᵀ) @
+            Bᵀ``. Not with ranks.
+        down_low_rank: ``(A [R, F], B [O, R])``, in the same way for the down projection.
 
     Returns:
         ``(y, residual)``: [..., O] in the dtype of the weights, and [..., C] in that of the residual (without x, the
@@ -389,7 +423,7 @@ def gated_mlp(
 
     Raises:
         ValueError: the shapes do not fit together, or an unknown activation or norm.
-        TypeError: a tensor that is not floating-point, or weights of two dtypes.
+        TypeError: a tensor that is not floating-point, or weights or low-rank terms of several dtypes.
     """
     check_act("gated_mlp", act)
     fused_norm = FusedNorm(norm_weight, norm_bias, norm, eps, weight_offset, scale_in_fp32)
@@ -403,16 +437,20 @@ def gated_mlp(
             "gated_mlp: gate_up_weight and down_weight must have one dtype, "
             f"got {gate_up_weight.dtype} and {down_weight.dtype}."
         )
+    check_low_rank("gated_mlp", "gate_up_low_rank", gate_up_low_rank, gate_up_weight, ranks)
+    check_low_rank("gated_mlp", "down_low_rank", down_low_rank, down_weight, ranks)
     check(ranks is None or down_bias is None, "gated_mlp: down_bias must be None with ranks. Add it to their sum.")
     weights = gate_up_weight, down_weight, gate_up_bias, down_bias
     if not use_triton(residual):
         return gated_mlp_reference(
             x, residual, norm_weight, *weights, act=act, eps=eps, weight_offset=weight_offset,
             scale_in_fp32=scale_in_fp32, norm=norm, norm_bias=norm_bias, ranks=ranks,
+            gate_up_low_rank=gate_up_low_rank, down_low_rank=down_low_rank,
         )  # fmt: skip
     # Without gradients nothing is saved, and gate and up are freed before the last product.
     recompute = recompute or not torch.is_grad_enabled()
     y, h, _, _ = torch.ops.liger_models.gated_mlp(
-        x, residual, norm_weight, norm_bias, *weights, *fused_norm.constants, act, recompute, result, *for_op(ranks)
-    )
+        x, residual, norm_weight, norm_bias, *weights, *(gate_up_low_rank or (None, None)),
+        *(down_low_rank or (None, None)), *fused_norm.constants, act, recompute, result, *for_op(ranks),
+    )  # fmt: skip
     return y, residual if x is None else h

@@ -4,13 +4,16 @@ Forward, with N = `rms_norm` or `layer_norm` (its cast order, then a cast to the
 
     h = residual + x                      rounded to the residual's dtype; without x, h = residual
     y = N(h) @ Wᵀ + b                     in the weight's dtype
+    y = y + (N(h) @ Aᵀ) @ Bᵀ              with a low-rank term (LoRA), rounded in between
 
 Backward, with dh the gradient of the new residual stream::
 
-    dn = dy @ W                           one kernel then gives dx = N'(dn) + dh, the norm's weight gradients, and N(h)
+    g = dy @ B,   dn = dy @ W + g @ A     one kernel then gives dx = N'(dn) + dh, the norm's weight gradients, and N(h)
     dW = dyᵀ @ N(h),   db = Σ_rows dy
+    dA = gᵀ @ N(h),   dB = dyᵀ @ (N(h) @ Aᵀ)
 
-Saved: h, the norm's fp32 statistics of each row (one number for RMSNorm, two for LayerNorm) and the weights. A gradient
+Saved: h, the norm's fp32 statistics of each row (one number for RMSNorm, two for LayerNorm) and the weights. With a
+frozen W and a low-rank term nothing is saved beyond that: the normed rows are recomputed for dA and dB too. A gradient
 that is not needed costs nothing; the others have the dtype of their input. The backward is one op, so that a compiler
 cannot see that it recomputes N(h) and save the forward's instead.
 
@@ -19,7 +22,7 @@ rank also has its own tokens. N(h) is then gathered before the products with W a
 of all tokens. Nothing more is saved.
 
 Source: https://arxiv.org/abs/1910.07467 (RMSNorm), https://arxiv.org/abs/1607.06450 (LayerNorm);
-https://arxiv.org/abs/2205.05198 for tokens on ranks.
+https://arxiv.org/abs/2205.05198 for tokens on ranks; https://arxiv.org/abs/2106.09685 for low-rank terms.
 """
 
 from collections.abc import Sequence
@@ -44,7 +47,11 @@ from .collectives import (
 )
 from .dispatch import LIBRARY, use_triton
 from .fused_norm import FusedNorm
+from .linear_cross_entropy import accumulate
 from .row_linear import row_linear_forward, takes_row
+
+LowRank = tuple[Tensor, Tensor]
+"""A [R, C] and B [O, R] of the term ``(x @ Aᵀ) @ Bᵀ`` that a linear layer adds to its product; B holds any factor."""
 
 
 def norm_linear_reference(
@@ -54,11 +61,12 @@ def norm_linear_reference(
     weight: Tensor,
     bias: Tensor | None = None,
     ranks: Group | None = None,
+    low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `norm_linear` computes, in plain torch."""
     if x is not None:
         residual = (residual + x).to(residual.dtype)
-    return linear(copy_to_region(norm.reference(residual), ranks), weight, bias), residual
+    return linear(copy_to_region(norm.reference(residual), ranks), weight, bias, low_rank), residual
 
 
 def rms_norm_linear_reference(
@@ -71,10 +79,11 @@ def rms_norm_linear_reference(
     weight_offset: float = 0.0,
     scale_in_fp32: bool = False,
     ranks: Group | None = None,
+    low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `rms_norm_linear` computes, in plain torch."""
     norm = FusedNorm(norm_weight, None, "rms_norm", eps, weight_offset, scale_in_fp32)
-    return norm_linear_reference(x, residual, norm, weight, bias, ranks)
+    return norm_linear_reference(x, residual, norm, weight, bias, ranks, low_rank)
 
 
 def layer_norm_linear_reference(
@@ -86,47 +95,94 @@ def layer_norm_linear_reference(
     bias: Tensor | None = None,
     eps: float = 1e-6,
     ranks: Group | None = None,
+    low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `layer_norm_linear` computes, in plain torch."""
     norm = FusedNorm(norm_weight, norm_bias, "layer_norm", eps)
-    return norm_linear_reference(x, residual, norm, weight, bias, ranks)
+    return norm_linear_reference(x, residual, norm, weight, bias, ranks, low_rank)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
     """``x @ weightᵀ + bias`` in the weight's dtype, also under autocast, for which the caller casts the weight."""
     device = weight.device.type
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-        return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
+        x = x.to(weight.dtype)
+        y = F.linear(x, weight, None if bias is None else bias.to(weight.dtype))
+        return y if low_rank is None else y + F.linear(F.linear(x, low_rank[0]), low_rank[1])
 
 
-def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
     """`linear` without a backward, inside an op: a single row has a kernel of its own."""
     x, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
-    return row_linear_forward(x, weight, bias)[0] if takes_row(x, weight, bias) else linear(x, weight, bias)
+    y = row_linear_forward(x, weight, bias)[0] if takes_row(x, weight, bias) else linear(x, weight, bias)
+    if low_rank is not None:
+        A, B = low_rank
+        y.view(-1, y.shape[-1]).addmm_(linear_forward(x, A, None).view(-1, A.shape[0]), B.t())
+    return y
+
+
+def input_gradient(dy: Tensor, weight: Tensor, low_rank: LowRank | None) -> tuple[Tensor, Tensor | None]:
+    """``dy @ W + g @ A`` and ``g = dy @ B``, the gradient of the low-rank rows, for dy [N, O]."""
+    dx = dy @ weight
+    if low_rank is None:
+        return dx, None
+    g = dy @ low_rank[1]
+    return dx.addmm_(g, low_rank[0]), g
+
+
+def weight_gradient(total: Tensor | None, gradient: Tensor, x: Tensor, chunked: bool) -> Tensor:
+    """``gradientᵀ @ x``. For a chunk it is in fp32 and added to the ``total`` of the chunks before it."""
+    if not chunked:
+        return gradient.t() @ x
+    beta = int(total is not None)
+    if total is None:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total = x.new_empty(gradient.shape[1], x.shape[1], dtype=wide)
+    accumulate([total], gradient, x, beta)
+    return total
+
+
+def low_rank_gradients(
+    totals: Sequence[Tensor | None], dy: Tensor, g: Tensor | None, x: Tensor | None, low_rank: LowRank | None,
+    needs: Sequence[bool], chunked: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """dA and dB by `weight_gradient`, each None unless it is needed; x [N, C] are the layer's input rows."""
+    if low_rank is None or x is None:
+        return None, None
+    dA = weight_gradient(totals[0], dy @ low_rank[1] if g is None else g, x, chunked) if needs[0] else None
+    dB = weight_gradient(totals[1], dy, x @ low_rank[0].t(), chunked) if needs[1] else None
+    return dA, dB
+
+
+def low_rank_of(A: Tensor | None, B: Tensor | None) -> LowRank | None:
+    """The two tensors of an op as a pair; None without them."""
+    return None if A is None or B is None else (A, B)
 
 
 LIBRARY.define(
     "norm_linear(Tensor? x, Tensor residual, Tensor norm_weight, Tensor? norm_bias, Tensor weight, Tensor? bias,"
-    " str norm, float eps, float weight_offset, bool scale_in_fp32, str group='', int ranks=1, bool sequence=False)"
-    " -> (Tensor, Tensor, Tensor)"
+    " Tensor? A, Tensor? B, str norm, float eps, float weight_offset, bool scale_in_fp32, str group='', int ranks=1,"
+    " bool sequence=False) -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "norm_linear_backward(Tensor dy, Tensor? dh, Tensor h, Tensor statistics, Tensor norm_weight, Tensor? norm_bias,"
-    " Tensor weight, str norm, float eps, float weight_offset, bool scale_in_fp32, bool[5] needs, str group='',"
-    " int ranks=1, bool sequence=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    " Tensor weight, Tensor? A, Tensor? B, str norm, float eps, float weight_offset, bool scale_in_fp32,"
+    " bool[7] needs, str group='', int ranks=1, bool sequence=False)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 @torch.library.impl(LIBRARY, "norm_linear", "CompositeExplicitAutograd")
 def _norm_linear(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor,
-    bias: Tensor | None, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool, *rest: Any,
+    bias: Tensor | None, A: Tensor | None, B: Tensor | None, kind: str, eps: float, weight_offset: float,
+    scale_in_fp32: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     group = ranks_from_op(*rest)
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
     normed, h, statistics = norm.forward(x, residual)
     if group is None or not group.sequence_parallel:
-        y = linear_forward(normed, weight, bias)
+        y = linear_forward(normed, weight, bias, low_rank_of(A, B))
     else:
         rows = gather_rows(normed.reshape(-1, normed.shape[-1]), group)
         y = rows_in_order(linear(rows, weight, bias), residual.shape[:-1], group)
@@ -137,23 +193,30 @@ def _norm_linear(
 @torch.library.impl(LIBRARY, "norm_linear_backward", "CompositeExplicitAutograd")
 def _norm_linear_backward(
     dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, norm_weight: Tensor, norm_bias: Tensor | None,
-    weight: Tensor, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool, needs: list[bool], *rest: Any,
+    weight: Tensor, A: Tensor | None, B: Tensor | None, kind: str, eps: float, weight_offset: float,
+    scale_in_fp32: bool, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    group = ranks_from_op(*rest)
+    group, low_rank = ranks_from_op(*rest), low_rank_of(A, B)
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
-    need_stream, need_norm_weight, need_norm_bias, need_weight, need_bias = needs
+    need_stream, need_norm_weight, need_norm_bias, need_weight, need_bias, *need_low_rank = needs
+    need_rows = need_weight or any(need_low_rank)
     dy = rows_by_rank(dy, group)
-    dx = d_norm_weight = d_norm_bias = normed = None
+    dx = d_norm_weight = d_norm_bias = g = rows = None
     if need_stream or need_norm_weight or need_norm_bias:
-        dx, d_norm_weight, d_norm_bias, normed = norm.backward(
-            sum_rows(dy @ weight, group).view(h.shape), dh, h, statistics,
-            need_weight=need_norm_weight, need_bias=need_norm_bias, rows_dtype=weight.dtype if need_weight else None,
+        dn, g = input_gradient(dy, weight, low_rank)
+        dx, d_norm_weight, d_norm_bias, rows = norm.backward(
+            sum_rows(dn, group).view(h.shape), dh, h, statistics,
+            need_weight=need_norm_weight, need_bias=need_norm_bias, rows_dtype=weight.dtype if need_rows else None,
         )  # fmt: skip
-    elif need_weight:
-        normed = norm.again(h, statistics, weight.dtype)
-    d_weight = None if normed is None else dy.t() @ gather_rows(normed.view(-1, h.shape[-1]), group)
-    grads = dx if need_stream else None, d_norm_weight, d_norm_bias, d_weight, dy.sum(0) if need_bias else None
-    return given_or_empty(grads, (h, norm_weight, norm_weight, weight, weight))
+        del dn
+    elif need_rows:
+        rows = norm.again(h, statistics, weight.dtype)
+    rows = None if rows is None else gather_rows(rows.view(-1, h.shape[-1]), group)
+    d_weight = dy.t() @ rows if need_weight and rows is not None else None
+    low_rank_grads = low_rank_gradients((None, None), dy, g, rows, low_rank, need_low_rank)
+    d_bias = dy.sum(0) if need_bias else None
+    grads = dx if need_stream else None, d_norm_weight, d_norm_bias, d_weight, d_bias, *low_rank_grads
+    return given_or_empty(grads, (h, norm_weight, norm_weight, weight, weight, weight, weight))
 
 
 def given_or_empty(grads: Sequence[Tensor | None], likes: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -164,7 +227,8 @@ def given_or_empty(grads: Sequence[Tensor | None], likes: Sequence[Tensor]) -> t
 @torch.library.register_fake("liger_models::norm_linear", lib=LIBRARY)
 def _norm_linear_fake(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor,
-    bias: Tensor | None, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool, *rest: Any,
+    bias: Tensor | None, A: Tensor | None, B: Tensor | None, kind: str, eps: float, weight_offset: float,
+    scale_in_fp32: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
     y = weight.new_empty(*gathered_shape(residual.shape[:-1], ranks_from_op(*rest)), weight.shape[0])
@@ -175,14 +239,15 @@ def _norm_linear_fake(
 @torch.library.register_fake("liger_models::norm_linear_backward", lib=LIBRARY)
 def _norm_linear_backward_fake(
     dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, norm_weight: Tensor, norm_bias: Tensor | None,
-    weight: Tensor, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool, needs: list[bool], *rest: Any,
+    weight: Tensor, A: Tensor | None, B: Tensor | None, kind: str, eps: float, weight_offset: float,
+    scale_in_fp32: bool, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    likes = (h, norm_weight, norm_weight, weight, weight[:, 0])
+    likes = (h, norm_weight, norm_weight, weight, weight[:, 0], *(weight if each is None else each for each in (A, B)))
     return tuple(like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True))
 
 
 def _setup(ctx, inputs, output):
-    x, residual, norm_weight, norm_bias, weight, bias, *constants = inputs
+    x, residual, norm_weight, norm_bias, weight, bias, A, B, *constants = inputs
     ctx.constants, ctx.ranks = constants[:4], constants[4:]
     _, h, statistics = output
     ctx.set_materialize_grads(False)
@@ -190,17 +255,17 @@ def _setup(ctx, inputs, output):
     ctx.bias_dtypes = [None if t is None else t.dtype for t in (norm_bias, bias)]
     frozen_stream = x is None or not any(ctx.needs_input_grad[:2])
     ctx.mark_non_differentiable(*((h, statistics) if frozen_stream else (statistics,)))
-    ctx.save_for_backward(residual if x is None else h, statistics, norm_weight, norm_bias, weight)
+    ctx.save_for_backward(residual if x is None else h, statistics, norm_weight, norm_bias, weight, A, B)
 
 
 def _backward(ctx, dy, dh, _dstatistics):
-    need_x, need_residual, *need_weights = ctx.needs_input_grad[:6]
+    need_x, need_residual, *need_weights = ctx.needs_input_grad[:8]
     if dy is None:  # only the residual stream has a gradient
-        return dh.to(ctx.x_dtype) if need_x and dh is not None else None, dh, *(None,) * 11
+        return dh.to(ctx.x_dtype) if need_x and dh is not None else None, dh, *(None,) * 13
     dx, *grads = torch.ops.liger_models.norm_linear_backward(
         dy, dh, *ctx.saved_tensors, *ctx.constants, [need_x or need_residual, *need_weights], *ctx.ranks
     )
-    d_norm_weight, d_norm_bias, d_weight, d_bias = (
+    d_norm_weight, d_norm_bias, d_weight, d_bias, dA, dB = (
         grad if need else None for grad, need in zip(grads, need_weights, strict=True)
     )
     norm_bias_dtype, bias_dtype = ctx.bias_dtypes
@@ -211,6 +276,8 @@ def _backward(ctx, dy, dh, _dstatistics):
         None if d_norm_bias is None else d_norm_bias.to(norm_bias_dtype),
         d_weight,
         None if d_bias is None else d_bias.to(bias_dtype),
+        dA,
+        dB,
         *(None,) * 7,
     )
 
@@ -234,6 +301,21 @@ def check_linear(op: str, name: str, weight: Tensor, bias: Tensor | None, in_fea
     )
 
 
+def check_low_rank(op: str, name: str, low_rank: LowRank | None, weight: Tensor, ranks: Group | None) -> None:
+    """Raise unless A is [R, in] and B [out, R], both in the dtype of the weight [out, in], on one rank."""
+    if low_rank is None:
+        return
+    A, B = low_rank
+    check(
+        A.dim() == B.dim() == 2 and (B.shape[0], A.shape[1]) == weight.shape and A.shape[0] == B.shape[1],
+        f"{op}: {name} must be A [R, {weight.shape[1]}] and B [{weight.shape[0]}, R], "
+        f"got {list(A.shape)} and {list(B.shape)}.",
+    )
+    if not A.dtype == B.dtype == weight.dtype:
+        raise TypeError(f"{op}: {name} must have the weight's dtype, {weight.dtype}, got {A.dtype} and {B.dtype}.")
+    check(ranks is None, f"{op}: {name} must be None with ranks.")
+
+
 def norm_linear(
     x: Tensor | None,
     residual: Tensor,
@@ -241,15 +323,18 @@ def norm_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     ranks: Group | None = None,
+    low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm_linear` or `layer_norm_linear`, by the kind of ``norm``, which must have a weight."""
     op = f"{norm.kind}_linear"
     norm.check(op, x, residual)
     check_linear(op, "weight", weight, bias, residual.shape[-1])
+    check_low_rank(op, "low_rank", low_rank, weight, ranks)
     if not use_triton(residual):
-        return norm_linear_reference(x, residual, norm, weight, bias, ranks)
+        return norm_linear_reference(x, residual, norm, weight, bias, ranks, low_rank)
+    A, B = low_rank or (None, None)
     y, h, _ = torch.ops.liger_models.norm_linear(
-        x, residual, norm.weight, norm.bias, weight, bias, *norm.constants, *for_op(ranks)
+        x, residual, norm.weight, norm.bias, weight, bias, A, B, *norm.constants, *for_op(ranks)
     )
     return y, residual if x is None else h
 
@@ -264,6 +349,7 @@ def rms_norm_linear(
     weight_offset: float = 0.0,
     scale_in_fp32: bool = False,
     ranks: Group | None = None,
+    low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``residual = residual + x``, then ``y = rms_norm(residual) @ weightᵀ + bias``; the normed rows are not saved.
 
@@ -277,6 +363,8 @@ def rms_norm_linear(
         ranks: tensor parallel ranks, each with its own rows of weight and bias; None for one rank. With
             ``ranks.sequence`` x and residual hold the rank's own tokens, y is of all tokens, and the gradients of the
             norm's weights are the own tokens' share.
+        low_rank: ``(A [R, C], B [O, R])`` in the weight's dtype; y gains ``(rms_norm(residual) @ Aᵀ) @ Bᵀ``. Not with
+            ranks.
 
     Returns:
         ``(y, residual)``: [..., O] in the dtype of the weight, and [..., C] in that of the residual (without x, the
@@ -284,10 +372,10 @@ def rms_norm_linear(
 
     Raises:
         ValueError: the shapes do not fit together.
-        TypeError: a tensor that is not floating-point.
+        TypeError: a tensor that is not floating-point, or a low-rank term of another dtype than the weight.
     """
     norm = FusedNorm(norm_weight, None, "rms_norm", eps, weight_offset, scale_in_fp32)
-    return norm_linear(x, residual, norm, weight, bias, ranks)
+    return norm_linear(x, residual, norm, weight, bias, ranks, low_rank)
 
 
 def layer_norm_linear(
@@ -299,6 +387,7 @@ def layer_norm_linear(
     bias: Tensor | None = None,
     eps: float = 1e-6,
     ranks: Group | None = None,
+    low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``residual = residual + x``, then ``y = layer_norm(residual) @ weightᵀ + bias``; the normed rows are not saved.
 
@@ -312,6 +401,6 @@ def layer_norm_linear(
 
     Raises:
         ValueError: the shapes do not fit together, or rows are wider than 65536.
-        TypeError: a tensor that is not floating-point.
+        TypeError: a tensor that is not floating-point, or a low-rank term of another dtype than the weight.
     """
-    return norm_linear(x, residual, FusedNorm(norm_weight, norm_bias, "layer_norm", eps), weight, bias, ranks)
+    return norm_linear(x, residual, FusedNorm(norm_weight, norm_bias, "layer_norm", eps), weight, bias, ranks, low_rank)

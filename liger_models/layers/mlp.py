@@ -23,7 +23,15 @@ from liger_models.layers.linear import (
     local_or_none,
     row_parallel,
 )
-from liger_models.layers.norm import add_norm, add_norm_linear, autocast_weights, fused_norm, is_plain
+from liger_models.layers.norm import (
+    add_norm,
+    add_norm_linear,
+    autocast_weights,
+    fused_norm,
+    is_fusible,
+    is_plain,
+    low_rank_of,
+)
 from liger_models.memory.recompute import is_hooked, recomputes, repeats, run_twice
 
 ACTIVATIONS = {
@@ -105,8 +113,8 @@ class GatedMLP(Layer):
 
     def _fuses(self, x: Tensor) -> bool:
         """Whether `gated_mlp` computes the whole MLP."""
-        plain = self.multipliers == (1.0, 1.0) and is_plain(self.gate_up_proj, self.down_proj)
-        return self.kernel and plain and use_triton(x)
+        fusible = self.multipliers == (1.0, 1.0) and is_fusible(self.gate_up_proj, self.down_proj)
+        return self.kernel and fusible and use_triton(x)
 
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``residual = residual + x; mlp(norm(residual))``: ``(y, residual)``, each [..., C].
@@ -137,6 +145,8 @@ class GatedMLP(Layer):
             gated_mlp, x, residual, fused.weight, gate_up, down, gate_up_bias, down_bias,
             act=self.act, eps=fused.eps, weight_offset=fused.weight_offset, scale_in_fp32=fused.scale_in_fp32,
             norm=fused.kind, norm_bias=fused.bias, recompute=self.recompute, ranks=partial.group if partial else None,
+            gate_up_low_rank=low_rank_of(self.gate_up_proj, gate_up.dtype),
+            down_low_rank=low_rank_of(self.down_proj, down.dtype),
         )  # fmt: skip
         if repeats():
             # Recomputation stops in this call if nothing is saved after it; otherwise what follows needs the numbers.

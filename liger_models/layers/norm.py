@@ -1,5 +1,7 @@
 """RMSNorm and LayerNorm, and the projection after them."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -12,7 +14,7 @@ from liger_models.kernels.layer_norm import (
     layer_norm,
     layer_norm_reference,
 )
-from liger_models.kernels.norm_linear import norm_linear
+from liger_models.kernels.norm_linear import LowRank, norm_linear
 from liger_models.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (
@@ -253,6 +255,17 @@ def is_plain(*modules: nn.Module) -> bool:
     return True
 
 
+def is_fusible(*linears: nn.Module) -> bool:
+    """`is_plain`, or with adapters whose two matrices a fused op takes beside the weight (`LoRALinear.low_rank`)."""
+    return all(is_plain(each) or (getattr(each, "is_low_rank", False) and not is_hooked(each)) for each in linears)
+
+
+def low_rank_of(linear: nn.Module, dtype: torch.dtype) -> LowRank | None:
+    """A and B of a layer's adapters for a fused op that computes in ``dtype``; None without adapters."""
+    low_rank: Callable[[torch.dtype], LowRank | None] | None = getattr(linear, "low_rank", None)
+    return None if low_rank is None else low_rank(dtype)
+
+
 def autocast_weights(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
     """The weights in autocast's dtype for the device of ``x``, or as they are where autocast is off."""
     if not torch.is_autocast_enabled(x.device.type):
@@ -275,10 +288,10 @@ def add_norm_linear(
     Returns:
         ``(y [..., O], residual [..., C])``.
     """
-    fused = fused_norm(norm) if is_plain(linear) else None
+    fused = fused_norm(norm) if is_fusible(linear) else None
     if fused is None:
         normed, residual = add_norm(norm, x, residual)
         return linear(normed), residual
     weight, bias = autocast_weights(residual, local(linear.weight), local_or_none(linear.bias))
     assert weight is not None
-    return norm_linear(x, residual, fused, weight, bias, ranks_of(linear))
+    return norm_linear(x, residual, fused, weight, bias, ranks_of(linear), low_rank_of(linear, weight.dtype))

@@ -186,14 +186,17 @@ class RotaryEmbedding(Layer):
                 self.attention_factor = longrope_attention_factor(scaling, max_position_embeddings)
                 self.switch_length = scaling.original_max_position_embeddings
         self.inv_freq = base
+        self._move(torch.get_default_device())
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> "RotaryEmbedding":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        device = fn(torch.empty(0, device=self.inv_freq.device)).device
-        if device.type != "meta":
+        self._move(fn(torch.empty(0, device=self.inv_freq.device)).device)
+        return self
+
+    def _move(self, device: torch.device) -> None:
+        if device.type != "meta":  # frequencies are no weights: nothing would load them
             self.inv_freq = self.inv_freq.to(device)
             self.long_inv_freq = None if self.long_inv_freq is None else self.long_inv_freq.to(device)
-        return self
 
     def frequencies(self, position_ids: Tensor) -> Tensor:
         """The frequencies for these positions, [width / 2] fp32 on the device of ``position_ids``."""
@@ -266,7 +269,7 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
             axes = [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(width // 2)]
         else:
             axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
-        self.axes = torch.tensor(axes, device="cpu")
+        self.axes = torch.tensor(axes, device=self.inv_freq.device)
         """Which of the three positions each frequency belongs to."""
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> "RotaryEmbedding":

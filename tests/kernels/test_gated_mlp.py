@@ -217,6 +217,51 @@ def test_what_is_saved(kernel_device, norm, with_x):
         assert saved[0].data_ptr() == stream.data_ptr()
 
 
+def with_pairs(function, names, **constants):
+    """`with_names`, where the last four tensors are A and B of both low-rank terms."""
+    return lambda *tensors: with_names(
+        function, names, gate_up_low_rank=tensors[-4:-2], down_low_rank=tensors[-2:], **constants
+    )(*tensors[:-4])
+
+
+def low_ranks(shape, width, out, dtype, device):
+    generator = torch.Generator().manual_seed(1)
+    sizes = (6, shape[-1]), (2 * width, 6), (4, width), (out, 4)
+    return [torch.randn(*size, generator=generator).mul(0.25).to(device, dtype) for size in sizes]
+
+
+@MODES
+@NORMS
+@pytest.mark.parametrize("shape", [(11, 72), (2, 3, 64), (1, 130)], ids=str)
+def test_low_rank_terms_match_fp64(backend, shape, norm, recompute, chunk, poisoned_empty):
+    for dtype in dtypes(backend):
+        inputs, upstream = make(shape, 36, 40, dtype, backend)
+        pairs = low_ranks(shape, 36, 40, dtype, backend)
+        for missing in ((), ("x", "gate_up_bias", "down_bias"), ("norm_weight",)):
+            left, names = without(inputs, *missing)
+            ours = with_pairs(gated_mlp, names, norm=norm, recompute=recompute)
+            theirs = with_pairs(gated_mlp_reference, names, norm=norm)
+            assert_close_to_truth(ours, theirs, [*left, *pairs], upstream)
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("trained", [(0, 1, 2, 3), (0, 1), (2, 3), (1,), (2,)], ids=str)
+def test_frozen_weights_under_low_rank_terms(kernel_device, trained, recompute):
+    """Nothing is saved beyond what frozen weights save alone; gradients are those with everything trained."""
+    shape, of_rows = (11, 72), lambda saved: [tuple(t.shape) for t in saved if t.shape[:1] == (11,)]
+    inputs, upstream = make(shape, 36, 40, torch.float32, kernel_device)
+    pairs = low_ranks(shape, 36, 40, torch.float32, kernel_device)
+    call = with_pairs(gated_mlp, ORDER, recompute=recompute)
+    everything = run(call, [*inputs, *pairs], upstream)[-4:]
+    leaves, saved = [each.clone().requires_grad_(i in trained) for i, each in enumerate(pairs)], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y, _ = call(*inputs, *leaves)
+    y.backward(upstream[0])
+    assert of_rows(saved) == [(11, 72), (11,), *([] if recompute else [(11, 72)])]
+    for i, leaf in enumerate(leaves):
+        assert torch.equal(leaf.grad, everything[i]) if i in trained else leaf.grad is None
+
+
 FROZEN = [
     ((*ORDER, "norm_bias"), 4, 1, 1),
     (("x", "residual"), 2, 0, 0),  # frozen weights
@@ -352,23 +397,34 @@ def test_opcheck(kernel_device):
     norm_bias = torch.randn(24, device=kernel_device, requires_grad=True)
     rms, layer = ("rms_norm", 1e-6, 0.0, False, "silu"), ("layer_norm", 1e-6, 0.0, False, "silu")
     op = torch.ops.liger_models.gated_mlp
-    opcheck(op, (x, residual, norm_weight, None, *weights, *rms, False, True))
-    opcheck(op, (x, residual, norm_weight, None, *weights, *rms, True, True))
-    opcheck(op, (x, residual, norm_weight, norm_bias, *weights, *layer, False, True))
-    opcheck(op, (None, residual, norm_weight, None, *weights, *layer, True, True))
-    opcheck(op, (None, residual, None, None, *weights[:2], None, None, *rms, False, True))
+    sizes = (2, 24), (16, 2), (2, 8), (24, 2)
+    pairs = [torch.randn(*size, device=kernel_device, requires_grad=True) for size in sizes]
+    nothing = [None] * 4
+    opcheck(op, (x, residual, norm_weight, None, *weights, *nothing, *rms, False, True))
+    for recompute in (False, True):
+        opcheck(op, (x, residual, norm_weight, None, *weights, *pairs, *rms, recompute, True))
+    opcheck(op, (x, residual, norm_weight, None, *weights, *nothing, *rms, True, True))
+    opcheck(op, (x, residual, norm_weight, norm_bias, *weights, *nothing, *layer, False, True))
+    opcheck(op, (None, residual, norm_weight, None, *weights, *nothing, *layer, True, True))
+    opcheck(op, (None, residual, None, None, *weights[:2], None, None, *nothing, *rms, False, True))
     strided = [t.detach()[:, None].expand(3, 2, 24).transpose(0, 1).requires_grad_() for t in inputs[:2]]
     for stream in (strided, (None, strided[1])):
-        opcheck(op, (*stream, None, None, *weights, *rms, True, True))
-        opcheck(op, (*stream, norm_weight, norm_bias, *weights, *layer, True, True))
+        opcheck(op, (*stream, None, None, *weights, *nothing, *rms, True, True))
+        opcheck(op, (*stream, norm_weight, norm_bias, *weights, *nothing, *layer, True, True))
     residual, norm_weight, gate_up_weight, down_weight = (t.detach() for t in inputs[1:5])
     gate_up = torch.ones(3, 16, device=kernel_device).half()
     halves = gate_up_weight.half(), down_weight.half(), None
+    pairs = [each.detach().half() for each in pairs]
     for bias, statistics, kind in ((None, (3,), "rms_norm"), (norm_bias.detach(), (3, 2), "layer_norm")):
         with_bias = bias is not None
         all_needed = [True, True, with_bias, True, True, True, True]
-        for kept, needs in ((gate_up, all_needed), (None, [False] * 3 + [True] + [False] * 3), (None, all_needed)):
-            args = torch.ones(statistics, device=kernel_device), kept, norm_weight, bias, *halves
+        for kept, needs, low_ranks in (
+            (gate_up, all_needed + [False] * 4, nothing),
+            (None, [False] * 3 + [True] + [False] * 7, nothing),
+            (None, all_needed + [True] * 4, pairs),
+            (gate_up, [False] * 7 + [True] * 4, pairs),
+        ):
+            args = torch.ones(statistics, device=kernel_device), kept, norm_weight, bias, *halves, *low_ranks
             constants = kind, 1e-6, 0.0, False, "gelu", needs
             opcheck(torch.ops.liger_models.gated_mlp_backward, (dy.half(), dh, residual, *args, *constants))
 

@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 
@@ -275,14 +277,60 @@ def test_opcheck(kernel_device, op):
     norm = norm_of(op, {name: t.requires_grad_() for name, t in named.items()})
     x, residual, weight, bias = (named[name] for name in ("x", "residual", "weight", "bias"))
     forward = lambda *stream: (*stream, norm.weight, norm.bias, weight)
-    opcheck(torch.ops.liger_models.norm_linear, (*forward(x, residual), bias, *norm.constants))
+    pair = [torch.randn(*size, device=kernel_device, requires_grad=True) for size in ((2, 24), (8, 2))]
+    nothing = None, None
+    opcheck(torch.ops.liger_models.norm_linear, (*forward(x, residual), bias, *nothing, *norm.constants))
+    opcheck(torch.ops.liger_models.norm_linear, (*forward(x, residual), bias, *pair, *norm.constants))
     constants = ("rms_norm", 1e-6, 1.0, True) if op is RMS else norm.constants
-    opcheck(torch.ops.liger_models.norm_linear, (*forward(None, residual), None, *constants))
+    opcheck(torch.ops.liger_models.norm_linear, (*forward(None, residual), None, *nothing, *constants))
     weights = norm.weight.detach(), None if norm.bias is None else norm.bias.detach(), weight.detach().half()
     kept = residual.detach(), torch.ones(norm.statistics_shape((3,)), device=kernel_device), *weights
     with_bias = norm.bias is not None
-    for needs in ([True, True, with_bias, True, True], [False] * 3 + [True, False], [True] + [False] * 4):
-        opcheck(torch.ops.liger_models.norm_linear_backward, (dy.half(), dh, *kept, *norm.constants, needs))
+    pair = [each.detach().half() for each in pair]
+    for of_linear, low_rank, of_pair in (
+        ([True, True, with_bias, True, True], nothing, [False] * 2),
+        ([True, True, with_bias, True, True], pair, [True] * 2),
+        ([False] * 3 + [True, False], nothing, [False] * 2),
+        ([False] * 5, pair, [True, False]),
+        ([True] + [False] * 4, pair, [False] * 2),
+    ):
+        arguments = dy.half(), dh, *kept, *low_rank, *norm.constants, [*of_linear, *of_pair]
+        opcheck(torch.ops.liger_models.norm_linear_backward, arguments)
+
+
+def with_pair(function, names, **constants):
+    """`with_names`, where the last two tensors are A and B of the low-rank term."""
+    return lambda *tensors: with_names(function, names, low_rank=tensors[-2:], **constants)(*tensors[:-2])
+
+
+@OPS
+@pytest.mark.parametrize("shape", [(3, 37), (2, 3, 64), (1, 1, 64)], ids=str)
+def test_low_rank_term_matches_fp64(backend, op, shape, poisoned_empty):
+    for dtype in dtypes(backend):
+        for weights in {dtype, torch.float32}:
+            named, upstream = make(op, shape, 24, dtype, backend, weights)
+            generator = torch.Generator().manual_seed(1)
+            pair = [torch.randn(*size, generator=generator) / 4 for size in ((6, shape[-1]), (24, 6))]
+            pair = [each.to(backend, weights) for each in pair]
+            for missing in ((), ("x", "bias")):
+                names = [name for name in named if name not in missing]
+                ours, theirs = (with_pair(f, names) for f in op[:2])
+                assert_close_to_truth(ours, theirs, [*(named[name] for name in names), *pair], upstream)
+
+
+@OPS
+def test_frozen_weight_under_a_low_rank_term_saves_no_normed_rows(kernel_device, op):
+    """Gradients of A and B are those with a trained weight, and what is saved is the stream and its statistics."""
+    named, upstream = make(op, (5, 64), 24, torch.float32, kernel_device)
+    pair = [torch.randn(*size, device=kernel_device) for size in ((6, 64), (24, 6))]
+    names, tensors = list(named), [*named.values(), *pair]
+    trained = run(with_pair(op[0], names), tensors, upstream)[-2:]
+    saved, leaves = [], [each.clone().requires_grad_() for each in pair]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y, _ = with_pair(op[0], names)(*named.values(), *leaves)
+    y.backward(upstream[0])
+    assert [tuple(t.shape) for t in saved if t.shape[:1] == (5,)] in ([(5, 64), (5,)], [(5, 64), (5, 2)])
+    assert all(torch.equal(leaf.grad, expected) for leaf, expected in zip(leaves, trained, strict=True))
 
 
 @pytest.mark.compile
@@ -303,6 +351,11 @@ def test_compiles_without_graph_breaks(kernel_device, op):
 
 def test_bad_arguments():
     ones = torch.ones
+    low_rank = functools.partial(rms_norm_linear, None, ones(2, 4), ones(4), ones(3, 4))
+    with pytest.raises(ValueError, match=r"low_rank must be A \[R, 4\] and B \[3, R\], got \[2, 4\] and \[3, 1\]"):
+        low_rank(low_rank=(ones(2, 4), ones(3, 1)))
+    with pytest.raises(TypeError, match=r"low_rank must have the weight's dtype, torch.float32, got torch.float16"):
+        low_rank(low_rank=(ones(2, 4).half(), ones(3, 2)))
     with pytest.raises(ValueError, match=r"one shape, got \[2, 4\] and \[1, 4\]"):
         rms_norm_linear(ones(2, 4), ones(1, 4), ones(4), ones(3, 4))
     with pytest.raises(ValueError, match=r"shape of residual's last dimension, got \[3\] for residual \[2, 4\]"):

@@ -11,6 +11,7 @@ from liger_models.layers.rope import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    MultimodalRotaryEmbedding,
     RotaryEmbedding,
     YarnScaling,
 )
@@ -112,6 +113,15 @@ def test_frequencies_survive_casts_and_meta():
         assert torch.equal(module.inv_freq, want)
     assert not list(rotary.buffers())
     assert not rotary.state_dict()
+
+
+@pytest.mark.gpu
+def test_frequencies_are_on_the_device_that_a_model_is_made_on():
+    with torch.device("cuda"):
+        scaling = LongRopeScaling(short_factor=[1.0] * 8, long_factor=[2.0] * 8, original_max_position_embeddings=32)
+        rotary = RotaryEmbedding(16, scaling=scaling, max_position_embeddings=64)
+        multimodal = MultimodalRotaryEmbedding(16, 10000.0, None, 64, sections=[2, 3, 3])
+    assert {rotary.inv_freq.device.type, rotary.long_inv_freq.device.type, multimodal.axes.device.type} == {"cuda"}
 
 
 def test_autocast_does_not_round_the_angles():
