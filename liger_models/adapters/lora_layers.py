@@ -99,6 +99,8 @@ class LoRALinear(nn.Linear, Layer):
     has_adapters = True
     active: bool = True
     """False computes with the frozen weight alone; see `without_adapters`."""
+    fuses: bool = True
+    """False for a layer that is called as a module although a fused op could read it; `is_low_rank` asks."""
     plain: nn.Linear
     """The layer without adapters. It holds no parameters and is not a submodule."""
 
@@ -207,8 +209,9 @@ class LoRALinear(nn.Linear, Layer):
 
         DoRA, dropout and weights of 4 bits or sharded ones need more than that.
         """
-        drops = self.training and self.config.lora_dropout > 0
-        return type(self) is LoRALinear and type(self.weight) in PLAIN_WEIGHTS and not (drops or self.config.use_dora)
+        if not self.fuses or self.config.use_dora or (self.training and self.config.lora_dropout > 0):
+            return False
+        return type(self) is LoRALinear and type(self.weight) in PLAIN_WEIGHTS
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """A [R, C] and s · B [O, R] in ``dtype``, for a layer that `is_low_rank`; None while they are switched off."""

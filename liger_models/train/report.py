@@ -205,7 +205,14 @@ def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False, moments_8b
         empty = AutoLigerModel.from_config(model.config, device="meta", kernels=model.kernels)
         if adapters is not None:
             apply_lora(empty, adapters)
-    step = training_memory(empty, tokens, torch.bfloat16)
+    in_4_bits = [layer for path, layer in adapted_layers(empty).items() if path != "lm_head"] if four_bit else []
+    for layer in in_4_bits:
+        layer.fuses = False
+    try:
+        step = training_memory(empty, tokens, torch.bfloat16)
+    finally:
+        for layer in in_4_bits:
+            layer.fuses = True
     base = {layer.weight for path, layer in adapted_layers(model).items() if path != "lm_head"} if four_bit else set()
     weights = sum(nf4_bytes(each.numel()) if each in base else local(each).nbytes for each in model.parameters())
     with_moments = [each for each in model.parameters() if each.requires_grad]

@@ -137,14 +137,17 @@ def compare_devices(ours, ids, labels, **options):
     seen = options.get("attention_mask", torch.ones_like(ids)).bool()
     assert error(got.logits.cpu()[seen], want.logits[seen]) <= LIMIT
     assert error(got.loss, want.loss) <= LIMIT
-    for name, gradient in gradients.items():
-        assert error(ours.get_parameter(name).grad, gradient) <= LIMIT, name
+    beyond = [name for name, gradient in gradients.items() if error(ours.get_parameter(name).grad, gradient) > LIMIT]
+    if beyond:  # both devices round: fp64 judges, by the same limit
+        exact = gradients_of(fp64_twin(ours, input_ids=ids, labels=labels, **options))
+        for name in beyond:
+            assert error(ours.get_parameter(name).grad, exact[name]) <= LIMIT, name
 
 
 def choose_every_expert(ours, *others):
     """In half precision each router takes others of two that are alike for a few tokens: by luck, more or fewer."""
     experts = {len(module.down_weight) for module in ours.modules() if isinstance(module, LigerMoE)}
-    for module in (each for model in (ours, *others) for each in model.modules() if hasattr(each, "top_k")):
+    for module in (each for model in (ours, *others) for each in model.modules() if getattr(each, "top_k", 0)):
         (module.top_k,) = experts
 
 
