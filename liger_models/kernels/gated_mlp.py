@@ -236,11 +236,10 @@ def _backward_rows(
 
     dy [N, O], dh, h [N, C], gate_up [N, 2 F]; dy and gate_up hold all ranks' rows where each rank has its own tokens.
     """
-    need_stream, need_norm_weight, need_norm_bias, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs[
-        :7
-    ]
+    need_stream, need_norm_weight, need_norm_bias, *need_linear = needs
+    need_gate_up, need_down, need_gate_up_bias, need_down_bias, *need_pairs = need_linear
     need_dn = need_stream or need_norm_weight or need_norm_bias
-    need_rows, need_product = need_gate_up or any(needs[7:9]), need_down or any(needs[9:])
+    need_rows, need_product = need_gate_up or any(need_pairs[:2]), need_down or any(need_pairs[2:])
     need_du = need_dn or need_rows or need_gate_up_bias
     gate_up_low_rank, down_low_rank = low_ranks
     dtype, chunked = gate_up_weight.dtype, totals is not None
@@ -250,9 +249,9 @@ def _backward_rows(
     low_rank_grads: list[Tensor | None] = [None] * 4
     own = gate_up is None
     if gate_up is None and (need_du or need_product):
-        rows = gather_rows(norm.again(h, statistics, dtype), group)
-        gate_up = linear_forward(rows, gate_up_weight, gate_up_bias, gate_up_low_rank)
-        rows = None
+        gate_up = linear_forward(
+            gather_rows(norm.again(h, statistics, dtype), group), gate_up_weight, gate_up_bias, gate_up_low_rank
+        )
     if gate_up is not None and need_du:
         d_product, g = input_gradient(dy, down_weight, down_low_rank)
         d_gate_up, product = gated_act_backward(
@@ -264,7 +263,7 @@ def _backward_rows(
     del gate_up
     if product is not None and need_down:
         d_down_weight = weight_gradient(before[3], dy, product, chunked)
-    low_rank_grads[2:] = low_rank_gradients(before[8:], dy, g, product, down_low_rank, needs[9:], chunked)
+    low_rank_grads[2:] = low_rank_gradients(before[8:], dy, g, product, down_low_rank, need_pairs[2:], chunked)
     del product
     g = None
     if d_gate_up is not None and need_dn:
@@ -278,7 +277,9 @@ def _backward_rows(
         rows = gather_rows(norm.again(h, statistics, dtype) if rows is None else rows, group)
         if need_gate_up:
             d_gate_up_weight = weight_gradient(before[2], d_gate_up, rows, chunked)
-        low_rank_grads[:2] = low_rank_gradients(before[6:], d_gate_up, g, rows, gate_up_low_rank, needs[7:9], chunked)
+        low_rank_grads[:2] = low_rank_gradients(
+            before[6:], d_gate_up, g, rows, gate_up_low_rank, need_pairs[:2], chunked
+        )
     d_gate_up_bias = d_gate_up.sum(0, dtype=wide) if d_gate_up is not None and need_gate_up_bias else None
     d_down_bias = dy.sum(0, dtype=wide) if need_down_bias else None
     sums = [d_norm_weight, d_norm_bias, d_gate_up_weight, d_down_weight, d_gate_up_bias, d_down_bias, *low_rank_grads]
