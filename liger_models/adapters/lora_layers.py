@@ -100,7 +100,7 @@ class LoRALinear(nn.Linear, Layer):
     active: bool = True
     """False computes with the frozen weight alone; see `without_adapters`."""
     fuses: bool = True
-    """False for a layer that is called as a module although a fused op could read it; `is_low_rank` asks."""
+    """Whether fused ops may take the layer: False for weights in 4 bits, and for an estimate as if they were."""
     plain: nn.Linear
     """The layer without adapters. It holds no parameters and is not a submodule."""
 

@@ -60,7 +60,7 @@ from .norm_linear import (
     linear,
     linear_forward,
     low_rank_gradients,
-    low_rank_of,
+    low_rank_pair,
     weight_gradient,
 )
 from .row_linear import row_linear_forward, takes_row
@@ -131,7 +131,7 @@ def _gated_mlp(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     group = ranks_from_op(*rest)
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
-    low_ranks = low_rank_of(gate_up_A, gate_up_B), low_rank_of(down_A, down_B)
+    low_ranks = low_rank_pair(gate_up_A, gate_up_B), low_rank_pair(down_A, down_B)
     constants = norm, gate_up_weight, down_weight, gate_up_bias, down_bias, low_ranks, act, recompute, result, group
     C, shape = residual.shape[-1], residual.shape[:-1]
     N = shape.numel()
@@ -200,7 +200,7 @@ def _gated_mlp_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     group = ranks_from_op(*rest)
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
-    low_ranks = low_rank_of(gate_up_A, gate_up_B), low_rank_of(down_A, down_B)
+    low_ranks = low_rank_pair(gate_up_A, gate_up_B), low_rank_pair(down_A, down_B)
     constants = norm, gate_up_weight, down_weight, gate_up_bias, low_ranks, act, needs, group
     likes = _likes(h, norm_weight, gate_up_weight, down_weight)
     shape, C = h.shape, h.shape[-1]

@@ -103,7 +103,7 @@ def layer_norm_linear_reference(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
-    """``x @ weightᵀ + bias`` in the weight's dtype, also under autocast, for which the caller casts the weight."""
+    """``x @ weightᵀ + bias`` and the low-rank term, in the weight's dtype, which the caller casts under autocast."""
     device = weight.device.type
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         x = x.to(weight.dtype)
@@ -154,7 +154,7 @@ def low_rank_gradients(
     return dA, dB
 
 
-def low_rank_of(A: Tensor | None, B: Tensor | None) -> LowRank | None:
+def low_rank_pair(A: Tensor | None, B: Tensor | None) -> LowRank | None:
     """The two tensors of an op as a pair; None without them."""
     return None if A is None or B is None else (A, B)
 
@@ -182,7 +182,7 @@ def _norm_linear(
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
     normed, h, statistics = norm.forward(x, residual)
     if group is None or not group.sequence_parallel:
-        y = linear_forward(normed, weight, bias, low_rank_of(A, B))
+        y = linear_forward(normed, weight, bias, low_rank_pair(A, B))
     else:
         rows = gather_rows(normed.reshape(-1, normed.shape[-1]), group)
         y = rows_in_order(linear(rows, weight, bias), residual.shape[:-1], group)
@@ -196,7 +196,7 @@ def _norm_linear_backward(
     weight: Tensor, A: Tensor | None, B: Tensor | None, kind: str, eps: float, weight_offset: float,
     scale_in_fp32: bool, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    group, low_rank = ranks_from_op(*rest), low_rank_of(A, B)
+    group, low_rank = ranks_from_op(*rest), low_rank_pair(A, B)
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
     need_stream, need_norm_weight, need_norm_bias, need_weight, need_bias, *need_low_rank = needs
     need_rows = need_weight or any(need_low_rank)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from liger_models import AutoLigerModel, LigerAdamW, LigerLlama, LlamaConfig
-from liger_models.adapters import LoRAConfig, apply_lora
+from liger_models.adapters import LoRAConfig, apply_lora, quantize_base
 from liger_models.arch import built_in, get_arch
 from liger_models.kernels.collectives import Group
 from liger_models.memory.estimate import _saved_by_block, training_memory
@@ -288,9 +288,19 @@ def test_memory_of_adapters_is_what_was_measured():
     whole = training_memory(model, 8192)
     assert whole.peak("none") / 2**30 == pytest.approx(39.37, rel=0.02)
     quantized = estimate(model, 8192, four_bit=True)
-    assert quantized.step.activations["none"] > whole.activations["none"]  # they are called as modules
+    unfused = quantized.step
+    assert unfused.activations["none"] > whole.activations["none"]
+    assert unfused._replace(activations=whole.activations, recomputed=whole.recomputed) == whole
     assert training_memory(model, 8192) == whole
     assert quantized.peak("none", 1) / 2**30 == pytest.approx(40.74, rel=0.02)
+
+
+def test_activations_under_4_bits_are_estimated_before_and_after_quantising():
+    """In the blocks that keep them: such layers are called as modules, and their inputs are saved."""
+    model = apply_lora(small(), LoRAConfig(r=4))
+    fused, expected = training_memory(model, 64).activations, estimate(model, 64, four_bit=True).step.activations
+    assert training_memory(quantize_base(model), 64).activations == expected
+    assert expected["none"] > fused["none"]
 
 
 def test_memory_of_a_mixture():

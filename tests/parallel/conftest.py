@@ -5,6 +5,7 @@ module, because each group that tests make in them keeps threads that wake up a 
 `tests/conftest.py` gives all of these tests to one worker of pytest-xdist, so that a group runs once at a time.
 """
 
+import faulthandler
 import gc
 import io
 import os
@@ -31,6 +32,7 @@ SECONDS = 120
 
 def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool) -> None:
     """Run the functions that come through the pipe, until it is closed."""
+    faulthandler.enable()
     torch.set_num_threads(1)
     if "TRITON_INTERPRET" in os.environ:
         speed_up_the_interpreter()
