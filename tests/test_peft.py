@@ -397,6 +397,41 @@ def test_a_module_that_holds_a_model(tmp_path):
     assert torch.equal(logits(model), expected)
 
 
+def test_a_module_beside_the_model(tmp_path):
+    """It is frozen, trained as a whole, or adapted, under its own name; one of a name of transformers' is refused."""
+
+    class Valued(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.decoder, self.value = model, torch.nn.Sequential()
+            self.value.out = torch.nn.Linear(32, 2)
+            self.bias = torch.nn.Parameter(torch.zeros(2))
+
+        def forward(self, **inputs):
+            return self.value(self.decoder(output_hidden_states=True, **inputs).hidden_states[-1]) + self.bias
+
+    def adapt(**options):
+        return peft.get_peft_model(unpack_projections(Valued(llama())), peft.LoraConfig(r=4, **options))
+
+    base = adapt(target_modules=["q_proj"])
+    assert all("lora_" in name for name in trained(base))
+    assert not any(parameter.requires_grad for parameter in base.base_model.model.inner.value.parameters())
+    start = "base_model.model.value"
+    saved = adapt(target_modules=SEVEN, modules_to_save=["value"])
+    assert f"{start}.modules_to_save.default.out.weight" in trained(saved)
+    adapted = adapt(target_modules=["q_proj", "out"])
+    assert trained(adapted).keys() == trained(base).keys() | {f"{start}.out.lora_{x}.default.weight" for x in "AB"}
+    expected = stir(adapted)(input_ids=IDS)
+    merged = adapted.merge_and_unload().pack()
+    assert type(merged.value.out) is torch.nn.Linear
+    assert error(merged(input_ids=IDS), expected) <= LIMIT
+
+    model = Valued(llama())
+    model.lm_head = torch.nn.Linear(32, 2)
+    with pytest.raises(ValueError, match=r"Valued must have modules of other names .*, got lm_head, .* Rename it"):
+        unpack_projections(model)
+
+
 def test_what_cannot_be_unpacked():
     model = llama()
     unpack_projections(model)

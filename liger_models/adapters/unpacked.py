@@ -196,6 +196,7 @@ class UnpackedModel(HFModules):
             else:
                 for name, expression in own.items():
                     self._hold(module, name, expression)
+        self._place_others()
         scale = causal_lm.embed_tokens.scale
         if scale is not None:  # PEFT scales what an adapter adds to the embedding by this attribute
             vars(causal_lm.embed_tokens)["embed_scale"] = scale
@@ -207,6 +208,23 @@ class UnpackedModel(HFModules):
         node = self._node(parent)
         node._modules[last] = getattr(owner, name)
         node.owners[last] = owner, name
+
+    def _place_others(self) -> None:
+        """Let what the model has beside its `CausalLM`, such as a head for classes, be in the tree by its own names."""
+        for path, holder in self.inner.named_modules():
+            if holder is self.causal_lm or self.causal_lm not in holder.modules():
+                continue
+            for name, module in holder.named_children():
+                full = f"{path}.{name}".lstrip(".")
+                if self.causal_lm in module.modules():
+                    continue
+                check(
+                    name not in self._node(path)._modules,
+                    f"unpack_projections: {type(self.inner).__name__} must have modules of other names beside its "
+                    f"{type(self.causal_lm).__name__}, got {full}, which transformers' model has as well. Rename it.",
+                )
+                self._place(full, holder, name)
+            self._node(path)._parameters.update(holder._parameters)
 
     def _hold(self, module: nn.Module, name: str, expression: Expression) -> None:
         """Let a parameter that PEFT cannot adapt be in the tree, which then has all parameters."""
@@ -359,6 +377,7 @@ class UnpackedModel(HFModules):
             "them, or remove them: model = model.merge_and_unload(), or model.unload().",
         )
         if keep:
+            self._parameters.clear()
             self._modules.clear()  # each part is freed as soon as it is packed
         config, head, parts = model.config, cast(Any, model.lm_head), {}
         if config.tie_word_embeddings and head.weight is not model.embed_tokens.weight:  # by modules_to_save

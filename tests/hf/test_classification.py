@@ -8,10 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 import liger_models.hf
+from liger_models.adapters import unpack_projections
 
 from ..arch.families import LIMIT, error, hf_gradients, make_folder, tokens
-from ..late import transformers
+from ..late import Late, transformers
 
+peft = Late("peft", "it adapts models of this package")
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers'
 CASES = [("llama", "gqa"), ("gemma2", "gqa"), ("qwen3", "gqa"), ("mixtral", "aux"), ("phi3", "gqa")]
 
@@ -103,3 +105,47 @@ def test_of_a_causal_model(root):
     assert error(ours.model(ids).last_hidden_state, body.model(ids).last_hidden_state) <= LIMIT
     assert ours.score.weight.shape[0] == 1
     assert ours.score.weight.std().item() == pytest.approx(ours.config.initializer_range, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [
+        ("llama", {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["score"]}),
+        ("gemma2", {"target_modules": ["v_proj"], "modules_to_save": ["score", "embed_tokens"]}),
+        ("phi3", {"target_modules": "all-linear", "task_type": "SEQ_CLS"}),  # PEFT then trains the scores, too
+    ],
+    ids=["two", "embedding", "all"],
+)
+def test_peft(root, arch, options):
+    """Adapters and scores are trained as on transformers' model; the files of either load into the other; merged."""
+    theirs, ours = make(make_folder(arch, "gqa", root))
+    with pytest.raises(ValueError, match=r"must be unpacked.* Pass unpack_projections\(model\)"):
+        peft.get_peft_model(ours, peft.LoraConfig(target_modules="all-linear"))
+    folder = "classifier"
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(**options))
+    theirs.save_pretrained("start")
+    new = peft.get_peft_model(unpack_projections(type(ours).from_pretrained(folder)), peft.LoraConfig(**options))
+    ours = peft.PeftModel.from_pretrained(unpack_projections(ours), "start", is_trainable=True).train()
+    names = [{name for name, each in model.named_parameters() if each.requires_grad} for model in (theirs, new, ours)]
+    assert "base_model.model.score.modules_to_save.default.weight" in names[0]
+    assert names[1] == names[2] == names[0]
+    ids = tokens(arch, "gqa", 4, 9).clamp(min=1)
+    losses = []
+    for model in (theirs.train(), ours):
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+        for _ in range(3):
+            loss = model(input_ids=ids, labels=torch.tensor([0, 1, 2, 1])).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-4)
+    assert losses[5] < losses[3] - 0.1
+
+    expected = ours.eval()(input_ids=ids).logits
+    ours.save_pretrained("adapter")
+    auto = transformers.AutoModelForSequenceClassification
+    loaded = peft.PeftModel.from_pretrained(auto.from_pretrained(folder, dtype=torch.float32), "adapter").eval()
+    assert error(loaded(input_ids=ids).logits, expected) <= LIMIT
+    ours.merge_and_unload().save_pretrained("merged")
+    assert error(auto.from_pretrained("merged", dtype=torch.float32)(ids).logits, expected) <= LIMIT
