@@ -58,7 +58,9 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
         f"apply_lora: {name} must not be sharded yet, got sharded parameters. Add the adapters, then shard.",
     )
     others = {
-        type(each).__name__ for each in model.modules() if isinstance(each, nn.Linear) and type(each) not in ADAPTED
+        type(each).__name__
+        for each in model.modules()
+        if isinstance(each, nn.Linear) and each._parameters and type(each) not in ADAPTED
     }
     check(
         not others,

@@ -54,7 +54,7 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
         not any(map(is_sharded, model.parameters())),
         f"{where} must not be sharded, got sharded parameters. For several GPUs use apply_lora and apply_fsdp.",
     )
-    others = {type(each).__name__ for each in model.modules() if isinstance(each, nn.Linear)}
+    others = {type(each).__name__ for each in model.modules() if isinstance(each, nn.Linear) and each._parameters}
     others -= {kind.__name__ for kind in ADAPTED}
     check(
         not others and not any(isinstance(each, UnpackedLinear) for each in model.modules()),
@@ -389,7 +389,8 @@ class UnpackedModel(HFModules):
                 if not keep:
                     parts[path], packed = part, packed.cpu()
                 model.set_submodule(path, packed)
-            model.lm_head = _converted(head, LigerLMHead)
+            if isinstance(head, UnpackedLMHead):
+                model.lm_head = _converted(head, LigerLMHead)
             yield self.inner
         finally:
             if not keep:

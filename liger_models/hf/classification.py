@@ -22,8 +22,25 @@ from liger_models.hf.config import to_json
 from liger_models.hf.model import LigerModel, LigerPreTrainedModel
 from liger_models.kernels.checks import check
 from liger_models.layers.linear import is_sharded
+from liger_models.layers.lm_head import LigerLMHead
 
 SCORE = "score.weight"
+
+
+class UnusedHead(LigerLMHead):
+    """The head of a decoder that nothing calls. Its weight is the embedding's, but no parameter.
+
+    FSDP cannot take a parameter that is in two modules unless both are in the same group, and Accelerate and others put
+    the embedding into a group of its own where a model returns no output embedding.
+    """
+
+    holder: tuple[CausalLM]
+    """The decoder, which is no submodule of its head."""
+
+    @property
+    def weight(self) -> Any:  # type: ignore[override]
+        """That of the embedding, whatever has replaced it."""
+        return self.holder[0].embed_tokens.weight
 
 
 class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
@@ -36,11 +53,17 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         decoder: a model of this package with ``tie_word_embeddings``. Default: a new one, with drawn weights.
     """
 
+    accepts_loss_kwargs = True
+    """Tells Trainer to pass ``num_items_in_batch``."""
     peft_config = CausalLM.peft_config
 
     def __init__(self, config: PreTrainedConfig, decoder: CausalLM | None = None) -> None:
         super().__init__(config)
-        self.model = LigerModel(config, _decoder(config) if decoder is None else decoder)
+        decoder = _decoder(config) if decoder is None else decoder
+        decoder.lm_head.__class__ = UnusedHead
+        decoder.lm_head._parameters.clear()
+        vars(decoder.lm_head)["holder"] = (decoder,)
+        self.model = LigerModel(config, decoder)
         self.num_labels = config.num_labels
         text = config.get_text_config()
         self.score = nn.Linear(text.hidden_size, config.num_labels, bias=False)
@@ -120,6 +143,7 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **inputs: Any,
     ) -> Any:
         """Scores of the last token of each text, and the loss if ``labels`` are given.
@@ -127,6 +151,8 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         Args:
             labels: [B] int64 classes, [B] floats with one label (regression), or [B, num_labels] floats (several
                 classes at once), as ``problem_type`` of the configuration says.
+            num_items_in_batch: divisor of the summed loss, for a step of several batches or ranks. Default: the number
+                of labels, without those that are -100.
             Others: as in `LigerForCausalLM.forward`. The last token is the last one that is not ``pad_token_id``; of
                 ``inputs_embeds`` it is the last one.
 
@@ -136,7 +162,6 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         Raises:
             ValueError: there are several texts and no ``pad_token_id``; otherwise as `LigerForCausalLM.forward`.
         """
-        inputs.pop("num_items_in_batch", None)
         out = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True,
             **inputs,
@@ -155,6 +180,8 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=None, labels=labels, pooled_logits=logits, config=self.config)
+            if num_items_in_batch is not None:
+                loss = loss * (labels != -100).sum() / num_items_in_batch
         outputs = SequenceClassifierOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
         )

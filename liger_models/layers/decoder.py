@@ -233,7 +233,7 @@ class Decoder(nn.Module):
 
     def tie_weights(self) -> None:
         """Let the head share the weight of the embedding if the config says so."""
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings and self.lm_head.weight is not self.embed_tokens.weight:
             self.lm_head.weight = self.embed_tokens.weight
 
     def reset_parameters(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import liger_models.hf
-from liger_models.adapters import unpack_projections
+from liger_models.adapters import LoRAConfig, apply_lora, merge_lora, unpack_projections
 
 from ..arch.families import LIMIT, error, hf_gradients, make_folder, tokens
 from ..late import Late, transformers
@@ -83,6 +83,20 @@ def test_losses(root, labels):
         ours(ids)
 
 
+@pytest.mark.parametrize("kind", ["score", "class", "classes"])
+def test_the_loss_of_a_step(root, kind):
+    """Of uneven batches, divided by all their labels, it is that of one batch."""
+    _, ours = make(make_folder("llama", "gqa", root), 1 if kind == "score" else 3)
+    ours.config.problem_type = None
+    ids = tokens("llama", "gqa", 5, 9).clamp(min=1)
+    labels = {"score": torch.rand(5), "class": torch.tensor([0, 2, -100, 1, 1]), "classes": torch.rand(5, 3)}[kind]
+    count = (labels != -100).sum()
+    want = ours(ids, labels=labels).loss
+    parts = [ours(ids[rows], labels=labels[rows], num_items_in_batch=count).loss for rows in (slice(4), slice(4, 5))]
+    assert error(sum(parts), want) <= LIMIT
+    assert parts[0] > parts[1] > 0
+
+
 def test_the_auto_class(root):
     """Transformers' auto class returns it where it is registered, and state dicts load under both kinds of names."""
     theirs, ours = make(make_folder("llama", "gqa", root))
@@ -105,6 +119,27 @@ def test_of_a_causal_model(root):
     assert error(ours.model(ids).last_hidden_state, body.model(ids).last_hidden_state) <= LIMIT
     assert ours.score.weight.shape[0] == 1
     assert ours.score.weight.std().item() == pytest.approx(ours.config.initializer_range, rel=0.5)
+
+
+def test_lora(root):
+    """Of this package, on the body; the checkpoint with the adapters merged is transformers'."""
+    _, ours = make(make_folder("llama", "gqa", root))
+    body = ours.model.decoder
+    apply_lora(body, LoRAConfig(r=4))
+    ids = tokens("llama", "gqa", 4, 9).clamp(min=1)
+    optimizer = torch.optim.AdamW([each for each in ours.parameters() if each.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(3):
+        losses.append(ours(ids, labels=torch.tensor([0, 1, 2, 1])).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[2] < losses[0] - 0.1
+    expected = ours.eval()(ids).logits
+    merge_lora(body)
+    ours.save_pretrained("merged")
+    merged = transformers.AutoModelForSequenceClassification.from_pretrained("merged", dtype=torch.float32)
+    assert error(merged(ids).logits, expected) <= LIMIT
 
 
 @pytest.mark.parametrize(
