@@ -23,8 +23,6 @@ from unittest import mock
 import torch
 
 ROOT = Path(__file__).parents[1]
-EXTENSIONS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions" / "liger_models"
-"""What DeepSpeed compiles, once for all tests."""
 FORKSERVER = get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["torch._dynamo", "pytest", "liger_models.train.loop", "liger_models.parallel.fsdp"])
 

@@ -1,7 +1,6 @@
 """Other engines train these models as they are: the same loss, saved, resumed, on one rank or two."""
 
 import json
-import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ from . import processes
 from .late import transformers
 from .packing.conftest import tokenizer  # noqa: F401
 
-ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.filterwarnings("ignore")  # the engines'
-"""What DeepSpeed compiles at its first start, for all later ones."""
 SIZES = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 
 TWO_RANKS = """
@@ -288,29 +285,3 @@ def test_peft_merges_into_a_checkpoint_of_the_hub(folder):
         adapted.merge_and_unload().save_pretrained("trained")
         merged = transformers.AutoModelForCausalLM.from_pretrained("trained")
         torch.testing.assert_close(merged(batch["input_ids"]).logits, expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["1", "2", "3"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_deepspeed(folder, stage, device):
-    pytest.importorskip("deepspeed")
-    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
-    (folder / "train.py").write_text(re.search(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1])
-    variables = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
-    variables["TORCH_EXTENSIONS_DIR"] = str(processes.EXTENSIONS / device)
-    ranks = 2 if device == "cpu" else torch.cuda.device_count()
-    printed = [processes.torchrun(ranks, "train.py", stage, cwd=folder, **variables).stdout for _ in range(2)]
-    lines = [line for line in "".join(printed).splitlines() if line.startswith("step ")]
-    losses = [float(line.split()[-1]) for line in lines]
-    assert [line.split(":")[0] for line in lines] == [f"step {step}" for step in range(1, 9)]
-    assert losses[-1] < losses[0] - 1
-    if device == "cpu":
-        assert losses == pytest.approx(plain_losses(8), rel=1e-4)
-    model = transformers.AutoModelForCausalLM.from_pretrained("trained")
-    trained = LigerLlama.from_pretrained("trained", dtype=torch.float32, progress=False)
-    batch = next(iter(dataset(trained)))
-    assert trained(**batch).loss < losses[0] - 1
-    ids = batch["input_ids"]
-    torch.testing.assert_close(trained(ids).logits, model.float()(ids).logits, atol=1e-3, rtol=1e-3)

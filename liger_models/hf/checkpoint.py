@@ -19,7 +19,7 @@ from liger_models.convert.save import save_pretrained
 from liger_models.hf.config import to_json
 from liger_models.kernels.checks import check
 from liger_models.layers.linear import is_sharded
-from liger_models.parallel.groups import wait_for_ranks
+from liger_models.parallel.groups import rank, wait_for_ranks
 
 OWN = "model.decoder."
 """What the names of the decoder's parameters begin with."""
@@ -183,7 +183,8 @@ class Checkpoint:
         Args:
             save_directory: created if it does not exist.
             is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
-            state_dict: whole tensors to save instead of the parameters, under the names of `state_dict`.
+            state_dict: whole tensors to save instead of the parameters, under the names of `state_dict`. An empty one
+                leaves the tensors out: Trainer gives it where DeepSpeed writes them, in shards.
             push_to_hub: upload the folder afterwards; ``options`` are those of ``push_to_hub``.
             max_shard_size: maximum size of a file, in bytes or as "5GB".
             auto_map: see `liger_models.convert.save.save_pretrained`.
@@ -203,6 +204,8 @@ class Checkpoint:
         usual = {"safe_serialization", "save_peft_format", "save_original_format"}
         unknown = sorted(name for name in options.keys() - usual if options[name] not in (None, False))
         check(not unknown, f"save_pretrained: options must be known ones, got {', '.join(unknown)}. Leave them out.")
+        if self._without_tensors(save_directory, is_main_process, state_dict):
+            return
         decoder = self.model.decoder
         parameters = dict(self_.named_parameters(remove_duplicate=False))
         sharded = any(map(is_sharded, parameters.values()))
@@ -224,6 +227,20 @@ class Checkpoint:
         )  # fmt: skip
         if push_to_hub:
             self_.push_to_hub(repo_id or Path(save_directory).name, **upload)
+
+    def _without_tensors(
+        self, folder: str | os.PathLike[str], is_main_process: bool, state_dict: Mapping[str, Tensor] | None
+    ) -> bool:
+        """Whether an empty ``state_dict`` is given; then rank 0 writes the configurations."""
+        if state_dict is None or state_dict:
+            return False
+        if is_main_process and rank() == 0:
+            config = copy.deepcopy(self.config)
+            config.architectures = [type(self).__name__]
+            config.save_pretrained(folder)
+            if getattr(self, "generation_config", None) is not None:
+                self.generation_config.save_pretrained(folder)
+        return True
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load parameters under the names of `state_dict`, or under those of a Hugging Face checkpoint.

@@ -115,6 +115,8 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
             "save_pretrained: auto_map must be False for a head for classification, got True. Load the folder with "
             f"liger_models.hf.{type(self).__name__}, or call liger_models.hf.register() first.",
         )
+        if self._without_tensors(save_directory, is_main_process, state_dict):
+            return
         given = dict(self.named_parameters()) if state_dict is None else state_dict
         body = {name.removeprefix(OWN): each for name, each in given.items() if name.startswith(OWN)}
         body.pop("lm_head.weight", None)
