@@ -1,7 +1,9 @@
 """DeepSpeed: its engine with the script that the page shows, and Trainer with it. Two ranks train as one process."""
 
 import json
+import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,31 @@ from liger_models import LigerLlama
 from ..arch.families import error, make_folder
 from ..hf.test_trainer import load, losses, trainer
 from ..packing.conftest import tokenizer  # noqa: F401
-from ..processes import scripts, torchrun
+from ..processes import environment, scripts, torchrun
 from ..test_engines import dataset, folder, plain_losses  # noqa: F401
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]  # DeepSpeed's
 
 
+CPU = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "torch_extensions"),
+}
+
+
+@cache
+def compile_extension() -> None:
+    """What ranks on the CPU sum by, once for the environment: it takes minutes, and ranks would wait for each other."""
+    code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    subprocess.run([sys.executable, "-c", code], env=environment(**CPU), check=True, timeout=1500)
+
+
 def run(ranks: int, *arguments: str, cwd: Path, device: str = "cpu") -> str:
     """What the ranks of ``run.py`` print."""
-    variables = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
-    compiled = Path(sys.prefix) / "torch_extensions" / device  # by DeepSpeed, once
-    return torchrun(ranks, "run.py", *arguments, cwd=cwd, TORCH_EXTENSIONS_DIR=str(compiled), **variables).stdout
+    if device == "cpu":
+        compile_extension()
+    return torchrun(ranks, "run.py", *arguments, cwd=cwd, **(CPU if device == "cpu" else {})).stdout
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
