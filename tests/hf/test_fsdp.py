@@ -15,7 +15,6 @@ from . import test_trainer
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.distributed, pytest.mark.slow]  # transformers'
 CASES = {
-    "untied": ("llama", "LlamaForCausalLM"),
     "tied": ("gemma2", "Gemma2ForCausalLM"),
     "classes": ("llama", "LlamaForSequenceClassification"),
 }
