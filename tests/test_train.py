@@ -673,11 +673,11 @@ def test_the_estimate_of_a_run_is_that_of_the_model_and_what_is_gathered(folder)
         expected = training_memory(model, 512, torch.bfloat16).peak(policy) + gathered
         found = estimate(model, 512)
         assert found.peak(policy, 1) == expected < found.peak(policy, 2)
-    assert found.moments == 2 * found.trained
+    assert found.optimizer == 2 * found.gradients
     model = LigerLlama.from_config(LlamaConfig(**WIDE), dtype=torch.bfloat16)
     found = estimate(model, 512, moments_8bit=True)
-    assert found.moments == training_memory(model, 512, moments_8bit=True).optimizer < 1.1 * found.trained
-    assert found.peak("none", 1) == estimate(model, 512).peak("none", 1) - 2 * found.trained + found.moments
+    assert found.optimizer == training_memory(model, 512, moments_8bit=True).optimizer < 1.1 * found.gradients
+    assert found.peak("none", 1) == estimate(model, 512).peak("none", 1) - 2 * found.gradients + found.optimizer
 
 
 def stopped(folder: Path, output: str, number: int, again: bool = False) -> int:

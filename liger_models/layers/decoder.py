@@ -30,7 +30,7 @@ from liger_models.layers.lm_head import LigerLMHead, LossFunction, Targets
 from liger_models.layers.masks import takes_segments
 from liger_models.layers.norm import Norm, add_norm
 from liger_models.lazy.foreign import foreign_arguments
-from liger_models.memory.offload import Offload
+from liger_models.memory.offload import Offload, offloaded_blocks
 from liger_models.memory.recompute import is_compiled, run_again
 
 if TYPE_CHECKING:
@@ -357,8 +357,7 @@ class Decoder(nn.Module):
             for index, (block, each) in enumerate(zip(self.layers, policies, strict=True))
             if each == "full" and is_replayable(block)
         )
-        span = max(blocks - 2, offload_layers)
-        self.offloaded = frozenset(i * span // offload_layers for i in range(offload_layers))
+        self.offloaded = offloaded_blocks(blocks, offload_layers)
         for block, each in zip(self.layers, policies, strict=True):
             set_policy(block, each)
 

@@ -75,6 +75,14 @@ class Layer(nn.Module):
     def set_policy(self, policy: str) -> None:
         """Choose what the layer recomputes in the backward, by one of `CHECKPOINTING_POLICIES`."""
 
+    def recomputed_share(self, policy: str) -> float | None:
+        """Fraction of the forward's operations that the backward repeats under a policy.
+
+        It holds for the layer and its submodules, unless these answer for themselves. None: the layer repeats nothing
+        by itself, and everything as a part of a block that is recomputed as a whole.
+        """
+        return None
+
     def can_shard(self, size: int) -> bool:
         """Whether the layer can be split into ``size`` equal shards."""
         return True

@@ -95,6 +95,10 @@ class LigerMoE(Layer):
         """Recompute gate and up under every policy but "none"."""
         self.recompute = policy != "none"
 
+    def recomputed_share(self, policy: str) -> float:
+        """Gate and up are two thirds of an expert."""
+        return 0.0 if policy == "none" else 2 / 3
+
     def can_shard(self, size: int) -> bool:
         """Whether ``size`` divides the intermediate size of an expert."""
         return self.down_weight.shape[2] % size == 0

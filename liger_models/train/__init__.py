@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from liger_models.train.metrics import flops as flops
     from liger_models.train.optimizer import LigerAdamW as LigerAdamW
     from liger_models.train.optimizer import step_in_backward as step_in_backward
+    from liger_models.train.report import estimate as estimate
     from liger_models.train.seed import seed_all as seed_all
     from liger_models.train.warmup import warm_up as warm_up
 else:
@@ -20,6 +21,7 @@ else:
             "loop": ["TrainOptions", "main", "train"],
             "metrics": ["flops"],
             "optimizer": ["LigerAdamW", "step_in_backward"],
+            "report": ["estimate"],
             "seed": ["seed_all"],
             "warmup": ["warm_up"],
         },

@@ -14,13 +14,12 @@ from liger_models.kernels.adamw import Hyper, Update, adamw_
 from liger_models.kernels.checks import check
 from liger_models.kernels.moments import moment_bytes
 from liger_models.layers.linear import is_sharded, local
+from liger_models.memory.offload import SMALLEST
 from liger_models.parallel.groups import world_size
 from liger_models.train.moments import NAMES, converted, moment_dtype, moments, zero_moments
 from liger_models.train.staging import Staging, aligned
 
 STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
-SMALLEST = 2**20
-"""Moments smaller than this, in bytes, stay on the GPU."""
 
 
 class LigerAdamW(torch.optim.Optimizer):

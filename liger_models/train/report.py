@@ -6,7 +6,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub.utils.tqdm import tqdm
@@ -19,7 +19,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.generation.options import resolve
 from liger_models.kernels.moments import moment_bytes
 from liger_models.layers.linear import local
-from liger_models.memory.estimate import TrainingMemory, training_memory
+from liger_models.memory.estimate import TrainingMemory, training_memory, with_parameters
 from liger_models.parallel.fsdp import reshard
 from liger_models.parallel.groups import rank
 from liger_models.train.moments import moment_dtype
@@ -160,34 +160,7 @@ def banner(
     return [f"{part:<10}  {text}" for part, text in parts.items() if text is not None]
 
 
-class StepMemory(NamedTuple):
-    """Memory of a training step on one device, in bytes.
-
-    Attributes:
-        weights: parameters.
-        trained: gradients of the trained parameters.
-        moments: AdamW's two moments.
-        temporary: weights that exist twice during the computation: gathered, or dequantised.
-        step: what blocks and head save and compute.
-    """
-
-    weights: int
-    trained: int
-    moments: int
-    temporary: int
-    step: TrainingMemory
-
-    def peak(self, policy: str, accumulate: int) -> int:
-        """Peak memory in bytes, with a checkpointing policy and so many batches in a step.
-
-        With more than one batch, gradients exist beside activations.
-        """
-        during = self.step.during(policy)
-        with_gradients = self.trained + during if accumulate > 1 else max(self.trained, during)
-        return self.weights + self.moments + self.temporary + with_gradients
-
-
-def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False, moments_8bit: bool = False) -> StepMemory:
+def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False, moments_8bit: bool = False) -> TrainingMemory:
     """Estimate a step's memory on this rank's device, for a model that FSDP shards.
 
     This rank's parameters, gradients and AdamW's moments are counted as they are. Activations, the head, and what FSDP
@@ -214,18 +187,21 @@ def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False, moments_8b
         for layer in in_4_bits:
             layer.fuses = True
     base = {layer.weight for path, layer in adapted_layers(model).items() if path != "lm_head"} if four_bit else set()
-    weights = sum(nf4_bytes(each.numel()) if each in base else local(each).nbytes for each in model.parameters())
-    with_moments = [each for each in model.parameters() if each.requires_grad]
-    trained = sum(local(each).nbytes for each in with_moments)
-    kind = torch.int8 if moments_8bit else None
-    moments = sum(sum(moment_bytes(local(each).shape, moment_dtype(each, kind))) for each in with_moments)
+
+    def bytes_of(each: Any) -> int:
+        return nf4_bytes(each.numel()) if each in base else int(local(each).nbytes)
+
+    def moments(each: Any) -> list[int]:
+        return moment_bytes(local(each).shape, moment_dtype(each, torch.int8 if moments_8bit else None))
+
     if four_bit:
         temporary = 4 * max(each.numel() for each in base)
     else:
         ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
         block = max(sum(each.numel() for each in block.parameters()) for block in empty.layers)
         temporary = 2 * (sum(ends.values()) + 2 * block)
-    return StepMemory(weights, trained, moments, temporary, step)
+    of_rank = with_parameters(step, model, {each: bytes_of(each) for each in model.parameters()}, moments)
+    return of_rank._replace(temporary=temporary)
 
 
 def check_turn_end(model: CausalLM) -> str | None:
