@@ -6,7 +6,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -200,6 +200,13 @@ def parse_memory(name: str, text: str, device: torch.device | None = None) -> in
     return int(size)
 
 
+def host_blocks(blocks: int, count: int, offloaded: Collection[int]) -> tuple[int, ...]:
+    """Which ``count`` of a model's blocks have their moments in host memory: evenly spread, if possible not offloaded."""
+    stay = [index for index in range(blocks) if index not in offloaded]
+    pool = stay if count <= len(stay) else range(blocks)
+    return tuple(pool[index * len(pool) // count] for index in range(count))
+
+
 class _Times(NamedTuple):
     """Seconds of a step.
 
@@ -370,7 +377,7 @@ class _Search:
             stay = stay[::-1]  # from the one that keeps least
             kept, _, seconds = _columns(stay)
             rest, moved, more = _columns(away)
-            moments = [sum(memory.moments[i] for i in self.host_moments(count, gone)) for count in counts]
+            moments = [sum(memory.moments[i] for i in host_blocks(self.blocks, count, gone)) for count in counts]
             freed = torch.tensor(moments)[:, None]
             base = fixed - freed + memory.staging * (freed > 0)
             fetched = moved.clamp(max=COMING + largest)
@@ -447,12 +454,6 @@ class _Search:
                 found.append((policy, saved, self.times.recomputed[policy][index]))
         return found
 
-    def host_moments(self, count: int, gone: frozenset[int]) -> tuple[int, ...]:
-        """Blocks whose moments live in host memory: evenly spread, if possible not those in ``gone``."""
-        stay = [index for index in range(self.blocks) if index not in gone]
-        pool = stay if count <= len(stay) else range(self.blocks)
-        return tuple(pool[index * len(pool) // count] for index in range(count))
-
     def plan(self, point: _Point, budget: int) -> MemoryPlan:
         """The plan of a candidate. The first blocks save least, because the backward frees them last."""
         gone = offloaded_blocks(self.blocks, point.offload_layers)
@@ -464,7 +465,7 @@ class _Search:
                 places = (i for i in range(self.blocks) if self.kind_of[i] == kind and (i in gone) == part)
                 for index, policy in zip(places, named, strict=True):
                     policies[index] = policy
-        moments = self.host_moments(point.host_moments, gone)
+        moments = host_blocks(self.blocks, point.host_moments, gone)
         options: dict[str, Any] = {"offloaded": gone, "host_moments": moments, "in_backward": point.in_backward}
         parts = self.memory.parts(policies, self.accumulate, **options)
         freed = sum(self.memory.moments[index] for index in moments)
