@@ -383,6 +383,8 @@ def test_options_that_cannot_be(capsys):
         ("--context-parallel=3", "length must be a multiple of the 3 GPUs that share a row, got 4096"),
         ("--tensor-parallel=2 --context-parallel=2", "tensor_parallel goes neither with context_parallel nor with"),
         ("--tensor-parallel=2 --lora-r=4", "tensor_parallel goes neither with context_parallel nor with adapters"),
+        ("--tensor-parallel=2 --memory=60GB", "memory is planned for objectives sft and pretrain without tensor_paral"),
+        ("--objective=dpo --memory=60GB", "memory is planned for objectives sft and pretrain without tensor_parallel"),
     ):
         with pytest.raises(SystemExit):
             read_options(TrainOptions, ["--model", "m", "--data", "d", "--output", "o", *given.split()])
@@ -415,6 +417,59 @@ def test_options_of_now_hold_when_a_run_goes_on(folder, tmp_path):
     rates = [line["lr"] for line in log(tmp_path / "run")]
     assert rates[2:] == pytest.approx([1e-3 * cosine(step, 1, 4, 0.1) for step in (2, 3)])
     assert [group["weight_decay"] for group in made[0].param_groups] == [0.3, 0.0]
+
+
+@pytest.fixture
+def planned(folder, tmp_path, monkeypatch):
+    """A function that trains two steps, and then two more, each with a budget of memory; it returns log and plan."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+
+    def run(name: str, budgets: tuple[str | None, str | None], **options) -> tuple[list[Any], dict[str, bytes], Any]:
+        given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "workers": 0}
+        given |= {"batch_size": 2, "log_every": 1, "lr": 1e-2, "output": str(tmp_path / name), **options}
+        for steps, memory in zip((2, 4), budgets, strict=True):
+            train(TrainOptions(**given, steps=steps, memory=memory))
+        file = tmp_path / name / "memory.json"
+        plan = json.loads(file.read_text()) if file.exists() else None
+        return [line.get("loss") for line in log(tmp_path / name)], files(tmp_path / name), plan
+
+    return run
+
+
+def test_a_planned_run_goes_on_with_another_budget_and_the_same_bits(planned, capfd):
+    losses, weights, plan = planned("plain", (None, None))
+    assert plan is None
+    for name, budgets in {"less": ("1GB", "0.00071GB"), "more": ("0.00071GB", "1GB")}.items():
+        found = planned(name, budgets)
+        assert found[:2] == (losses, weights)
+        assert found[2]["policies"] == (["full", "none"] if name == "less" else ["none", "none"])
+        assert found[2]["peak"] <= 0.92 * found[2]["budget"]
+    shown = capfd.readouterr().out
+    assert "policies    of 2 blocks: 1 none, 1 full" in shown
+    assert "of the fastest step's (expected)" in shown
+    kept = planned("kept", ("1GB", "1GB"), checkpointing="full")
+    assert kept[0] == losses
+    assert kept[2]["policies"] == ["full", "full"]
+
+
+def test_a_planned_run_steps_in_the_backward_where_nothing_is_clipped(planned):
+    """In less than the gradients of all parameters take."""
+    tight = ("0.00064GB", "0.00064GB")
+    with pytest.raises(ValueError, match="plan_memory: budget must be at least"):
+        planned("clipped", tight)
+    with pytest.raises(ValueError, match="plan_memory: budget must be at least"):
+        planned("accumulated", tight, max_norm=math.inf, accumulate=2)
+    plain, within = planned("plain", (None, None), max_norm=math.inf), planned("within", tight, max_norm=math.inf)
+    assert within[:2] == plain[:2]
+    assert within[2]["in_backward"]
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_budget_is_read_before_the_model_is_loaded(folder, tmp_path):
+    for memory, message in {"many": "such as 24GB or 22.5GiB", "80%": "such as 24GB where there is no GPU"}.items():
+        with pytest.raises(ValueError, match=f"train: memory must be a size {message}"):
+            train(TrainOptions(model="no/model", output=str(tmp_path / "run"), data=[str(tmp_path)], memory=memory))
 
 
 @pytest.mark.usefixtures("on_the_cpu")

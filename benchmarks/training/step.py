@@ -31,10 +31,8 @@ class Step:
         return loss.detach()
 
 
-def make_step(
-    mode: Mode, config: dict, lr: float, sharded: bool = False, shape: tuple[int, int] | None = None
-) -> Step:
-    """The step of a mode, on one GPU or ``sharded`` over the process group, for batches of ``shape`` if it is planned."""
+def make_step(mode: Mode, config: dict, lr: float, sharded: bool = False, shape: tuple[int, int] | None = None) -> Step:
+    """The step of a mode, on one GPU or ``sharded`` over the process group; ``shape`` of a batch is for its plan."""
     model = build(config, mode)
     ours = mode.library == "ours"
     plan = make_plan(model, mode, *shape) if shape and "plan" in mode else None
@@ -66,7 +64,6 @@ def make_optimizer(model: nn.Module, mode: Mode, lr: float, plan: Any = None) ->
     if "adamw" not in mode and "inbackward" not in mode:
         return torch.optim.AdamW(trained, lr=lr, fused=True)
     from liger_models import LigerAdamW, step_in_backward  # not imported by processes of transformers
-
     from liger_models.memory.plan import host_blocks
 
     total = len(model.layers)

@@ -156,7 +156,7 @@ def info(
     fixed = f"weights {memory.weights / 2**30:.2f}, gradients {memory.gradients / 2**30:.2f}"
     screen.print(f"{fixed}, AdamW {memory.optimizer / 2**30:.2f} GiB")
     if plan is not None:
-        screen.print(str(plan))
+        screen.print(str(plan), soft_wrap=True)
 
 
 @app.command()

@@ -42,6 +42,7 @@ class TrainingMemory(NamedTuple):
     Attributes:
         weights: the parameters.
         gradients: the gradients of all trained parameters.
+        early_gradients: those that exist before the backward of the embedding.
         optimizer: the two moments of AdamW, with their scales if they have 8 bits.
         activations: policy of `Decoder.set_checkpointing` -> activations that the forward saves for the backward.
         head: the gradient of the head, if it is trained, and the logits of one chunk, which exist before the backward
@@ -59,6 +60,7 @@ class TrainingMemory(NamedTuple):
 
     weights: int
     gradients: int
+    early_gradients: int
     optimizer: int
     activations: dict[str, int]
     head: int
@@ -91,9 +93,9 @@ class TrainingMemory(NamedTuple):
     ) -> dict[str, int]:
         """What the peak consists of.
 
-        Gradients grow while activations are freed. So the peak is the largest of three moments: when the head computes
-        the loss, when the backward of the blocks begins, and when all gradients exist. This holds if blocks that save
-        less come first. With ``accumulate`` above 1, gradients exist beside activations.
+        Gradients grow while activations are freed. So the peak is the largest of four moments: when the head computes
+        the loss, when the backward of the blocks begins and when it ends, and when all gradients exist. This holds if
+        blocks that save less come first. With ``accumulate`` above 1, gradients exist beside activations.
 
         Args:
             policy: one of `CHECKPOINTING_POLICIES`, or one for each block.
@@ -114,12 +116,14 @@ class TrainingMemory(NamedTuple):
         excess = max((self.excess(each, index) for index, each in enumerate(policies)), default=0)
         # The gradient of a head that is also the embedding is complete when that of the embedding is.
         head = 0 if in_backward and not self.tied else self.head - self.logits
-        begins = {"activations": kept, "head": head, "a block's backward": self.logits + excess, "fetched": fetched}
-        moments = [{"activations": kept, "head": self.head}, begins]
+        block = {"a block's backward": self.logits + excess, "fetched": fetched}
+        moments = [{"activations": kept, "head": self.head}, {"activations": kept, "head": head, **block}]
         if accumulate > 1:
             moments = [{**each, "gradients": self.gradients} for each in moments]
         else:
             moments.append({"gradients": (self.largest if in_backward else self.gradients) + self.tied})
+            if not in_backward:
+                moments.append({"gradients": self.early_gradients, **block})
         offloads = sum(self.moments[index] for index in host_moments)
         fixed: dict[str, int] = {"weights": self.weights, "temporary weights": self.temporary}
         fixed["moments"] = self.optimizer - offloads + (self.staging if offloads else 0)
@@ -170,7 +174,7 @@ def training_memory(
             set_policy(block, policy)
     held = model.held_elements * tokens * size
     activations = {policy: sum(each.total for each in blocks) + held for policy, blocks in saved.items()}
-    found = TrainingMemory(0, 0, 0, activations, head, {}, logits, saved, (), 0, 0, 0)
+    found = TrainingMemory(0, 0, 0, 0, activations, head, {}, logits, saved, (), 0, 0, 0)
     excess = {policy: [found.excess(policy, index) for index in range(len(model.layers))] for policy in saved}
     found = found._replace(recomputed={policy: max(each, default=0) for policy, each in excess.items()})
 
@@ -202,10 +206,11 @@ def with_parameters(
     movable = [[sizes[each] for each in block.parameters() if each in sizes] for block in model.layers]
     movable = [[each for each in block if max(each) >= SMALLEST] for block in movable]
     matrix = model.embed_tokens.weight
-    tied = matrix is model.lm_head.weight and matrix.requires_grad
+    tied = matrix is model.lm_head.weight and matrix in gradients
     return memory._replace(
         weights=sum(weights.values()),
         gradients=sum(gradients.values()),
+        early_gradients=sum(gradients.values()) - (0 if tied else gradients.get(matrix, 0)),
         optimizer=sum(map(sum, sizes.values())),
         moments=tuple(sum(map(sum, block)) for block in movable),
         staging=2 * max((sum(each) for block in movable for each in block), default=0),

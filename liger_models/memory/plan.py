@@ -201,7 +201,7 @@ def parse_memory(name: str, text: str, device: torch.device | None = None) -> in
 
 
 def host_blocks(blocks: int, count: int, offloaded: Collection[int]) -> tuple[int, ...]:
-    """Which ``count`` of a model's blocks have their moments in host memory: evenly spread, if possible not offloaded."""
+    """Which blocks have their moments in host memory: ``count``, evenly spread, if possible not offloaded ones."""
     stay = [index for index in range(blocks) if index not in offloaded]
     pool = stay if count <= len(stay) else range(blocks)
     return tuple(pool[index * len(pool) // count] for index in range(count))
@@ -383,10 +383,13 @@ class _Search:
             fetched = moved.clamp(max=COMING + largest)
             for in_backward in orders:
                 head = 0 if in_backward and not memory.tied else memory.head - memory.logits
-                during = (head + memory.logits + ceiling + fetched).clamp(min=memory.head)
-                taken = base + rest + memory.held + during + extra
-                last = base + (memory.largest if in_backward else memory.gradients) + memory.tied
-                last = last * (self.accumulate == 1)
+                block = memory.logits + ceiling + fetched
+                taken = base + rest + memory.held + (head + block).clamp(min=memory.head) + extra
+                last = torch.zeros_like(taken)
+                if self.accumulate == 1 and in_backward:
+                    last = base + memory.largest + memory.tied
+                elif self.accumulate == 1:
+                    last = base + (memory.early_gradients + block).clamp(min=memory.gradients + memory.tied)
                 needed = torch.maximum(taken + kept[0], last)
                 place = int(needed.argmin())
                 count, one = divmod(place, len(away))

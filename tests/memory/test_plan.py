@@ -84,7 +84,7 @@ def test_no_other_plan_is_faster(options, flops, offloads, monkeypatch):
     assert len({*found}) > 5
     assert [each.time for each in found] == sorted((each.time for each in found), reverse=True)
     assert found[-1].time == 1
-    with pytest.raises(ValueError, match="plan_memory: budget must be at least .* for 256 tokens, got"):
+    with pytest.raises(ValueError, match=r"plan_memory: budget must be at least .* for 256 tokens, got"):
         plan_memory(model, tokens, int(lowest / SHARE) - 2, memory=memory, **options)
 
 
@@ -109,18 +109,37 @@ def wide():
     return model, training_memory(model, 8192)
 
 
-def test_more_memory_is_never_slower(wide):
+def highest(model, memory, made):
+    """The largest number of bytes in the backward of the blocks, one after the other."""
+    gone = offloaded_blocks(len(made.policies), made.offload_layers)
+    saved = [memory.blocks[policy][index] for index, policy in enumerate(made.policies)]
+    moved = [each.movable * (index in gone) for index, each in enumerate(saved)]
+    later, found = memory.head - memory.logits, []
+    for index in reversed(range(len(saved))):
+        kept = sum(each.total for each in saved[: index + 1]) - sum(moved[: index + 1])
+        next_ones = max((saved[each].largest for each in gone if each <= index), default=0)
+        fetched = min(sum(moved[: index + 1]), offload.COMING + next_ones)
+        gradients = 0 if made.in_backward else later
+        found.append(kept + fetched + gradients + memory.logits + memory.excess(made.policies[index], index))
+        later += sum(each.numel() * 2 for each in model.layers[index].parameters())
+    return max(found) + sum(made.parts[name] for name in ("weights", "temporary weights", "moments"))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"in_backward": False}, {"host_moments": False, "in_backward": False}], ids=str
+)
+def test_more_memory_is_never_slower(wide, options):
     model, memory = wide
-    budgets, times = [int(4e9 * 1.08**k) for k in range(28)], []
-    for budget in budgets:
+    times = []
+    for budget in (int(4e9 * 1.08**k) for k in range(28)):
         try:
-            made = plan_memory(model, 8192, budget, memory=memory)
+            made = plan_memory(model, 8192, budget, memory=memory, **options)
         except ValueError:
             assert not times
             continue
-        assert made.peak <= SHARE * budget
+        assert highest(model, memory, made) <= 1.005 * made.peak <= 1.005 * SHARE * budget
         times.append(made.time)
-    assert 15 < len(times) < 28
+    assert 5 < len(times) < 28
     assert times == sorted(times, reverse=True)
     assert times[0] > 1.05
     assert times[-1] == 1
@@ -141,7 +160,9 @@ def test_what_is_given_is_kept(wide):
     assert made.policies == tuple(policies)
     tight = 13 * 10**9
     assert plan_memory(model, 8192, tight, memory=memory).host_moments
-    with pytest.raises(ValueError, match=r"at least 15.2 GB .* peak is 14.0 GB \(weights 3.5, moments 7.0, gr.* LoRA, 4-bit"):
+    with pytest.raises(
+        ValueError, match=r"at least 15.7 GB .* peak is 14.5 GB \(weights 3.5, moments 7.0, gr.* LoRA, 4-bit"
+    ):
         plan_memory(model, 8192, tight, memory=memory, host_moments=False, in_backward=False)
     assert not plan_memory(model, 8192, 2 * tight, memory=memory, accumulate=4).in_backward
 
@@ -223,7 +244,7 @@ def test_blocks_save_on_the_device_what_the_plan_says(offloads, monkeypatch, ker
     monkeypatch.setattr(plan, "FLOPS", 1e12)
     tokens, found = 32, set()
     ids = torch.arange(tokens, device=kernel_device)[None]
-    memory = training_memory(small(6), tokens, torch.float32)._replace(gradients=0, largest=0)
+    memory = training_memory(small(6), tokens, torch.float32)._replace(gradients=0, early_gradients=0, largest=0)
     stream = tokens * SIZES["hidden_size"] * 4
     least, most = memory.peak("full"), memory.peak("none")
     for peak in range(least, most, (most - least) // 4):
@@ -249,7 +270,7 @@ def test_auto_sets_the_plan(offloads):
         assert model.offloaded == offloaded_blocks(4, made.offload_layers)
     with pytest.raises(ValueError, match='"auto" needs budget and tokens'):
         model.set_checkpointing("auto", tokens=256)
-    with pytest.raises(ValueError, match='budget and tokens are for policy "auto", got \'full\''):
+    with pytest.raises(ValueError, match="budget and tokens are for policy \"auto\", got 'full'"):
         model.set_checkpointing("full", budget="1GB", tokens=256)
 
 
