@@ -210,7 +210,7 @@ def with_parameters(
     return memory._replace(
         weights=sum(weights.values()),
         gradients=sum(gradients.values()),
-        early_gradients=sum(gradients.values()) - (0 if tied else gradients.get(matrix, 0)),
+        early_gradients=sum(size for each, size in gradients.items() if tied or each is not matrix),
         optimizer=sum(map(sum, sizes.values())),
         moments=tuple(sum(map(sum, block)) for block in movable),
         staging=2 * max((sum(each) for block in movable for each in block), default=0),
