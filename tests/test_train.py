@@ -295,6 +295,19 @@ def test_two_ranks_share_batches(folder, two, options):  # noqa: F811
     assert log(folder / f"{name}-again") == log(folder / name)
 
 
+def test_two_ranks_make_a_plan_for_their_shards(folder, two):  # noqa: F811
+    """In less than the gradients of a rank take beside the rest: each steps in its backward, with the same bits."""
+    given = {"lora_r": 0, "lr": 1e-2, "max_norm": math.inf}
+    two(partial(train_adapters, **given), folder, "not-planned")
+    two(partial(train_adapters, **given, memory="0.00042GB"), folder, "planned")
+    plan = json.loads((folder / "planned" / "memory.json").read_text())
+    assert plan["in_backward"]
+    assert plan["parts"]["weights"] == 4 * 34080 / 2
+    assert files(folder / "planned") == files(folder / "not-planned")
+    losses = [[line["loss"] for line in log(folder / name)] for name in ("planned", "not-planned")]
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning")
 def test_adapters_beside_4_bits_and_dropout_go_on(folder, two, capfd):  # noqa: F811
     pytest.importorskip("torchao")

@@ -158,13 +158,13 @@ def plan_memory(
     orders = [False, True] if in_backward and accumulate == 1 else [False]
     best, least = search.run(room, host_moments, orders)
     smallest = search.plan(least, budget)
-    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in smallest.parts.items() if size)
+    parts = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in smallest.parts.items() if size)
+    needed = 1.001 * smallest.peak / usable_share(model)  # more than what rounding its digits may take off
     check(
         best is not None,
-        f"plan_memory: budget must be at least {smallest.peak / usable_share(model) / 1e9:.1f} GB for {tokens:,} "
-        f"tokens, got {budget / 1e9:.1f} GB. The smallest peak is {smallest.peak / 1e9:.1f} GB ({parts}), and "
-        f"{1 - usable_share(model):.0%} of the budget are a margin. Use fewer tokens in a batch, LoRA, 4-bit weights, "
-        "moments in 8 bits, or more GPUs.",
+        f"plan_memory: budget must be at least {needed / 1e9:.4g} GB for {tokens:,} tokens, got {budget / 1e9:.4g} GB. "
+        f"The smallest peak is {smallest.peak / 1e9:.3g} GB ({parts}), and {1 - usable_share(model):.0%} of the budget "
+        "are a margin. Use fewer tokens in a batch, LoRA, 4-bit weights, moments in 8 bits, or more GPUs.",
     )
     assert best is not None
     return search.plan(best, budget)

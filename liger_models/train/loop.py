@@ -246,9 +246,9 @@ def train(options: TrainOptions) -> None:
     Raises:
         KeyboardInterrupt: SIGINT has stopped it; SystemExit: SIGTERM has.
         ValueError: a data file does not exist, data have no targets, ``options.output`` holds the run of another model
-            or of other data, the number of ranks does not fit, or the gradients' norm is not finite.
+            or of other data, the number of ranks does not fit, no step fits into ``options.memory``, or the gradients'
+            norm is not finite.
         OSError: ``options.output`` cannot be written, or its newest checkpoint is damaged.
-        ValueError: no step fits into ``options.memory``.
     """
     for path in (*options.data, *options.eval_data):  # fail before a large model is loaded
         there = Path(path).exists() or path.startswith(PREFIX)
