@@ -362,11 +362,16 @@ UNLIKE = ("fp8", "graph", "peft", "nf4", "plan")
 
 
 @pytest.mark.parametrize("size", ROWS)
-def test_peaks_are_what_was_measured(size):
-    """The newest rows of every mode in benchmarks/results, within 2 %: the margin that plans leave is larger."""
+def test_peaks_and_times_are_what_was_measured(size):
+    """The newest rows of every mode in benchmarks/results, within 2 %: the margin that plans leave is larger.
+
+    Times are relative to the mode that neither recomputes nor offloads, in the same run, and within 3 %.
+    """
     name, batch = f"llama-3{'.2' * size.startswith('1b')}-{size[:2]}", size[3:]
     lines = (ROOT / "benchmarks" / "results" / f"train-{name}-{batch}.jsonl").read_text().splitlines()
-    rows = {row["mode"]: row for row in map(json.loads, lines) if row["mode"].startswith("ours") and "error" not in row}
+    found = [row for row in map(json.loads, lines) if row["mode"].startswith("ours") and "error" not in row]
+    plain = {row["commit"]: row["step_ms"] for row in found if row["mode"] == "ours+adamw"}
+    rows = {row["mode"]: row for row in found}
     rows = {mode: row for mode, row in rows.items() if not any(word in mode for word in UNLIKE)}
     B, T = map(int, batch.split("x"))
     for text, row in rows.items():
@@ -378,6 +383,14 @@ def test_peaks_are_what_was_measured(size):
         blocks = len(model.layers)
         moments = host_blocks(blocks, mode.blocks("moments", blocks), model.offloaded)
         where = {"offloaded": model.offloaded, "host_moments": moments, "in_backward": "inbackward" in mode}
-        peak = training_memory(model, B * T).peak(model.checkpointing, **where)
-        assert peak / 2**30 == pytest.approx(row["peak_gib"], rel=0.02), text
+        memory = training_memory(model, B * T)
+        assert memory.peak(model.checkpointing, **where) / 2**30 == pytest.approx(row["peak_gib"], rel=0.02), text
+        if text.startswith("ours+adamw+"):
+            policies = model.checkpointing if isinstance(model.checkpointing, list) else [model.checkpointing] * blocks
+            times = plan._count(model, memory, B * T, T, 1)
+            recomputed = sum(times.recomputed[policy][index] for index, policy in enumerate(policies))
+            moved = sum(memory.blocks[policies[index]][index].movable for index in model.offloaded)
+            seconds = times.step(recomputed, moved, sum(memory.moments[i] for i in moments), "inbackward" in mode)
+            slower = float(seconds / times.step(0, 0, 0, False))
+            assert slower == pytest.approx(row["step_ms"] / plain[row["commit"]], abs=0.03), text
     assert rows
