@@ -6,7 +6,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from liger_models.kernels.checks import check
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.decoder import Decoder, check_policy
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, Layer, is_replayable, set_policy
-from liger_models.memory.estimate import Saved, TrainingMemory, training_memory
+from liger_models.memory.estimate import TrainingMemory, training_memory
 from liger_models.memory.offload import COMING, offloaded_blocks
 from liger_models.memory.recompute import is_compiled, run_again
 
@@ -302,27 +302,15 @@ def _shares(module: nn.Module, policy: str, share: float) -> Iterator[tuple[nn.M
         yield from _shares(child, policy, share)
 
 
-class _Sum(NamedTuple):
-    """What some blocks take together.
+class _Point(NamedTuple):
+    """A candidate: the sums of the blocks that are not offloaded and of those that are, and the optimizer's part.
 
-    Attributes:
-        kept: bytes that stay on the device.
-        moved: bytes that are offloaded.
-        seconds: of recomputation.
-        counts: kind of block -> number of its blocks with each policy.
+    Sums are rows of numbers: bytes that stay on the device, bytes that are offloaded, seconds of recomputation, and for
+    each kind of block and each policy the number of blocks.
     """
 
-    kept: int
-    moved: int
-    seconds: float
-    counts: dict[int, dict[str, int]]
-
-
-class _Point(NamedTuple):
-    """A candidate: the sums of the blocks that are not offloaded and of those that are, and the optimizer's part."""
-
-    stay: _Sum
-    away: _Sum
+    stay: Tensor
+    away: Tensor
     offload_layers: int
     host_moments: int
     in_backward: bool
@@ -351,7 +339,7 @@ class _Search:
         self.kind_of = [kinds.index(each) for each in described]
         """Block -> number of its kind; blocks of a kind save the same and take the same time."""
         self.first = [self.kind_of.index(kind) for kind in range(len(kinds))]
-        self._sums = functools.cache(self._combined)
+        self._sums, self._freed = functools.cache(self._combined), functools.cache(self._freed_bytes)
 
     def run(self, room: int, host_moments: bool, orders: Sequence[bool]) -> tuple[_Point | None, _Point]:
         """The fastest candidate within ``room`` bytes, None if there is none, and the one with the smallest peak.
@@ -368,17 +356,23 @@ class _Search:
         counts = range(self.blocks + 1) if host_moments and any(memory.moments) else range(1)
         for offload, ceiling, largest in self._cases():
             gone = offloaded_blocks(self.blocks, offload)
+            if best is not None and float(self._bound(gone, ceiling)) >= fastest:
+                continue
             kinds = [Counter(self.kind_of[i] for i in range(self.blocks) if (i in gone) == part) for part in (0, 1)]
             stay, away = (
                 self._sums(part, tuple(sorted(kinds[part].items())), ceiling, largest) for part in (False, True)
             )
-            if not stay or not away:
+            if not len(stay) or not len(away):
                 continue
-            stay = stay[::-1]  # from the one that keeps least
-            kept, _, seconds = _columns(stay)
-            rest, moved, more = _columns(away)
-            moments = [sum(memory.moments[i] for i in host_blocks(self.blocks, count, gone)) for count in counts]
-            freed = torch.tensor(moments)[:, None]
+            stay = stay.flip(0)  # from the one that keeps least
+            kept, _, seconds = stay[:, :3].T.contiguous()
+            within = self.times.step(seconds[-1] + away[:, 2], away[:, 1], 0, False) < fastest
+            if best is not None:
+                away = away[within]
+            if not len(away):
+                continue
+            rest, moved, more = away[:, :3].T
+            freed = self._freed(offload, counts)[:, None]
             base = fixed - freed + memory.staging * (freed > 0)
             fetched = moved.clamp(max=COMING + largest)
             for in_backward in orders:
@@ -413,6 +407,21 @@ class _Search:
         assert least is not None
         return best, least
 
+    def _bound(self, gone: frozenset[int], ceiling: int) -> Tensor:
+        """Seconds that no step takes less than, with these blocks offloaded."""
+        seconds, moved = 0.0, 0
+        for index, policies in enumerate(self.allowed):
+            known = [each for each in policies if self.memory.excess(each, index) <= ceiling]
+            seconds += min((self.times.recomputed[each][index] for each in known), default=0.0)
+            moved += min((self.memory.blocks[each][index].movable for each in known), default=0) * (index in gone)
+        return self.times.step(seconds, moved, 0, False)
+
+    def _freed_bytes(self, offload: int, counts: range) -> Tensor:
+        """Bytes of the moments that live in host memory, for numbers of blocks [N]."""
+        gone = offloaded_blocks(self.blocks, offload)
+        moments = self.memory.moments
+        return torch.tensor([sum(moments[i] for i in host_blocks(self.blocks, count, gone)) for count in counts])
+
     def _cases(self) -> Iterator[tuple[int, int, int]]:
         """Numbers of offloaded blocks, with bounds: of what a block's backward recomputes, and of what is fetched."""
         memory = self.memory
@@ -423,48 +432,39 @@ class _Search:
             for top in largest if offload else largest[:1]:
                 yield offload, ceiling, top
 
-    def _combined(self, away: bool, counts: tuple[tuple[int, int], ...], ceiling: int, largest: int) -> list[_Sum]:
-        """The sums of some blocks, by kind and number, that no other sum beats; from the fastest."""
-        sums = [_Sum(0, 0, 0.0, {})]
+    def _combined(self, away: bool, counts: tuple[tuple[int, int], ...], ceiling: int, largest: int) -> Tensor:
+        """The sums [N, 3 + kinds · 3] of some blocks, by kind and number, that no other beats; from the fastest."""
+        names = len(CHECKPOINTING_POLICIES)
+        sums = torch.zeros(1, 3 + len(self.first) * names, dtype=torch.float64)
         for kind, count in counts:
-            options = self._options(kind, away, ceiling, largest)
-            ways = [_Sum(0, 0, 0.0, {kind: {}})] if options else []
-            for number, (policy, saved, seconds) in enumerate(options):
-                last = number == len(options) - 1
-                ways = [
-                    _Sum(
-                        way.kept + n * (saved.total - saved.movable if away else saved.total),
-                        way.moved + n * saved.movable * away,
-                        way.seconds + n * seconds,
-                        {kind: {**way.counts[kind], policy: n}},
-                    )
-                    for way in ways
-                    for left in [count - sum(way.counts[kind].values())]
-                    for n in ([left] if last else range(left + 1))
-                ]
-            sums = _pareto(
-                _Sum(a.kept + b.kept, a.moved + b.moved, a.seconds + b.seconds, a.counts | b.counts)
-                for a in sums
-                for b in _pareto(ways)
-            )
+            index, options = self.first[kind], []
+            for policy in self.allowed[index]:
+                saved = self.memory.blocks[policy][index]
+                if self.memory.excess(policy, index) <= ceiling and (not away or saved.largest <= largest):
+                    row = torch.zeros_like(sums[0])
+                    moved = saved.movable if away else 0
+                    row[0], row[1] = saved.total - moved, moved
+                    row[2] = self.times.recomputed[policy][index]
+                    row[3 + kind * names + CHECKPOINTING_POLICIES.index(policy)] = 1
+                    options.append(row)
+            if not options:
+                return sums[:0]
+            # All numbers of blocks with each option that add up to the count.
+            numbers = torch.cartesian_prod(*[torch.arange(count + 1)] * len(options)).view(-1, len(options))
+            ways = _pareto(numbers[numbers.sum(1) == count].double() @ torch.stack(options))
+            sums = _pareto((sums[:, None] + ways).flatten(0, 1))
         return sums
-
-    def _options(self, kind: int, away: bool, ceiling: int, largest: int) -> list[tuple[str, Saved, float]]:
-        memory, index, found = self.memory, self.first[kind], []
-        for policy in self.allowed[index]:
-            saved = memory.blocks[policy][index]
-            if memory.excess(policy, index) <= ceiling and (not away or saved.largest <= largest):
-                found.append((policy, saved, self.times.recomputed[policy][index]))
-        return found
 
     def plan(self, point: _Point, budget: int) -> MemoryPlan:
         """The plan of a candidate. The first blocks save least, because the backward frees them last."""
         gone = offloaded_blocks(self.blocks, point.offload_layers)
         policies = [""] * self.blocks
-        for part, found in ((False, point.stay), (True, point.away)):
-            for kind, counts in found.counts.items():
-                order = sorted(counts, key=lambda each: self.memory.blocks[each][self.first[kind]].total)
-                named = (policy for policy in order for _ in range(counts[policy]))
+        for part, row in ((False, point.stay), (True, point.away)):
+            numbers = row[3:].view(-1, len(CHECKPOINTING_POLICIES)).int().tolist()
+            for kind, counts in enumerate(numbers):
+                saved = {each: self.memory.blocks[each][self.first[kind]].total for each in CHECKPOINTING_POLICIES}
+                ordered = sorted(zip(CHECKPOINTING_POLICIES, counts, strict=True), key=lambda each: saved[each[0]])
+                named = (policy for policy, count in ordered for _ in range(count))
                 places = (i for i in range(self.blocks) if self.kind_of[i] == kind and (i in gone) == part)
                 for index, policy in zip(places, named, strict=True):
                     policies[index] = policy
@@ -472,29 +472,21 @@ class _Search:
         options: dict[str, Any] = {"offloaded": gone, "host_moments": moments, "in_backward": point.in_backward}
         parts = self.memory.parts(policies, self.accumulate, **options)
         freed = sum(self.memory.moments[index] for index in moments)
-        seconds = self.times.step(point.stay.seconds + point.away.seconds, point.away.moved, freed, point.in_backward)
+        seconds = self.times.step(point.stay[2] + point.away[2], point.away[1], freed, point.in_backward)
         least = [min(self.times.recomputed[each][i] for each in self.allowed[i]) for i in range(self.blocks)]
         fastest = self.times.step(sum(least), 0, 0, False)
         slower = float(seconds / fastest)
         return MemoryPlan(tuple(policies), point.offload_layers, moments, point.in_backward, parts, budget, slower)
 
 
-def _columns(sums: Sequence[_Sum]) -> tuple[Tensor, Tensor, Tensor]:
-    """Bytes that stay, bytes that are offloaded, and seconds, each [N]."""
-    kept, moved = (torch.tensor([each[place] for each in sums]) for place in (0, 1))
-    return kept, moved, torch.tensor([each.seconds for each in sums], dtype=torch.float64)
-
-
-def _pareto(sums: Iterable[_Sum]) -> list[_Sum]:
+def _pareto(sums: Tensor) -> Tensor:
     """The sums from the fastest on, without those that a faster one beats in bytes."""
-    found: list[_Sum] = []
-    least: _Sum | None = None
-    for each in sorted(sums, key=lambda each: (each.seconds, each.moved, each.kept)):
-        if least is None or each.moved < least.moved or each.kept < least.kept:
-            found.append(each)
-            if least is None or (each.moved, each.kept) < (least.moved, least.kept):
-                least = each
-    return found
+    for column in (0, 1, 2):
+        sums = sums[sums[:, column].sort(stable=True).indices]
+    kept, moved = sums[:, 0], sums[:, 1]
+    least = (moved if bool((moved > 0).any()) else kept).cummin(0).indices[:-1]
+    beaten = (moved[1:] >= moved[least]) & (kept[1:] >= kept[least])
+    return torch.cat([sums[:1], sums[1:][~beaten]])
 
 
 def _measure(

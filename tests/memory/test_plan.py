@@ -164,7 +164,7 @@ def test_what_is_given_is_kept(wide):
     tight = 13 * 10**9
     assert plan_memory(model, 8192, tight, memory=memory).host_moments
     with pytest.raises(
-        ValueError, match=r"at least 15.7\d GB .* peak is 14.5 GB \(weights 3.5, moments 7, gr.* LoRA, 4-bit"
+        ValueError, match=r"at least 15.7\d GB .* peak is 14.5 GB \(weights 3.51, moments 7.01, gr.* LoRA, 4-bit"
     ):
         plan_memory(model, 8192, tight, memory=memory, host_moments=False, in_backward=False)
     assert not plan_memory(model, 8192, 2 * tight, memory=memory, accumulate=4).in_backward
