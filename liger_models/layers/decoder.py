@@ -317,6 +317,19 @@ class Decoder(nn.Module):
         counted = [each for each in self.parameters() if each.requires_grad or not only_trainable]
         return sum(each.numel() for each in counted if each is not excluded)
 
+    def hidden_matrices(self) -> dict[str, nn.Parameter]:
+        """The weights of all linear layers but the head, and the stacked weights of experts, by name."""
+        found = {
+            f"{path}.weight": module.weight
+            for path, module in self.named_modules()
+            if isinstance(module, nn.Linear) and module.weight is not self.lm_head.weight
+        }
+        for path, layer in named_layers(self):
+            if layer.router is not None:
+                stacked = layer.named_parameters(path, recurse=False)
+                found |= {name: each for name, each in stacked if each.dim() == 3}
+        return found
+
     def print_trainable_parameters(self) -> None:
         """Print how many parameters are trainable, of how many."""
         trainable, total = self.num_parameters(only_trainable=True), self.num_parameters()
