@@ -58,7 +58,7 @@ def matrices_of_the_checkpoint(model, tensor):
 
 
 CASES = {"-".join(case): (*case, {}) for case in FIRST_CASES}
-CASES |= {"no nesterov": ("llama", "gqa", {"nesterov": False}), "original": ("llama", "gqa", {"adjust_lr_fn": "original"})}
+CASES |= {str(given): ("llama", "gqa", given) for given in ({"nesterov": False}, {"adjust_lr_fn": "original"})}
 
 
 @pytest.mark.parametrize(("arch", "variant", "options"), CASES.values(), ids=CASES)
@@ -237,7 +237,7 @@ def test_errors():
         LigerMuon(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="must update each parameter by itself, got LigerMuon"):
         step_in_backward(LigerMuon(model))
-    with pytest.raises(ValueError, match="must be trained, got none. Use LigerAdamW for adapters"):
+    with pytest.raises(ValueError, match=r"must be trained, got none\. Use LigerAdamW for adapters"):
         LigerMuon(apply_lora(model, LoRAConfig(r=2)))
 
 

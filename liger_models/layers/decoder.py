@@ -319,16 +319,14 @@ class Decoder(nn.Module):
 
     def hidden_matrices(self) -> dict[str, nn.Parameter]:
         """The weights of all linear layers but the head, and the stacked weights of experts, by name."""
-        found = {
-            f"{path}.weight": module.weight
-            for path, module in self.named_modules()
-            if isinstance(module, nn.Linear) and module.weight is not self.lm_head.weight
+        linear = {f"{path}.weight" for path, each in self.named_modules() if isinstance(each, nn.Linear)}
+        routed = tuple(path for path, layer in named_layers(self) if layer.router is not None)
+        return {
+            name: each
+            for name, each in self.named_parameters()
+            if (name in linear and each is not self.lm_head.weight)
+            or (name.rpartition(".")[0] in routed and each.dim() == 3)
         }
-        for path, layer in named_layers(self):
-            if layer.router is not None:
-                stacked = layer.named_parameters(path, recurse=False)
-                found |= {name: each for name, each in stacked if each.dim() == 3}
-        return found
 
     def print_trainable_parameters(self) -> None:
         """Print how many parameters are trainable, of how many."""

@@ -79,14 +79,12 @@ class Exchange:
             self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
             parts = [[]] * self.ranks
             dist.all_gather_object(parts, mine, group)
-        known: list[tuple[Any, Sequence[Tensor], list[_Candidate]]] = []  # equal layers have equal candidates
+        known: list[tuple[Any, Sequence[Tensor], list[_Candidate]]] = []  # layers that are equal have equal candidates
         found: list[tuple[int, list[_Candidate]]] = []
         for (number, each, rows), held in zip(parameters, zip(*parts, strict=True), strict=True):
-            key = (each.shape, held)
-            for other, other_rows, candidates in known:
-                if other == key and all(map(torch.equal, rows, other_rows)):
-                    break
-            else:
+            key = each.shape, held, [of_some.shape for of_some in rows]
+            candidates = next((c for k, r, c in known if k == key and all(map(torch.equal, r, rows))), None)
+            if candidates is None:
                 candidates = _candidates(each.shape, held, rows, device)
                 known.append((key, rows, candidates))
             found.append((number, candidates))
@@ -94,13 +92,13 @@ class Exchange:
         loads, filled = [0] * self.ranks, [0] * self.ranks
         buckets: dict[int, list[Unit]] = defaultdict(list)
         for number, candidates in found:
-            for each in sorted(candidates, key=lambda each: -each.cost):
-                owner = min(each.owners, key=loads.__getitem__)
-                buckets[filled[owner] // BUCKET].append(
-                    Unit(number, each.shape, owner, each.pieces, _senders(each.pieces, owner))
-                )
-                loads[owner] += each.cost
-                filled[owner] += math.prod(each.shape)
+            for candidate in sorted(candidates, key=lambda each: -each.cost):
+                owner = min(candidate.owners, key=loads.__getitem__)
+                senders = _senders(candidate.pieces, owner)
+                unit = Unit(number, candidate.shape, owner, candidate.pieces, senders)
+                buckets[filled[owner] // BUCKET].append(unit)
+                loads[owner] += candidate.cost
+                filled[owner] += math.prod(candidate.shape)
         self.buckets = [buckets[number] for number in sorted(buckets)]
 
     def run(
@@ -248,27 +246,28 @@ def _candidates(
         numbers[tuple(slice(start, start + size) for start, size in zip(part.offset, part.shape[:-1], strict=False))]
         for part in parts
     ]
+    columns = shape[-1]
     found = []
     for each in rows:
-        # How many rows of each matrix each rank has, and whether with all columns.
-        counts = [torch.isin(each, ids).sum(1) * (part.shape[-1] > 0) for ids, part in zip(held, parts, strict=True)]
-        full = [(count == each.shape[1]) & (part.shape[-1] == shape[-1]) for count, part in zip(counts, parts, strict=True)]
+        # How many rows of each matrix each rank has, and of how many with all columns.
+        some = torch.stack(
+            [torch.isin(each, ids).sum(1) * min(part.shape[-1], 1) for ids, part in zip(held, parts, strict=True)], 1
+        )
+        full = some * torch.tensor([part.shape[-1] == columns for part in parts])
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for matrix, (some, all_) in enumerate(
-            zip(torch.stack(counts, 1).tolist(), torch.stack(full, 1).tolist(), strict=True)
-        ):
-            owners = [rank for rank, whole in enumerate(all_) if whole] or [rank for rank, n in enumerate(some) if n]
-            groups[tuple(owners)].append(matrix)
-        for owners, matrices in groups.items():
+        for matrix, whole in enumerate(full == each.shape[1]):
+            owners = whole if whole.any() else some[matrix]
+            groups[tuple(owners.nonzero().flatten().tolist())].append(matrix)
+        for ranks, matrices in groups.items():
             k, n = len(matrices), each.shape[1]
-            chunks = min(k, max(len(owners), -(-k * n * shape[-1] // BUCKET)))
+            chunks = min(k, max(len(ranks), -(-k * n * columns // BUCKET)))
             for chunk in each[matrices].tensor_split(chunks):
                 pieces = {
                     rank: piece
                     for rank, (ids, part) in enumerate(zip(held, parts, strict=True))
                     if (piece := _piece(chunk.flatten(), ids.flatten(), part, device)) is not None
                 }
-                found.append(_Candidate((len(chunk), n, shape[-1]), owners, pieces))
+                found.append(_Candidate((len(chunk), n, columns), ranks, pieces))
     return found
 
 

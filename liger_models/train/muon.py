@@ -86,7 +86,7 @@ class LigerMuon(LigerAdamW):
     ) -> None:
         if not isinstance(model, Decoder):
             raise TypeError(
-                f"LigerMuon: model must be one of this package, got {type(model).__name__}. Pass the model inside of it."
+                f"LigerMuon: model must be one of this package, got {type(model).__name__}. Pass the model inside it."
             )
         check(0 <= momentum < 1, f"LigerMuon: momentum must be in [0, 1), got {momentum}.")
         check(adamw_lr is None or adamw_lr >= 0, f"LigerMuon: adamw_lr must not be negative, got {adamw_lr}.")
@@ -184,7 +184,7 @@ class LigerMuon(LigerAdamW):
         torch.autograd.graph.increment_version([matrices[number] for number in active if is_sharded(matrices[number])])
 
     def _orthogonal(self, stacks: list[Tensor]) -> list[Tensor]:
-        """The scaled updates of stacks of matrices [k, n, c], with equal ones, or equal transposed ones, in one batch."""
+        """The scaled updates of stacks of matrices [k, n, c]; those of one shape, or its transpose, are one batch."""
         batches: dict[tuple[int, ...], list[int]] = {}
         for place, each in enumerate(stacks):
             batches.setdefault(tuple(sorted(each.shape[1:])), []).append(place)
