@@ -5,13 +5,13 @@ A matrix with the singular values σ gets singular values near 1 and keeps its s
     X = X / max(‖X‖, 1e-7)                          the Frobenius norm, so that σ <= 1
     five times:  A = X Xᵀ,   X = a X + (b A + c A²) X          a, b, c = 3.4445, -4.7750, 2.0315
 
-The coefficients have the steepest slope at 0 instead of a fixed point at 1: σ above about 0.01 end between 0.7 and 1.2.
-A matrix with more rows than columns is transposed first, so that A is the smaller of the two products.
+The coefficients have a steep slope at 0 instead of a fixed point at 1: σ above 0.002 end between 0.68 and 1.21. A
+matrix with more rows than columns is transposed first, so that A is the smaller of the two products.
 
 A and b A + c A² are symmetric. `symmetric_product` computes their tiles on and below the diagonal, and stores each of
 them twice. Products accumulate in fp32 and are rounded to the matrices' dtype.
 
-Source: https://kellerjordan.github.io/posts/muon; the kernel's idea: https://arxiv.org/abs/2507.11005.
+Source: https://kellerjordan.github.io/posts/muon; halves of the products: https://github.com/nil0x9/flash-muon.
 """
 
 from collections.abc import Callable

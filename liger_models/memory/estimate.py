@@ -27,7 +27,7 @@ class TrainingMemory(NamedTuple):
     Attributes:
         weights: the parameters.
         gradients: the gradients of all trained parameters.
-        optimizer: the two moments of AdamW, with their scales if they have 8 bits.
+        optimizer: the two moments of AdamW, with their scales if they have 8 bits, or the momentum of Muon.
         activations: policy of `Decoder.set_checkpointing` -> activations that the blocks save for the backward.
         head: the gradient of the head, if it is trained, and the logits of one chunk, which exist before the backward
             of the blocks.
@@ -52,9 +52,14 @@ class TrainingMemory(NamedTuple):
 
 
 def training_memory(
-    model: Decoder, tokens: int, dtype: torch.dtype = torch.bfloat16, *, moments_8bit: bool = False
+    model: Decoder,
+    tokens: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    moments_8bit: bool = False,
+    muon: bool = False,
 ) -> TrainingMemory:
-    """Estimate a training step on one GPU: AdamW, weights, gradients and moments in one dtype, no sharding.
+    """Estimate a training step on one GPU: AdamW or Muon, weights, gradients and moments in one dtype, no sharding.
 
     Every block runs once per policy on tensors that have shapes but no values, and the estimate sums what autograd then
     holds. User-defined blocks and layers are therefore counted correctly; blocks that are equal run once. Frozen
@@ -67,13 +72,20 @@ def training_memory(
         tokens: B · T.
         dtype: dtype of weights, gradients, moments and activations.
         moments_8bit: the moments are those of ``LigerAdamW(state_dtype=torch.int8)``.
+        muon: the optimizer is `LigerMuon`, with one momentum for each matrix. What it gathers and computes during the
+            step, when no activation exists, is not counted.
 
     Raises:
-        ValueError: a block cannot run on tensors without values, or the model is distributed.
+        ValueError: a block cannot run on tensors without values, the model is distributed, or ``moments_8bit`` is given
+            with ``muon``.
     """
     check(
         model.groups.sharded is None and not any(hasattr(each, "full_tensor") for each in model.parameters()),
         "training_memory: model must not be distributed, got a sharded one. Build another one on the meta device.",
+    )
+    check(
+        not (moments_8bit and muon),
+        "training_memory: moments_8bit are AdamW's, got muon with them. Leave one of them out.",
     )
     size, adapters = dtype.itemsize, _adapter_parameters(model)
     sizes = {each: each.numel() * (each.itemsize if each in adapters else size) for each in model.parameters()}
@@ -83,6 +95,8 @@ def training_memory(
         shapes = [each.shape for each in sizes if each.requires_grad]
         kinds = [torch.int8 if has_blocks(shape) else torch.float32 for shape in shapes]
         optimizer = sum(sum(moment_bytes(*each)) for each in zip(shapes, kinds, strict=True))
+    if muon:
+        optimizer -= sum(sizes[each] for each in model.hidden_matrices().values() if each.requires_grad)
     matrix = model.lm_head.weight
     logits = chunk_rows(tokens, len(matrix), size, None) * len(matrix) * size
     head = matrix.requires_grad * matrix.numel() * size + logits

@@ -42,6 +42,7 @@ from liger_models.parallel.step import clip_grad_norm_, mean_over_ranks
 from liger_models.parallel.tensor import apply_tp
 from liger_models.train.metrics import Log, flops
 from liger_models.train.modelscope import PREFIX, fetch
+from liger_models.train.muon import LigerMuon
 from liger_models.train.objective_options import ObjectiveOptions, make_objective
 from liger_models.train.objectives import Metrics, Objective, add_metrics, mean_metrics
 from liger_models.train.optimizer import LigerAdamW
@@ -59,6 +60,7 @@ LEAST |= dict.fromkeys(("log_every", "eval_every", "save_every"), 1)
 DTYPES = dict.fromkeys(("dtype", "export_dtype"), (torch.float32, torch.bfloat16, torch.float16))
 """The allowed dtypes of options."""
 KNOWN = {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES, "broken_media": BROKEN_MEDIA}
+KNOWN |= {"optimizer": ("adamw", "muon")}
 TRACKERS = ("tensorboard", "wandb")
 """The allowed values of options."""
 
@@ -101,6 +103,12 @@ class TrainOptions(ObjectiveOptions):
     warmup: float = option(default=0.03, metadata={"help": "fraction of the steps in which the learning rate rises"})
     min_lr: float = option(default=0.1, metadata={"help": "fraction of lr at which the cosine ends"})
     weight_decay: float = option(default=0.1, metadata={"help": "weight decay of matrices; vectors have none"})
+    optimizer: str = option(
+        default="adamw", metadata={"help": "adamw, or muon: Muon for the weights of linear layers, AdamW for the rest"}
+    )
+    muon_lr: float | None = option(
+        default=None, metadata={"help": "highest learning rate of what Muon trains; default: lr"}
+    )
     max_norm: float = option(default=1.0, metadata={"help": "norm to which the gradients are clipped"})
     dtype: str = option(
         default="float32",
@@ -163,12 +171,12 @@ class TrainOptions(ObjectiveOptions):
             f"TrainOptions: data_shares must be {len(self.data)} positive numbers, one for each of data, got "
             f"{self.data_shares}.",
         )
-        for name in ("epochs", "lr", "max_norm", "lora_plus_ratio"):
+        for name in ("epochs", "lr", "muon_lr", "max_norm", "lora_plus_ratio"):
             value = getattr(self, name)
             check(value is None or value > 0, f"TrainOptions: {name} must be more than 0, got {value}.")
-        for name in ("epochs", "lr", "weight_decay"):
+        for name in ("epochs", "lr", "muon_lr", "weight_decay"):
             value = getattr(self, name)
-            check(value < math.inf, f"TrainOptions: {name} must be finite, got {value}.")
+            check(value is None or value < math.inf, f"TrainOptions: {name} must be finite, got {value}.")
         for name, known in KNOWN.items():
             value = getattr(self, name)
             check(
@@ -184,6 +192,16 @@ class TrainOptions(ObjectiveOptions):
         for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_tower", "lora_plus_ratio", "lora_4bit"):
             value = getattr(self, name)
             check(self.lora_r > 0 or not value, f"TrainOptions: {name} needs lora_r, got {value} and {self.lora_r}.")
+        muon = self.optimizer == "muon"
+        check(
+            muon or self.muon_lr is None,
+            f"TrainOptions: muon_lr needs optimizer muon, got {self.muon_lr} and {self.optimizer}.",
+        )
+        check(
+            not muon or (self.lora_r == 0 and not self.moments_8bit),
+            "TrainOptions: optimizer muon goes neither with adapters, which are AdamW's, nor with moments_8bit, got "
+            f"lora_r={self.lora_r} and moments_8bit={self.moments_8bit}. Use adamw.",
+        )
         check(
             self.tensor_parallel == 1 or (self.context_parallel == 1 and self.lora_r == 0),
             "TrainOptions: tensor_parallel goes neither with context_parallel nor with adapters, got "
@@ -278,11 +296,8 @@ def train(options: TrainOptions) -> None:
     steps = options.steps or math.ceil(epoch_steps)
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = parameter_groups(model, options)
-    optimizer = LigerAdamW(
-        groups, lr=options.lr, betas=(0.9, 0.95), stochastic_rounding=options.dtype == "bfloat16",
-        state_dtype=torch.int8 if options.moments_8bit else None,
-    )  # fmt: skip
+    optimizer = make_optimizer(model, options)
+    groups = [{name: group[name] for name in ("lr", "weight_decay")} for group in optimizer.param_groups]
 
     def share(step: int) -> float:
         return cosine(step, max(1, round(options.warmup * steps)), steps, options.min_lr)
@@ -310,7 +325,8 @@ def train(options: TrainOptions) -> None:
     memory = None
     if objective.shares_rows and device.type != "cpu" and options.tensor_parallel == 1 and model.visual is None:
         tokens = options.batch_size * options.length // options.sharing
-        estimated = estimate(model, tokens, four_bit=options.lora_4bit, moments_8bit=options.moments_8bit)
+        kinds = {"four_bit": options.lora_4bit, "moments_8bit": options.moments_8bit}
+        estimated = estimate(model, tokens, muon=options.optimizer == "muon", **kinds)
         memory = estimated.peak(options.checkpointing, options.accumulate)
     size = {"rows": options.batch_size, "length": options.length, "accumulate": options.accumulate, "ranks": ranks}
     size |= {"sharing": options.sharing, "start": start, "steps": steps}
@@ -467,6 +483,18 @@ def freeze_images(model: CausalLM) -> None:
     unreached = [layer for layer in layers_of(model.layers) if layer.needs_images]
     for module in [*unreached, *([] if model.visual is None else [model.visual])]:
         module.requires_grad_(False)
+
+
+def make_optimizer(model: CausalLM, options: TrainOptions) -> LigerAdamW:
+    """The optimizer that ``options`` name, with the trained parameters in groups."""
+    rounding = options.dtype == "bfloat16"
+    if options.optimizer == "muon":
+        lr = options.lr if options.muon_lr is None else options.muon_lr
+        return LigerMuon(model, lr, options.weight_decay, adamw_lr=options.lr, stochastic_rounding=rounding)
+    return LigerAdamW(
+        parameter_groups(model, options), lr=options.lr, betas=(0.9, 0.95), stochastic_rounding=rounding,
+        state_dtype=torch.int8 if options.moments_8bit else None,
+    )  # fmt: skip
 
 
 def parameter_groups(model: CausalLM, options: TrainOptions) -> list[dict[str, Any]]:

@@ -166,7 +166,7 @@ class StepMemory(NamedTuple):
     Attributes:
         weights: parameters.
         trained: gradients of the trained parameters.
-        moments: AdamW's two moments.
+        moments: AdamW's two moments, or Muon's momentum.
         temporary: weights that exist twice during the computation: gathered, or dequantised.
         step: what blocks and head save and compute.
     """
@@ -187,18 +187,21 @@ class StepMemory(NamedTuple):
         return self.weights + self.moments + self.temporary + with_gradients
 
 
-def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False, moments_8bit: bool = False) -> StepMemory:
+def estimate(
+    model: CausalLM, tokens: int, *, four_bit: bool = False, moments_8bit: bool = False, muon: bool = False
+) -> StepMemory:
     """Estimate a step's memory on this rank's device, for a model that FSDP shards.
 
-    This rank's parameters, gradients and AdamW's moments are counted as they are. Activations, the head, and what FSDP
-    gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation. A model with 4-bit
-    weights is not sharded: instead of what is gathered, two weights that a product dequantises are counted.
+    This rank's parameters, gradients and the optimizer's moments are counted as they are. Activations, the head, and
+    what FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation. A model with
+    4-bit weights is not sharded: instead of what is gathered, two weights that a product dequantises are counted.
 
     Args:
         model: as it is trained; not sharded by `apply_tp`. It may be on the meta device.
         tokens: tokens of a batch on this rank.
         four_bit: count the weights under the adapters in 4 bits, as after `quantize_base`.
         moments_8bit: count the moments in 8 bits, as ``LigerAdamW(state_dtype=torch.int8)`` has them.
+        muon: count what `LigerMuon` holds: one momentum for each matrix.
     """
     empty, adapters = model, adapter_config(model)
     if model.device.type != "meta":
@@ -218,7 +221,11 @@ def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False, moments_8b
     with_moments = [each for each in model.parameters() if each.requires_grad]
     trained = sum(local(each).nbytes for each in with_moments)
     kind = torch.int8 if moments_8bit else None
-    moments = sum(sum(moment_bytes(local(each).shape, moment_dtype(each, kind))) for each in with_moments)
+    matrices = {*model.hidden_matrices().values()} if muon else set()
+    moments = sum(
+        local(each).nbytes if each in matrices else sum(moment_bytes(local(each).shape, moment_dtype(each, kind)))
+        for each in with_moments
+    )
     if four_bit:
         temporary = 4 * max(each.numel() for each in base)
     else:
