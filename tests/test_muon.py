@@ -247,3 +247,26 @@ def test_adapters_beside_trained_weights_are_adamws():
     optimizer = LigerMuon(model)
     assert optimizer.param_groups[0]["params"] == [weight]
     assert len(optimizer.param_groups[1]["params"]) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(dtype):
+    """As on the CPU, up to products in bf16; the host waits for nothing after the first step."""
+    models = [small_model(hidden_size=128, intermediate_size=300).to(dtype).to(device) for device in ("cpu", "cuda")]
+    before = [p.detach().double() for p in models[0].parameters()]
+    optimizers = [LigerMuon(model, lr=0.02, state_dtype=torch.float32) for model in models]
+    for step in range(3):
+        give_gradients(models[0], step)
+        for param, other in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            param.grad = other.grad.cuda()
+        optimizers[0].step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            optimizers[1].step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for start, (a, b) in zip(before, zip(*(model.parameters() for model in models), strict=True), strict=True):
+        moved, expected = b.detach().cpu().double() - start, a.detach().double() - start
+        assert (moved - expected).norm() < 0.05 * expected.norm()

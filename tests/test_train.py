@@ -335,6 +335,10 @@ def test_two_ranks_train_with_muon_and_go_on(folder, two):  # noqa: F811
     assert log(folder / "muon-again") == log(folder / "muon")
     assert files(folder / "muon-again") == files(folder / "muon")
 
+    stopped_in_the_middle(folder, "muon", "muon-other")
+    with pytest.raises(pytest.fail.Exception, match="Use another folder for another optimizer"):
+        two(partial(train_adapters, lora_r=0), folder, "muon-other")
+
     train_adapters(folder, "muon-alone", **{**options, "batch_size": 4})
     alone, losses = ([line["loss"] for line in log(folder / each)] for each in ("muon-alone", "muon"))
     torch.testing.assert_close(alone, losses, rtol=1e-3, atol=0)  # both compute in bf16

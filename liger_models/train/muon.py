@@ -138,7 +138,7 @@ class LigerMuon(LigerAdamW):
         if self._shared is None:
             self._shared = SharedMatrices(matrices, [*self._rows.values()])
         options = {param: (self.param_groups[number], stream) for number, param, stream in every}
-        active = [number for number, param in enumerate(matrices) if param in options and param.grad is not None]
+        active = {number for number, param in enumerate(matrices) if param in options and param.grad is not None}
         steps = []
         for number in active:
             state = self.state[matrices[number]]

@@ -38,8 +38,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 def build(case: dict[str, Any], *, sharded: bool) -> Any:
     model = mixture() if case.get("experts") else tiny(**case.get("config", {}))
+    device = case.get("device", "cpu")
+    model.to(device)
     if sharded:
-        mesh = init_device_mesh("cpu", case["shape"], mesh_dim_names=case.get("names"))
+        mesh = init_device_mesh(device, case["shape"], mesh_dim_names=case.get("names"))
         if "tp" in case.get("names", ()):
             apply_tp(model, mesh)
         if "ep" in case.get("names", ()):
@@ -53,7 +55,7 @@ def give_gradients(model: Any, step: int) -> None:
     """The same to one process and, in shards, to several."""
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
-        gradient = torch.randn(parameter.shape, generator=generator)
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.device)
         if isinstance(parameter, DTensor):
             for dim, (start, size) in enumerate(zip(*Part.of(parameter), strict=True)):
                 gradient = gradient.narrow(dim, start, size)
@@ -115,6 +117,22 @@ def test_as_one_process(four, case):
     assert sum(k for each in stacks for k, *_ in each) == sum(k for k, *_ in every)
     assert sum(map(cost, stacks)) == cost(every)
     assert max(map(cost, stacks)) < 1.3 * cost(every) / 4
+
+
+def compare(device: str) -> float:
+    """The largest relative difference of what two ranks and one get."""
+    case = {"shape": (2,), "device": device, "config": UNEVEN}
+    got, expected = (run(case, sharded=sharded)[0] for sharded in (True, False))
+    return max(((got[name] - each).norm() / each.norm()).item() for name, each in expected.items())
+
+
+@pytest.mark.gpu
+def test_two_gpus(two_gpus):
+    assert max(two_gpus(compare, "cuda")) < 1e-2  # products in bf16
+
+
+def test_what_the_gpus_are_to_run(two):
+    assert max(two(compare, "cpu")) < 1e-5
 
 
 def go_on(case: dict[str, Any], folder: Path, *, sharded: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
