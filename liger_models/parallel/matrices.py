@@ -112,12 +112,11 @@ class Exchange:
         buckets = [[unit for unit in bucket if unit.parameter in active] for bucket in self.buckets]
         left = Counter(unit.parameter for bucket in buckets for unit in bucket)
         shards: dict[int, Tensor] = {}
-        for bucket in buckets:
+        for bucket in filter(None, buckets):
             for number in dict.fromkeys(unit.parameter for unit in bucket):
                 if number not in shards:
                     shards[number] = read(number)
-            results = compute(self._gather(bucket, shards)) if bucket else []
-            self._scatter(bucket, results, shards)
+            self._scatter(bucket, compute(self._gather(bucket, shards)), shards)
             for unit in bucket:
                 left[unit.parameter] -= 1
                 if not left[unit.parameter]:
@@ -130,13 +129,11 @@ class Exchange:
             if self.rank in unit.senders:
                 sent[unit.owner].append(shards[unit.parameter][unit.pieces[self.rank].local].flatten())
         owned = [unit for unit in bucket if unit.owner == self.rank]
-        received = self._exchange(
-            sent, [(rank, unit.pieces[rank].size) for unit in owned for rank in unit.senders], shards
-        )
+        received = self._send(sent, [(rank, unit.pieces[rank].size) for unit in owned for rank in unit.senders], shards)
         wholes = []
         for unit in owned:
             k, n, c = unit.shape
-            whole = next(iter(shards.values())).new_empty(k * n, c)
+            whole = shards[unit.parameter].new_empty(k * n, c)
             for rank in unit.senders:
                 piece = unit.pieces[rank]
                 whole[piece.place, piece.columns] = received[rank].pop(0).view(piece.shape)
@@ -150,26 +147,25 @@ class Exchange:
             for rank, piece in unit.pieces.items():
                 sent[rank].append(result.flatten(0, 1)[piece.place, piece.columns].flatten())
         held = [(unit, unit.pieces[self.rank]) for unit in bucket if self.rank in unit.pieces]
-        received = self._exchange(sent, [(unit.owner, piece.size) for unit, piece in held], shards)
+        received = self._send(sent, [(unit.owner, piece.size) for unit, piece in held], shards)
         for unit, piece in held:
             shards[unit.parameter][piece.local] = received[unit.owner].pop(0).view(piece.shape)
 
-    def _exchange(
+    def _send(
         self, sent: list[list[Tensor]], expected: list[tuple[int, int]], shards: dict[int, Tensor]
     ) -> list[list[Tensor]]:
         """What each rank has sent to this one, from what this one sends to each; ``expected``: rank and elements."""
-        if self.group is None or not shards:
+        if self.group is None:
             return sent
         sizes: list[list[int]] = [[] for _ in range(self.ranks)]
         for rank, size in expected:
             sizes[rank].append(size)
-        like = next(iter(shards.values()))
+        totals, like = [sum(each) for each in sizes], next(iter(shards.values()))
         out = torch.cat([like.new_empty(0), *(each for part in sent for each in part)])
+        received = like.new_empty(sum(totals))
         counts = [sum(map(torch.numel, part)) for part in sent]
-        received = like.new_empty(sum(map(sum, sizes)))
-        dist.all_to_all_single(received, out, [sum(each) for each in sizes], counts, group=self.group)
-        parts = received.split([sum(each) for each in sizes])
-        return [list(part.split(each)) if each else [] for part, each in zip(parts, sizes, strict=True)]
+        dist.all_to_all_single(received, out, totals, counts, group=self.group)
+        return [[*part.split(each)] if each else [] for part, each in zip(received.split(totals), sizes, strict=True)]
 
 
 class SharedMatrices:
