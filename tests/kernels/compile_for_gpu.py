@@ -180,7 +180,12 @@ def run_experts(X: int, K: int, F: int) -> None:
         weights, experts = route(logits, K, normalize=True)
         experts = torch.arange(5 * K).view(5, K) % X  # what the kernel would have written
         route(logits, K, normalize=True, given=experts.short())
-        differentiate(moe_mlp(x, weights, experts, draw(X, 2 * F, 256), draw(X, 256, F), *biases, act=act, limit=7.0))
+        matrices = draw(X, 2 * F, 256), draw(X, 256, F)
+        differentiate(moe_mlp(x, weights, experts, *matrices, *biases, act=act, limit=7.0))
+        pairs = {"gate_up_low_rank": (draw(X, 16, 256), draw(X, 2 * F, 16))}
+        pairs["down_low_rank"] = draw(X, 16, F), draw(X, 256, 16)
+        frozen = (each.detach() for each in matrices)
+        differentiate(moe_mlp(x, weights, experts, *frozen, *biases, **pairs, act=act, limit=7.0))
 
 
 def run_sinks() -> None:
