@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from liger_models.adapters.lora_layers import adapted_layers
+from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.checks import check
 
@@ -39,7 +39,7 @@ def quantize_base(model: Model, device: torch.device | str | None = None) -> Mod
         raise ImportError(
             "quantize_base: torchao must be installed, got none. Run: pip install 'liger_models[lora]'"
         ) from error
-    layers = [layer for path, layer in adapted_layers(model).items() if path != "lm_head"]
+    layers = quantised_layers(model)
     check(bool(layers), f"quantize_base: {type(model).__name__} must have adapters, got none. Call apply_lora first.")
     for layer in layers:
         check(not layer.is_nf4, "quantize_base: weights must not be in 4 bits yet, got some that are. Call it once.")
@@ -52,6 +52,12 @@ def quantize_base(model: Model, device: torch.device | str | None = None) -> Mod
         layer.weight = nn.Parameter(values, requires_grad=False)
         layer.fuses = False
     return model if device is None else model.to(device)
+
+
+def quantised_layers(model: nn.Module) -> list[LoRALinear]:
+    """The layers whose weights `quantize_base` stores in 4 bits."""
+    found = adapted_layers(model).items()
+    return [layer for path, layer in found if path != "lm_head" and isinstance(layer, LoRALinear)]
 
 
 def nf4_bytes(count: int) -> int:

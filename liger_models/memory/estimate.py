@@ -116,8 +116,7 @@ def training_memory(
 
 def _adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters of adapters, which keep their dtype whatever that of the model is."""
-    adapted = (layer for layer in layers_of(model) if layer.has_adapters)
-    return {each for layer in adapted for child in layer.children() for each in child.parameters()}
+    return {each for layer in layers_of(model) if layer.adapted for each in layer.get_submodule("lora").parameters()}
 
 
 class _Allocations(TorchDispatchMode):

@@ -12,8 +12,8 @@ import torch
 from huggingface_hub.utils.tqdm import tqdm
 
 from liger_models.adapters.lora import apply_lora
-from liger_models.adapters.lora_layers import adapted_layers, adapter_config
-from liger_models.adapters.nf4 import nf4_bytes
+from liger_models.adapters.lora_layers import adapter_config
+from liger_models.adapters.nf4 import nf4_bytes, quantised_layers
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
 from liger_models.generation.options import resolve
@@ -208,7 +208,7 @@ def estimate(
         empty = AutoLigerModel.from_config(model.config, device="meta", kernels=model.kernels)
         if adapters is not None:
             apply_lora(empty, adapters)
-    in_4_bits = [layer for path, layer in adapted_layers(empty).items() if path != "lm_head"] if four_bit else []
+    in_4_bits = quantised_layers(empty) if four_bit else []
     for layer in in_4_bits:
         layer.fuses = False
     try:
@@ -216,7 +216,7 @@ def estimate(
     finally:
         for layer in in_4_bits:
             layer.fuses = True
-    base = {layer.weight for path, layer in adapted_layers(model).items() if path != "lm_head"} if four_bit else set()
+    base = {layer.weight for layer in quantised_layers(model)} if four_bit else set()
     weights = sum(nf4_bytes(each.numel()) if each in base else local(each).nbytes for each in model.parameters())
     with_moments = [each for each in model.parameters() if each.requires_grad]
     trained = sum(local(each).nbytes for each in with_moments)

@@ -184,8 +184,8 @@ def run_experts(X: int, K: int, F: int) -> None:
         differentiate(moe_mlp(x, weights, experts, *matrices, *biases, act=act, limit=7.0))
         pairs = {"gate_up_low_rank": (draw(X, 16, 256), draw(X, 2 * F, 16))}
         pairs["down_low_rank"] = draw(X, 16, F), draw(X, 256, 16)
-        frozen = (each.detach() for each in matrices)
-        differentiate(moe_mlp(x, weights, experts, *frozen, *biases, **pairs, act=act, limit=7.0))
+        frozen = weights.detach(), experts, *(each.detach() for each in matrices)
+        differentiate(moe_mlp(x, *frozen, *biases, **pairs, act=act, limit=7.0))
 
 
 def run_sinks() -> None:

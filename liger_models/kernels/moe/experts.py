@@ -21,8 +21,8 @@ the gradient dy is copied unweighted, and one kernel over u and g does all other
     dbd_e = Σ_nk w_nk · dy_n,   dbgu_e = Σ_j du_j         over the copies that go to e
     dx_n = Σ_k Wgu_eᵀ · du_slot[n,k]      grouped product, then unpermute without weights
 
-Each matrix W_e may have a low-rank term, W_e + B_e · A_e. The sum is never formed: A and B are grouped products of their
-own, and A_e · r_j is recomputed in the backward::
+Each matrix W_e may have a low-rank term, W_e + B_e · A_e. The sum is never formed: A and B have grouped products of
+their own, and the backward recomputes A_e · r_j::
 
     dB_e = Σ_j du_j ⊗ (A_e · r_j),   dA_e = Σ_j (B_eᵀ · du_j) ⊗ r_j     gate and up
     dB_e = Σ_j d_j ⊗ (A_e · p_j),    dA_e = Σ_j (B_eᵀ · d_j) ⊗ p_j      down
