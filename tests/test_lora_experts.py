@@ -19,7 +19,7 @@ from liger_models.adapters import (
     without_adapters,
 )
 from liger_models.adapters.lora import language_targets
-from liger_models.adapters.lora_layers import LoRAExperts, adapted_layers
+from liger_models.adapters.lora_layers import EXPERTS, LoRAExperts, adapted_layers
 from liger_models.convert import get_hf_state_dict
 from liger_models.generation.loop import generate
 from liger_models.generation.rollouts import rollout
@@ -30,14 +30,24 @@ from liger_models.memory.estimate import training_memory
 
 from .arch.families import LIMIT, error, hf_model, load, make_folder, tiny, tokens
 from .memory.test_estimate import measured_bytes, saved_bytes
-from .test_lora import IDS, MIXTURE, assert_equal_to_peft, gradients, llama, peft, root, stir, under_peft_names, with_image
+from .test_lora import (
+    IDS,
+    MIXTURE,
+    assert_equal_to_peft,
+    gradients,
+    llama,
+    peft,
+    root,
+    stir,
+    under_peft_names,
+    with_image,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # PEFT and transformers
 ]
 __all__ = ["root"]
 
-BOTH = ("experts.gate_up_proj", "experts.down_proj")
 # PEFT takes targets such as "down_proj" for experts in some mixtures, so linear layers are named by a pattern here.
 ATTENTION = r".*attn\.\w*proj\w*"
 MIXTURES = [
@@ -54,7 +64,7 @@ def mixture(hf=MIXTURE, config: LoRAConfig | None = None, **options):
 
 
 def experts(**config) -> LoRAConfig:
-    return LoRAConfig(**{"r": 4, "target_modules": ["q_proj"], "target_parameters": BOTH, **config})
+    return LoRAConfig(**{"r": 4, "target_modules": ["q_proj"], "target_parameters": EXPERTS, **config})
 
 
 def values(parameter):
@@ -77,7 +87,7 @@ def test_every_mixture_is_peft_on_transformers(arch, variant, root, tmp_path):
     assert all(tensor.equal(want[name]) for name, tensor in under_peft_names(again, values).items())
 
 
-@pytest.mark.parametrize("parameters", [BOTH, BOTH[:1], BOTH[1:]], ids=str)
+@pytest.mark.parametrize("parameters", [EXPERTS, EXPERTS[:1], EXPERTS[1:]], ids=str)
 @pytest.mark.parametrize("arch", ["mixtral", "gpt_oss"])
 def test_files_of_peft_come_back_bit_for_bit(arch, parameters, root, tmp_path):
     """Experts alone, one of their matrices or both; transformers has those of GPT-OSS transposed."""
@@ -279,7 +289,7 @@ def test_some_layers_are_named_in_full_in_the_file(tmp_path):
             {"target_parameters": ["mlp.gate.weight"]},
             r"must name parameters of routed experts \(experts.down_proj, exp",
         ),
-        ({"target_parameters": BOTH, "use_dora": True}, "routed experts must have adapters without DoRA"),
+        ({"target_parameters": EXPERTS, "use_dora": True}, "routed experts must have adapters without DoRA"),
         ({"target_parameters": "experts.down_proj"}, "target_parameters must be a list of names"),
         (
             {"target_modules": ["down_proj"]},

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+"""``target_parameters`` for all routed experts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
     """Which matrices have adapters, and of which kind. Names and defaults are PEFT's, except for ``target_modules``.

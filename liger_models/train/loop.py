@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from liger_models.adapters.lora import apply_lora, language_targets
-from liger_models.adapters.lora_layers import LoRAConfig
+from liger_models.adapters.lora_layers import EXPERTS, LoRAConfig
 from liger_models.adapters.nf4 import quantize_base
 from liger_models.adapters.peft_files import save_adapter
 from liger_models.arch.auto import load_by_name
@@ -130,6 +130,7 @@ class TrainOptions(ObjectiveOptions):
         default=None, metadata={"help": "LoRA+: learning rate of B divided by that of A, such as 16; default: 1"}
     )
     lora_tower: bool = option(default=False, metadata={"help": "adapt the vision tower, too"})
+    lora_experts: bool = option(default=False, metadata={"help": "adapt the routed experts, too"})
     lora_4bit: bool = option(default=False, metadata={"help": "4-bit weights under the adapters; on one device only"})
     tensor_parallel: int = option(default=1, metadata={"help": "GPUs that share the layers, and the batch"})
     context_parallel: int = option(default=1, metadata={"help": "GPUs that share the tokens of a row, and the batch"})
@@ -189,8 +190,8 @@ class TrainOptions(ObjectiveOptions):
         for name in ("warmup", "min_lr", "lora_dropout"):
             value = getattr(self, name)
             check(0 <= value <= 1, f"TrainOptions: {name} must be a share from 0 to 1, got {value}.")
-        for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_tower", "lora_plus_ratio", "lora_4bit"):
-            value = getattr(self, name)
+        for name in TrainOptions.__dataclass_fields__:
+            value = name.startswith("lora_") and getattr(self, name)
             check(self.lora_r > 0 or not value, f"TrainOptions: {name} needs lora_r, got {value} and {self.lora_r}.")
         muon = self.optimizer == "muon"
         check(
@@ -444,6 +445,8 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, co
         if model.visual is not None and not options.lora_tower:
             targets = language_targets(model, targets)
         sizes: dict[str, Any] = {"r": options.lora_r, "lora_alpha": alpha, "lora_dropout": options.lora_dropout}
+        if options.lora_experts:
+            sizes["target_parameters"] = EXPERTS
         return apply_lora(model, LoRAConfig(target_modules=targets, **sizes))
 
     if not options.lora_4bit:
