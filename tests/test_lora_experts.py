@@ -6,11 +6,14 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
 
 from liger_models import AutoLigerModel
 from liger_models.adapters import (
     LoRAConfig,
+    adapter_config,
     apply_lora,
     load_adapter,
     merge_lora,
@@ -27,9 +30,11 @@ from liger_models.kernels import dispatch
 from liger_models.kernels.collectives import Group
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, routed_layers
 from liger_models.memory.estimate import training_memory
+from liger_models.train.loop import TrainOptions, load_model
 
 from .arch.families import LIMIT, error, hf_model, load, make_folder, tiny, tokens
 from .memory.test_estimate import measured_bytes, saved_bytes
+from .runs import no_group_is_left
 from .test_lora import (
     IDS,
     MIXTURE,
@@ -46,7 +51,7 @@ from .test_lora import (
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # PEFT and transformers
 ]
-__all__ = ["root"]
+__all__ = ["no_group_is_left", "root"]
 
 # PEFT takes targets such as "down_proj" for experts in some mixtures, so linear layers are named by a pattern here.
 ATTENTION = r".*attn\.\w*proj\w*"
@@ -315,6 +320,19 @@ def test_files_that_do_not_fit(tmp_path):
     assert model(IDS).logits.equal(logits)
     with pytest.raises(ValueError, match=r"must name parameters of routed experts \(none here\)"):
         load_adapter(llama(), tmp_path)
+
+
+def test_the_training_command_adapts_experts(tmp_path, no_group_is_left):
+    mixture().save_pretrained(tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "shared"))
+    given = {"model": str(tmp_path), "data": ["x.jsonl"], "output": "o", "lora_targets": ["q_proj"], "lora_r": 2}
+    for wanted in (True, False):
+        model = load_model(TrainOptions(**given, lora_experts=wanted), torch.device("cpu"), mesh, torch.bfloat16)
+        assert all((layer.lora is not None) == wanted for layer in routed_layers(model))
+        assert adapter_config(model).scaling == 2
+    with pytest.raises(ValueError, match="lora_experts needs lora_r"):
+        TrainOptions(**given | {"lora_r": 0, "lora_targets": []}, lora_experts=True)
 
 
 def test_adapters_of_experts_are_not_sharded_by_width():

@@ -19,7 +19,7 @@ NF4_BLOCK = 64
 def quantize_base(model: Model, device: torch.device | str | None = None) -> Model:
     """Store the frozen weights of the blocks' adapted layers in 4 bits (NF4, as in QLoRA), in place. Needs torchao.
 
-    A weight takes about 4.1 bits: 64 weights share a scale of 8 bits. The head is not quantised.
+    A weight takes about 4.1 bits: 64 weights share a scale of 8 bits. The head and routed experts are not quantised.
 
     Args:
         model: with adapters.
@@ -29,7 +29,7 @@ def quantize_base(model: Model, device: torch.device | str | None = None) -> Mod
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: the model has no adapters, or the size of a weight is not a multiple of 64.
+        ValueError: no linear layer of the blocks has adapters, or the size of a weight is not a multiple of 64.
 
     Source: https://arxiv.org/abs/2305.14314.
     """
@@ -40,7 +40,10 @@ def quantize_base(model: Model, device: torch.device | str | None = None) -> Mod
             "quantize_base: torchao must be installed, got none. Run: pip install 'liger_models[lora]'"
         ) from error
     layers = quantised_layers(model)
-    check(bool(layers), f"quantize_base: {type(model).__name__} must have adapters, got none. Call apply_lora first.")
+    check(
+        bool(layers),
+        f"quantize_base: {type(model).__name__} must have adapters on linear layers, got none. Call apply_lora first.",
+    )
     for layer in layers:
         check(not layer.is_nf4, "quantize_base: weights must not be in 4 bits yet, got some that are. Call it once.")
         size = layer.weight.numel()
