@@ -198,7 +198,7 @@ def unmerge_lora(model: Model) -> Model:
             for name, weight in weights.items():
                 device = getattr(moe, name).device
                 setattr(moe, name, nn.Parameter(weight.to(device), requires_grad=False))
-                moe.lora = layer.to(device)
+            moe.lora = layer.to(moe.down_weight.device)
             continue
         plain = model.get_submodule(path)
         assert isinstance(plain, nn.Linear)
@@ -229,9 +229,11 @@ def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Express
     found: dict[str, dict[str, tuple[str, Expression]]] = {}
     for path, layer in named_layers(model):
         if isinstance(layer, LigerMoE):
-            both = {name: entries[f"{path}.{name}"] for name in ("gate_up_weight", "down_weight")}
+            both = {name: entries.get(f"{path}.{name}") for name in ("gate_up_weight", "down_weight")}
             # A map of a user's own may know the experts only one by one; PEFT has no names for their adapters.
-            found[path] = {name: (each.names()[0], each) for name, each in both.items() if len(each.names()) == 1}
+            found[path] = {
+                name: (each.names()[0], each) for name, each in both.items() if each and len(each.names()) == 1
+            }
     return found
 
 
