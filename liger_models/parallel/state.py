@@ -296,8 +296,8 @@ def _flatten(name: str, value: Any) -> dict[str, str]:
         return {name: repr(value)}
     found = {name: type(value).__name__}
     for field in dataclasses.fields(value):
-        # A former version had no target_parameters of adapters.
-        if not field.name.endswith(MAY_DIFFER) and getattr(value, field.name) != ():
+        former = field.name == "target_parameters" and not value.target_parameters  # a former version had none
+        if not former and not field.name.endswith(MAY_DIFFER):
             found |= _flatten(f"{name}.{field.name}", getattr(value, field.name))
     return found
 
