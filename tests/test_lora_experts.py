@@ -30,6 +30,7 @@ from liger_models.kernels import dispatch
 from liger_models.kernels.collectives import Group
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, routed_layers
 from liger_models.memory.estimate import training_memory
+from liger_models.parallel.state import _describe
 from liger_models.train.loop import TrainOptions, load_model
 
 from .arch.families import LIMIT, error, hf_model, load, make_folder, tiny, tokens
@@ -333,6 +334,11 @@ def test_the_training_command_adapts_experts(tmp_path, no_group_is_left):
         assert adapter_config(model).scaling == 2
     with pytest.raises(ValueError, match="lora_experts needs lora_r"):
         TrainOptions(**given | {"lora_r": 0, "lora_targets": []}, lora_experts=True)
+
+
+def test_states_of_adapters_without_experts_are_described_as_before():
+    assert "adapters.target_parameters" not in _describe(mixture(config=LoRAConfig()))
+    assert _describe(mixture(config=experts()))["adapters.target_parameters"] == str(EXPERTS)
 
 
 def test_adapters_of_experts_are_not_sharded_by_width():
