@@ -334,6 +334,30 @@ def test_adapters_beside_4_bits_and_dropout_go_on(folder, two, capfd):  # noqa: 
         two(partial(train_adapters, **options), folder, "nothing")
 
 
+def test_two_ranks_train_with_muon_and_go_on(folder, two):  # noqa: F811
+    options = {"optimizer": "muon", "lora_r": 0, "lr": 1e-3, "muon_lr": 1e-2}
+    two(partial(train_adapters, **options), folder, "muon")
+    stored = FileSystemReader(folder / "muon" / "step-00000006").read_metadata().state_dict_metadata
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    names = {f"optimizer.state.{name}.momentum_buffer" for name in model.hidden_matrices()}
+    assert {key for key in stored if key.endswith("momentum_buffer")} == names
+    assert log(folder / "muon")[0]["lr"] == pytest.approx(1e-2)
+
+    stopped_in_the_middle(folder, "muon", "muon-again")
+    two(partial(train_adapters, **options), folder, "muon-again")
+    assert log(folder / "muon-again") == log(folder / "muon")
+    assert files(folder / "muon-again") == files(folder / "muon")
+
+    stopped_in_the_middle(folder, "muon", "muon-other")
+    with pytest.raises(pytest.fail.Exception, match="Use another folder for another optimizer"):
+        two(partial(train_adapters, lora_r=0), folder, "muon-other")
+
+    train_adapters(folder, "muon-alone", **{**options, "batch_size": 4})
+    alone, losses = ([line["loss"] for line in log(folder / each)] for each in ("muon-alone", "muon"))
+    torch.testing.assert_close(alone, losses, rtol=1e-3, atol=0)  # both compute in bf16
+    assert losses[-1] < losses[0] - 0.1
+
+
 @pytest.mark.parametrize("sharing", [{}, {"tensor_parallel": 2}], ids=["fsdp", "tensor parallel"])
 def test_two_ranks_train_with_moments_of_8_bits_and_go_on(folder, two, sharing):  # noqa: F811
     if not (folder / "wide").exists():
@@ -395,6 +419,11 @@ def test_options_that_cannot_be(capsys):
         ("--lora-targets=q_proj", "lora_targets needs lora_r"),
         ("--context-parallel=3", "length must be a multiple of the 3 GPUs that share a row, got 4096"),
         ("--tensor-parallel=2 --context-parallel=2", "tensor_parallel goes neither with context_parallel nor with"),
+        ("--optimizer=sgd", "optimizer must be one of adamw, muon, got 'sgd'"),
+        ("--muon-lr=0.1", "muon_lr needs optimizer muon, got 0.1 and adamw"),
+        ("--optimizer=muon --muon-lr=0", "muon_lr must be more than 0, got 0"),
+        ("--optimizer=muon --lora-r=4", "optimizer muon goes neither with adapters, which are AdamW's, nor with"),
+        ("--optimizer=muon --moments-8bit", "got lora_r=0 and moments_8bit=True"),
         ("--tensor-parallel=2 --lora-r=4", "tensor_parallel goes neither with context_parallel nor with adapters"),
         ("--tensor-parallel=2 --memory=60GB", "memory is planned for objectives sft and pretrain without tensor_paral"),
         ("--objective=dpo --memory=60GB", "memory is planned for objectives sft and pretrain without tensor_parallel"),
@@ -746,6 +775,7 @@ def test_the_estimate_of_a_run_is_that_of_the_model_and_what_is_gathered(folder)
     found = estimate(model, 512, moments_8bit=True)
     assert found.optimizer == training_memory(model, 512, moments_8bit=True).optimizer < 1.1 * found.gradients
     assert found.peak("none", 1) == estimate(model, 512).peak("none", 1) - 2 * found.gradients + found.optimizer
+    assert estimate(model, 512, muon=True).optimizer == training_memory(model, 512, muon=True).optimizer
 
 
 def stopped(folder: Path, output: str, number: int, again: bool = False) -> int:

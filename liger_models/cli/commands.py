@@ -112,20 +112,26 @@ def info(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a training step, for the memory estimate.")] = 8192,
     dtype: Annotated[str, typer.Option(help="Dtype of weights, gradients, moments and activations.")] = "bfloat16",
     moments_8bit: Annotated[bool, typer.Option("--moments-8bit", help="AdamW's moments in 8 bits.")] = False,
+    muon: Annotated[bool, typer.Option("--muon", help="Muon for the weights of linear layers.")] = False,
     budget: Annotated[str | None, typer.Option("--memory", help="Plan a step within so much, such as 60GB.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a model's architecture, sizes and parameters, and estimate the memory that training needs.
 
-    Reads config.json only. The estimate is for training all parameters with AdamW on one GPU, for each checkpointing
-    policy. With --memory it also plans the fastest step that fits: what is recomputed, and what lives in host memory.
+    Reads config.json only. The estimate is for training all parameters with AdamW, or with Muon, on one GPU, for each
+    checkpointing policy. With --memory it also plans the fastest step that fits: what is recomputed, and what lives in
+    host memory.
     """
     from liger_models.memory.estimate import training_memory
     from liger_models.memory.plan import plan_memory
 
     made = _empty_model(model, revision)
-    memory = training_memory(made, tokens, _dtype(dtype), moments_8bit=moments_8bit)
-    plan = None if budget is None else plan_memory(made, tokens, budget, memory=memory)
+    memory = training_memory(made, tokens, _dtype(dtype), moments_8bit=moments_8bit, muon=muon)
+    plan = (
+        None
+        if budget is None
+        else plan_memory(made, tokens, budget, memory=memory, host_moments=not muon, in_backward=not muon)
+    )
     sizes = {k: v for k, v in dataclasses.asdict(made.config).items() if v is not None}
     result: dict[str, Any] = {
         "class": type(made).__name__,

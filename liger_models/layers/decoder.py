@@ -317,6 +317,17 @@ class Decoder(nn.Module):
         counted = [each for each in self.parameters() if each.requires_grad or not only_trainable]
         return sum(each.numel() for each in counted if each is not excluded)
 
+    def hidden_matrices(self) -> dict[str, nn.Parameter]:
+        """The weights of all linear layers but the head, and the stacked weights of experts, by name."""
+        linear = {f"{path}.weight" for path, each in self.named_modules() if isinstance(each, nn.Linear)}
+        routed = tuple(path for path, layer in named_layers(self) if layer.router is not None)
+        return {
+            name: each
+            for name, each in self.named_parameters()
+            if (name in linear and each is not self.lm_head.weight)
+            or (name.rpartition(".")[0] in routed and each.dim() == 3)
+        }
+
     def print_trainable_parameters(self) -> None:
         """Print how many parameters are trainable, of how many."""
         trainable, total = self.num_parameters(only_trainable=True), self.num_parameters()

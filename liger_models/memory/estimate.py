@@ -43,7 +43,7 @@ class TrainingMemory(NamedTuple):
         weights: the parameters.
         gradients: the gradients of all trained parameters.
         early_gradients: those that exist before the backward of the embedding.
-        optimizer: the two moments of AdamW, with their scales if they have 8 bits.
+        optimizer: the two moments of AdamW, with their scales if they have 8 bits, or the momentum of Muon.
         activations: policy of `Decoder.set_checkpointing` -> activations that the forward saves for the backward.
         head: the gradient of the head, if it is trained, and the logits of one chunk, which exist before the backward
             of the blocks.
@@ -136,9 +136,14 @@ class TrainingMemory(NamedTuple):
 
 
 def training_memory(
-    model: Decoder, tokens: int, dtype: torch.dtype = torch.bfloat16, *, moments_8bit: bool = False
+    model: Decoder,
+    tokens: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    moments_8bit: bool = False,
+    muon: bool = False,
 ) -> TrainingMemory:
-    """Estimate a training step on one GPU: AdamW, weights, gradients and moments in one dtype, no sharding.
+    """Estimate a training step on one GPU: AdamW or Muon, weights, gradients and moments in one dtype, no sharding.
 
     Every block runs once per policy on tensors that have shapes but no values, and the estimate sums what autograd then
     holds. User-defined blocks and layers are therefore counted correctly; blocks that are equal run once. Frozen
@@ -151,17 +156,25 @@ def training_memory(
         tokens: B · T.
         dtype: dtype of weights, gradients, moments and activations.
         moments_8bit: the moments are those of ``LigerAdamW(state_dtype=torch.int8)``.
+        muon: the optimizer is `LigerMuon`, with one momentum for each matrix. What it gathers and computes during the
+            step, when no activation exists, is not counted.
 
     Raises:
-        ValueError: a block cannot run on tensors without values, or the model is distributed.
+        ValueError: a block cannot run on tensors without values, the model is distributed, or ``moments_8bit`` is given
+            with ``muon``.
     """
     check(
         model.groups.sharded is None and not any(hasattr(each, "full_tensor") for each in model.parameters()),
         "training_memory: model must not be distributed, got a sharded one. Build another one on the meta device.",
     )
+    check(
+        not (moments_8bit and muon),
+        "training_memory: moments_8bit are AdamW's, got muon with them. Leave one of them out.",
+    )
     size, adapters = dtype.itemsize, _adapter_parameters(model)
     kinds = {each: each.dtype if each in adapters else dtype for each in model.parameters()}
     weights = {each: each.numel() * kind.itemsize for each, kind in kinds.items()}
+    matrices = {*model.hidden_matrices().values()} if muon else set()
     matrix = model.lm_head.weight
     logits = chunk_rows(tokens, len(matrix), size, None) * len(matrix) * size
     head = matrix.requires_grad * matrix.numel() * size + logits
@@ -180,6 +193,8 @@ def training_memory(
 
     def moments(parameter: nn.Parameter) -> list[int]:
         kind = kinds[parameter]
+        if parameter in matrices:
+            return [weights[parameter]]
         if moments_8bit:
             kind = torch.int8 if has_blocks(parameter.shape) else torch.float32
         return moment_bytes(parameter.shape, kind)
@@ -221,8 +236,7 @@ def with_parameters(
 
 def _adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters of adapters, which keep their dtype whatever that of the model is."""
-    adapted = (layer for layer in layers_of(model) if layer.has_adapters)
-    return {each for layer in adapted for child in layer.children() for each in child.parameters()}
+    return {each for layer in layers_of(model) if layer.adapted for each in layer.get_submodule("lora").parameters()}
 
 
 class _Allocations(TorchDispatchMode):

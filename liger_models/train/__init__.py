@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from liger_models.train.loop import main as main
     from liger_models.train.loop import train as train
     from liger_models.train.metrics import flops as flops
+    from liger_models.train.muon import LigerMuon as LigerMuon
     from liger_models.train.optimizer import LigerAdamW as LigerAdamW
     from liger_models.train.optimizer import step_in_backward as step_in_backward
     from liger_models.train.report import estimate as estimate
@@ -20,6 +21,7 @@ else:
         {
             "loop": ["TrainOptions", "main", "train"],
             "metrics": ["flops"],
+            "muon": ["LigerMuon"],
             "optimizer": ["LigerAdamW", "step_in_backward"],
             "report": ["estimate"],
             "seed": ["seed_all"],

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from liger_models.adapters.lora import apply_lora, language_targets
-from liger_models.adapters.lora_layers import LoRAConfig
+from liger_models.adapters.lora_layers import EXPERTS, LoRAConfig
 from liger_models.adapters.nf4 import quantize_base
 from liger_models.adapters.peft_files import save_adapter
 from liger_models.arch.auto import load_by_name
@@ -45,6 +45,7 @@ from liger_models.parallel.step import clip_grad_norm_, mean_over_ranks
 from liger_models.parallel.tensor import apply_tp
 from liger_models.train.metrics import Log, flops
 from liger_models.train.modelscope import PREFIX, fetch
+from liger_models.train.muon import LigerMuon
 from liger_models.train.objective_options import ObjectiveOptions, make_objective
 from liger_models.train.objectives import Metrics, Objective, add_metrics, mean_metrics
 from liger_models.train.optimizer import LigerAdamW, step_in_backward
@@ -62,6 +63,7 @@ LEAST |= dict.fromkeys(("log_every", "eval_every", "save_every"), 1)
 DTYPES = dict.fromkeys(("dtype", "export_dtype"), (torch.float32, torch.bfloat16, torch.float16))
 """The allowed dtypes of options."""
 KNOWN = {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES, "broken_media": BROKEN_MEDIA}
+KNOWN |= {"optimizer": ("adamw", "muon")}
 TRACKERS = ("tensorboard", "wandb")
 """The allowed values of options."""
 
@@ -104,6 +106,12 @@ class TrainOptions(ObjectiveOptions):
     warmup: float = option(default=0.03, metadata={"help": "fraction of the steps in which the learning rate rises"})
     min_lr: float = option(default=0.1, metadata={"help": "fraction of lr at which the cosine ends"})
     weight_decay: float = option(default=0.1, metadata={"help": "weight decay of matrices; vectors have none"})
+    optimizer: str = option(
+        default="adamw", metadata={"help": "adamw, or muon: Muon for the weights of linear layers, AdamW for the rest"}
+    )
+    muon_lr: float | None = option(
+        default=None, metadata={"help": "highest learning rate of what Muon trains; default: lr"}
+    )
     max_norm: float = option(default=1.0, metadata={"help": "norm to which the gradients are clipped"})
     dtype: str = option(
         default="float32",
@@ -125,6 +133,7 @@ class TrainOptions(ObjectiveOptions):
         default=None, metadata={"help": "LoRA+: learning rate of B divided by that of A, such as 16; default: 1"}
     )
     lora_tower: bool = option(default=False, metadata={"help": "adapt the vision tower, too"})
+    lora_experts: bool = option(default=False, metadata={"help": "adapt the routed experts, too"})
     lora_4bit: bool = option(default=False, metadata={"help": "4-bit weights under the adapters; on one device only"})
     tensor_parallel: int = option(default=1, metadata={"help": "GPUs that share the layers, and the batch"})
     context_parallel: int = option(default=1, metadata={"help": "GPUs that share the tokens of a row, and the batch"})
@@ -176,12 +185,12 @@ class TrainOptions(ObjectiveOptions):
             f"TrainOptions: data_shares must be {len(self.data)} positive numbers, one for each of data, got "
             f"{self.data_shares}.",
         )
-        for name in ("epochs", "lr", "max_norm", "lora_plus_ratio"):
+        for name in ("epochs", "lr", "muon_lr", "max_norm", "lora_plus_ratio"):
             value = getattr(self, name)
             check(value is None or value > 0, f"TrainOptions: {name} must be more than 0, got {value}.")
-        for name in ("epochs", "lr", "weight_decay"):
+        for name in ("epochs", "lr", "muon_lr", "weight_decay"):
             value = getattr(self, name)
-            check(value < math.inf, f"TrainOptions: {name} must be finite, got {value}.")
+            check(value is None or value < math.inf, f"TrainOptions: {name} must be finite, got {value}.")
         for name, known in KNOWN.items():
             value = getattr(self, name)
             check(
@@ -194,9 +203,19 @@ class TrainOptions(ObjectiveOptions):
         for name in ("warmup", "min_lr", "lora_dropout"):
             value = getattr(self, name)
             check(0 <= value <= 1, f"TrainOptions: {name} must be a share from 0 to 1, got {value}.")
-        for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_tower", "lora_plus_ratio", "lora_4bit"):
-            value = getattr(self, name)
+        for name in TrainOptions.__dataclass_fields__:
+            value = name.startswith("lora_") and getattr(self, name)
             check(self.lora_r > 0 or not value, f"TrainOptions: {name} needs lora_r, got {value} and {self.lora_r}.")
+        muon = self.optimizer == "muon"
+        check(
+            muon or self.muon_lr is None,
+            f"TrainOptions: muon_lr needs optimizer muon, got {self.muon_lr} and {self.optimizer}.",
+        )
+        check(
+            not muon or (self.lora_r == 0 and not self.moments_8bit),
+            "TrainOptions: optimizer muon goes neither with adapters, which are AdamW's, nor with moments_8bit, got "
+            f"lora_r={self.lora_r} and moments_8bit={self.moments_8bit}. Use adamw.",
+        )
         check(
             self.tensor_parallel == 1 or (self.context_parallel == 1 and self.lora_r == 0),
             "TrainOptions: tensor_parallel goes neither with context_parallel nor with adapters, got "
@@ -302,11 +321,8 @@ def train(options: TrainOptions) -> None:
     steps = options.steps or math.ceil(epoch_steps)
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = parameter_groups(model, options)
-    optimizer = LigerAdamW(
-        groups, lr=options.lr, betas=(0.9, 0.95), stochastic_rounding=options.dtype == "bfloat16",
-        state_dtype=torch.int8 if options.moments_8bit else None, offload=plan.moments(model) if plan else (),
-    )  # fmt: skip
+    optimizer = make_optimizer(model, options, plan)
+    groups = [{name: group[name] for name in ("lr", "weight_decay")} for group in optimizer.param_groups]
 
     def share(step: int) -> float:
         return cosine(step, max(1, round(options.warmup * steps)), steps, options.min_lr)
@@ -460,6 +476,8 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, co
         if model.visual is not None and not options.lora_tower:
             targets = language_targets(model, targets)
         sizes: dict[str, Any] = {"r": options.lora_r, "lora_alpha": alpha, "lora_dropout": options.lora_dropout}
+        if options.lora_experts:
+            sizes["target_parameters"] = EXPERTS
         return apply_lora(model, LoRAConfig(target_modules=targets, **sizes))
 
     if not options.lora_4bit:
@@ -481,22 +499,24 @@ def load_frozen(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM
 def estimate_step(options: TrainOptions, model: CausalLM) -> TrainingMemory:
     """The estimate of the memory of a step on this rank."""
     tokens = options.batch_size * options.length // options.sharing
-    return estimate(model, tokens, four_bit=options.lora_4bit, moments_8bit=options.moments_8bit)
+    kinds = {"four_bit": options.lora_4bit, "moments_8bit": options.moments_8bit}
+    return estimate(model, tokens, muon=options.optimizer == "muon", **kinds)
 
 
 def plan_step(options: TrainOptions, model: CausalLM, budget: int, computed: torch.dtype) -> MemoryPlan:
     """The fastest step within a budget in bytes, the same on all ranks.
 
     The optimizer steps in the backward only where nothing needs all gradients: without clipping (``max_norm`` inf),
-    accumulation and a loss scale.
+    accumulation and a loss scale. Muon's momentum stays on the device, and it needs whole gradients.
     """
     estimated = [estimate_step(options, model)]
     dist.broadcast_object_list(estimated)  # shards of rank 0 are the largest
     tokens = options.batch_size * options.length // options.sharing
-    free = options.max_norm == math.inf and options.accumulate == 1 and computed != torch.float16
+    adamw = options.optimizer == "adamw"
+    free = adamw and options.max_norm == math.inf and options.accumulate == 1 and computed != torch.float16
     return plan_memory(
         model, tokens, budget, memory=estimated[0], length=options.length, accumulate=options.accumulate,
-        checkpointing=options.checkpointing, host_moments=model.device.type == "cuda", in_backward=free,
+        checkpointing=options.checkpointing, host_moments=adamw and model.device.type == "cuda", in_backward=free,
     )  # fmt: skip
 
 
@@ -521,6 +541,18 @@ def freeze_images(model: CausalLM) -> None:
     unreached = [layer for layer in layers_of(model.layers) if layer.needs_images]
     for module in [*unreached, *([] if model.visual is None else [model.visual])]:
         module.requires_grad_(False)
+
+
+def make_optimizer(model: CausalLM, options: TrainOptions, plan: MemoryPlan | None) -> LigerAdamW:
+    """The optimizer that ``options`` name, with the trained parameters in groups and its moments where planned."""
+    rounding = options.dtype == "bfloat16"
+    if options.optimizer == "muon":
+        lr = options.lr if options.muon_lr is None else options.muon_lr
+        return LigerMuon(model, lr, options.weight_decay, adamw_lr=options.lr, stochastic_rounding=rounding)
+    return LigerAdamW(
+        parameter_groups(model, options), lr=options.lr, betas=(0.9, 0.95), stochastic_rounding=rounding,
+        state_dtype=torch.int8 if options.moments_8bit else None, offload=plan.moments(model) if plan else (),
+    )  # fmt: skip
 
 
 def parameter_groups(model: CausalLM, options: TrainOptions) -> list[dict[str, Any]]:

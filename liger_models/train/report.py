@@ -12,8 +12,8 @@ import torch
 from huggingface_hub.utils.tqdm import tqdm
 
 from liger_models.adapters.lora import apply_lora
-from liger_models.adapters.lora_layers import adapted_layers, adapter_config
-from liger_models.adapters.nf4 import nf4_bytes
+from liger_models.adapters.lora_layers import adapter_config
+from liger_models.adapters.nf4 import nf4_bytes, quantised_layers
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
 from liger_models.generation.options import resolve
@@ -160,25 +160,28 @@ def banner(
     return [f"{part:<10}  {text}" for part, text in parts.items() if text is not None]
 
 
-def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False, moments_8bit: bool = False) -> TrainingMemory:
+def estimate(
+    model: CausalLM, tokens: int, *, four_bit: bool = False, moments_8bit: bool = False, muon: bool = False
+) -> TrainingMemory:
     """Estimate a step's memory on this rank's device, for a model that FSDP shards.
 
-    This rank's parameters, gradients and AdamW's moments are counted as they are. Activations, the head, and what FSDP
-    gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation. A model with 4-bit
-    weights is not sharded: instead of what is gathered, two weights that a product dequantises are counted.
+    This rank's parameters, gradients and the optimizer's moments are counted as they are. Activations, the head, and
+    what FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation. A model with
+    4-bit weights is not sharded: instead of what is gathered, two weights that a product dequantises are counted.
 
     Args:
         model: as it is trained; not sharded by `apply_tp`. It may be on the meta device.
         tokens: tokens of a batch on this rank.
         four_bit: count the weights under the adapters in 4 bits, as after `quantize_base`.
         moments_8bit: count the moments in 8 bits, as ``LigerAdamW(state_dtype=torch.int8)`` has them.
+        muon: count what `LigerMuon` holds: one momentum for each matrix.
     """
     empty, adapters = model, adapter_config(model)
     if model.device.type != "meta":
         empty = AutoLigerModel.from_config(model.config, device="meta", kernels=model.kernels)
         if adapters is not None:
             apply_lora(empty, adapters)
-    in_4_bits = [layer for path, layer in adapted_layers(empty).items() if path != "lm_head"] if four_bit else []
+    in_4_bits = quantised_layers(empty) if four_bit else []
     for layer in in_4_bits:
         layer.fuses = False
     try:
@@ -186,12 +189,15 @@ def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False, moments_8b
     finally:
         for layer in in_4_bits:
             layer.fuses = True
-    base = {layer.weight for path, layer in adapted_layers(model).items() if path != "lm_head"} if four_bit else set()
+    base = {layer.weight for layer in quantised_layers(model)} if four_bit else set()
+    matrices = {*model.hidden_matrices().values()} if muon else set()
 
     def bytes_of(each: Any) -> int:
         return nf4_bytes(each.numel()) if each in base else int(local(each).nbytes)
 
     def moments(each: Any) -> list[int]:
+        if each in matrices:
+            return [bytes_of(each)]
         return moment_bytes(local(each).shape, moment_dtype(each, torch.int8 if moments_8bit else None))
 
     if four_bit:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from liger_models import AutoLigerModel, LigerAdamW, LigerLlama, LlamaConfig
+from liger_models import AutoLigerModel, LigerAdamW, LigerLlama, LigerMuon, LlamaConfig
 from liger_models.adapters import LoRAConfig, apply_lora, quantize_base
 from liger_models.arch import built_in, get_arch
 from liger_models.kernels.collectives import Group
@@ -259,6 +259,18 @@ def test_moments_of_8_bits_are_those_of_the_optimizer():
         memory = training_memory(model, 64, moments_8bit=state_dtype == torch.int8)
         assert memory.optimizer == held
         assert memory.peak("none") - memory.optimizer == training_memory(model, 64).peak("none") - 2 * memory.gradients
+
+
+def test_muon_has_one_momentum_for_each_matrix():
+    model = small().bfloat16()
+    optimizer = LigerMuon(model)
+    for each in model.parameters():
+        each.grad = torch.zeros_like(each)
+    optimizer.step()
+    held = sum(sum(v.nbytes for k, v in state.items() if k != "step") for state in optimizer.state.values())
+    assert training_memory(model, 64, muon=True).optimizer == held < 2 * training_memory(model, 64).gradients
+    with pytest.raises(ValueError, match="moments_8bit are AdamW's, got muon with them"):
+        training_memory(model, 64, moments_8bit=True, muon=True)
 
 
 @pytest.mark.slow
