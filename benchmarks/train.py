@@ -53,7 +53,7 @@ def measure(job: Job) -> Row:
     begun = time.monotonic()
     config = read_config(job.model)
     B, T = job.shape
-    train = make_step(job.mode, config, lr=1e-5, sharded=job.sharded)
+    train = make_step(job.mode, config, lr=1e-5, sharded=job.sharded, shape=job.shape)
     generator = torch.Generator("cuda").manual_seed(int(os.environ.get("RANK", 0)))
 
     def step() -> Tensor:
@@ -79,6 +79,7 @@ def measure(job: Job) -> Row:
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         **({"mfu": round(rate * flops_per_token(config, T) / PEAK_FLOPS, 4)} if counted else {}),
         "first_step_s": round(first_step_s, 1),
+        **({"plan": str(train.plan)} if train.plan else {}),
         "losses": losses,
     }
 

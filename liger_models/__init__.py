@@ -104,6 +104,7 @@ if TYPE_CHECKING:
     from liger_models.losses.tvd import LigerTVDLoss as LigerTVDLoss
     from liger_models.parallel.fsdp import apply_fsdp as apply_fsdp
     from liger_models.text.tokenizer import Tokenizer as Tokenizer
+    from liger_models.train.muon import LigerMuon as LigerMuon
     from liger_models.train.optimizer import LigerAdamW as LigerAdamW
     from liger_models.train.optimizer import step_in_backward as step_in_backward
     from liger_models.train.seed import seed_all as seed_all
@@ -189,6 +190,7 @@ else:
             "losses.tvd": ["LigerFusedCETVDLoss", "LigerFusedLinearTVDLoss", "LigerTVDLoss"],
             "parallel.fsdp": ["apply_fsdp"],
             "text.tokenizer": ["Tokenizer"],
+            "train.muon": ["LigerMuon"],
             "train.optimizer": ["LigerAdamW", "step_in_backward"],
             "train.seed": ["seed_all"],
             "train.warmup": ["warm_up"],

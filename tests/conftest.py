@@ -1,5 +1,6 @@
 """Backends that the op tests run on, and a net for outputs that no kernel wrote."""
 
+import dataclasses
 import gc
 import os
 from contextlib import suppress
@@ -29,8 +30,10 @@ def speed_up_the_interpreter() -> None:
         from triton.runtime import interpreter
 
         make_block, make_tensor, np_dtype = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
-        broadcast = semantic.TritonSemantic.broadcast_impl_value
-        patched, blocks, dtypes = set(), {}, {}
+        implementation = semantic.TritonSemantic
+        broadcast, constant = implementation.broadcast_impl_value, implementation.scalar_constant
+        promote = implementation.binary_op_type_checking_impl
+        patched, blocks, dtypes, constants = set(), {}, {}, {}
 
         def call(self, *args, **kwargs):
             if self.fn.__module__ not in patched:
@@ -54,6 +57,19 @@ def speed_up_the_interpreter() -> None:
         def same_shape(self, lhs, rhs):
             return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
+        def same_type(self, lhs, rhs, lhs_ptr=False, rhs_ptr=False, arithmetic=True, divides=False):
+            if not divides and isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
+                scalar = lhs.type.scalar
+                if scalar is rhs.type.scalar and lhs.shape is rhs.shape and not scalar.is_ptr():
+                    return lhs, rhs
+            return promote(self, lhs, rhs, lhs_ptr, rhs_ptr, arithmetic, divides)
+
+        def scalar(self, value, dtype):
+            key = value, type(value), dtype.name
+            if key not in constants:
+                constants[key] = constant(self, value, dtype).handle
+            return core.tensor(constants[key], dtype)
+
         def array_dtype(type):
             name = type.scalar.name
             if name not in dtypes:
@@ -62,7 +78,11 @@ def speed_up_the_interpreter() -> None:
 
         interpreter.InterpretedFunction.__call__ = call
         core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, array_dtype
-        semantic.TritonSemantic.broadcast_impl_value = same_shape
+        implementation.broadcast_impl_value, implementation.binary_op_type_checking_impl = same_shape, same_type
+        implementation.scalar_constant = scalar
+        options = interpreter.interpreter_builder.options
+        # What it finds nobody reads without `debug`.
+        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
 
 GROUPS = {"two", "four", "two_with_kernels", "two_gpus"}

@@ -88,9 +88,14 @@ def test_info(folder):
     assert found["training"]["weights"] == 2 * model.num_parameters()
     assert found["training"]["peak"]["full"] <= found["training"]["peak"]["none"]
     assert "selective" in run("info", "model", "--dtype", "bf16")
-    moments = [read("info", "model", *more)["training"]["optimizer"] for more in ((), ("--moments-8bit",))]
+    planned = read("info", "model", "--memory", "1GB")["training"]["plan"]
+    assert (planned["time"], planned["budget"], {*planned["policies"]}) == (1.0, 10**9, {"none"})
+    assert "of the fastest step's (expected)" in run("info", "model", "--memory", "1GB")
+    moments = [read("info", "model", *more)["training"]["optimizer"] for more in ((), ("--moments-8bit",), ("--muon",))]
     kinds = [(p.shape, torch.int8 if p.dim() > 1 and p.shape[-1] >= 128 else torch.float32) for p in model.parameters()]
-    assert moments == [4 * model.num_parameters(), sum(sum(moment_bytes(*each)) for each in kinds)]
+    matrices = 2 * sum(p.numel() for p in model.hidden_matrices().values())
+    both = 4 * model.num_parameters()
+    assert moments == [both, sum(sum(moment_bytes(*each)) for each in kinds), both - matrices]
 
 
 def test_download(folder, monkeypatch):

@@ -77,10 +77,9 @@ def gradients(model) -> dict[str, torch.Tensor]:
 def under_peft_names(model, values) -> dict[str, torch.Tensor]:
     """The adapters' tensors as they stand in a file: what `values` makes of a parameter."""
     return {
-        theirs: values(parameter)
+        theirs: tensor.write(values(tensor.parameter))
         for layer in adapted_layers(model).values()
-        for name, adapter in layer.adapters()
-        for theirs, parameter in peft_tensors(name, adapter).items()
+        for theirs, tensor in peft_tensors(layer).items()
     }
 
 
@@ -498,8 +497,8 @@ MIXTURE = {
     ("targets", "message"),
     [
         (["q_prj"], "Did you mean q_proj?"),
-        (["w1"], "Experts, routers, norms and the embedding have no adapters"),
-        (["gate"], "Experts, routers"),
+        (["w1"], "Routed experts are named experts.down_proj, experts.gate_up_proj, also in target_parameters"),
+        (["gate"], "Routers, norms and the embedding have no adapters"),
         (["embed_tokens"], "the embedding have no adapters"),
         ("q_proj", r"A string is a regular expression for whole names.* a list: \['q_proj'\]"),
         ("(q_proj", "must be a regular expression, got '\\(q_proj'"),

@@ -12,9 +12,10 @@ import yaml
 from liger_models.arch import get_arch
 from liger_models.convert.config_map import read_config
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
+from liger_models.memory.plan import SHARE, SHARE_WITH_IMAGES, parse_memory
 from liger_models.train.loop import TrainOptions
 from liger_models.train.options import read_options
-from liger_models.train.recipe import SHARE, SHARE_WITH_IMAGES, STEP_TOKENS, Planner, Recipe, parse_memory
+from liger_models.train.recipe import STEP_TOKENS, Planner, Recipe
 from recipes import generate
 
 ROOT = Path(__file__).parents[1]
@@ -97,10 +98,13 @@ def test_what_does_not_fit_says_how_much_is_needed(llama):
 
 
 def test_sizes():
-    assert [parse_memory(text) for text in ("24GB", "24 gb", "24", "0.5GiB")] == [24 * 10**9] * 3 + [2**29]
-    for text in ("", "GB", "-1GB", "24MB", "0GB", "24GB!"):
-        with pytest.raises(ValueError, match=r"memory must be a size such as 24GB or 22.5GiB, got"):
-            parse_memory(text)
+    sizes = ("24GB", "24 gb", "24", "24000000000", "0.5GiB")
+    assert [parse_memory("memory", text) for text in sizes] == [24 * 10**9] * 4 + [2**29]
+    for text in ("", "GB", "-1GB", "24MB", "0GB", "24GB!", "%"):
+        with pytest.raises(ValueError, match=r"recipe: memory must be a size such as 24GB"):
+            parse_memory("recipe: memory", text)
+    with pytest.raises(ValueError, match=r"such as 24GB where there is no GPU, got '80%'"):
+        parse_memory("memory", "80%", torch.device("cpu"))
 
 
 def test_a_file_is_read_as_it_was_meant(llama, tmp_path):

@@ -295,6 +295,19 @@ def test_two_ranks_share_batches(folder, two, options):  # noqa: F811
     assert log(folder / f"{name}-again") == log(folder / name)
 
 
+def test_two_ranks_make_a_plan_for_their_shards(folder, two):  # noqa: F811
+    """In less than the gradients of a rank take beside the rest: each steps in its backward, with the same bits."""
+    given = {"lora_r": 0, "lr": 1e-2, "max_norm": math.inf}
+    two(partial(train_adapters, **given), folder, "not-planned")
+    two(partial(train_adapters, **given, memory="0.00042GB"), folder, "planned")
+    plan = json.loads((folder / "planned" / "memory.json").read_text())
+    assert plan["in_backward"]
+    assert plan["parts"]["weights"] == 4 * 34080 / 2
+    assert files(folder / "planned") == files(folder / "not-planned")
+    losses = [[line["loss"] for line in log(folder / name)] for name in ("planned", "not-planned")]
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning")
 def test_adapters_beside_4_bits_and_dropout_go_on(folder, two, capfd):  # noqa: F811
     pytest.importorskip("torchao")
@@ -319,6 +332,30 @@ def test_adapters_beside_4_bits_and_dropout_go_on(folder, two, capfd):  # noqa: 
     assert (keys["r"], keys["lora_alpha"], keys["lora_dropout"]) == (4, 8, 0.1)
     with pytest.raises(pytest.fail.Exception, match="there must be one rank, got 2"):
         two(partial(train_adapters, **options), folder, "nothing")
+
+
+def test_two_ranks_train_with_muon_and_go_on(folder, two):  # noqa: F811
+    options = {"optimizer": "muon", "lora_r": 0, "lr": 1e-3, "muon_lr": 1e-2}
+    two(partial(train_adapters, **options), folder, "muon")
+    stored = FileSystemReader(folder / "muon" / "step-00000006").read_metadata().state_dict_metadata
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    names = {f"optimizer.state.{name}.momentum_buffer" for name in model.hidden_matrices()}
+    assert {key for key in stored if key.endswith("momentum_buffer")} == names
+    assert log(folder / "muon")[0]["lr"] == pytest.approx(1e-2)
+
+    stopped_in_the_middle(folder, "muon", "muon-again")
+    two(partial(train_adapters, **options), folder, "muon-again")
+    assert log(folder / "muon-again") == log(folder / "muon")
+    assert files(folder / "muon-again") == files(folder / "muon")
+
+    stopped_in_the_middle(folder, "muon", "muon-other")
+    with pytest.raises(pytest.fail.Exception, match="Use another folder for another optimizer"):
+        two(partial(train_adapters, lora_r=0), folder, "muon-other")
+
+    train_adapters(folder, "muon-alone", **{**options, "batch_size": 4})
+    alone, losses = ([line["loss"] for line in log(folder / each)] for each in ("muon-alone", "muon"))
+    torch.testing.assert_close(alone, losses, rtol=1e-3, atol=0)  # both compute in bf16
+    assert losses[-1] < losses[0] - 0.1
 
 
 @pytest.mark.parametrize("sharing", [{}, {"tensor_parallel": 2}], ids=["fsdp", "tensor parallel"])
@@ -382,7 +419,14 @@ def test_options_that_cannot_be(capsys):
         ("--lora-targets=q_proj", "lora_targets needs lora_r"),
         ("--context-parallel=3", "length must be a multiple of the 3 GPUs that share a row, got 4096"),
         ("--tensor-parallel=2 --context-parallel=2", "tensor_parallel goes neither with context_parallel nor with"),
+        ("--optimizer=sgd", "optimizer must be one of adamw, muon, got 'sgd'"),
+        ("--muon-lr=0.1", "muon_lr needs optimizer muon, got 0.1 and adamw"),
+        ("--optimizer=muon --muon-lr=0", "muon_lr must be more than 0, got 0"),
+        ("--optimizer=muon --lora-r=4", "optimizer muon goes neither with adapters, which are AdamW's, nor with"),
+        ("--optimizer=muon --moments-8bit", "got lora_r=0 and moments_8bit=True"),
         ("--tensor-parallel=2 --lora-r=4", "tensor_parallel goes neither with context_parallel nor with adapters"),
+        ("--tensor-parallel=2 --memory=60GB", "memory is planned for objectives sft and pretrain without tensor_paral"),
+        ("--objective=dpo --memory=60GB", "memory is planned for objectives sft and pretrain without tensor_parallel"),
     ):
         with pytest.raises(SystemExit):
             read_options(TrainOptions, ["--model", "m", "--data", "d", "--output", "o", *given.split()])
@@ -415,6 +459,59 @@ def test_options_of_now_hold_when_a_run_goes_on(folder, tmp_path):
     rates = [line["lr"] for line in log(tmp_path / "run")]
     assert rates[2:] == pytest.approx([1e-3 * cosine(step, 1, 4, 0.1) for step in (2, 3)])
     assert [group["weight_decay"] for group in made[0].param_groups] == [0.3, 0.0]
+
+
+@pytest.fixture
+def planned(folder, tmp_path, monkeypatch):
+    """A function that trains two steps, and then two more, each with a budget of memory; it returns log and plan."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+
+    def run(name: str, budgets: tuple[str | None, str | None], **options) -> tuple[list[Any], dict[str, bytes], Any]:
+        given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "workers": 0}
+        given |= {"batch_size": 2, "log_every": 1, "lr": 1e-2, "output": str(tmp_path / name), **options}
+        for steps, memory in zip((2, 4), budgets, strict=True):
+            train(TrainOptions(**given, steps=steps, memory=memory))
+        file = tmp_path / name / "memory.json"
+        plan = json.loads(file.read_text()) if file.exists() else None
+        return [line.get("loss") for line in log(tmp_path / name)], files(tmp_path / name), plan
+
+    return run
+
+
+def test_a_planned_run_goes_on_with_another_budget_and_the_same_bits(planned, capfd):
+    losses, weights, plan = planned("plain", (None, None))
+    assert plan is None
+    for name, budgets in {"less": ("1GB", "0.00071GB"), "more": ("0.00071GB", "1GB")}.items():
+        found = planned(name, budgets)
+        assert found[:2] == (losses, weights)
+        assert found[2]["policies"] == (["full", "none"] if name == "less" else ["none", "none"])
+        assert found[2]["peak"] <= 0.92 * found[2]["budget"]
+    shown = capfd.readouterr().out
+    assert "policies    of 2 blocks: 1 none, 1 full" in shown
+    assert "of the fastest step's (expected)" in shown
+    kept = planned("kept", ("1GB", "1GB"), checkpointing="full")
+    assert kept[0] == losses
+    assert kept[2]["policies"] == ["full", "full"]
+
+
+def test_a_planned_run_steps_in_the_backward_where_nothing_is_clipped(planned):
+    """In less than the gradients of all parameters take."""
+    tight = ("0.00064GB", "0.00064GB")
+    with pytest.raises(ValueError, match="plan_memory: budget must be at least"):
+        planned("clipped", tight)
+    with pytest.raises(ValueError, match="plan_memory: budget must be at least"):
+        planned("accumulated", tight, max_norm=math.inf, accumulate=2)
+    plain, within = planned("plain", (None, None), max_norm=math.inf), planned("within", tight, max_norm=math.inf)
+    assert within[:2] == plain[:2]
+    assert within[2]["in_backward"]
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_budget_is_read_before_the_model_is_loaded(folder, tmp_path):
+    for memory, message in {"many": "such as 24GB or 22.5GiB", "80%": "such as 24GB where there is no GPU"}.items():
+        with pytest.raises(ValueError, match=f"train: memory must be a size {message}"):
+            train(TrainOptions(model="no/model", output=str(tmp_path / "run"), data=[str(tmp_path)], memory=memory))
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -673,11 +770,12 @@ def test_the_estimate_of_a_run_is_that_of_the_model_and_what_is_gathered(folder)
         expected = training_memory(model, 512, torch.bfloat16).peak(policy) + gathered
         found = estimate(model, 512)
         assert found.peak(policy, 1) == expected < found.peak(policy, 2)
-    assert found.moments == 2 * found.trained
+    assert found.optimizer == 2 * found.gradients
     model = LigerLlama.from_config(LlamaConfig(**WIDE), dtype=torch.bfloat16)
     found = estimate(model, 512, moments_8bit=True)
-    assert found.moments == training_memory(model, 512, moments_8bit=True).optimizer < 1.1 * found.trained
-    assert found.peak("none", 1) == estimate(model, 512).peak("none", 1) - 2 * found.trained + found.moments
+    assert found.optimizer == training_memory(model, 512, moments_8bit=True).optimizer < 1.1 * found.gradients
+    assert found.peak("none", 1) == estimate(model, 512).peak("none", 1) - 2 * found.gradients + found.optimizer
+    assert estimate(model, 512, muon=True).optimizer == training_memory(model, 512, muon=True).optimizer
 
 
 def stopped(folder: Path, output: str, number: int, again: bool = False) -> int:

@@ -18,6 +18,7 @@
 | ``momentsK`` | ours | the optimizer moments of K blocks, if possible not offloaded ones, are in host memory |
 | ``offloadK`` | ours | the saved activations of K blocks are in host memory |
 | ``selectiveK``, ``fullK`` | ours | the checkpointing policy of the first K blocks, if possible not offloaded ones |
+| ``planG`` | ours | `plan_memory` chooses all of the four above for a budget of G GB |
 | ``blocks`` | ours | each block is compiled by itself |
 | ``fp8``, ``fp8rowwise`` | ours | float8 products by torchao; fast only with ``blocks`` |
 | ``warm`` | ours | `warm_up` before the first step |
@@ -39,12 +40,12 @@ MODES = (
 MODE = (
     r"hf(\+(ac|compile|graph|liger|lora(\+nf4)?))*"
     r"|ours(\+(8bit|adamw|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+nf4|\+peft)?|warm"
-    r"|(full|moments|offload|selective)\d*))*"
+    r"|(full|moments|offload|selective)\d*|plan\d+))*"
 )
 """The regular expression of a valid mode."""
 
-COUNTED = re.compile(r"(full|moments|offload|selective)(\d*)")
-"""Words that take a number of blocks."""
+COUNTED = re.compile(r"(full|moments|offload|plan|selective)(\d*)")
+"""Words that take a number: of blocks, or of GB."""
 
 TITLES = {
     "hf": "transformers", "ours": "liger_models", "liger": " + Liger Kernel", "ac": ", activation checkpointing",
@@ -64,7 +65,7 @@ class Mode:
 
     Args:
         library: "hf", "ours", or "error", the mode of ``families`` that compares both.
-        extras: the other words, each with its number of blocks, or None where it has none.
+        extras: the other words, each with its number, or None where it has none.
     """
 
     library: str
@@ -95,6 +96,9 @@ def title(mode: str) -> str:
     """A mode in the words of the tables."""
     words = ""
     for part in mode.split("+"):
+        if re.fullmatch(r"plan\d+", part):
+            words += f", planned for {part[4:]} GB"
+            continue
         word = part if part in TITLES else part.rstrip("0123456789")
         words += TITLES.get(word, f", {word}") + (f" of {part[len(word) :]} blocks" if part != word else "")
     return words

@@ -19,6 +19,8 @@ class Step:
     model: nn.Module
     forward: Callable[..., Any]
     optimizer: torch.optim.Optimizer
+    plan: Any = None
+    """The `MemoryPlan` of a mode with one."""
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
         out = self.forward(**batch)
@@ -29,29 +31,46 @@ class Step:
         return loss.detach()
 
 
-def make_step(mode: Mode, config: dict, lr: float, sharded: bool = False) -> Step:
-    """The step of a mode, on one GPU or ``sharded`` over the process group."""
+def make_step(mode: Mode, config: dict, lr: float, sharded: bool = False, shape: tuple[int, int] | None = None) -> Step:
+    """The step of a mode, on one GPU or ``sharded`` over the process group; ``shape`` of a batch is for its plan."""
     model = build(config, mode)
     ours = mode.library == "ours"
+    plan = make_plan(model, mode, *shape) if shape and "plan" in mode else None
     if sharded:
         model = shard(model, ours, "cp" in mode)
     model.train()
     forward = torch.compile(model, fullgraph=ours) if "compile" in mode else model
-    return Step(model, graphed(forward) if "graph" in mode else forward, make_optimizer(model, mode, lr))
+    optimizer = make_optimizer(model, mode, lr, plan)
+    return Step(model, graphed(forward) if "graph" in mode else forward, optimizer, plan)
 
 
-def make_optimizer(model: nn.Module, mode: Mode, lr: float) -> torch.optim.Optimizer:
+def make_plan(model: nn.Module, mode: Mode, B: int, T: int) -> Any:
+    """The plan of a mode, applied to the model on one GPU. Only a mode with LigerAdamW has plans for the optimizer."""
+    from liger_models.memory import plan_memory
+    from liger_models.train import estimate
+
+    memory = estimate(model, B * T, four_bit="nf4" in mode, moments_8bit="8bit" in mode)
+    if "nf4" not in mode:
+        memory = memory._replace(temporary=0)  # nothing is gathered
+    ours = "adamw" in mode or "inbackward" in mode
+    budget = mode.extras["plan"] * 10**9
+    plan = plan_memory(model, B * T, budget, memory=memory, length=T, host_moments=ours, in_backward=ours)
+    plan.apply(model)
+    return plan
+
+
+def make_optimizer(model: nn.Module, mode: Mode, lr: float, plan: Any = None) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if "adamw" not in mode and "inbackward" not in mode:
         return torch.optim.AdamW(trained, lr=lr, fused=True)
     from liger_models import LigerAdamW, step_in_backward  # not imported by processes of transformers
+    from liger_models.memory.plan import host_blocks
 
-    moments = mode.blocks("moments", len(model.layers))
-    stay = [block for i, block in enumerate(model.layers) if i not in model.offloaded]
-    blocks = stay if moments <= len(stay) else model.layers
-    on_host = [parameter for i in range(moments) for parameter in blocks[i * len(blocks) // moments].parameters()]
+    total = len(model.layers)
+    moments = plan.host_moments if plan else host_blocks(total, mode.blocks("moments", total), model.offloaded)
+    on_host = [each for i in moments for each in model.layers[i].parameters() if each.requires_grad]
     optimizer = LigerAdamW(trained, lr=lr, offload=on_host, state_dtype=torch.int8 if "8bit" in mode else None)
-    if "inbackward" in mode:
+    if plan.in_backward if plan else "inbackward" in mode:
         step_in_backward(optimizer)
     return optimizer
 

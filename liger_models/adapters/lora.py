@@ -4,15 +4,17 @@ import contextlib
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from einops import EinopsError
 from torch import Tensor, nn
 
 from liger_models.adapters.lora_layers import (
     ADAPTED,
+    ExpertAdapter,
     LoRAConfig,
+    LoRAExperts,
     LoRALinear,
     adapted_layers,
     adapter_config,
@@ -22,9 +24,10 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.format import format_of
 from liger_models.convert.weight_map import Expression, Name
 from liger_models.kernels.checks import check
-from liger_models.layers.layer import layers_of
+from liger_models.layers.layer import layers_of, named_layers
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.lm_head import LigerLMHead
+from liger_models.layers.moe import LigerMoE
 
 Model = TypeVar("Model", bound=CausalLM)
 
@@ -33,7 +36,8 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
     """Freeze a model and add trainable adapters, in place. B starts at 0, so the model's output does not change.
 
     Call it before `apply_fsdp` and before compiling. Adapters are float32 (float64 in a float64 model), and are cast to
-    the dtype of the activations when they are used. Routers, experts and the embedding have no adapters.
+    the dtype of the activations when they are used. Routers and the embedding have no adapters; routed experts have
+    them if ``config`` names them, because they multiply the trained parameters by the number of experts.
 
     Args:
         model: on every rank the same ``torch.manual_seed`` gives the same adapters. A model on the meta device works
@@ -45,7 +49,8 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
         ``model``; `adapter_config` returns its config.
 
     Raises:
-        ValueError: a name in ``config`` matches no linear layer, or the model already has adapters or is sharded.
+        ValueError: a name in ``config`` matches no linear layer or no experts, DoRA is asked for on experts, or the
+            model already has adapters or is sharded.
     """
     config = config or LoRAConfig()
     name = type(model).__name__
@@ -72,14 +77,27 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
         f"apply_lora: {name} must have packed projections and its own head, got {type(model.lm_head).__name__}. Call "
         "pack() on what unpack_projections returned.",
     )
-    layers = adaptable_layers(model)
+    layers, experts = adaptable_layers(model), adaptable_experts(model)
     chosen = _choose([name for _, expression in layers.values() for name in expression.names()], model, config)
+    check(
+        not (config.use_dora and any(name in chosen for parts in experts.values() for name, _ in parts.values())),
+        "apply_lora: routed experts must have adapters without DoRA, got use_dora=True. Leave it or the experts out.",
+    )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for path, (linear, expression) in layers.items():
         names = [name for name in expression.names() if name in chosen]
         if names:
             model.set_submodule(path, ADAPTED[type(linear)].of(linear, expression, names, config))
+    for path, parts in experts.items():
+        moe: Any = model.get_submodule(path)
+        adapters = {
+            parameter: ExpertAdapter(getattr(moe, parameter), name, expression, config)
+            for parameter, (name, expression) in parts.items()
+            if name in chosen
+        }
+        if adapters:
+            moe.lora = LoRAExperts(adapters, moe.active_share, config)
     return model
 
 
@@ -91,14 +109,15 @@ def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear
         targets: as ``LoRAConfig.target_modules``.
 
     Returns:
-        Whole names in the Hugging Face checkpoint, for ``LoRAConfig(target_modules=...)``.
+        Whole names, in the Hugging Face checkpoint or of transformers' parameters of routed experts, for
+        ``LoRAConfig(target_modules=...)``.
 
     Raises:
         ValueError: a name matches no linear layer.
     """
     paths = {name: path for path, (_, expression) in adaptable_layers(model).items() for name in expression.names()}
     chosen = _choose(list(paths), model, LoRAConfig(target_modules=targets))
-    return sorted(name.removesuffix(".weight") for name in chosen if not paths[name].startswith("visual."))
+    return sorted(name.removesuffix(".weight") for name in chosen if not paths.get(name, "").startswith("visual."))
 
 
 @contextlib.contextmanager
@@ -140,9 +159,18 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
         not any(is_sharded(parameter) for parameter in model.parameters()),
         "merge_lora: the model must not be sharded. Save the adapters, and merge them in a process without sharding.",
     )
-    kept: dict[str, tuple[LoRALinear, Tensor]] = {}
+    kept: dict[str, tuple[LoRALinear | LoRAExperts, dict[str, Tensor]]] = {}
     config = model.config
     for path, layer in adapted_layers(model).items():
+        if isinstance(layer, LoRAExperts):
+            moe: Any = model.get_submodule(path.rpartition(".")[0])
+            weights = {name: getattr(moe, name).detach() for name in layer.names}
+            for name, weight in weights.items():
+                setattr(moe, name, nn.Parameter(layer.merged(name, weight), requires_grad=False))
+            moe.lora = None
+            if reversible:
+                kept[path] = layer, {name: weight.cpu() for name, weight in weights.items()}
+            continue
         merged = layer.merged()
         plain = layer.plain
         plain.weight = nn.Parameter(merged, requires_grad=False)
@@ -151,7 +179,7 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
             model.config = dataclasses.replace(config, tie_word_embeddings=False)
         model.set_submodule(path, plain)
         if reversible:
-            kept[path] = layer, layer.weight.detach().cpu()
+            kept[path] = layer, {"weight": layer.weight.detach().cpu()}
             layer._parameters["weight"] = None
     model.__dict__["_unmerged"] = (config, kept)
     return model
@@ -166,11 +194,18 @@ def unmerge_lora(model: Model) -> Model:
     config, kept = model.__dict__.pop("_unmerged", (None, {}))
     check(bool(kept), "unmerge_lora: the model must come from merge_lora(model, reversible=True), got another.")
     model.config = config
-    for path, (layer, weight) in kept.items():
+    for path, (layer, weights) in kept.items():
+        if isinstance(layer, LoRAExperts):
+            moe: Any = model.get_submodule(path.rpartition(".")[0])
+            for name, weight in weights.items():
+                device = getattr(moe, name).device
+                setattr(moe, name, nn.Parameter(weight.to(device), requires_grad=False))
+            moe.lora = layer.to(moe.down_weight.device)
+            continue
         plain = model.get_submodule(path)
         assert isinstance(plain, nn.Linear)
         layer.to(plain.weight.device)
-        layer.weight = nn.Parameter(weight.to(plain.weight.device), requires_grad=False)
+        layer.weight = nn.Parameter(weights["weight"].to(plain.weight.device), requires_grad=False)
         plain._parameters = dict.fromkeys(plain._parameters)
         model.set_submodule(path, layer)
     model.tie_weights()
@@ -187,6 +222,21 @@ def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]
         if isinstance(layer, nn.Linear) and type(layer) in ADAPTED and id(layer) not in routers
     }
     return {path: pair for path, pair in found.items() if _consists_of_rows(*pair)}
+
+
+def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Expression]]]:
+    """The layers with routed experts, by their path: name of each parameter with matrices of the experts -> the name of
+    that parameter in transformers, and its entry in the weight map."""
+    entries = format_of(type(model)).expert_map(model.config).entries
+    found: dict[str, dict[str, tuple[str, Expression]]] = {}
+    for path, layer in named_layers(model):
+        if isinstance(layer, LigerMoE):
+            both = {name: entries.get(f"{path}.{name}") for name in ("gate_up_weight", "down_weight")}
+            # A map of a user's own may know the experts only one by one; PEFT has no names for their adapters.
+            found[path] = {
+                name: (each.names()[0], each) for name, each in both.items() if each and len(each.names()) == 1
+            }
+    return found
 
 
 def matches(module: str, target: str) -> bool:
@@ -206,6 +256,23 @@ def _entries(model: CausalLM) -> dict[str, Expression]:
     return format_of(type(model)).module_map(model.config).entries
 
 
+def _expert_names(model: CausalLM) -> dict[str, str]:
+    """What people call the experts' matrices -> the name of the parameter in transformers that holds them.
+
+    These are the names in all layouts of a checkpoint, without the number of the expert: ``experts.gate_proj``,
+    ``experts.up_proj`` and ``experts.gate_up_proj`` are the same parameter.
+    """
+    maps = format_of(type(model)).weight_maps(model.config)
+    found = {}
+    for path, parts in adaptable_experts(model).items():
+        for parameter, (name, _) in parts.items():
+            for other in (each.entries[f"{path}.{parameter}"] for each in maps):
+                called = (re.sub(r"\.experts\.\d+\.", ".experts.", each) for each in other.names())
+                found.update(dict.fromkeys((each.removesuffix(".weight") for each in called), name))
+            found[name] = name
+    return found
+
+
 def _consists_of_rows(linear: nn.Linear, expression: Expression) -> bool:
     """Whether a weight consists of whole rows of the checkpoint's matrices. A patch embedding, stored as a convolution,
     does not."""
@@ -216,16 +283,27 @@ def _consists_of_rows(linear: nn.Linear, expression: Expression) -> bool:
 
 
 def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
-    """Those of the checkpoint's names that ``config.target_modules`` means."""
-    modules = {name.removesuffix(".weight"): name for name in names}
+    """Those of the checkpoint's names, and of the experts' in transformers, that ``config`` means."""
+    modules, experts = {name.removesuffix(".weight"): name for name in names}, _expert_names(model)
     targets = config.target_modules
+    chosen: set[str] = set()
+    for target in config.target_parameters:
+        found = {name for name in experts.values() if matches(name, target)}
+        check(
+            bool(found),
+            f"apply_lora: target_parameters must name parameters of routed experts ({_some_experts(experts)}), got "
+            f"{target!r}. Name linear layers in target_modules.",
+        )
+        chosen |= found
     if targets == "all-linear":
-        return {name for module, name in modules.items() if module != "lm_head"}
+        return chosen | {name for module, name in modules.items() if module != "lm_head"}
     short = sorted(set(map(short_name, names)))
     entries = _entries(model)
     others = {short_name(name) for expression in entries.values() for name in expression.names()} - set(short)
-    chosen: set[str] = set()
-    check(len(targets) > 0, f"apply_lora: target_modules must name linear layers ({', '.join(short)}), got none.")
+    check(
+        len(targets) > 0 or bool(chosen),
+        f"apply_lora: target_modules must name linear layers ({', '.join(short)}), got none.",
+    )
     for target in [targets] if isinstance(targets, str) else targets:
         if isinstance(targets, str):
             try:
@@ -237,12 +315,17 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
                 raise ValueError(message) from error
         else:
             found = {name for module, name in modules.items() if matches(module, target)}
+            if "experts." in target:
+                found |= {name for called, name in experts.items() if matches(called, target)}
         near = difflib.get_close_matches(target, short, 1)
         hint = f" Did you mean {near[0]}?" if near else ""
         if isinstance(targets, str):
             hint = f" A string is a regular expression for whole names. To give endings, pass a list: [{target!r}]."
-        if target.rpartition(".")[2] in others:
-            hint = " Experts, routers, norms and the embedding have no adapters."
+        last = target.rpartition(".")[2]
+        if last in others:
+            hint = " Routers, norms and the embedding have no adapters."
+        if last in map(short_name, experts):
+            hint = f" Routed experts are named {_some_experts(experts)}, also in target_parameters."
         check(
             bool(found),
             f"apply_lora: target_modules must name linear layers of {type(model).__name__} ({', '.join(short)}), "
@@ -250,3 +333,8 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
         )
         chosen |= found
     return chosen
+
+
+def _some_experts(experts: Mapping[str, str]) -> str:
+    """The names of the experts' parameters without those of their layers, for errors."""
+    return ", ".join(sorted({".".join(name.split(".")[-2:]) for name in experts.values()})) or "none here"

@@ -1,6 +1,7 @@
 """Linear layers with low-rank adapters (LoRA, rsLoRA, DoRA): a frozen weight W and two small trained matrices A, B.
 
     y = W x + s · B A x          s = alpha / r (LoRA), alpha / sqrt(r) (rsLoRA)
+    y_e = W_e x + s · B_e A_e x      for the matrices of each routed expert e
     y = m · (W x + s · B A x) / ‖W + s · B A‖      row by row; the norm has no gradient (DoRA)
 
 An adapter belongs to one matrix of the Hugging Face checkpoint (q_proj, gate_proj, ...). A packed projection holds
@@ -9,7 +10,7 @@ several of these matrices; the weight map says which rows belong to which.
 Source: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732, https://arxiv.org/abs/2402.09353.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +22,19 @@ from liger_models.convert.weight_map import Expression
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group
 from liger_models.kernels.nf4_linear import nf4_linear
+from liger_models.kernels.norm_linear import LowRank, low_rank_pair
 from liger_models.layers.derived import derive
 from liger_models.layers.layer import Layer
-from liger_models.layers.linear import is_sharded
+from liger_models.layers.linear import is_sharded, local
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.norm import PLAIN_WEIGHTS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+"""``target_parameters`` for all routed experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +48,10 @@ class LoRAConfig:
             projection drop the same elements.
         target_modules: a list of names in the Hugging Face checkpoint, or of their endings, such as "q_proj". A string
             is a regular expression that must match a whole name. "all-linear" means all linear layers of the blocks.
+            A name in a list with ``experts`` before its last part, such as "experts.down_proj", means routed experts.
+        target_parameters: names of parameters that hold the matrices of all routed experts of a layer, or endings of
+            these names, as transformers has them: "experts.gate_up_proj", "experts.down_proj". Each expert has an A and
+            a B of its own for gate and up together, and for down.
         use_rslora: multiply by ``lora_alpha / sqrt(r)`` instead.
         use_dora: also learn the norm of each row of the adapted matrices.
 
@@ -53,12 +63,17 @@ class LoRAConfig:
     lora_alpha: float = 8
     lora_dropout: float = 0.0
     target_modules: Sequence[str] | str = "all-linear"
+    target_parameters: Sequence[str] = ()
     use_rslora: bool = False
     use_dora: bool = False
 
     def __post_init__(self) -> None:
         check(self.r >= 1, f"LoRAConfig: r must be at least 1, got {self.r}.")
         check(0 <= self.lora_dropout < 1, f"LoRAConfig: lora_dropout must be in [0, 1), got {self.lora_dropout}.")
+        check(
+            not isinstance(self.target_parameters, str),
+            f"LoRAConfig: target_parameters must be a list of names, got {self.target_parameters!r}.",
+        )
 
     @property
     def scaling(self) -> float:
@@ -96,7 +111,7 @@ class LoRALinear(nn.Linear, Layer):
     """Name of each of the checkpoint's matrices in the weight -> its number of rows."""
     lora: nn.ModuleDict
     dropout: Dropout
-    has_adapters = True
+    adapted = ("weight",)
     active: bool = True
     """False computes with the frozen weight alone; see `without_adapters`."""
     fuses: bool = True
@@ -232,7 +247,7 @@ class LoRALinear(nn.Linear, Layer):
         return y
 
     @torch.no_grad()
-    def adapted_weight(self, *, merge: bool) -> Tensor:
+    def adapted_weight(self, name: str, *, merge: bool) -> Tensor:
         """The weight [O, C] of a plain linear layer with the adapters merged in, or without them."""
         return self.merged() if merge else self.dense_weight().detach()
 
@@ -270,9 +285,104 @@ ADAPTED: dict[type[nn.Linear], type[LoRALinear]] = {nn.Linear: LoRALinear, Liger
 """The linear layers that can have adapters -> what they become. Subclasses compute something else and cannot."""
 
 
-def adapted_layers(model: nn.Module) -> dict[str, LoRALinear]:
-    """The layers of a model that have adapters, by their path."""
-    return {path: layer for path, layer in model.named_modules() if isinstance(layer, LoRALinear)}
+class ExpertAdapter(nn.Module):
+    """The trained tensors of one of the two matrices of each expert: A [X, r, in] and B [X, out, r].
+
+    The rows of B have the packed order of the weight.
+
+    Args:
+        weight: [X, out, in].
+        name: of the parameter of transformers' model that holds the matrices.
+        expression: the weight in terms of that parameter.
+        config: of the adapters.
+    """
+
+    def __init__(self, weight: Tensor, name: str, expression: Expression, config: LoRAConfig) -> None:
+        super().__init__()
+        X, out, width = weight.shape
+        options: dict[str, Any] = {"device": weight.device, "dtype": torch.promote_types(weight.dtype, torch.float32)}
+        self.name, self.expression = name, expression
+        self.lora_A = nn.Parameter(torch.empty(X, config.r, width, **options))
+        self.lora_B = nn.Parameter(torch.empty(X, out, config.r, **options))
+
+
+class LoRAExperts(Layer):
+    """The adapters of the routed experts of a layer, as its submodule ``lora``. The layer's ops take A and B.
+
+    Args:
+        adapters: name of the layer's parameter -> its adapter; "gate_up_weight", "down_weight" or both.
+        active_share: as of the layer.
+        config: of the adapters.
+    """
+
+    active: bool = True
+    """False computes with the frozen weights alone; see `without_adapters`."""
+
+    def __init__(self, adapters: Mapping[str, ExpertAdapter], active_share: float, config: LoRAConfig) -> None:
+        super().__init__()
+        self.config, self.names, self.active_share = config, tuple(adapters), active_share
+        for name, adapter in adapters.items():
+            self.add_module(name, adapter)
+        self.reset_adapters()
+
+    def adapters(self) -> Iterator[tuple[str, ExpertAdapter]]:
+        """The adapters with the names of transformers' parameters."""
+        for name in self.names:
+            adapter: Any = self.get_submodule(name)
+            yield adapter.name, adapter
+
+    @torch.no_grad()
+    def reset_adapters(self) -> None:
+        """Draw A and set B to 0, so that the experts compute what they did before.
+
+        Sharded adapters take the numbers that the first rank draws.
+        """
+        for _, adapter in self.adapters():
+            drawn = torch.empty(adapter.lora_A.shape, dtype=adapter.lora_A.dtype, device=adapter.lora_A.device)
+            bound = drawn.shape[2] ** -0.5  # as for the adapter [r, in] of a linear layer
+            _copy_into(adapter.lora_A, drawn.uniform_(-bound, bound))
+            nn.init.zeros_(adapter.lora_B)
+
+    @property
+    def dropout(self) -> float:
+        """Probability of dropping an element of the adapters' input now: 0 outside of training."""
+        return self.config.lora_dropout if self.training and self.active else 0.0
+
+    def low_ranks(self, dtype: torch.dtype) -> tuple[LowRank | None, LowRank | None]:
+        """A [X, r, in] and s · B [X, out, r] in ``dtype`` of gate and up, and of down; X are this rank's experts.
+
+        None for what has no adapters, and while they are switched off.
+        """
+
+        def compute() -> tuple[Tensor | None, ...]:
+            tensors: list[Tensor | None] = []
+            for name in ("gate_up_weight", "down_weight"):
+                adapter: Any = self._modules.get(name)
+                if adapter is None:
+                    tensors += [None, None]
+                else:
+                    A, B = local(adapter.lora_A), local(adapter.lora_B) * self.config.scaling
+                    tensors += [A.to(dtype), B.to(dtype)]
+            return tuple(tensors)
+
+        if not self.active:
+            return None, None
+        gate_up_A, gate_up_B, down_A, down_B = derive(self, dtype, compute)
+        return low_rank_pair(gate_up_A, gate_up_B), low_rank_pair(down_A, down_B)
+
+    @torch.no_grad()
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """The parameter ``name`` of the layer, weight [X, out, in], with its adapters added, in its dtype."""
+        adapter: Any = self.get_submodule(name)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        B = adapter.lora_B.to(wide) * self.config.scaling
+        each = zip(weight, B, adapter.lora_A.to(wide), strict=True)
+        return torch.stack([torch.addmm(W.to(wide), b, a).to(weight.dtype) for W, b, a in each])
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts]:
+    """The modules of a model that hold adapters, by their path."""
+    return {path: each for path, each in model.named_modules() if isinstance(each, LoRALinear | LoRAExperts)}
 
 
 def adapter_config(model: nn.Module) -> LoRAConfig | None:

@@ -152,7 +152,8 @@ class LigerMedusa(nn.Module):
         self.freeze, self.decay, self.heads_weight = freeze, decay, heads_weight
         model.requires_grad_(not (freeze or adapted))
         for layer in adapted.values():
-            layer.lora.requires_grad_(not freeze)
+            for _, adapter in layer.adapters():
+                adapter.requires_grad_(not freeze)
         own: Any = model.lm_head
         hidden_size, scaling = model.config.hidden_size, {"logit_scale": own.logit_scale, "softcap": own.softcap}
         weight = own.weight.detach()

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from liger_models.adapters.lora_layers import adapted_layers
+from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.checks import check
 
@@ -19,7 +19,7 @@ NF4_BLOCK = 64
 def quantize_base(model: Model, device: torch.device | str | None = None) -> Model:
     """Store the frozen weights of the blocks' adapted layers in 4 bits (NF4, as in QLoRA), in place. Needs torchao.
 
-    A weight takes about 4.1 bits: 64 weights share a scale of 8 bits. The head is not quantised.
+    A weight takes about 4.1 bits: 64 weights share a scale of 8 bits. The head and routed experts are not quantised.
 
     Args:
         model: with adapters.
@@ -29,7 +29,7 @@ def quantize_base(model: Model, device: torch.device | str | None = None) -> Mod
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: the model has no adapters, or the size of a weight is not a multiple of 64.
+        ValueError: no linear layer of the blocks has adapters, or the size of a weight is not a multiple of 64.
 
     Source: https://arxiv.org/abs/2305.14314.
     """
@@ -39,8 +39,11 @@ def quantize_base(model: Model, device: torch.device | str | None = None) -> Mod
         raise ImportError(
             "quantize_base: torchao must be installed, got none. Run: pip install 'liger_models[lora]'"
         ) from error
-    layers = [layer for path, layer in adapted_layers(model).items() if path != "lm_head"]
-    check(bool(layers), f"quantize_base: {type(model).__name__} must have adapters, got none. Call apply_lora first.")
+    layers = quantised_layers(model)
+    check(
+        bool(layers),
+        f"quantize_base: {type(model).__name__} must have adapters on linear layers, got none. Call apply_lora first.",
+    )
     for layer in layers:
         check(not layer.is_nf4, "quantize_base: weights must not be in 4 bits yet, got some that are. Call it once.")
         size = layer.weight.numel()
@@ -52,6 +55,12 @@ def quantize_base(model: Model, device: torch.device | str | None = None) -> Mod
         layer.weight = nn.Parameter(values, requires_grad=False)
         layer.fuses = False
     return model if device is None else model.to(device)
+
+
+def quantised_layers(model: nn.Module) -> list[LoRALinear]:
+    """The layers whose weights `quantize_base` stores in 4 bits."""
+    found = adapted_layers(model).items()
+    return [layer for path, layer in found if path != "lm_head" and isinstance(layer, LoRALinear)]
 
 
 def nf4_bytes(count: int) -> int:

@@ -3,16 +3,25 @@
 import dataclasses
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from einops import rearrange
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from liger_models.adapters.lora import adaptable_layers, apply_lora, matches
-from liger_models.adapters.lora_layers import Adapter, LoRAConfig, adapted_layers, adapter_config, short_name
+from liger_models.adapters.lora import adaptable_experts, adaptable_layers, apply_lora, matches
+from liger_models.adapters.lora_layers import (
+    ExpertAdapter,
+    LoRAConfig,
+    LoRAExperts,
+    LoRALinear,
+    adapted_layers,
+    adapter_config,
+    short_name,
+)
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.files import open_safetensors, read_json, write_json
 from liger_models.convert.folder import check_complete, write_folder
@@ -30,7 +39,7 @@ PREFIX = "base_model.model."
 REFUSED = (
     "alora_invocation_tokens", "alpha_pattern", "arrow_config", "exclude_modules", "fan_in_fan_out", "kasa_config",
     "layer_replication", "layers_to_transform", "lora_bias", "modules_to_save", "monteclora_config", "rank_pattern",
-    "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
+    "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
 )  # fmt: skip
 """Keys of adapter_config.json for features that are not implemented; they must be empty."""
 INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
@@ -52,26 +61,38 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
     config = adapter_config(model)
     check(config is not None, f"save_adapter: {type(model).__name__} must have adapters, got none (or merged ones).")
     assert config is not None
-    tensors, names = {}, set()
+    tensors, names, experts = {}, set(), set()
     for layer in adapted_layers(model).values():
-        for name, adapter in layer.adapters():
-            names.add(name.removesuffix(".weight"))
-            for peft_name, parameter in peft_tensors(name, adapter).items():
-                whole: Any = parameter.detach()
-                whole = whole.full_tensor() if is_sharded(whole) else whole
-                tensors[peft_name] = whole.cpu().contiguous()
+        of_layer = {name for name, _ in layer.adapters()}
+        if isinstance(layer, LoRAExperts):
+            experts |= of_layer
+        else:
+            names |= {name.removesuffix(".weight") for name in of_layer}
+        for peft_name, tensor in peft_tensors(layer).items():
+            whole: Any = tensor.parameter.detach()
+            whole = whole.full_tensor() if is_sharded(whole) else whole
+            tensors[peft_name] = tensor.write(whole.cpu()).contiguous()
     targets: Sequence[str] | str = config.target_modules
     if targets == "all-linear" and model.visual is None:
         targets = sorted(set(map(short_name, names)))
     elif isinstance(targets, str) or model.visual is not None:
         # Whole names, or PEFT would adapt more: in a tower, linear layers and other modules share endings ("proj").
         targets = sorted(names)
+    else:
+        targets = [each for each in targets if any(matches(name, each) for name in names)]
+    endings = {".".join(name.split(".")[-2:]) for name in experts}
+    every = {name for parts in adaptable_experts(model).values() for name, _ in parts.values()}
+    if experts != {name for name in every if any(matches(name, each) for each in endings)}:
+        endings = experts
     keys: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
         "target_modules": list(targets),
+        "target_parameters": sorted(endings) or None,
+        # PEFT loads no adapters of experts with dropout, which is for training alone.
+        "lora_dropout": 0.0 if experts else config.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -121,6 +142,9 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
         f"{place / CONFIG}: init_lora_weights must be one of {INITIAL}, which leave the base weights unchanged, got "
         f"{initial!r}. Convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...).",
     )
+    if targets is None and keys.get("target_parameters"):
+        targets = keys["target_modules"] = []
+    keys["target_parameters"] = tuple(keys.get("target_parameters") or ())
     check(
         isinstance(targets, str | list),
         f"{place / CONFIG}: target_modules must be a list of names or a string, got {targets!r}. Add what is adapted.",
@@ -141,21 +165,68 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
         _fill_adapters(model, stored, place / WEIGHTS)
     except ValueError:
         for path, layer in adapted_layers(model).items():
-            layer.plain._parameters = layer._parameters
-            model.set_submodule(path, layer.plain)
+            if isinstance(layer, LoRAExperts):
+                moe: Any = model.get_submodule(path.rpartition(".")[0])
+                moe.lora = None
+            else:
+                layer.plain._parameters = layer._parameters
+                model.set_submodule(path, layer.plain)
         for parameter in trainable:
             parameter.requires_grad_(True)
         raise
     return model
 
 
-def peft_tensors(name: str, adapter: Adapter) -> dict[str, nn.Parameter]:
-    """An adapter's parameters by their names in PEFT's files; ``name`` is that of the matrix in the checkpoint."""
-    stem = PREFIX + name.removesuffix(".weight")
-    named = {f"{stem}.lora_A.weight": adapter.lora_A, f"{stem}.lora_B.weight": adapter.lora_B}
-    if adapter.lora_magnitude_vector is not None:
-        named[f"{stem}.lora_magnitude_vector"] = adapter.lora_magnitude_vector
-    return named
+class PeftTensor(NamedTuple):
+    """A parameter of an adapter, and how PEFT's files hold it.
+
+    Attributes:
+        parameter: the parameter.
+        write: a tensor of its shape -> the tensor in the file.
+        read: the inverse.
+    """
+
+    parameter: nn.Parameter
+    write: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    read: Callable[[Tensor], Tensor] = lambda tensor: tensor
+
+
+def peft_tensors(layer: LoRALinear | LoRAExperts) -> dict[str, PeftTensor]:
+    """The parameters of a layer's adapters by their names in PEFT's files."""
+    if isinstance(layer, LoRAExperts):
+        adapters = [adapter for _, adapter in layer.adapters()]
+        # PEFT wraps the module of the experts once for each parameter, the first inside of the second.
+        return {
+            name: tensor
+            for inside, adapter in zip(["", ".base_layer"], reversed(adapters), strict=False)
+            for name, tensor in _of_experts(PREFIX + adapter.name.rpartition(".")[0] + inside, adapter).items()
+        }
+    found: dict[str, PeftTensor] = {}
+    for name, adapter in layer.adapters():
+        stem = PREFIX + name.removesuffix(".weight")
+        found[f"{stem}.lora_A.weight"] = PeftTensor(adapter.lora_A)
+        found[f"{stem}.lora_B.weight"] = PeftTensor(adapter.lora_B)
+        if adapter.lora_magnitude_vector is not None:
+            found[f"{stem}.lora_magnitude_vector"] = PeftTensor(adapter.lora_magnitude_vector)
+    return found
+
+
+def _of_experts(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
+    """A is [X r, in], expert by expert; B is [out, r X] with the experts innermost, and its rows are transformers'."""
+    (X, out, _), expression, name = adapter.lora_B.shape, adapter.expression, adapter.name
+    # The parameter is [X, out, in] or [X, in, out], and B has r for "in".
+    probe = expression.unpack(torch.empty(X, out, out + 2, device="meta"))[name]
+    ours = "x o r" if probe.shape[1] == out else "x r o"
+    return {
+        f"{stem}.lora_A.weight": PeftTensor(
+            adapter.lora_A, lambda A: A.flatten(0, 1), lambda A: A.unflatten(0, (X, -1))
+        ),
+        f"{stem}.lora_B.weight": PeftTensor(
+            adapter.lora_B,
+            lambda B: rearrange(expression.unpack(B)[name], f"{ours} -> o (r x)"),
+            lambda B: expression.pack({name: rearrange(B, f"o (r x) -> {ours}", x=X)}),
+        ),
+    }
 
 
 def _fill_adapters(model: CausalLM, stored: dict[str, Tensor], file: Path) -> None:
@@ -165,22 +236,18 @@ def _fill_adapters(model: CausalLM, stored: dict[str, Tensor], file: Path) -> No
         head is None or torch.equal(head.to(model.lm_head.weight), model.lm_head.weight),
         f"{file}: the head's weight must equal the model's, got another. Load the model that was adapted.",
     )
-    wanted = {
-        peft_name: parameter
-        for layer in adapted_layers(model).values()
-        for name, adapter in layer.adapters()
-        for peft_name, parameter in peft_tensors(name, adapter).items()
-    }
+    wanted = {name: each for layer in adapted_layers(model).values() for name, each in peft_tensors(layer).items()}
     odd = sorted(wanted.keys() ^ stored.keys())
     check(
         not odd,
         f"{file}: must hold exactly the adapters that {CONFIG} describes for {type(model).__name__}, got "
         f"{len(odd)} too many or too few: {', '.join(odd[:3])}. Load them into the model that they were trained on.",
     )
-    for name, parameter in wanted.items():
+    for name, (parameter, write, read) in wanted.items():
+        shape = write(torch.empty_like(parameter, device="meta")).shape
         check(
-            stored[name].shape == parameter.shape,
-            f"{file}: {name} must be {list(parameter.shape)}, got {list(stored[name].shape)}. Load it into the model "
-            "that it was trained on.",
+            stored[name].shape == shape,
+            f"{file}: {name} must be {list(shape)}, got {list(stored[name].shape)}. Load it into the model that it was "
+            "trained on.",
         )
-        parameter.data.copy_(stored[name])
+        parameter.data.copy_(read(stored[name]))

@@ -278,8 +278,8 @@ class UnpackedModel(HFModules):
         parameters = getattr(config, "target_parameters", None)
         check(
             not parameters,
-            f"target_parameters must be empty, got {parameters}. Experts have no adapters. If you have given none, "
-            "PEFT has made them of names in target_modules that mean experts: leave these out.",
+            f"target_parameters must be empty, got {parameters}. Experts have no adapters here: use apply_lora. If you "
+            "have given none, PEFT has made them of names in target_modules that mean experts: leave these out.",
         )
         for name in ("trainable_token_indices", "ensure_weight_tying"):
             given = getattr(config, name, None)

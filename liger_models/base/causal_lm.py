@@ -23,6 +23,7 @@ from liger_models.layers.decoder import CausalLMConfig, Decoder
 from liger_models.layers.embedding import LigerEmbedding, resize_rows
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.lazy.foreign import foreign_arguments, is_hub_name
+from liger_models.memory.plan import plan_memory
 from liger_models.parallel.groups import wait_for_ranks
 from liger_models.text.tokenizer import Tokenizer
 
@@ -115,6 +116,41 @@ class CausalLM(Decoder):
             resize_rows(self.lm_head, V)
         self.config = replace(self.config, vocab_size=V)
         return self.embed_tokens
+
+    def set_checkpointing(
+        self,
+        policy: str | list[str],
+        *,
+        offload_layers: int = 0,
+        budget: int | str | None = None,
+        tokens: int | None = None,
+    ) -> None:
+        """Choose which activations are saved for the backward, and where. The gradients are always the same.
+
+        Args:
+            policy, offload_layers: as for `Decoder.set_checkpointing`, which also says what is raised; or "auto": the
+                fastest choice of both for which a step with AdamW fits, by `liger_models.memory.plan_memory`. The
+                moments are in the dtype of the weights, on the device.
+            budget: with "auto", bytes of the device, or a text such as "60GB" or "80%".
+            tokens: with "auto", B · T, tokens of a batch.
+
+        Raises:
+            ValueError: nothing fits, or ``budget`` and ``tokens`` are given without "auto", or left out with it.
+        """
+        if policy != "auto":
+            check(
+                budget is None and tokens is None,
+                f'set_checkpointing: budget and tokens are for policy "auto", got {policy!r}. Leave them out.',
+            )
+            return super().set_checkpointing(policy, offload_layers=offload_layers)
+        check(
+            budget is not None and tokens is not None and offload_layers == 0,
+            'set_checkpointing: "auto" needs budget and tokens, and chooses offload_layers itself, got '
+            f"{budget}, {tokens} and {offload_layers}.",
+        )
+        assert budget is not None
+        assert tokens is not None
+        plan_memory(self, tokens, budget, host_moments=False, in_backward=False).apply(self)
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: object = None, *, every_n_layers: int = 1, offload: bool = False

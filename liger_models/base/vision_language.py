@@ -18,17 +18,25 @@ class VisionLanguageModel(CausalLM):
     processor_class: ClassVar[type[Processor]]
 
     def set_checkpointing(
-        self, policy: str | list[str], *, offload_layers: int = 0, vision_policy: str | None = None
+        self,
+        policy: str | list[str],
+        *,
+        offload_layers: int = 0,
+        vision_policy: str | None = None,
+        budget: int | str | None = None,
+        tokens: int | None = None,
     ) -> None:
-        """Choose which activations are saved for the backward, and where; see `Decoder.set_checkpointing`.
+        """Choose which activations are saved for the backward, and where; see `CausalLM.set_checkpointing`.
 
         Args:
-            policy, offload_layers: for the blocks of the language model.
-            vision_policy: policy for the blocks of the tower. Default: ``policy`` if it is one for all blocks, else
-                "none".
+            policy, offload_layers, budget, tokens: for the blocks of the language model.
+            vision_policy: policy for the blocks of the tower. Default: ``policy`` if it is one for all blocks, that of
+                the first block with "auto", else "none".
         """
-        super().set_checkpointing(policy, offload_layers=offload_layers)
+        super().set_checkpointing(policy, offload_layers=offload_layers, budget=budget, tokens=tokens)
         if vision_policy is None:
+            if policy == "auto":
+                return
             vision_policy = policy if isinstance(policy, str) else "none"
         check_policy("vision_policy", vision_policy)
         set_policy(self.visual, vision_policy)

@@ -112,17 +112,26 @@ def info(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a training step, for the memory estimate.")] = 8192,
     dtype: Annotated[str, typer.Option(help="Dtype of weights, gradients, moments and activations.")] = "bfloat16",
     moments_8bit: Annotated[bool, typer.Option("--moments-8bit", help="AdamW's moments in 8 bits.")] = False,
+    muon: Annotated[bool, typer.Option("--muon", help="Muon for the weights of linear layers.")] = False,
+    budget: Annotated[str | None, typer.Option("--memory", help="Plan a step within so much, such as 60GB.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a model's architecture, sizes and parameters, and estimate the memory that training needs.
 
-    Reads config.json only. The estimate is for training all parameters with AdamW on one GPU, for each checkpointing
-    policy.
+    Reads config.json only. The estimate is for training all parameters with AdamW, or with Muon, on one GPU, for each
+    checkpointing policy. With --memory it also plans the fastest step that fits: what is recomputed, and what lives in
+    host memory.
     """
     from liger_models.memory.estimate import training_memory
+    from liger_models.memory.plan import plan_memory
 
     made = _empty_model(model, revision)
-    memory = training_memory(made, tokens, _dtype(dtype), moments_8bit=moments_8bit)
+    memory = training_memory(made, tokens, _dtype(dtype), moments_8bit=moments_8bit, muon=muon)
+    plan = (
+        None
+        if budget is None
+        else plan_memory(made, tokens, budget, memory=memory, host_moments=not muon, in_backward=not muon)
+    )
     sizes = {k: v for k, v in dataclasses.asdict(made.config).items() if v is not None}
     result: dict[str, Any] = {
         "class": type(made).__name__,
@@ -134,6 +143,7 @@ def info(
             "dtype": dtype,
             **memory._asdict(),
             "peak": {policy: memory.peak(policy) for policy in memory.activations},
+            **({} if plan is None else {"plan": {**dataclasses.asdict(plan), "peak": plan.peak}}),
         },
     }
     if as_json:
@@ -151,6 +161,8 @@ def info(
     screen.print(table)
     fixed = f"weights {memory.weights / 2**30:.2f}, gradients {memory.gradients / 2**30:.2f}"
     screen.print(f"{fixed}, AdamW {memory.optimizer / 2**30:.2f} GiB")
+    if plan is not None:
+        screen.print(str(plan), soft_wrap=True)
 
 
 @app.command()
@@ -312,14 +324,15 @@ def recipe(
     """
     import torch
 
-    from liger_models.train.recipe import Planner, parse_memory
+    from liger_models.memory.plan import parse_memory
+    from liger_models.train.recipe import Planner
 
     if memory is None:
         if not torch.accelerator.is_available():
             raise typer.BadParameter("give --memory, such as 24GB: this machine has no GPU")
         size = int(torch.get_device_module().get_device_properties().total_memory)
     else:
-        size = parse_memory(memory)
+        size = parse_memory("recipe: memory", memory, torch.accelerator.current_accelerator())
     found = Planner(_empty_model(model, revision).config).plan(size, method, length)
     name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2]
     text = found.yaml(model, f"{name.lower()}-{found.method}")

@@ -48,9 +48,15 @@ class CheckpointFormat:
 
         These names differ from those in the older checkpoints of vision-language models.
         """
+        return self._module_maps(config)[0]
+
+    def expert_map(self, config: Any) -> WeightMap:
+        """As `module_map`, with the experts of a layer in as few tensors as possible, as transformers 5 holds them."""
+        return min(self._module_maps(config), key=lambda each: sum(len(x.names()) for x in each.entries.values()))
+
+    def _module_maps(self, config: Any) -> list[WeightMap]:
         maps, inside = self.weight_maps(config), f"{self.modules}.norm.weight"
-        named = (each for each in maps if any(inside in entry.names() for entry in each.entries.values()))
-        return next(named, maps[0])
+        return [each for each in maps if any(inside in x.names() for x in each.entries.values())] or maps
 
 
 FORMATS: dict[type, CheckpointFormat] = {}

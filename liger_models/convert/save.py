@@ -80,7 +80,7 @@ def save_pretrained(
         f"save_pretrained: max_shard_size must be a positive number of bytes or text such as '5GB', got "
         f"{max_shard_size!r}.",
     )
-    adapters = [name for name, layer in named_layers(model) if layer.has_adapters]
+    adapters = [name for name, layer in named_layers(model) if layer.adapted]
     check(
         not adapters,
         f"save_pretrained: {type(model).__name__} must not have adapters, got some on {some(adapters)}. Save LoRA "

@@ -151,6 +151,34 @@ def plan_rows(
     return Rows(runs, units, None if torch.equal(found, wanted) else torch.searchsorted(found, wanted))
 
 
+def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
+    """The matrices of the checkpoint that a parameter holds, as rows of the parameter.
+
+    It numbers the rows, unpacks the numbers in place of the elements, and looks which numbers each matrix has.
+
+    Args:
+        expression: the expression of the parameter.
+        shape: of the parameter: [N, K], or [X, N, K] for a stack of experts.
+
+    Returns:
+        [k, n] int64 for each number of rows n that matrices have: the rows of k matrices, in the parameter with its
+        leading dimensions flattened. Each row is in one of them. A parameter whose matrices are not made of whole rows
+        is one matrix, or X.
+    """
+    numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1)
+    found: dict[int, list[Tensor]] = {}
+    if len(shape) == 3:
+        unpacked = expression.unpack(numbers).values()  # [X, n, 1], transposed, or [n, 1] of each expert
+        parts = [part.flatten() for each in unpacked for part in (each if each.dim() == 3 else [each])]
+    else:
+        parts = [each.flatten(1)[:, 0] for each in expression.unpack(numbers.expand(*shape)).values()]
+    if not torch.equal(torch.cat(parts).sort().values, numbers.flatten()):
+        return [numbers.view(-1, shape[-2])]
+    for part in parts:
+        found.setdefault(len(part), []).append(part)
+    return [torch.stack(rows) for rows in found.values()]
+
+
 def untouched(expression: Expression, ndim: int, shapes: Mapping[str, Sequence[int]]) -> int:
     """Number of trailing dimensions of a tensor with ``ndim`` dimensions that the expression leaves unchanged."""
     match expression:

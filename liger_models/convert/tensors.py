@@ -208,8 +208,10 @@ class Stored(NamedTuple):
             if layer is None:
                 yield name, _full(parameter.detach())
             else:
-                given = {f"layer.{each}": _full(p.detach()) for each, p in layer.named_parameters() if is_sharded(p)}
-                yield name, torch.func.functional_call(_AdaptedWeight(layer, self.merge), given, ())
+                own = name.rpartition(".")[2]
+                used = ((each, p) for each, p in layer.named_parameters() if each == own or each.startswith("lora."))
+                given = {f"layer.{each}": _full(p.detach()) for each, p in used if is_sharded(p)}
+                yield name, torch.func.functional_call(_AdaptedWeight(layer, own, self.merge), given, ())
 
     def unpack(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors, contiguous and in ``dtype``, from what `gather` yields."""
@@ -264,7 +266,7 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
         f"{where}: parameters must hold weights, got {some(absent)} on the meta device. Load or initialise the model "
         "first.",
     )
-    layers = {path: layer for path, layer in named_layers(model) if layer.has_adapters}
+    layers = {path: layer for path, layer in named_layers(model) if layer.adapted}
     head, embedding = stored.get("lm_head.weight"), stored["embed_tokens.weight"]
     tied = head is None or head is embedding or _local(head).data_ptr() == _local(embedding).data_ptr() != 0
     tied = tied and not (merge and "lm_head" in layers)
@@ -279,7 +281,7 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
     if tied:
         stored.pop("lm_head.weight", None)
     weights = format_of(type(model)).weight_map(config)
-    added = tuple(f"{path}.{name}." for path, layer in layers.items() for name, _ in layer.named_children())
+    added = tuple(f"{path}.lora." for path in layers)
     stored = {
         name: each
         for name, each in stored.items()
@@ -291,18 +293,19 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
         f"{where}: every parameter must have a name in a checkpoint of {type(model).__name__}, got {some(extra)}. "
         "Save LoRA adapters with save_adapter, or merge them with merge_lora; remove other additions.",
     )
-    return Stored(config, weights, stored, {f"{path}.weight": layer for path, layer in layers.items()}, merge)
+    adapted = {f"{path}.{name}": layer for path, layer in layers.items() for name in layer.adapted}
+    return Stored(config, weights, stored, adapted, merge)
 
 
 class _AdaptedWeight(nn.Module):
-    """The weight of a layer with adapters, as the forward of a module: `functional_call` gathers what it uses."""
+    """A parameter with adapters, as the forward of a module: `functional_call` gathers what it uses."""
 
-    def __init__(self, layer: Layer, merge: bool) -> None:
+    def __init__(self, layer: Layer, name: str, merge: bool) -> None:
         super().__init__()
-        self.layer, self.merge = layer, merge
+        self.layer, self.name, self.merge = layer, name, merge
 
     def forward(self) -> Tensor:
-        return self.layer.adapted_weight(merge=self.merge)
+        return self.layer.adapted_weight(self.name, merge=self.merge)
 
 
 class _Names:

@@ -104,12 +104,17 @@ def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int
             scale.copy_(largest)
         rounded = rounded[:1]
     for tensor, new in rounded:
-        if stochastic_rounding and tensor.dtype == torch.bfloat16:
-            new = new.float()
-            bits = new.view(torch.int32)
-            bits = bits + torch.randint(2**16, bits.shape, dtype=bits.dtype, device=bits.device, generator=generator)
-            new = torch.where(new.isnan(), new, (bits & -(2**16)).view(torch.float32))
-        tensor.copy_(new)
+        write_rounded(tensor, new, generator if stochastic_rounding else None)
+
+
+def write_rounded(tensor: Tensor, new: Tensor, generator: torch.Generator | None) -> None:
+    """Write wider values to a tensor, rounded to nearest, or with a generator and to bfloat16 stochastically."""
+    if generator is not None and tensor.dtype == torch.bfloat16:
+        new = new.float()
+        bits = new.view(torch.int32)
+        bits = bits + torch.randint(2**16, bits.shape, dtype=bits.dtype, device=bits.device, generator=generator)
+        new = torch.where(new.isnan(), new, (bits & -(2**16)).view(torch.float32))
+    tensor.copy_(new)
 
 
 @triton.jit

@@ -240,8 +240,8 @@ def _concatenate(sums: list[Tensor]) -> Tensor:
 def logits_buffer(x: Tensor, V: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
     """A buffer for the logits of ``rows`` rows of x, or of all if x has fewer; its rows are aligned for matmuls."""
     buffer = x.new_empty(min(rows, len(x)), -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, dtype=dtype)
-    if x.device.type == "cpu":  # bf16 products on AMX read up to three columns more, and NaN there spreads
-        buffer[:, V:] = 0
+    if x.device.type == "cpu":
+        buffer[:, V:] = 0  # bf16 products of CPUs with AMX read beyond the last word, and 0 · NaN is NaN
     return buffer[:, :V]
 
 

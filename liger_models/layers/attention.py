@@ -340,6 +340,10 @@ class LigerAttention(Layer):
         """Recompute under "full"."""
         self.recompute = policy == "full"
 
+    def recomputed_share(self, policy: str) -> float:
+        """All of the layer under "full"."""
+        return float(policy == "full")
+
     def can_shard(self, size: int) -> bool:
         """Whether ``size`` divides the number of KV heads."""
         return self.num_kv_heads % size == 0

@@ -30,7 +30,7 @@ from liger_models.layers.lm_head import LigerLMHead, LossFunction, Targets
 from liger_models.layers.masks import takes_segments
 from liger_models.layers.norm import Norm, add_norm
 from liger_models.lazy.foreign import foreign_arguments
-from liger_models.memory.offload import Offload
+from liger_models.memory.offload import Offload, offloaded_blocks
 from liger_models.memory.recompute import is_compiled, run_again
 
 if TYPE_CHECKING:
@@ -317,6 +317,17 @@ class Decoder(nn.Module):
         counted = [each for each in self.parameters() if each.requires_grad or not only_trainable]
         return sum(each.numel() for each in counted if each is not excluded)
 
+    def hidden_matrices(self) -> dict[str, nn.Parameter]:
+        """The weights of all linear layers but the head, and the stacked weights of experts, by name."""
+        linear = {f"{path}.weight" for path, each in self.named_modules() if isinstance(each, nn.Linear)}
+        routed = tuple(path for path, layer in named_layers(self) if layer.router is not None)
+        return {
+            name: each
+            for name, each in self.named_parameters()
+            if (name in linear and each is not self.lm_head.weight)
+            or (name.rpartition(".")[0] in routed and each.dim() == 3)
+        }
+
     def print_trainable_parameters(self) -> None:
         """Print how many parameters are trainable, of how many."""
         trainable, total = self.num_parameters(only_trainable=True), self.num_parameters()
@@ -357,8 +368,7 @@ class Decoder(nn.Module):
             for index, (block, each) in enumerate(zip(self.layers, policies, strict=True))
             if each == "full" and is_replayable(block)
         )
-        span = max(blocks - 2, offload_layers)
-        self.offloaded = frozenset(i * span // offload_layers for i in range(offload_layers))
+        self.offloaded = offloaded_blocks(blocks, offload_layers)
         for block, each in zip(self.layers, policies, strict=True):
             set_policy(block, each)
 

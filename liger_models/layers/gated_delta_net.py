@@ -141,6 +141,10 @@ class LigerGatedDeltaNet(Layer):
         """Recompute under "full"."""
         self.recompute = policy == "full"
 
+    def recomputed_share(self, policy: str) -> float:
+        """All of the layer under "full"."""
+        return float(policy == "full")
+
     def can_shard(self, size: int) -> bool:
         """Whether ``size`` divides the number of key heads."""
         return self.num_key_heads % size == 0

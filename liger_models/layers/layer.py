@@ -53,8 +53,9 @@ class Layer(nn.Module):
     """Fraction of the layer's own parameters that are active for a token (routed experts: top_k / experts)."""
     token_flops: int = 0
     """Floating-point operations of the forward per token, besides the products with weights and `attention`."""
-    has_adapters: bool = False
-    """True if submodules of the layer adapt its weight; see `adapted_weight`."""
+    adapted: tuple[str, ...] = ()
+    """Names of the layer's own parameters that have adapters, which its submodule ``lora`` holds; see
+    `adapted_weight`."""
     linears: tuple[str, ...] = ()
     """Names of the linear layers whose products may be computed in another dtype (float8)."""
     router: nn.Module | None = None
@@ -74,6 +75,14 @@ class Layer(nn.Module):
 
     def set_policy(self, policy: str) -> None:
         """Choose what the layer recomputes in the backward, by one of `CHECKPOINTING_POLICIES`."""
+
+    def recomputed_share(self, policy: str) -> float | None:
+        """Fraction of the forward's operations that the backward repeats under a policy.
+
+        It holds for the layer and its submodules, unless these answer for themselves. None: the layer repeats nothing
+        by itself, and everything as a part of a block that is recomputed as a whole.
+        """
+        return None
 
     def can_shard(self, size: int) -> bool:
         """Whether the layer can be split into ``size`` equal shards."""
@@ -131,8 +140,8 @@ class Layer(nn.Module):
         """The experts [N, K] int64 that a layer with a router chooses by the logits [N, X] of its router."""
         raise AttributeError(f"{type(self).__name__} has no router")
 
-    def adapted_weight(self, *, merge: bool) -> Tensor:
-        """The weight of a layer that has adapters, with or without them, as a plain layer would hold it."""
+    def adapted_weight(self, name: str, *, merge: bool) -> Tensor:
+        """The parameter ``name`` of `adapted`, with its adapters or without, as a plain layer would hold it."""
         raise AttributeError(f"{type(self).__name__} has no adapters")
 
     def reset_adapters(self) -> None:

@@ -90,6 +90,10 @@ class GatedMLP(Layer):
         """Recompute under every policy but "none"."""
         self.recompute = policy != "none"
 
+    def recomputed_share(self, policy: str) -> float:
+        """Gate and up are two thirds of the layer."""
+        return 0.0 if policy == "none" else 2 / 3
+
     def can_shard(self, size: int) -> bool:
         """Whether ``size`` divides the intermediate size."""
         return self.parts % size == 0
@@ -203,6 +207,10 @@ class LigerMLP(Layer):
         """Recompute under every policy but "none"."""
         self.recompute = policy != "none"
 
+    def recomputed_share(self, policy: str) -> float:
+        """The first product is half of the layer."""
+        return 0.0 if policy == "none" else 1 / 2
+
     def can_shard(self, size: int) -> bool:
         """Whether ``size`` divides the intermediate size."""
         return self.parts % size == 0
@@ -296,6 +304,10 @@ class TiledMLP(GatedMLP):
     def set_policy(self, policy: str) -> None:
         """Recompute under every policy."""
         self.recompute = True
+
+    def recomputed_share(self, policy: str) -> float:
+        """Gate and up are two thirds of the layer."""
+        return 2 / 3
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., C]."""

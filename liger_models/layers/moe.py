@@ -79,6 +79,8 @@ class LigerMoE(Layer):
         self.replayable = False  # a second forward could select other experts
         self.recompute = False
         """Recompute gate and up in the backward (checkpointing policies "selective" and "full")."""
+        self.lora: Any = None
+        """The experts' adapters (`liger_models.adapters.lora_layers.LoRAExperts`), if there are any."""
         self.reset_parameters()
 
     @property
@@ -91,9 +93,24 @@ class LigerMoE(Layer):
         """Fraction of the experts that a token passes through."""
         return self.top_k / len(self.down_weight)
 
+    @property
+    def adapted(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See `Layer.adapted`."""
+        names: tuple[str, ...] = () if self.lora is None else self.lora.names
+        return names
+
+    def adapted_weight(self, name: str, *, merge: bool) -> Tensor:
+        """See `Layer.adapted_weight`."""
+        weight: Tensor = self.lora.merged(name, getattr(self, name)) if merge else getattr(self, name).detach()
+        return weight
+
     def set_policy(self, policy: str) -> None:
         """Recompute gate and up under every policy but "none"."""
         self.recompute = policy != "none"
+
+    def recomputed_share(self, policy: str) -> float:
+        """Gate and up are two thirds of an expert."""
+        return 0.0 if policy == "none" else 2 / 3
 
     def can_shard(self, size: int) -> bool:
         """Whether ``size`` divides the intermediate size of an expert."""
@@ -103,9 +120,12 @@ class LigerMoE(Layer):
         """Keep 1 / R of the intermediate size of each expert; see `liger_models.parallel.apply_tp`.
 
         Raises:
-            ValueError: the intermediate size is not a multiple of the number of ranks, or ``router_jitter`` is set,
-                whose noise would differ between ranks.
+            ValueError: the intermediate size is not a multiple of the number of ranks, the experts have adapters, or
+                ``router_jitter`` is set, whose noise would differ between ranks.
         """
+        check(
+            self.lora is None, "LigerMoE: experts with adapters must not be sharded by apply_tp. Use apply_ep or FSDP."
+        )
         check_divisible("LigerMoE", "intermediate_size", self.down_weight.shape[2], group)
         check(
             self.router_jitter == 0,
@@ -126,7 +146,8 @@ class LigerMoE(Layer):
         check_divisible("LigerMoE", "num_experts", self.down_weight.shape[0], group)
         self.groups = replace(self.groups, expert=group)
         biased = {} if self.gate_up_bias is None else {"gate_up_bias": 0, "down_bias": 0}
-        return {"gate_up_weight": 0, "down_weight": 0, **biased}
+        adapters = {} if self.lora is None else {f"lora.{name}": 0 for name, _ in self.lora.named_parameters()}
+        return {"gate_up_weight": 0, "down_weight": 0, **biased, **adapters}
 
     def sum_gradients(self, group: Group) -> bool:
         """Return True: `forward` sums the gradient of the replicated bias."""
@@ -194,6 +215,10 @@ class LigerMoE(Layer):
         matrices = autocast_weights(
             x, local(self.gate_up_weight), local(self.down_weight), local_or_none(self.gate_up_bias), down_bias
         )
+        low_ranks: Any = (None, None)
+        if self.lora is not None:
+            assert matrices[0] is not None
+            low_ranks = self.lora.low_ranks(matrices[0].dtype)
         if group is not None:
             x = copy_to_region(x, group)
             rows = x.reshape(-1, x.shape[-1])
@@ -201,19 +226,22 @@ class LigerMoE(Layer):
         if expert is not None:
             # FSDP averages gradients over the ranks, but the experts' gradients are already summed over them.
             matrices = [None if each is None else divide_gradient(each, expert.size) for each in matrices]
+            low_ranks = [each and tuple(divide_gradient(one, expert.size) for one in each) for each in low_ranks]
         gate_up_weight, down_weight, *biases = matrices
         assert gate_up_weight is not None
         assert down_weight is not None
         inputs = rows, weights, experts, gate_up_weight, down_weight
         options: dict[str, Any] = {"act": self.act, "limit": self.limit}
+        dropout = 0.0 if self.lora is None else self.lora.dropout
+        others = *biases, *low_ranks
         if expert is not None:
-            y = moe_mlp_over(*inputs, expert, *biases, recompute=self.recompute, **options)
-        elif fused:
-            y = moe_mlp(*inputs, *biases, recompute=self.recompute, **options)
+            y = moe_mlp_over(*inputs, expert, *others, recompute=self.recompute, dropout=dropout, **options)
+        elif fused and dropout == 0:
+            y = moe_mlp(*inputs, *others, recompute=self.recompute, **options)
         elif self.recompute and torch.is_grad_enabled():
-            y = checkpoint(moe_mlp_reference, *inputs, *biases, **options, use_reentrant=False)
+            y = checkpoint(moe_mlp_reference, *inputs, *others, dropout=dropout, **options, use_reentrant=False)
         else:
-            y = moe_mlp_reference(*inputs, *biases, **options)
+            y = moe_mlp_reference(*inputs, *others, dropout=dropout, **options)
         return reduce_from_region(y.view(x.shape), group), logits
 
     def _of_all_tokens(

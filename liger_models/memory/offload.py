@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from liger_models.kernels.dispatch import ACCELERATORS
 
 SMALLEST = 2**20
-"""Tensors with fewer bytes are not offloaded."""
+"""Tensors with fewer bytes are not offloaded, neither activations nor moments."""
 
 PIECE = 2**26
 """Bytes per allocation of host memory. PyTorch rounds each pinned allocation up to a power of two."""
@@ -25,6 +25,15 @@ A block of an 8B model saves 1.5 GB for 16,384 tokens."""
 
 SLICE = 2**24
 """Bytes per copy to the device, after which copies of other streams get their turn: a third of a millisecond."""
+
+
+def offloaded_blocks(blocks: int, count: int) -> frozenset[int]:
+    """Which ``count`` of a model's blocks are offloaded: evenly spread, without the last two if possible.
+
+    The other blocks give the copies time.
+    """
+    span = max(blocks - 2, count)
+    return frozenset(index * span // count for index in range(count))
 
 
 class Inbound:

@@ -296,8 +296,10 @@ def _flatten(name: str, value: Any) -> dict[str, str]:
         return {name: repr(value)}
     found = {name: type(value).__name__}
     for field in dataclasses.fields(value):
-        if not field.name.endswith(MAY_DIFFER):
-            found |= _flatten(f"{name}.{field.name}", getattr(value, field.name))
+        own = getattr(value, field.name)
+        former = (field.name, own) == ("target_parameters", ())  # a former version had no such field
+        if not former and not field.name.endswith(MAY_DIFFER):
+            found |= _flatten(f"{name}.{field.name}", own)
     return found
 
 

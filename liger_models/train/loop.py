@@ -5,6 +5,7 @@ adapters (LoRA). It runs on any number of GPUs, on CPUs with gloo, and without t
 again, it resumes from its last checkpoint.
 """
 
+import json
 import math
 import os
 import sys
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from liger_models.adapters.lora import apply_lora, language_targets
-from liger_models.adapters.lora_layers import LoRAConfig
+from liger_models.adapters.lora_layers import EXPERTS, LoRAConfig
 from liger_models.adapters.nf4 import quantize_base
 from liger_models.adapters.peft_files import save_adapter
 from liger_models.arch.auto import load_by_name
@@ -35,6 +36,8 @@ from liger_models.data.loader import PackedLoader
 from liger_models.data.pixels import BROKEN_MEDIA
 from liger_models.kernels.checks import check
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, layers_of
+from liger_models.memory.estimate import TrainingMemory
+from liger_models.memory.plan import MemoryPlan, parse_memory, plan_memory
 from liger_models.parallel.context import apply_cp
 from liger_models.parallel.fsdp import apply_fsdp, compile_blocks, reshard
 from liger_models.parallel.state import load_state, save_state
@@ -42,9 +45,10 @@ from liger_models.parallel.step import clip_grad_norm_, mean_over_ranks
 from liger_models.parallel.tensor import apply_tp
 from liger_models.train.metrics import Log, flops
 from liger_models.train.modelscope import PREFIX, fetch
+from liger_models.train.muon import LigerMuon
 from liger_models.train.objective_options import ObjectiveOptions, make_objective
 from liger_models.train.objectives import Metrics, Objective, add_metrics, mean_metrics
-from liger_models.train.optimizer import LigerAdamW
+from liger_models.train.optimizer import LigerAdamW, step_in_backward
 from liger_models.train.options import read_options
 from liger_models.train.report import banner, check_turn_end, estimate, next_steps, sample, say
 from liger_models.train.seed import seed_all
@@ -59,6 +63,7 @@ LEAST |= dict.fromkeys(("log_every", "eval_every", "save_every"), 1)
 DTYPES = dict.fromkeys(("dtype", "export_dtype"), (torch.float32, torch.bfloat16, torch.float16))
 """The allowed dtypes of options."""
 KNOWN = {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES, "broken_media": BROKEN_MEDIA}
+KNOWN |= {"optimizer": ("adamw", "muon")}
 TRACKERS = ("tensorboard", "wandb")
 """The allowed values of options."""
 
@@ -101,6 +106,12 @@ class TrainOptions(ObjectiveOptions):
     warmup: float = option(default=0.03, metadata={"help": "fraction of the steps in which the learning rate rises"})
     min_lr: float = option(default=0.1, metadata={"help": "fraction of lr at which the cosine ends"})
     weight_decay: float = option(default=0.1, metadata={"help": "weight decay of matrices; vectors have none"})
+    optimizer: str = option(
+        default="adamw", metadata={"help": "adamw, or muon: Muon for the weights of linear layers, AdamW for the rest"}
+    )
+    muon_lr: float | None = option(
+        default=None, metadata={"help": "highest learning rate of what Muon trains; default: lr"}
+    )
     max_norm: float = option(default=1.0, metadata={"help": "norm to which the gradients are clipped"})
     dtype: str = option(
         default="float32",
@@ -122,10 +133,21 @@ class TrainOptions(ObjectiveOptions):
         default=None, metadata={"help": "LoRA+: learning rate of B divided by that of A, such as 16; default: 1"}
     )
     lora_tower: bool = option(default=False, metadata={"help": "adapt the vision tower, too"})
+    lora_experts: bool = option(default=False, metadata={"help": "adapt the routed experts, too"})
     lora_4bit: bool = option(default=False, metadata={"help": "4-bit weights under the adapters; on one device only"})
     tensor_parallel: int = option(default=1, metadata={"help": "GPUs that share the layers, and the batch"})
     context_parallel: int = option(default=1, metadata={"help": "GPUs that share the tokens of a row, and the batch"})
-    checkpointing: str = option(default="selective", metadata={"help": "checkpointing policy: none, selective or full"})
+    checkpointing: str | None = option(
+        default=None,
+        metadata={"help": "checkpointing policy: none, selective (default) or full; with memory it is planned"},
+    )
+    memory: str | None = option(
+        default=None,
+        metadata={
+            "help": "memory of each GPU that the run may take, such as 60GB or a share with a percent sign; what is "
+            "recomputed or offloaded, and where the optimizer steps, is then planned"
+        },
+    )
     compile: bool = option(default=False, metadata={"help": "compile each block"})
     seed: int = option(default=0, metadata={"help": "seed of the data order and of dropout"})
     deterministic: bool = option(default=False, metadata={"help": "equal bits in every run, even where that is slower"})
@@ -163,12 +185,12 @@ class TrainOptions(ObjectiveOptions):
             f"TrainOptions: data_shares must be {len(self.data)} positive numbers, one for each of data, got "
             f"{self.data_shares}.",
         )
-        for name in ("epochs", "lr", "max_norm", "lora_plus_ratio"):
+        for name in ("epochs", "lr", "muon_lr", "max_norm", "lora_plus_ratio"):
             value = getattr(self, name)
             check(value is None or value > 0, f"TrainOptions: {name} must be more than 0, got {value}.")
-        for name in ("epochs", "lr", "weight_decay"):
+        for name in ("epochs", "lr", "muon_lr", "weight_decay"):
             value = getattr(self, name)
-            check(value < math.inf, f"TrainOptions: {name} must be finite, got {value}.")
+            check(value is None or value < math.inf, f"TrainOptions: {name} must be finite, got {value}.")
         for name, known in KNOWN.items():
             value = getattr(self, name)
             check(
@@ -181,9 +203,19 @@ class TrainOptions(ObjectiveOptions):
         for name in ("warmup", "min_lr", "lora_dropout"):
             value = getattr(self, name)
             check(0 <= value <= 1, f"TrainOptions: {name} must be a share from 0 to 1, got {value}.")
-        for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_tower", "lora_plus_ratio", "lora_4bit"):
-            value = getattr(self, name)
+        for name in TrainOptions.__dataclass_fields__:
+            value = name.startswith("lora_") and getattr(self, name)
             check(self.lora_r > 0 or not value, f"TrainOptions: {name} needs lora_r, got {value} and {self.lora_r}.")
+        muon = self.optimizer == "muon"
+        check(
+            muon or self.muon_lr is None,
+            f"TrainOptions: muon_lr needs optimizer muon, got {self.muon_lr} and {self.optimizer}.",
+        )
+        check(
+            not muon or (self.lora_r == 0 and not self.moments_8bit),
+            "TrainOptions: optimizer muon goes neither with adapters, which are AdamW's, nor with moments_8bit, got "
+            f"lora_r={self.lora_r} and moments_8bit={self.moments_8bit}. Use adamw.",
+        )
         check(
             self.tensor_parallel == 1 or (self.context_parallel == 1 and self.lora_r == 0),
             "TrainOptions: tensor_parallel goes neither with context_parallel nor with adapters, got "
@@ -204,6 +236,11 @@ class TrainOptions(ObjectiveOptions):
             objective.shares_rows or self.sharing == 1,
             f"TrainOptions: tensor_parallel and context_parallel must be 1 with objective {self.objective}, whose loss "
             f"needs whole rows, got {self.tensor_parallel} and {self.context_parallel}.",
+        )
+        check(
+            self.memory is None or (self.objective in ("sft", "pretrain") and self.tensor_parallel == 1),
+            "TrainOptions: memory is planned for objectives sft and pretrain without tensor_parallel, got "
+            f"{self.objective} and {self.tensor_parallel}. Leave it out, and set checkpointing.",
         )
         for name in ("field", "overflow"):
             value = getattr(self, name)
@@ -228,7 +265,8 @@ def train(options: TrainOptions) -> None:
     Raises:
         KeyboardInterrupt: SIGINT has stopped it; SystemExit: SIGTERM has.
         ValueError: a data file does not exist, data have no targets, ``options.output`` holds the run of another model
-            or of other data, the number of ranks does not fit, or the gradients' norm is not finite.
+            or of other data, the number of ranks does not fit, no step fits into ``options.memory``, or the gradients'
+            norm is not finite.
         OSError: ``options.output`` cannot be written, or its newest checkpoint is damaged.
     """
     for path in (*options.data, *options.eval_data):  # fail before a large model is loaded
@@ -239,6 +277,7 @@ def train(options: TrainOptions) -> None:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    budget = None if options.memory is None else parse_memory("train: memory", options.memory, device)
     started = not dist.is_initialized()
     if started:
         alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
@@ -260,9 +299,6 @@ def train(options: TrainOptions) -> None:
     computed = computing_dtype(options, device)
     model, objective = load_model(options, device, mesh, computed), make_objective(options)
     objective.prepare(model, lambda name: load_frozen(fetch(name), device, computed))
-    model.set_checkpointing(options.checkpointing)
-    if options.compile:
-        compile_blocks(model)
 
     packing: dict[str, Any] = {"length": options.length, "overflow": options.overflow, "field": options.field}
     packing |= {"format": options.format, "broken_media": options.broken_media}
@@ -272,17 +308,21 @@ def train(options: TrainOptions) -> None:
     data = objective.dataset(options.data, model, **chosen, **packing)
     if not options.lora_r and not data.has_images:
         freeze_images(model)
+    plan = None if budget is None else plan_step(options, model, budget, computed)
+    if plan is None:
+        model.set_checkpointing(options.checkpointing or "selective")
+    else:
+        plan.apply(model)
+    if options.compile:
+        compile_blocks(model)
     loader = PackedLoader(data, num_workers=options.workers, pin_memory=device.type != "cpu")
     tests = objective.dataset(options.eval_data, model, shuffle=False, **packing) if options.eval_data else None
     epoch_steps = options.epochs * len(data) / options.accumulate * objective.repeats
     steps = options.steps or math.ceil(epoch_steps)
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = parameter_groups(model, options)
-    optimizer = LigerAdamW(
-        groups, lr=options.lr, betas=(0.9, 0.95), stochastic_rounding=options.dtype == "bfloat16",
-        state_dtype=torch.int8 if options.moments_8bit else None,
-    )  # fmt: skip
+    optimizer = make_optimizer(model, options, plan)
+    groups = [{name: group[name] for name in ("lr", "weight_decay")} for group in optimizer.param_groups]
 
     def share(step: int) -> float:
         return cosine(step, max(1, round(options.warmup * steps)), steps, options.min_lr)
@@ -293,6 +333,9 @@ def train(options: TrainOptions) -> None:
         warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before", UserWarning)
 
     start = load_state(output, model, optimizer, scheduler, loader, scaler) or 0
+    in_backward = plan is not None and plan.in_backward
+    if in_backward:
+        step_in_backward(optimizer)
     passed = data.passed / (data_ranks["ranks"] * options.batch_size * options.accumulate)
     passed *= objective.repeats  # in steps of this run
     if options.steps is None and passed != start:  # steps had another size before
@@ -308,14 +351,16 @@ def train(options: TrainOptions) -> None:
         group["weight_decay"] = given["weight_decay"]
     batches, saving = endless(loader), None
     memory = None
-    if objective.shares_rows and device.type != "cpu" and options.tensor_parallel == 1 and model.visual is None:
-        tokens = options.batch_size * options.length // options.sharing
-        estimated = estimate(model, tokens, four_bit=options.lora_4bit, moments_8bit=options.moments_8bit)
-        memory = estimated.peak(options.checkpointing, options.accumulate)
+    known = objective.shares_rows and options.tensor_parallel == 1 and model.visual is None
+    if plan is None and known and device.type != "cpu":
+        memory = estimate_step(options, model).peak(options.checkpointing or "selective", options.accumulate)
     size = {"rows": options.batch_size, "length": options.length, "accumulate": options.accumulate, "ranks": ranks}
     size |= {"sharing": options.sharing, "start": start, "steps": steps}
     epochs = steps * options.accumulate / len(data) / objective.repeats
     say(*banner(model, name=options.model, device=device, memory=memory, output=output, epochs=epochs, **size))
+    if plan is not None and rank == 0:
+        say(*str(plan).splitlines())
+        (output / "memory.json").write_text(json.dumps({**asdict(plan), "peak": plan.peak}, indent=2) + "\n")
     if rank == 0:
         say(f"data        {data.describe()}")
     if warning := check_turn_end(model):
@@ -338,7 +383,7 @@ def train(options: TrainOptions) -> None:
             loss += part.detach()
             add_metrics(metrics, found)
         scaler.unscale_(optimizer)
-        norm = clip_grad_norm_(trained, options.max_norm)
+        norm = None if in_backward else clip_grad_norm_(trained, options.max_norm)
         lr = float(optimizer.param_groups[0]["lr"])
         scaler.step(optimizer)
         scaler.update()
@@ -350,7 +395,8 @@ def train(options: TrainOptions) -> None:
             loss = mean_over_ranks(loss)
             means = mean_metrics(metrics)
             epochs = data.passed / (len(data) * data.ranks * data.batch_size)
-            values = {"loss": loss.item(), "norm": norm.item(), "lr": lr, "epoch": data.epoch, **means}
+            values = {"loss": loss.item(), "lr": lr, "epoch": data.epoch, **means}
+            values |= {} if norm is None else {"norm": norm.item()}
             values |= {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
             log.write(step, epochs=epochs, **values, **log.rates())
         if tests is not None and (step % options.eval_every == 0 or last):
@@ -362,10 +408,12 @@ def train(options: TrainOptions) -> None:
         if step % options.save_every == 0 or last or stopping:
             if saving is not None:
                 saving.result()  # raises if the previous save failed
+            checked = loss if norm is None else norm
             check(  # one overflow halves the loss scale; below 1 it is none of the scale
-                math.isfinite(norm) or (scaler.is_enabled() and scaler.get_scale() >= 1),
-                f"train: the norm of the gradients must be finite to save step {step}, got {norm.item()}. Resume "
-                "from the last checkpoint with a lower lr, or inspect the data of that step.",
+                math.isfinite(checked) or (scaler.is_enabled() and scaler.get_scale() >= 1),
+                f"train: the {'loss' if norm is None else 'norm of the gradients'} must be finite to save step {step}, "
+                f"got {checked.item()}. Resume from the last checkpoint with a lower lr, or inspect the data of that "
+                "step.",
             )
             parts = (optimizer, scheduler, loader, scaler)
             saving = save_state(output, step, model, *parts, background=True, keep=options.keep)
@@ -428,6 +476,8 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, co
         if model.visual is not None and not options.lora_tower:
             targets = language_targets(model, targets)
         sizes: dict[str, Any] = {"r": options.lora_r, "lora_alpha": alpha, "lora_dropout": options.lora_dropout}
+        if options.lora_experts:
+            sizes["target_parameters"] = EXPERTS
         return apply_lora(model, LoRAConfig(target_modules=targets, **sizes))
 
     if not options.lora_4bit:
@@ -444,6 +494,30 @@ def load_frozen(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM
     shard = partial(apply_fsdp, param_dtype=dtype)
     model = load_by_name(name, shard=shard, dtype=dtype, device=device)
     return model.requires_grad_(False).eval()
+
+
+def estimate_step(options: TrainOptions, model: CausalLM) -> TrainingMemory:
+    """The estimate of the memory of a step on this rank."""
+    tokens = options.batch_size * options.length // options.sharing
+    kinds = {"four_bit": options.lora_4bit, "moments_8bit": options.moments_8bit}
+    return estimate(model, tokens, muon=options.optimizer == "muon", **kinds)
+
+
+def plan_step(options: TrainOptions, model: CausalLM, budget: int, computed: torch.dtype) -> MemoryPlan:
+    """The fastest step within a budget in bytes, the same on all ranks.
+
+    The optimizer steps in the backward only where nothing needs all gradients: without clipping (``max_norm`` inf),
+    accumulation and a loss scale. Muon's momentum stays on the device, and it needs whole gradients.
+    """
+    estimated = [estimate_step(options, model)]
+    dist.broadcast_object_list(estimated)  # shards of rank 0 are the largest
+    tokens = options.batch_size * options.length // options.sharing
+    adamw = options.optimizer == "adamw"
+    free = adamw and options.max_norm == math.inf and options.accumulate == 1 and computed != torch.float16
+    return plan_memory(
+        model, tokens, budget, memory=estimated[0], length=options.length, accumulate=options.accumulate,
+        checkpointing=options.checkpointing, host_moments=adamw and model.device.type == "cuda", in_backward=free,
+    )  # fmt: skip
 
 
 def bound_images(model: CausalLM, max_pixels: int | None) -> None:
@@ -467,6 +541,18 @@ def freeze_images(model: CausalLM) -> None:
     unreached = [layer for layer in layers_of(model.layers) if layer.needs_images]
     for module in [*unreached, *([] if model.visual is None else [model.visual])]:
         module.requires_grad_(False)
+
+
+def make_optimizer(model: CausalLM, options: TrainOptions, plan: MemoryPlan | None) -> LigerAdamW:
+    """The optimizer that ``options`` name, with the trained parameters in groups and its moments where planned."""
+    rounding = options.dtype == "bfloat16"
+    if options.optimizer == "muon":
+        lr = options.lr if options.muon_lr is None else options.muon_lr
+        return LigerMuon(model, lr, options.weight_decay, adamw_lr=options.lr, stochastic_rounding=rounding)
+    return LigerAdamW(
+        parameter_groups(model, options), lr=options.lr, betas=(0.9, 0.95), stochastic_rounding=rounding,
+        state_dtype=torch.int8 if options.moments_8bit else None, offload=plan.moments(model) if plan else (),
+    )  # fmt: skip
 
 
 def parameter_groups(model: CausalLM, options: TrainOptions) -> list[dict[str, Any]]:

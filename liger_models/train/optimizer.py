@@ -14,13 +14,12 @@ from liger_models.kernels.adamw import Hyper, Update, adamw_
 from liger_models.kernels.checks import check
 from liger_models.kernels.moments import moment_bytes
 from liger_models.layers.linear import is_sharded, local
+from liger_models.memory.offload import SMALLEST
 from liger_models.parallel.groups import world_size
 from liger_models.train.moments import NAMES, converted, moment_dtype, moments, zero_moments
 from liger_models.train.staging import Staging, aligned
 
 STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
-SMALLEST = 2**20
-"""Moments smaller than this, in bytes, stay on the GPU."""
 
 
 class LigerAdamW(torch.optim.Optimizer):
@@ -55,6 +54,9 @@ class LigerAdamW(torch.optim.Optimizer):
 
     _staging: dict[torch.device, Staging] | None = None
 
+    _separable = True
+    """Whether each parameter can be updated by itself."""
+
     def __init__(
         self,
         params: ParamsT,
@@ -69,13 +71,14 @@ class LigerAdamW(torch.optim.Optimizer):
         offload: Iterable[Tensor] = (),
         seed: int = 0,
     ) -> None:
-        check(lr >= 0, f"LigerAdamW: lr must not be negative, got {lr}.")
-        check(all(0 <= beta < 1 for beta in betas), f"LigerAdamW: betas must be in [0, 1), got {betas}.")
-        check(eps >= 0, f"LigerAdamW: eps must not be negative, got {eps}.")
-        check(weight_decay >= 0, f"LigerAdamW: weight_decay must not be negative, got {weight_decay}.")
+        name = type(self).__name__
+        check(lr >= 0, f"{name}: lr must not be negative, got {lr}.")
+        check(all(0 <= beta < 1 for beta in betas), f"{name}: betas must be in [0, 1), got {betas}.")
+        check(eps >= 0, f"{name}: eps must not be negative, got {eps}.")
+        check(weight_decay >= 0, f"{name}: weight_decay must not be negative, got {weight_decay}.")
         check(
             state_dtype is None or state_dtype in STATE_DTYPES,
-            f"LigerAdamW: state_dtype must be None or one of {', '.join(map(str, STATE_DTYPES))}, got {state_dtype}. "
+            f"{name}: state_dtype must be None or one of {', '.join(map(str, STATE_DTYPES))}, got {state_dtype}. "
             "Pass one of these; torch.int8 is for moments in 8 bits.",
         )
         self.stochastic_rounding, self.state_dtype, self.seed = stochastic_rounding, state_dtype, seed
@@ -273,6 +276,11 @@ def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
 
     Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html.
     """
+    if isinstance(optimizer, LigerAdamW) and not optimizer._separable:
+        raise TypeError(
+            f"step_in_backward: optimizer must update each parameter by itself, got {type(optimizer).__name__}, which "
+            "shares the matrices out to the ranks. Use LigerAdamW, or optimizer.step()."
+        )
     if not isinstance(optimizer, LigerAdamW):
         raise TypeError(
             f"step_in_backward: optimizer must be a LigerAdamW, got {type(optimizer).__name__}. Create one of the "

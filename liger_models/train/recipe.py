@@ -1,7 +1,6 @@
 """Options of the training command that fit a model into the memory of one GPU, chosen by the estimate of a step."""
 
 import math
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,9 @@ from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.checks import check
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
-from liger_models.train.report import StepMemory, estimate
+from liger_models.memory.estimate import TrainingMemory
+from liger_models.memory.plan import usable_share
+from liger_models.train.report import estimate
 
 METHODS = {"full": "all weights", "lora": "LoRA", "4bit": "LoRA on 4-bit weights"}
 """Methods, the one that trains the most first -> what they train."""
@@ -21,13 +22,9 @@ LENGTHS = (4096, 2048, 1024)
 """Tokens of a row, the preferred number first."""
 STEP_TOKENS, MOST_TOKENS, ENOUGH_TOKENS = 65536, 16384, 4096
 """Tokens of an optimizer step, the most of a batch, and those from which larger batches are hardly faster."""
-SHARE, SHARE_WITH_IMAGES = 0.92, 0.8
-"""Share of the memory that the estimate may take. The rest is for the CUDA context and fragmentation, and for the
-activations of images, which the estimate does not count."""
 RANK = 16
 """Rank of the adapters."""
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "4bit": 2e-4}
-UNITS = {"": 10**9, "GB": 10**9, "GIB": 2**30}
 
 
 class Recipe(NamedTuple):
@@ -88,7 +85,7 @@ class Planner:
     def __init__(self, config: Any) -> None:
         self.config = config
         self._models: dict[tuple[str, torch.dtype], CausalLM] = {}
-        self._steps: dict[tuple[str, torch.dtype, int], StepMemory] = {}
+        self._steps: dict[tuple[str, torch.dtype, int], TrainingMemory] = {}
 
     def model(self, method: str, dtype: torch.dtype) -> CausalLM:
         """The model on the meta device, as the method trains it."""
@@ -100,7 +97,7 @@ class Planner:
             self._models[method, dtype] = model
         return self._models[method, dtype]
 
-    def step(self, method: str, dtype: torch.dtype, tokens: int) -> StepMemory:
+    def step(self, method: str, dtype: torch.dtype, tokens: int) -> TrainingMemory:
         """The memory of a step with batches of so many tokens."""
         if (method, dtype, tokens) not in self._steps:
             found = estimate(self.model(method, dtype), tokens, four_bit=method == "4bit")
@@ -142,7 +139,7 @@ class Planner:
     @property
     def share(self) -> float:
         """Share of the memory that the estimate may take."""
-        return SHARE if self.model("full", torch.bfloat16).visual is None else SHARE_WITH_IMAGES
+        return usable_share(self.model("full", torch.bfloat16))
 
     def _plan(self, memory: int, method: str, lengths: Sequence[int]) -> Recipe | None:
         dtypes = [torch.float32] * (method == "full") + [torch.bfloat16]
@@ -172,18 +169,6 @@ class Planner:
                         options |= {"lora_4bit": True} if method == "4bit" else {}
                         return Recipe(method, {**options, "checkpointing": policy}, peak, memory)
         return None
-
-
-def parse_memory(text: str) -> int:
-    """Bytes of a size such as "24GB" (also "24") or "22.5GiB".
-
-    Raises:
-        ValueError: it is not such a size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip(), re.IGNORECASE)
-    size = float(match[1]) * UNITS.get(match[2].upper(), 0) if match else 0
-    check(size > 0, f"recipe: memory must be a size such as 24GB or 22.5GiB, got {text!r}.")
-    return int(size)
 
 
 def gigabytes(memory: int) -> str:

@@ -6,20 +6,20 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub.utils.tqdm import tqdm
 
 from liger_models.adapters.lora import apply_lora
-from liger_models.adapters.lora_layers import adapted_layers, adapter_config
-from liger_models.adapters.nf4 import nf4_bytes
+from liger_models.adapters.lora_layers import adapter_config
+from liger_models.adapters.nf4 import nf4_bytes, quantised_layers
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
 from liger_models.generation.options import resolve
 from liger_models.kernels.moments import moment_bytes
 from liger_models.layers.linear import local
-from liger_models.memory.estimate import TrainingMemory, training_memory
+from liger_models.memory.estimate import TrainingMemory, training_memory, with_parameters
 from liger_models.parallel.fsdp import reshard
 from liger_models.parallel.groups import rank
 from liger_models.train.moments import moment_dtype
@@ -160,52 +160,28 @@ def banner(
     return [f"{part:<10}  {text}" for part, text in parts.items() if text is not None]
 
 
-class StepMemory(NamedTuple):
-    """Memory of a training step on one device, in bytes.
-
-    Attributes:
-        weights: parameters.
-        trained: gradients of the trained parameters.
-        moments: AdamW's two moments.
-        temporary: weights that exist twice during the computation: gathered, or dequantised.
-        step: what blocks and head save and compute.
-    """
-
-    weights: int
-    trained: int
-    moments: int
-    temporary: int
-    step: TrainingMemory
-
-    def peak(self, policy: str, accumulate: int) -> int:
-        """Peak memory in bytes, with a checkpointing policy and so many batches in a step.
-
-        With more than one batch, gradients exist beside activations.
-        """
-        during = self.step.during(policy)
-        with_gradients = self.trained + during if accumulate > 1 else max(self.trained, during)
-        return self.weights + self.moments + self.temporary + with_gradients
-
-
-def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False, moments_8bit: bool = False) -> StepMemory:
+def estimate(
+    model: CausalLM, tokens: int, *, four_bit: bool = False, moments_8bit: bool = False, muon: bool = False
+) -> TrainingMemory:
     """Estimate a step's memory on this rank's device, for a model that FSDP shards.
 
-    This rank's parameters, gradients and AdamW's moments are counted as they are. Activations, the head, and what FSDP
-    gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation. A model with 4-bit
-    weights is not sharded: instead of what is gathered, two weights that a product dequantises are counted.
+    This rank's parameters, gradients and the optimizer's moments are counted as they are. Activations, the head, and
+    what FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation. A model with
+    4-bit weights is not sharded: instead of what is gathered, two weights that a product dequantises are counted.
 
     Args:
         model: as it is trained; not sharded by `apply_tp`. It may be on the meta device.
         tokens: tokens of a batch on this rank.
         four_bit: count the weights under the adapters in 4 bits, as after `quantize_base`.
         moments_8bit: count the moments in 8 bits, as ``LigerAdamW(state_dtype=torch.int8)`` has them.
+        muon: count what `LigerMuon` holds: one momentum for each matrix.
     """
     empty, adapters = model, adapter_config(model)
     if model.device.type != "meta":
         empty = AutoLigerModel.from_config(model.config, device="meta", kernels=model.kernels)
         if adapters is not None:
             apply_lora(empty, adapters)
-    in_4_bits = [layer for path, layer in adapted_layers(empty).items() if path != "lm_head"] if four_bit else []
+    in_4_bits = quantised_layers(empty) if four_bit else []
     for layer in in_4_bits:
         layer.fuses = False
     try:
@@ -213,19 +189,25 @@ def estimate(model: CausalLM, tokens: int, *, four_bit: bool = False, moments_8b
     finally:
         for layer in in_4_bits:
             layer.fuses = True
-    base = {layer.weight for path, layer in adapted_layers(model).items() if path != "lm_head"} if four_bit else set()
-    weights = sum(nf4_bytes(each.numel()) if each in base else local(each).nbytes for each in model.parameters())
-    with_moments = [each for each in model.parameters() if each.requires_grad]
-    trained = sum(local(each).nbytes for each in with_moments)
-    kind = torch.int8 if moments_8bit else None
-    moments = sum(sum(moment_bytes(local(each).shape, moment_dtype(each, kind))) for each in with_moments)
+    base = {layer.weight for layer in quantised_layers(model)} if four_bit else set()
+    matrices = {*model.hidden_matrices().values()} if muon else set()
+
+    def bytes_of(each: Any) -> int:
+        return nf4_bytes(each.numel()) if each in base else int(local(each).nbytes)
+
+    def moments(each: Any) -> list[int]:
+        if each in matrices:
+            return [bytes_of(each)]
+        return moment_bytes(local(each).shape, moment_dtype(each, torch.int8 if moments_8bit else None))
+
     if four_bit:
         temporary = 4 * max(each.numel() for each in base)
     else:
         ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
         block = max(sum(each.numel() for each in block.parameters()) for block in empty.layers)
         temporary = 2 * (sum(ends.values()) + 2 * block)
-    return StepMemory(weights, trained, moments, temporary, step)
+    of_rank = with_parameters(step, model, {each: bytes_of(each) for each in model.parameters()}, moments)
+    return of_rank._replace(temporary=temporary)
 
 
 def check_turn_end(model: CausalLM) -> str | None:

@@ -229,6 +229,7 @@ def test_one_token_and_an_empty_batch(pair):
 def test_inductor(pair, packed, fresh_dynamo):
     """The compiler's code computes what the model does without it, which the other tests compare with transformers."""
     arch, variant, _, ours = pair
+    del ours.layers[2 if arch == "gemma2" else 1 :]  # layers of a kind compile to the same code
     ids = tokens(arch, variant, 1 if packed else 2, 16)
     options = {"labels": ids} | ({"cu_seqlens": torch.tensor([0, 7, 16])} if packed else {})
     want = ours(ids, **options).loss

@@ -1,5 +1,6 @@
 """Ops are compared with fp64 before they are timed, and wrong ones are refused."""
 
+import gc
 import json
 import math
 from dataclasses import replace
@@ -59,6 +60,7 @@ def tiny(name: str) -> Op:
 def few_runs(monkeypatch):
     monkeypatch.setattr(measure, "REPEATS", 1)
     monkeypatch.setattr(measure, "WARM_UP", 1)
+    gc.freeze()  # `measure` collects garbage: not among what is there by now
 
 
 PAIRS = [(name, peer) for name in OPS for peer in OPS[name].available() if peer.startswith(("torch", "ours", "skel"))]

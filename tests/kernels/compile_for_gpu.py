@@ -41,6 +41,7 @@ from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_models.kernels.linear_kl_div import linear_kl_div
 from liger_models.kernels.linear_logprobs import fused_linear_logprobs
 from liger_models.kernels.moe import moe_mlp, route
+from liger_models.kernels.newton_schulz import newton_schulz
 from liger_models.kernels.nf4_linear import nf4_linear
 from liger_models.kernels.norm_linear import layer_norm_linear, rms_norm_linear
 from liger_models.kernels.qk_norm_rope import qk_norm_rope
@@ -179,7 +180,12 @@ def run_experts(X: int, K: int, F: int) -> None:
         weights, experts = route(logits, K, normalize=True)
         experts = torch.arange(5 * K).view(5, K) % X  # what the kernel would have written
         route(logits, K, normalize=True, given=experts.short())
-        differentiate(moe_mlp(x, weights, experts, draw(X, 2 * F, 256), draw(X, 256, F), *biases, act=act, limit=7.0))
+        matrices = draw(X, 2 * F, 256), draw(X, 256, F)
+        differentiate(moe_mlp(x, weights, experts, *matrices, *biases, act=act, limit=7.0))
+        pairs = {"gate_up_low_rank": (draw(X, 16, 256), draw(X, 2 * F, 16))}
+        pairs["down_low_rank"] = draw(X, 16, F), draw(X, 256, 16)
+        frozen = weights.detach(), experts, *(each.detach() for each in matrices)
+        differentiate(moe_mlp(x, *frozen, *biases, **pairs, act=act, limit=7.0))
 
 
 def run_sinks() -> None:
@@ -222,6 +228,13 @@ def run_optimizer() -> None:
             adamw_([Update(*codes, hyper, 0, scales)], stochastic_rounding=stochastic)
 
 
+def run_muon() -> None:
+    module = importlib.import_module("liger_models.kernels.newton_schulz")
+    module.BLOCK, module.BLOCK_K = 128, 64  # the interpreter has smaller tiles
+    for dtype in (torch.bfloat16, torch.float32):
+        newton_schulz(draw(1, 129, 256, dtype=dtype).detach())
+
+
 def run_exchange() -> None:
     for ranks, count in ((2, 4096), (3, 4097), (8, 2**31)):
         parts = torch.zeros(1, dtype=torch.bfloat16).expand(ranks, count)
@@ -255,6 +268,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "sm_90":
         run_decoding(torch.float32)
     run_optimizer()
+    run_muon()
     run_exchange()
     modules = [
         importlib.import_module(name) for _, name, _ in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from liger_models import AutoLigerModel, LigerAdamW, LigerLlama, LlamaConfig
+from liger_models import AutoLigerModel, LigerAdamW, LigerLlama, LigerMuon, LlamaConfig
 from liger_models.adapters import LoRAConfig, apply_lora, quantize_base
 from liger_models.arch import built_in, get_arch
 from liger_models.kernels.collectives import Group
@@ -25,7 +25,7 @@ DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 def saved_bytes(model, policy, tokens, dtype):
     """Of all blocks, by the estimate."""
-    return sum(_saved_by_block(model, policy, tokens, dtype))
+    return sum(each.total for each in _saved_by_block(model, policy, tokens, dtype))
 
 
 def tiny(arch):
@@ -261,6 +261,18 @@ def test_moments_of_8_bits_are_those_of_the_optimizer():
         assert memory.peak("none") - memory.optimizer == training_memory(model, 64).peak("none") - 2 * memory.gradients
 
 
+def test_muon_has_one_momentum_for_each_matrix():
+    model = small().bfloat16()
+    optimizer = LigerMuon(model)
+    for each in model.parameters():
+        each.grad = torch.zeros_like(each)
+    optimizer.step()
+    held = sum(sum(v.nbytes for k, v in state.items() if k != "step") for state in optimizer.state.values())
+    assert training_memory(model, 64, muon=True).optimizer == held < 2 * training_memory(model, 64).gradients
+    with pytest.raises(ValueError, match="moments_8bit are AdamW's, got muon with them"):
+        training_memory(model, 64, moments_8bit=True, muon=True)
+
+
 @pytest.mark.slow
 def test_bytes_of_a_parameter():
     """What docs/ops.md says of 8 bits: weight, gradient and moments of a bf16 model in 6.06 bytes."""
@@ -288,9 +300,8 @@ def test_memory_of_adapters_is_what_was_measured():
     whole = training_memory(model, 8192)
     assert whole.peak("none") / 2**30 == pytest.approx(39.37, rel=0.02)
     quantized = estimate(model, 8192, four_bit=True)
-    unfused = quantized.step
-    assert unfused.activations["none"] > whole.activations["none"]
-    assert unfused._replace(activations=whole.activations, recomputed=whole.recomputed) == whole
+    assert quantized.activations["none"] > whole.activations["none"]
+    assert (quantized.head, quantized.logits, quantized.optimizer) == (whole.head, whole.logits, whole.optimizer)
     assert training_memory(model, 8192) == whole
     assert quantized.peak("none", 1) / 2**30 == pytest.approx(40.74, rel=0.02)
 
@@ -298,7 +309,7 @@ def test_memory_of_adapters_is_what_was_measured():
 def test_activations_under_4_bits_are_estimated_before_and_after_quantising():
     """In the blocks that keep them: such layers are called as modules, and their inputs are saved."""
     model = apply_lora(small(), LoRAConfig(r=4))
-    fused, expected = training_memory(model, 64).activations, estimate(model, 64, four_bit=True).step.activations
+    fused, expected = training_memory(model, 64).activations, estimate(model, 64, four_bit=True).activations
     assert training_memory(quantize_base(model), 64).activations == expected
     assert expected["none"] > fused["none"]
 

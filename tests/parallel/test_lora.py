@@ -9,17 +9,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from liger_models import LigerLlama
-from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter
-from liger_models.parallel import apply_fsdp, compile_blocks, load_state, save_state, targets_per_rank
+from liger_models import LigerLlama, LigerMixtral
+from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, lora_layers, merge_lora, save_adapter
+from liger_models.convert import get_hf_state_dict
+from liger_models.parallel import apply_ep, apply_fsdp, compile_blocks, load_state, save_state, targets_per_rank
 
-from .models import batch, gradients, share, tiny, whole
+from .models import batch, gradients, init_device_mesh, mixture, share, tiny, whole
 
 CONFIG: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "lm_head"]}
 
 
 def adapted(**config: Any):
-    model = apply_lora(tiny(), LoRAConfig(**CONFIG, **config))
+    return stir(apply_lora(tiny(), LoRAConfig(**CONFIG, **config)))
+
+
+def stir(model):
+    """Adapters away from where they start."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -131,3 +136,99 @@ def merge_sharded() -> str:
 
 def test_merging_asks_for_whole_weights(two):
     assert all("must not be sharded" in message for message in two(merge_sharded))
+
+
+EXPERTS: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"], "target_parameters": lora_layers.EXPERTS}
+
+
+def adapted_experts(**config: Any):
+    return stir(apply_lora(mixture(), LoRAConfig(**EXPERTS, **config)))
+
+
+def over_experts(model, ranks: int):
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // ranks, ranks), mesh_dim_names=("dp", "ep"))
+    return apply_fsdp(
+        apply_ep(model, mesh["ep"]) if ranks > 1 else model, mesh if ranks > 1 else None, param_dtype=None
+    )
+
+
+def run_experts(model, rank: int, ranks: int) -> dict[str, Tensor]:
+    """As `run`, with experts that are given: every expert has tokens of every rank."""
+    optimizer = torch.optim.AdamW(trained(model), lr=1e-2, eps=1e-4)
+    for step in range(2):
+        optimizer.zero_grad()
+        rows = batch(step)
+        scores = torch.rand(*rows["input_ids"].shape, 3, 4, generator=torch.Generator().manual_seed(step))
+        rows = share(rows | {"routed_experts": scores.topk(2).indices.short()}, rank, ranks)
+        model(**rows, num_items_in_batch=targets_per_rank([rows])).loss.backward()
+        optimizer.step()
+    return gradients(model)
+
+
+def sharded_experts(ep: int, policy: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    model = over_experts(adapted_experts(), ep)
+    model.set_checkpointing(policy)
+    got = run_experts(model, dist.get_rank(), dist.get_world_size())
+    save_adapter(model, folder)
+    A = model.layers[0].mlp.lora.down_weight.lora_A
+    return got, get_hf_state_dict(model), A.to_local().shape[0] == 4 // dist.get_world_size()
+
+
+@pytest.mark.parametrize(("ep", "ranks", "policy"), [(1, 2, "none"), (2, 2, "selective"), (2, 4, "none")])
+def test_experts_on_ranks_are_one(two, four, ep, ranks, policy, tmp_path):
+    """Sharded as parameters, over the ranks of experts, and both; merged tensors and files are those of one process."""
+    one = adapted_experts()
+    want = run_experts(one, 0, 1)
+    for got, tensors, is_part in (two if ranks == 2 else four)(sharded_experts, ep, policy, str(tmp_path)):
+        assert is_part
+        assert got.keys() == want.keys()
+        for name, gradient in want.items():
+            torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6)
+        for name, tensor in get_hf_state_dict(one).items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-4, atol=1e-5)
+    loaded = load_adapter(mixture(), tmp_path)
+    for name, parameter in one.named_parameters():
+        torch.testing.assert_close(loaded.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
+
+
+def experts_loaded_in_parts(folder: str, reads: str, ep: int) -> tuple[dict[str, Tensor], Tensor]:
+    model = LigerMixtral.from_pretrained(
+        reads, progress=False, shard=lambda model: over_experts(apply_lora(model, LoRAConfig(**EXPERTS)), ep)
+    )
+    save_adapter(model, folder)
+    return whole(model.named_parameters()), model(batch(0)["input_ids"]).logits.detach()
+
+
+@pytest.mark.parametrize(("ep", "ranks"), [(1, 2), (2, 2), (2, 4)])
+def test_each_rank_reads_its_experts_and_draws_its_adapters(two, four, ep, ranks, tmp_path):
+    mixture().save_pretrained(tmp_path / "model")
+    folders = str(tmp_path / "adapter"), str(tmp_path / "model")
+    results = (two if ranks == 2 else four)(experts_loaded_in_parts, *folders, ep)
+    one = load_adapter(mixture(), tmp_path / "adapter")
+    for found, logits in results:
+        for name, parameter in one.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(mixture()(batch(0)["input_ids"]).logits, logits, rtol=1e-4, atol=1e-5)
+    A = one.layers[0].mlp.lora.gate_up_weight.lora_A.flatten(0, 1)
+    assert 0 < A.abs().max() <= 32**-0.5
+    assert A.unique(dim=0).shape == A.shape
+
+
+def experts_resumed(folder: str) -> bool:
+    results = []
+    for start in (None, 1):
+        model = over_experts(adapted_experts(), 2)
+        optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
+        assert load_state(Path(folder), model, optimizer) == start
+        for step in range(start or 0, 2):
+            model(**share(batch(step), dist.get_rank(), 2)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if start is None and step == 0:
+                save_state(Path(folder), 1, model, optimizer)
+        results.append(whole(model.named_parameters()))
+    return all(value.equal(results[1][name]) for name, value in results[0].items())
+
+
+def test_a_run_with_experts_goes_on_from_its_state(two, tmp_path):
+    assert all(two(experts_resumed, str(tmp_path)))

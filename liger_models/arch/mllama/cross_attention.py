@@ -159,6 +159,10 @@ class LigerCrossAttention(Layer):
         """Recompute under "full"."""
         self.recompute = policy == "full"
 
+    def recomputed_share(self, policy: str) -> float:
+        """All of the layer under "full"."""
+        return float(policy == "full")
+
     def shard(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the KV heads and the query heads that share them; see `liger_models.parallel.apply_tp`.
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from liger_models.kernels.collectives import Group, all_to_all
 from liger_models.kernels.dispatch import use_triton
+from liger_models.kernels.norm_linear import LowRank
 
 from .experts import moe_mlp, moe_mlp_reference
 from .permutation import permute, unpermute
@@ -63,10 +64,13 @@ def moe_mlp_over(
     ranks: Group,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_up_low_rank: LowRank | None = None,
+    down_low_rank: LowRank | None = None,
     *,
     act: str = "silu",
     limit: float = 0.0,
     recompute: bool = False,
+    dropout: float = 0.0,
 ) -> Tensor:
     """`moe_mlp` with the experts sharded over a process group: tokens are sent to the ranks of their experts and back.
 
@@ -79,7 +83,9 @@ def moe_mlp_over(
             Their gradients are sums over the tokens of all ranks.
         ranks: the process group, of size R.
         gate_up_bias, down_bias: [X / R, 2 F] and [X / R, C], this rank's; None for none.
+        gate_up_low_rank, down_low_rank: as in `moe_mlp`, of this rank's experts.
         act, limit, recompute: as in `moe_mlp`.
+        dropout: as in `moe_mlp_reference`, which then runs.
 
     Returns:
         [N, C] in the dtype of the weights.
@@ -99,9 +105,10 @@ def moe_mlp_over(
     factors = all_to_all(_Permute.apply(weights.reshape(-1, 1), order, slot, 1), sent, received, ranks)
     local_experts = torch.arange(local, device=x.device).repeat(ranks.size)
     local_experts = local_experts.repeat_interleave(incoming.reshape(-1), output_size=sum(received)).unsqueeze(1)
-    inputs = rows, factors, local_experts, gate_up_weight, down_weight, gate_up_bias, down_bias
-    if use_triton(rows):
+    low_ranks = gate_up_low_rank, down_low_rank
+    inputs = rows, factors, local_experts, gate_up_weight, down_weight, gate_up_bias, down_bias, *low_ranks
+    if use_triton(rows) and dropout == 0:
         y = moe_mlp(*inputs, act=act, limit=limit, recompute=recompute)
     else:
-        y = moe_mlp_reference(*inputs, act=act, limit=limit)
+        y = moe_mlp_reference(*inputs, act=act, limit=limit, dropout=dropout)
     return _Unpermute.apply(all_to_all(y, received, sent, ranks), order, slot, K)  # type: ignore[no-any-return]

@@ -21,6 +21,12 @@ the gradient dy is copied unweighted, and one kernel over u and g does all other
     dbd_e = Σ_nk w_nk · dy_n,   dbgu_e = Σ_j du_j         over the copies that go to e
     dx_n = Σ_k Wgu_eᵀ · du_slot[n,k]      grouped product, then unpermute without weights
 
+Each matrix W_e may have a low-rank term, W_e + B_e · A_e. The sum is never formed: A and B have grouped products of
+their own, and the backward recomputes A_e · r_j::
+
+    dB_e = Σ_j du_j ⊗ (A_e · r_j),   dA_e = Σ_j (B_eᵀ · du_j) ⊗ r_j     gate and up
+    dB_e = Σ_j d_j ⊗ (A_e · p_j),    dA_e = Σ_j (B_eᵀ · d_j) ⊗ p_j      down
+
 Saved: x (unless no backward needs it), the weights, order, slot, ends, and u (without its bias). With ``recompute`` u
 is not saved: the backward recomputes it bit for bit, and du overwrites it. The sorted copies of x and the gated product
 are never saved. Gradients that nobody needs cost nothing; every gradient has the dtype of its input. The backward is
@@ -42,7 +48,7 @@ from liger_models.kernels.gated_act import (
     gated_act_forward,
     gated_act_reference,
 )
-from liger_models.kernels.norm_linear import given_or_empty
+from liger_models.kernels.norm_linear import LowRank, given_or_empty, low_rank_pair
 
 from .grouped_mm import grouped_mm, grouped_outer, grouped_sum, library_runs
 from .permutation import MAX_COPIES, MAX_EXPERTS, permute, sort_by_expert, unpermute
@@ -79,30 +85,49 @@ def moe_mlp_reference(
     down_weight: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_up_low_rank: LowRank | None = None,
+    down_low_rank: LowRank | None = None,
     *,
     act: str = "silu",
     limit: float = 0.0,
+    dropout: float = 0.0,
 ) -> Tensor:
     """`moe_mlp` in plain torch (differentiable; fp64 stays fp64).
 
     The loop over the experts is an op of its own, so a compiler need not trace it: the host must wait for the experts'
-    row counts.
+    row counts. ``dropout`` is the probability of dropping an element of the low-rank terms' input, which `moe_mlp` does
+    not have.
     """
     N, K = experts.shape
     chosen = experts.reshape(-1)
     order = chosen.argsort(stable=True)
     every = torch.arange(gate_up_weight.shape[0], device=x.device)
     ends = torch.searchsorted(chosen[order], every, right=True)
-    product = torch.ops.liger_models.grouped_product
-    gate_up = product(x.to(gate_up_weight.dtype)[order // K], gate_up_weight.transpose(1, 2), ends)
+    x = x.to(gate_up_weight.dtype)
+    gate_up = torch.ops.liger_models.grouped_product(x[order // K], gate_up_weight.transpose(1, 2), ends)
+    if gate_up_low_rank is not None:
+        gate_up = gate_up + _low_rank_term(_dropped(x, dropout)[order // K], gate_up_low_rank, ends)
     if gate_up_bias is not None:
         gate_up = gate_up + gate_up_bias.to(gate_up.dtype)[chosen[order]]
-    sorted_rows = product(expert_act_reference(gate_up, act, limit), down_weight.transpose(1, 2), ends)
+    product = expert_act_reference(gate_up, act, limit)
+    sorted_rows = torch.ops.liger_models.grouped_product(product, down_weight.transpose(1, 2), ends)
+    if down_low_rank is not None:
+        sorted_rows = sorted_rows + _low_rank_term(_dropped(product, dropout), down_low_rank, ends)
     if down_bias is not None:
         sorted_rows = sorted_rows + down_bias.to(sorted_rows.dtype)[chosen[order]]
     rows: Tensor = sorted_rows[order.argsort()].view(N, K, x.shape[1])
     compute = torch.promote_types(rows.dtype, torch.float32)
     return (rows.to(compute) * weights.to(compute).unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
+def _dropped(rows: Tensor, dropout: float) -> Tensor:
+    return torch.native_dropout(rows, dropout, True)[0] if dropout > 0 else rows
+
+
+def _low_rank_term(rows: Tensor, low_rank: LowRank, ends: Tensor) -> Tensor:
+    for matrix in low_rank:
+        rows = torch.ops.liger_models.grouped_product(rows, matrix.transpose(1, 2), ends)
+    return rows
 
 
 @triton.jit
@@ -240,15 +265,64 @@ def _act_backward(
     return d_gate_up, product, d_weights
 
 
+def _low_rank_library(library: bool, A: Tensor, B: Tensor) -> bool:
+    """Whether the low-rank products run in the library, too: the rank must be whole 16-byte vectors."""
+    return library and A.shape[1] % 8 == 0 and A.data_ptr() % 16 == 0 and B.data_ptr() % 16 == 0
+
+
+def _product(rows: Tensor, weight: Tensor, low_rank: LowRank | None, ends: Tensor, library: bool) -> Tensor:
+    """Each row times the transposed matrix of its expert: [S, in], [X, out, in] -> [S, out]."""
+    out = grouped_mm(rows, weight.transpose(1, 2), ends, library)
+    if low_rank is not None:
+        library = _low_rank_library(library, *low_rank)
+        for matrix in low_rank:
+            rows = grouped_mm(rows, matrix.transpose(1, 2), ends, library)
+        out += rows
+    return out
+
+
+def _input_gradient(
+    d_out: Tensor, weight: Tensor, low_rank: LowRank | None, ends: Tensor, library: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of the rows [S, in] of `_product`, and that of the low-rank rows [S, R] if there are any."""
+    d_rows = grouped_mm(d_out, weight, ends, library)
+    if low_rank is None:
+        return d_rows, None
+    A, B = low_rank
+    library = _low_rank_library(library, A, B)
+    h = grouped_mm(d_out, B, ends, library)
+    d_rows += grouped_mm(h, A, ends, library)
+    return d_rows, h
+
+
+def _low_rank_gradients(
+    d_out: Tensor, h: Tensor | None, rows: Tensor | None, low_rank: LowRank | None, ends: Tensor, library: bool,
+    needs: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """dA and dB of `_product`, each None unless it is needed; ``h`` is from `_input_gradient`."""
+    if low_rank is None or rows is None:
+        return None, None
+    A, B = low_rank
+    library = _low_rank_library(library, A, B)
+    dA = dB = None
+    if needs[0]:
+        dA = grouped_outer(grouped_mm(d_out, B, ends, library) if h is None else h, rows, ends, library)
+    if needs[1]:
+        dB = grouped_outer(d_out, grouped_mm(rows, A.transpose(1, 2), ends, library), ends, library)
+    return dA, dB
+
+
 LIBRARY.define(
     "moe_mlp(Tensor x, Tensor weights, Tensor experts, Tensor gate_up_weight, Tensor down_weight, str act,"
-    " bool recompute, Tensor? gate_up_bias=None, Tensor? down_bias=None, float limit=0.0)"
+    " bool recompute, Tensor? gate_up_bias=None, Tensor? down_bias=None, float limit=0.0, Tensor? gate_up_A=None,"
+    " Tensor? gate_up_B=None, Tensor? down_A=None, Tensor? down_B=None)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "moe_mlp_backward(Tensor dy, Tensor? x, Tensor weights, Tensor order, Tensor slot, Tensor ends, Tensor? gate_up,"
-    " Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, str act, float limit,"
-    " ScalarType x_dtype, bool[6] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    " Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_A,"
+    " Tensor? gate_up_B, Tensor? down_A, Tensor? down_B, str act, float limit, ScalarType x_dtype, bool[10] needs)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -256,6 +330,8 @@ LIBRARY.define(
 def _moe_mlp(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor, act: str, recompute: bool,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float = 0.0,
+    gate_up_A: Tensor | None = None, gate_up_B: Tensor | None = None, down_A: Tensor | None = None,
+    down_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     gate_up_weight, down_weight = gate_up_weight.contiguous(), down_weight.contiguous()
     X, dtype = gate_up_weight.shape[0], gate_up_weight.dtype
@@ -266,12 +342,12 @@ def _moe_mlp(
     library = library_runs(gate_up_weight, down_weight)
     order, slot, ends = sort_by_expert(experts, X)
     rows = permute(x, slot, dtype)
-    gate_up = grouped_mm(rows, gate_up_weight.transpose(1, 2), ends, library)
+    gate_up = _product(rows, gate_up_weight, _contiguous_pair(gate_up_A, gate_up_B), ends, library)
     del rows
     product = _act(gate_up, _contiguous(gate_up_bias), ends, act, limit)
     if recompute:
         gate_up = gate_up.new_empty(0)
-    rows = grouped_mm(product, down_weight.transpose(1, 2), ends, library)
+    rows = _product(product, down_weight, _contiguous_pair(down_A, down_B), ends, library)
     del product
     y = unpermute(rows, slot, weights.contiguous(), x.shape[0], dtype, _contiguous(down_bias), experts)
     return y, order, slot, ends, gate_up
@@ -281,58 +357,74 @@ def _contiguous(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
+def _contiguous_pair(A: Tensor | None, B: Tensor | None) -> LowRank | None:
+    return low_rank_pair(_contiguous(A), _contiguous(B))
+
+
 @torch.library.impl(LIBRARY, "moe_mlp_backward", "CompositeExplicitAutograd")
 def _moe_mlp_backward(
     dy: Tensor, x: Tensor | None, weights: Tensor, order: Tensor, slot: Tensor, ends: Tensor, gate_up: Tensor | None,
-    gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
+    gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, act: str,
     limit: float, x_dtype: torch.dtype, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
-    need_d_gate_up = need_x or need_gate_up or need_gate_up_bias
+    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias, *need_low_ranks = needs
+    need_pair, need_down_pair = need_low_ranks[:2], need_low_ranks[2:]
+    need_rows = need_gate_up or any(need_pair)
+    need_d_gate_up = need_x or need_rows or need_gate_up_bias
     N, dtype = dy.shape[0], gate_up_weight.dtype
-    biases = [dy if bias is None else bias for bias in (gate_up_bias, down_bias)]
-    likes = dy.new_empty(0, dtype=x_dtype), weights, gate_up_weight, down_weight, *biases
+    optional = gate_up_bias, down_bias, gate_up_A, gate_up_B, down_A, down_B
+    given = (dy if each is None else each for each in optional)
+    likes = dy.new_empty(0, dtype=x_dtype), weights, gate_up_weight, down_weight, *given
     if weights.numel() == 0:
         shapes = dy.shape, *(like.shape for like in likes[1:])
         shaped = zip(likes, shapes, needs, strict=True)
         return tuple(like.new_zeros(shape if need else 0) for like, shape, need in shaped)
     gate_up_weight, down_weight = gate_up_weight.contiguous(), down_weight.contiguous()
+    low_rank, down_low_rank = _contiguous_pair(gate_up_A, gate_up_B), _contiguous_pair(down_A, down_B)
     library = library_runs(gate_up_weight, down_weight)
-    dx = d_gate_up_weight = d_down_weight = d_gate_up_bias = d_down_bias = rows = g = None
+    dx = d_gate_up_weight = d_down_weight = d_gate_up_bias = d_down_bias = rows = g = h = None
+    d_pair: tuple[Tensor | None, Tensor | None] = (None, None)
     own = gate_up is None
     if gate_up is None:
         assert x is not None
         rows = permute(x, slot, dtype)
-        gate_up = grouped_mm(rows, gate_up_weight.transpose(1, 2), ends, library)
-        if not need_gate_up:
+        gate_up = _product(rows, gate_up_weight, low_rank, ends, library)
+        if not need_rows:
             rows = None
     d_rows = permute(dy, slot, dtype)
     if need_d_gate_up or need_weights:
-        g = grouped_mm(d_rows, down_weight, ends, library)
+        g, h = _input_gradient(d_rows, down_weight, down_low_rank, ends, library)
     d_gate_up, product, d_weights = _act_backward(
         g, gate_up, weights.contiguous(), order, ends, d_rows, _contiguous(gate_up_bias), _contiguous(down_bias), act,
-        limit, need_d_gate_up=need_d_gate_up, need_product=need_down, need_d_weights=need_weights,
-        overwrite_gate_up=own,
+        limit, need_d_gate_up=need_d_gate_up, need_product=need_down or any(need_down_pair),
+        need_d_weights=need_weights, overwrite_gate_up=own,
     )  # fmt: skip
     del g, gate_up
     if down_bias is not None and need_down_bias:
         d_down_bias = grouped_sum(d_rows, ends, down_bias.dtype, weights.contiguous(), order)
-    if product is not None:
+    if product is not None and need_down:
         d_down_weight = grouped_outer(d_rows, product, ends, library)
-    del d_rows, product
+    d_down_pair = _low_rank_gradients(d_rows, h, product, down_low_rank, ends, library, need_down_pair)
+    del d_rows, product, h
     if d_gate_up is not None and gate_up_bias is not None and need_gate_up_bias:
         d_gate_up_bias = grouped_sum(d_gate_up, ends, gate_up_bias.dtype)
-    if d_gate_up is not None and need_gate_up:
-        if rows is None:
+    if d_gate_up is not None:
+        if need_rows and rows is None:
             assert x is not None
             rows = permute(x, slot, dtype)
-        d_gate_up_weight = grouped_outer(d_gate_up, rows, ends, library)
-        del rows
-    if d_gate_up is not None and need_x:
-        d_rows = grouped_mm(d_gate_up, gate_up_weight, ends, library)
-        del d_gate_up
-        dx = unpermute(d_rows, slot, None, N, x_dtype)
-    return given_or_empty((dx, d_weights, d_gate_up_weight, d_down_weight, d_gate_up_bias, d_down_bias), likes)
+        if need_gate_up:
+            assert rows is not None
+            d_gate_up_weight = grouped_outer(d_gate_up, rows, ends, library)
+        h = dx_rows = None
+        if need_x:
+            dx_rows, h = _input_gradient(d_gate_up, gate_up_weight, low_rank, ends, library)
+        d_pair = _low_rank_gradients(d_gate_up, h, rows, low_rank, ends, library, need_pair)
+        del d_gate_up, rows, h
+        if dx_rows is not None:
+            dx = unpermute(dx_rows, slot, None, N, x_dtype)
+    grads = dx, d_weights, d_gate_up_weight, d_down_weight, d_gate_up_bias, d_down_bias, *d_pair, *d_down_pair
+    return given_or_empty(grads, likes)
 
 
 @torch.library.register_fake("liger_models::moe_mlp", lib=LIBRARY)
@@ -350,38 +442,46 @@ def _moe_mlp_fake(
 @torch.library.register_fake("liger_models::moe_mlp_backward", lib=LIBRARY)
 def _moe_mlp_backward_fake(
     dy: Tensor, x: Tensor | None, weights: Tensor, order: Tensor, slot: Tensor, ends: Tensor, gate_up: Tensor | None,
-    gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str,
+    gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, act: str,
     limit: float, x_dtype: torch.dtype, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    biases = (dy if bias is None else bias for bias in (gate_up_bias, down_bias))
-    likes = dy.to(x_dtype), weights, gate_up_weight, down_weight, *biases
+    optional = gate_up_bias, down_bias, gate_up_A, gate_up_B, down_A, down_B
+    given = (dy if each is None else each for each in optional)
+    likes = dy.to(x_dtype), weights, gate_up_weight, down_weight, *given
     return tuple(like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True))
 
 
 def _setup(ctx, inputs, output):
-    x, weights, _, gate_up_weight, down_weight, ctx.act, recompute, gate_up_bias, down_bias, ctx.limit = inputs
+    x, weights, _, gate_up_weight, down_weight, ctx.act, recompute, *biases, ctx.limit = inputs[:10]
+    low_ranks = inputs[10:]
     _, order, slot, ends, gate_up = output
     ctx.set_materialize_grads(False)
     ctx.x_dtype = x.dtype
     ctx.mark_non_differentiable(order, slot, ends, gate_up)
-    need_rows = recompute or ctx.needs_input_grad[3]
+    every = _every_need(ctx)
+    need_rows = recompute or every[3] or every[10] or every[11]
     ctx.save_for_backward(
         x if need_rows else None, weights, order, slot, ends, None if recompute else gate_up,
-        gate_up_weight, down_weight, gate_up_bias, down_bias,
+        gate_up_weight, down_weight, *biases, *low_ranks,
     )  # fmt: skip
+
+
+def _every_need(ctx) -> list[bool]:
+    """``needs_input_grad`` of all 14 arguments: those that have their default are left out of it."""
+    return [*ctx.needs_input_grad, *[False] * (14 - len(ctx.needs_input_grad))]
 
 
 def _backward(ctx, dy, *_):
     if dy is None:
-        return (None,) * 10
-    # Arguments that have their default are left out of the needs.
-    every = [*ctx.needs_input_grad, False, False]
-    needs = [every[0], every[1], every[3], every[4], every[7], every[8]]
+        return (None,) * 14
+    every = _every_need(ctx)
+    needs = [every[i] for i in (0, 1, 3, 4, 7, 8, 10, 11, 12, 13)]
     grads = torch.ops.liger_models.moe_mlp_backward(dy, *ctx.saved_tensors, ctx.act, ctx.limit, ctx.x_dtype, needs)
-    dx, d_weights, d_gate_up, d_down, *d_biases = (
+    dx, d_weights, d_gate_up, d_down, *others = (
         grad if need else None for grad, need in zip(grads, needs, strict=True)
     )
-    return dx, d_weights, None, d_gate_up, d_down, None, None, *d_biases, None
+    return dx, d_weights, None, d_gate_up, d_down, None, None, *others[:2], None, *others[2:]
 
 
 torch.library.register_autograd("liger_models::moe_mlp", _backward, setup_context=_setup, lib=LIBRARY)
@@ -395,6 +495,8 @@ def moe_mlp(
     down_weight: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_up_low_rank: LowRank | None = None,
+    down_low_rank: LowRank | None = None,
     *,
     act: str = "silu",
     limit: float = 0.0,
@@ -411,6 +513,9 @@ def moe_mlp(
             autocast does not change it.
         gate_up_bias: [X, 2 F], ordered as the rows of gate_up_weight; None for none.
         down_bias: [X, C]; None for none.
+        gate_up_low_rank: ``(A [X, R, C], B [X, 2 F, R])`` in the weights' dtype; gate and up gain ``x[n] @ Aᵀ @ Bᵀ``
+            with the matrices of the expert.
+        down_low_rank: ``(A [X, R, F], B [X, C, R])``, in the same way for the down projection.
         act: the gated activation: "silu", "gelu_tanh", "gelu", or "clamped_swiglu", which is
             ``(clamp(up, -limit, limit) + 1) * gate * sigmoid(1.702 * gate)`` with gate at most limit (GPT-OSS).
         limit: of "clamped_swiglu", positive; other activations ignore it.
@@ -422,7 +527,8 @@ def moe_mlp(
 
     Raises:
         ValueError: the shapes do not match, or the activation is unknown.
-        TypeError: a tensor is not floating-point, experts are not int64, or the two weights differ in dtype.
+        TypeError: a tensor is not floating-point, experts are not int64, or weights and low-rank matrices differ in
+            dtype.
     """
     check_expert_act("moe_mlp", act, limit)
     check_floating("moe_mlp", x=x, weights=weights, gate_up_weight=gate_up_weight, down_weight=down_weight)
@@ -460,12 +566,29 @@ def moe_mlp(
             "moe_mlp: gate_up_weight and down_weight must have one dtype, "
             f"got {gate_up_weight.dtype} and {down_weight.dtype}."
         )
+    _check_low_rank("gate_up_low_rank", gate_up_low_rank, gate_up_weight)
+    _check_low_rank("down_low_rank", down_low_rank, down_weight)
     if not (use_triton(x) and use_triton(gate_up_weight)):
         return moe_mlp_reference(
-            x, weights, experts, gate_up_weight, down_weight, gate_up_bias, down_bias, act=act, limit=limit
-        )
+            x, weights, experts, gate_up_weight, down_weight, gate_up_bias, down_bias, gate_up_low_rank, down_low_rank,
+            act=act, limit=limit,
+        )  # fmt: skip
     # Without gradients nothing is saved: gate and up are freed before the last product.
     recompute = recompute or not torch.is_grad_enabled()
     inputs = x, weights, experts, gate_up_weight, down_weight
-    y: Tensor = torch.ops.liger_models.moe_mlp(*inputs, act, recompute, gate_up_bias, down_bias, limit)[0]
+    low_ranks = *(gate_up_low_rank or (None, None)), *(down_low_rank or (None, None))
+    y: Tensor = torch.ops.liger_models.moe_mlp(*inputs, act, recompute, gate_up_bias, down_bias, limit, *low_ranks)[0]
     return y
+
+
+def _check_low_rank(name: str, low_rank: LowRank | None, weight: Tensor) -> None:
+    """Raise unless A is [X, R, in] and B [X, out, R], both in the dtype of the weight [X, out, in]."""
+    if low_rank is None:
+        return
+    (A, B), (X, out, width) = low_rank, weight.shape
+    check(
+        A.dim() == 3 and A.shape == (X, A.shape[1], width) and B.shape == (X, out, A.shape[1]),
+        f"moe_mlp: {name} must be A [{X}, R, {width}] and B [{X}, {out}, R], got {list(A.shape)} and {list(B.shape)}.",
+    )
+    if not A.dtype == B.dtype == weight.dtype:
+        raise TypeError(f"moe_mlp: {name} must have the weights' dtype, {weight.dtype}, got {A.dtype} and {B.dtype}.")

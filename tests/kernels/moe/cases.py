@@ -55,6 +55,25 @@ def with_experts(function, experts, **constants):
     return call
 
 
+def with_low_ranks(inputs, R=3):
+    """The four tensors, and A and B of gate and up, and of down."""
+    X, width, C = inputs[2].shape
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)
+    sizes = (X, R, C), (X, width, R), (X, R, width // 2), (X, C, R)
+    return [*inputs, *((draw(*size) / size[2] ** 0.5).to(inputs[2].device, inputs[2].dtype) for size in sizes)]
+
+
+def low_ranked(function, experts, **constants):
+    """As `with_experts`, of what `with_low_ranks` returns, and biases."""
+
+    def call(x, weights, gate_up_weight, down_weight, gate_up_A, gate_up_B, down_A, down_B, *biases):
+        inputs = x, weights, experts.to(x.device), gate_up_weight, down_weight, *biases
+        return function(*inputs, gate_up_low_rank=(gate_up_A, gate_up_B), down_low_rank=(down_A, down_B), **constants)
+
+    return call
+
+
 def check(inputs, experts, dy, act="silu", limit=0.0, **kwargs):
     ours = with_experts(moe_mlp, experts, act=act, limit=limit, **kwargs)
     reference = with_experts(moe_mlp_reference, experts, act=act, limit=limit)

@@ -5,10 +5,22 @@ from liger_models.kernels.dispatch import reference_backend
 from liger_models.kernels.gated_act import ACTIVATIONS
 from liger_models.kernels.moe import experts as experts_module
 from liger_models.kernels.moe import load_balancing_loss, moe_mlp, moe_mlp_reference, route
+from liger_models.kernels.moe.grouped_mm import grouped_outer
 from liger_models.kernels.moe.permutation import sort_by_expert
 
-from ..oracle import opcheck, run
-from .cases import GPU_DTYPES, RECOMPUTE, check, choose, dtypes, make, with_biases, with_experts
+from ..oracle import assert_close_to_truth, opcheck, run
+from .cases import (
+    GPU_DTYPES,
+    RECOMPUTE,
+    check,
+    choose,
+    dtypes,
+    low_ranked,
+    make,
+    with_biases,
+    with_experts,
+    with_low_ranks,
+)
 
 SHAPES = [(1, 1, 1, 64, 32), (30, 2, 3, 50, 33), (11, 3, 3, 35, 130), (3, 6, 9, 33, 16)]  # N, K, X, C, F
 GPU_SHAPES = [(300, 2, 5, 200, 130), (517, 8, 40, 264, 136), (1000, 1, 3, 128, 72), (5, 4, 300, 96, 48)]
@@ -249,6 +261,101 @@ def test_frozen_inputs_cost_nothing(kernel_device, monkeypatch, trained, product
             torch.testing.assert_close(tensor.grad, want[name])
 
 
+@RECOMPUTE
+@pytest.mark.parametrize(("kind", "biased"), [("any", False), ("some", True)])
+def test_low_ranks(backend, kind, biased, recompute, many_blocks, poisoned_empty):
+    """Beside the weights, matrices of rank 3 and 8; all thirteen gradients."""
+    options = {"act": "clamped_swiglu", "limit": 0.75} if biased else {}
+    for dtype, R in zip(dtypes(backend), (3, 8, 8), strict=False):
+        inputs, experts, dy = make((10, 2, 7, 20, 16), dtype, backend, kind=kind)
+        inputs = [*with_low_ranks(inputs, R), *(with_biases(inputs)[4:] if biased else ())]
+        ours = low_ranked(moe_mlp, experts, recompute=recompute, **options)
+        assert_close_to_truth(ours, low_ranked(moe_mlp_reference, experts, **options), inputs, [dy], factor=2.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("R", [16, 5])
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+def test_low_ranks_over_many_blocks(shape, R, poisoned_empty):
+    for dtype in GPU_DTYPES:
+        inputs, experts, dy = make(shape, dtype, "cuda")
+        inputs = with_low_ranks(inputs, R)
+        for recompute in (False, True):
+            ours = low_ranked(moe_mlp, experts, recompute=recompute)
+            assert_close_to_truth(ours, low_ranked(moe_mlp_reference, experts), inputs, [dy], factor=2.0)
+
+
+@RECOMPUTE
+def test_low_ranks_are_added_to_the_weights(backend, recompute):
+    inputs, experts, _ = make((9, 3, 7, 12, 10), torch.float32, backend)
+    x, weights, gate_up, down, *low_ranks = with_low_ranks(inputs)
+    got = low_ranked(moe_mlp, experts, recompute=recompute)(x, weights, gate_up, down, *low_ranks)
+    A, B, down_A, down_B = low_ranks
+    want = moe_mlp(x, weights, experts, gate_up + B @ A, down + down_B @ down_A)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@RECOMPUTE
+def test_low_ranks_alone_are_trained(kernel_device, recompute, monkeypatch):
+    """Frozen weights cost nothing, nothing more than x is saved, and each gradient is the one among the others."""
+    inputs, experts, dy = make((6, 2, 3, 32, 16), torch.float32, kernel_device)
+    inputs, function = with_low_ranks(inputs), low_ranked(moe_mlp, experts, recompute=recompute)
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    every = torch.autograd.grad(function(*leaves), leaves, dy)
+    for trained in [(4,), (5,), (6,), (7,), (0, 1, 4, 5, 6, 7)]:
+        saved = []
+        leaves = [t.detach().requires_grad_(i in trained) for i, t in enumerate(inputs)]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
+            y = function(*leaves)
+        rows = [(6, 32)] if recompute or {4, 5} & {*trained} else []
+        kept = [] if recompute else [(12, 32)]
+        constants = [(3, 32, 32), (3, 32, 16), (3, 3, 32), (3, 32, 3), (3, 3, 16), (3, 32, 3)]
+        assert [tuple(t.shape) for t in saved] == [*rows, (6, 2), (12,), (12,), (3,), *kept, *constants]
+        outers = []
+        spy = lambda *args, to=outers: to.append(1) or grouped_outer(*args)
+        monkeypatch.setattr(experts_module, "grouped_outer", spy)
+        got = torch.autograd.grad(y, [leaves[i] for i in trained], dy)
+        monkeypatch.undo()
+        assert len(outers) == len({4, 5, 6, 7} & {*trained})
+        for gradient, i in zip(got, trained, strict=True):
+            torch.testing.assert_close(gradient, every[i])
+
+
+@RECOMPUTE
+def test_low_ranks_without_tokens(backend, recompute):
+    inputs, experts, dy = make((0, 2, 3, 16, 8), torch.float32, backend)
+    inputs = with_low_ranks(inputs)
+    _, *gradients = run(low_ranked(moe_mlp, experts, recompute=recompute), inputs, [dy])
+    assert [g.shape for g in gradients] == [t.shape for t in inputs]
+    assert not any(g.any() for g in gradients)
+
+
+def test_low_ranks_that_do_not_fit():
+    inputs, experts, _ = make((4, 2, 3, 16, 8), torch.float32, "cpu")
+    x, weights, gate_up, down, A, B, *_ = with_low_ranks(inputs)
+    with pytest.raises(
+        ValueError, match=r"gate_up_low_rank must be A \[3, R, 16\] and B \[3, 16, R\], got \[3, 3, 16\]"
+    ):
+        moe_mlp(x, weights, experts, gate_up, down, gate_up_low_rank=(A, B[:2]))
+    with pytest.raises(TypeError, match="down_low_rank must have the weights' dtype"):
+        moe_mlp(x, weights, experts, gate_up, down, down_low_rank=(A[:, :, :8].half(), B.half()))
+
+
+def test_dropout_is_of_the_input_of_low_ranks(monkeypatch):
+    """A token's copies drop the same elements, and those that are left are scaled."""
+    inputs, experts, _ = make((4, 2, 3, 16, 8), torch.float32, "cpu")
+    x, weights, _, down_weight = inputs
+    seen, identity = [], torch.eye(16).expand(3, 16, 16)
+    monkeypatch.setattr(experts_module, "expert_act_reference", lambda u, *_: seen.append(u) or u[:, ::2])
+    options = {"gate_up_low_rank": (identity, identity), "dropout": 0.25}
+    moe_mlp_reference(x, weights, torch.ones_like(experts), torch.zeros(3, 16, 16), down_weight, **options)
+    first, second = seen[0].view(4, 2, 16).unbind(1)
+    assert first.equal(second)
+    kept = first != 0
+    assert 24 < kept.sum() < 64
+    torch.testing.assert_close(first[kept], (x / 0.75)[kept])
+
+
 def test_no_grad_keeps_nothing(kernel_device):
     inputs, experts, _ = make((6, 2, 3, 32, 10), torch.float32, kernel_device)
     want = with_experts(moe_mlp, experts)(*inputs)
@@ -267,19 +374,22 @@ def test_opcheck(kernel_device):
     opcheck(ops.moe_mlp, (x[:0], weights[:0], experts[:0], *matrices, "silu", True))
     *_, gate_up_bias, down_bias = (t.requires_grad_() for t in with_biases(inputs))
     opcheck(ops.moe_mlp, (x, weights, experts, *matrices, "clamped_swiglu", False, gate_up_bias, down_bias, 0.75))
+    low_ranks = [t.requires_grad_() for t in with_low_ranks(inputs)[4:]]
+    opcheck(ops.moe_mlp, (x, weights, experts, *matrices, "silu", True, None, None, 0.0, *low_ranks))
     x, weights, *matrices = (t.detach() for t in inputs)
     x, dy, *matrices = (t.half() for t in (x, dy, *matrices))
     sort = sort_by_expert(experts, 3)
     gate_up = torch.ones(6, 16, device=kernel_device).half()
     biases = [torch.ones(3, 16, device=kernel_device).half()] * 2
+    pairs = [t.detach().half() for t in low_ranks]
     for rows, kept, each, needs in (
-        (x, None, [None, None], [*[True] * 4, False, False]),
-        (None, gate_up, [None, None], [True, True, False, True, False, False]),
-        (x, None, [None, None], [False, False, False, True, False, False]),
-        (x, None, biases, [True] * 6),
-        (x, gate_up, biases, [False, True, False, False, True, False]),
+        (x, None, [None, None], [*[True] * 4, *[False] * 6]),
+        (None, gate_up, [None, None], [True, True, False, True, *[False] * 4, True, True]),
+        (x, None, [None, None], [False, False, False, True, *[False] * 6]),
+        (x, None, biases, [True] * 10),
+        (x, gate_up, biases, [False, True, False, False, True, False, True, *[False] * 3]),
     ):
-        args = (dy, rows, weights, *sort, kept, *matrices, *each, "silu", 0.0, torch.float32, needs)
+        args = (dy, rows, weights, *sort, kept, *matrices, *each, *pairs, "silu", 0.0, torch.float32, needs)
         opcheck(ops.moe_mlp_backward, args)
 
 

@@ -1,0 +1,299 @@
+"""Work on whole matrices of sharded parameters: one rank gathers each, computes its result, and sends that back.
+
+The matrices are distributed over all ranks that hold shards of them, replicas (HSDP) included, so that each is computed
+once. A matrix that some rank holds as a whole, such as an expert's, is computed by such a rank.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_models.convert.sharded import Part
+from liger_models.layers.linear import is_sharded
+from liger_models.parallel.groups import world_size
+from liger_models.parallel.mesh import group_over
+
+BUCKET = 2**26
+"""Elements of matrices that a rank gathers at a time, unless one matrix has more."""
+
+
+class Piece(NamedTuple):
+    """What a rank holds of a unit.
+
+    Attributes:
+        local: index of the rows in the rank's shard, whose leading dimensions are flattened.
+        place: index of the same rows in the unit.
+        columns: the columns in the unit; they are all columns of the shard.
+        shape: number of rows and columns.
+    """
+
+    local: slice | Tensor
+    place: slice | Tensor
+    columns: slice
+    shape: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+class Unit(NamedTuple):
+    """Equal matrices of one parameter that one rank computes together.
+
+    Attributes:
+        parameter: its number.
+        shape: matrices, rows, columns.
+        owner: the rank that computes.
+        pieces: rank -> what it holds, if that is not nothing.
+        senders: the ranks that send their pieces to the owner, one for each of the equal pieces.
+    """
+
+    parameter: int
+    shape: tuple[int, int, int]
+    owner: int
+    pieces: dict[int, Piece]
+    senders: list[int]
+
+
+class Exchange:
+    """The units of parameters that are sharded over the same ranks, in the buckets in which they are computed.
+
+    Args:
+        group: the process group of these ranks; None for parameters that are not sharded.
+        device: where the ranks communicate and compute.
+        parameters: number, parameter, and the rows of its matrices as `matrix_rows` returns them.
+    """
+
+    def __init__(
+        self, group: Any, device: torch.device, parameters: Sequence[tuple[int, Tensor, Sequence[Tensor]]]
+    ) -> None:
+        self.group, self.rank, self.ranks = group, 0, 1
+        mine: list[Any] = [_part(each) for _, each, _ in parameters]
+        parts = [mine]
+        if group is not None:
+            self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+            parts = [[]] * self.ranks
+            dist.all_gather_object(parts, mine, group)
+        known: list[tuple[Any, Sequence[Tensor], list[_Candidate]]] = []  # layers that are equal have equal candidates
+        found: list[tuple[int, list[_Candidate]]] = []
+        for (number, each, rows), held in zip(parameters, zip(*parts, strict=True), strict=True):
+            key = each.shape, held, [of_some.shape for of_some in rows]
+            candidates = next((c for k, r, c in known if k == key and all(map(torch.equal, r, rows))), None)
+            if candidates is None:
+                candidates = _candidates(each.shape, held, rows, device)
+                known.append((key, rows, candidates))
+            found.append((number, candidates))
+        found.sort(key=lambda entry: -sum(each.cost for each in entry[1]))
+        loads, filled = [0] * self.ranks, [0] * self.ranks
+        buckets: dict[int, list[Unit]] = defaultdict(list)
+        for number, candidates in found:
+            for candidate in sorted(candidates, key=lambda each: -each.cost):
+                owner = min(candidate.owners, key=loads.__getitem__)
+                senders = _senders(candidate.pieces, owner)
+                unit = Unit(number, candidate.shape, owner, candidate.pieces, senders)
+                buckets[filled[owner] // BUCKET].append(unit)
+                loads[owner] += candidate.cost
+                filled[owner] += math.prod(candidate.shape)
+        self.buckets = [buckets[number] for number in sorted(buckets)]
+
+    def run(
+        self,
+        active: Collection[int],
+        read: Callable[[int], Tensor],
+        compute: Callable[[list[Tensor]], list[Tensor]],
+        write: Callable[[int, Tensor], None],
+    ) -> None:
+        """As `SharedMatrices.run`."""
+        buckets = [[unit for unit in bucket if unit.parameter in active] for bucket in self.buckets]
+        left = Counter(unit.parameter for bucket in buckets for unit in bucket)
+        shards: dict[int, Tensor] = {}
+        for bucket in filter(None, buckets):
+            for number in dict.fromkeys(unit.parameter for unit in bucket):
+                if number not in shards:
+                    shards[number] = read(number)
+            self._scatter(bucket, compute(self._gather(bucket, shards)), shards)
+            for unit in bucket:
+                left[unit.parameter] -= 1
+                if not left[unit.parameter]:
+                    write(unit.parameter, shards.pop(unit.parameter))
+
+    def _gather(self, bucket: list[Unit], shards: dict[int, Tensor]) -> list[Tensor]:
+        """The units of this rank, [k, n, c] each."""
+        sent: list[list[Tensor]] = [[] for _ in range(self.ranks)]
+        for unit in bucket:
+            if self.rank in unit.senders:
+                sent[unit.owner].append(shards[unit.parameter][unit.pieces[self.rank].local].flatten())
+        owned = [unit for unit in bucket if unit.owner == self.rank]
+        received = self._send(sent, [(rank, unit.pieces[rank].size) for unit in owned for rank in unit.senders], shards)
+        wholes = []
+        for unit in owned:
+            k, n, c = unit.shape
+            whole = shards[unit.parameter].new_empty(k * n, c)
+            for rank in unit.senders:
+                piece = unit.pieces[rank]
+                whole[piece.place, piece.columns] = received[rank].pop(0).view(piece.shape)
+            wholes.append(whole.view(k, n, c))
+        return wholes
+
+    def _scatter(self, bucket: list[Unit], results: list[Tensor], shards: dict[int, Tensor]) -> None:
+        """Put the results of all ranks in place of what was gathered."""
+        sent: list[list[Tensor]] = [[] for _ in range(self.ranks)]
+        for unit, result in zip((unit for unit in bucket if unit.owner == self.rank), results, strict=True):
+            for rank, piece in unit.pieces.items():
+                sent[rank].append(result.flatten(0, 1)[piece.place, piece.columns].flatten())
+        held = [(unit, unit.pieces[self.rank]) for unit in bucket if self.rank in unit.pieces]
+        received = self._send(sent, [(unit.owner, piece.size) for unit, piece in held], shards)
+        for unit, piece in held:
+            shards[unit.parameter][piece.local] = received[unit.owner].pop(0).view(piece.shape)
+
+    def _send(
+        self, sent: list[list[Tensor]], expected: list[tuple[int, int]], shards: dict[int, Tensor]
+    ) -> list[list[Tensor]]:
+        """What each rank has sent to this one, from what this one sends to each; ``expected``: rank and elements."""
+        if self.group is None:
+            return sent
+        sizes: list[list[int]] = [[] for _ in range(self.ranks)]
+        for rank, size in expected:
+            sizes[rank].append(size)
+        totals, like = [sum(each) for each in sizes], next(iter(shards.values()))
+        out = torch.cat([like.new_empty(0), *(each for part in sent for each in part)])
+        received = like.new_empty(sum(totals))
+        counts = [sum(map(torch.numel, part)) for part in sent]
+        dist.all_to_all_single(received, out, totals, counts, group=self.group)
+        return [[*part.split(each)] if each else [] for part, each in zip(received.split(totals), sizes, strict=True)]
+
+
+class SharedMatrices:
+    """The matrices of parameters, each with a rank that computes it. Building it is a collective.
+
+    Args:
+        parameters: plain, or DTensors of any mesh and placement; [N, K] or [X, N, K].
+        rows: for each, the rows of its matrices as `matrix_rows` returns them.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> None:
+        groups: dict[Any, Any] = {}
+        members: dict[Any, list[tuple[int, Tensor, Sequence[Tensor]]]] = defaultdict(list)
+        for number, (each, of_each) in enumerate(zip(parameters, rows, strict=True)):
+            mesh: Any = each.device_mesh if is_sharded(each) else None  # type: ignore[attr-defined]
+            ranks = () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
+            if ranks not in groups:
+                groups[ranks] = None if mesh is None else _group(mesh)
+            device = each.device if mesh is None else torch.device(mesh.device_type)
+            members[ranks, device, each.dtype].append((number, each, of_each))
+        self.exchanges = [Exchange(groups[key[0]], key[1], each) for key, each in members.items()]
+
+    def run(
+        self,
+        active: Collection[int],
+        read: Callable[[int], Tensor],
+        compute: Callable[[list[Tensor]], list[Tensor]],
+        write: Callable[[int, Tensor], None],
+    ) -> None:
+        """Compute something of whole matrices, a bucket of them at a time. All ranks must call it.
+
+        Args:
+            active: numbers of the parameters that take part, the same on all ranks.
+            read: number -> this rank's shard of what is computed on, with flattened leading dimensions, in new memory
+                on the device of the mesh.
+            compute: stacks [k, n, c] of whole matrices -> results of the same shapes.
+            write: takes a number and this rank's shard of the results.
+        """
+        for exchange in self.exchanges:
+            exchange.run(active, read, compute, write)
+
+
+class _Candidate(NamedTuple):
+    """A unit without an owner: ``owners`` are the ranks that may be it."""
+
+    shape: tuple[int, int, int]
+    owners: tuple[int, ...]
+    pieces: dict[int, Piece]
+
+    @property
+    def cost(self) -> int:
+        """Multiplications of a step that multiplies each matrix with its transpose, and the square with both."""
+        k, *sizes = self.shape
+        small, large = sorted(sizes)
+        return k * small**2 * (2 * large + small)
+
+
+def _part(parameter: Any) -> Part:
+    return Part.of(parameter) if is_sharded(parameter) else Part((0,) * parameter.dim(), tuple(parameter.shape))
+
+
+def _group(mesh: Any) -> Any:
+    if mesh.ndim > 1 and mesh.size() == world_size():
+        return dist.group.WORLD
+    return group_over(mesh).process_group
+
+
+def _candidates(
+    shape: Sequence[int], parts: Sequence[Part], rows: Sequence[Tensor], device: torch.device
+) -> list[_Candidate]:
+    """The units of a parameter whose shards are ``parts``: as many as ranks may share, none above the bucket."""
+    numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1])
+    held = [
+        numbers[tuple(slice(start, start + size) for start, size in zip(part.offset, part.shape[:-1], strict=False))]
+        for part in parts
+    ]
+    columns = shape[-1]
+    found = []
+    for each in rows:
+        # How many rows of each matrix each rank has, and of how many with all columns.
+        some = torch.stack(
+            [torch.isin(each, ids).sum(1) * min(part.shape[-1], 1) for ids, part in zip(held, parts, strict=True)], 1
+        )
+        full = some * torch.tensor([part.shape[-1] == columns for part in parts])
+        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for matrix, whole in enumerate(full == each.shape[1]):
+            owners = whole if whole.any() else some[matrix]
+            groups[tuple(owners.nonzero().flatten().tolist())].append(matrix)
+        for ranks, matrices in groups.items():
+            k, n = len(matrices), each.shape[1]
+            chunks = min(k, max(len(ranks), -(-k * n * columns // BUCKET)))
+            for chunk in each[matrices].tensor_split(chunks):
+                pieces = {
+                    rank: piece
+                    for rank, (ids, part) in enumerate(zip(held, parts, strict=True))
+                    if (piece := _piece(chunk.flatten(), ids.flatten(), part, device)) is not None
+                }
+                found.append(_Candidate((len(chunk), n, columns), ranks, pieces))
+    return found
+
+
+def _piece(rows: Tensor, ids: Tensor, part: Part, device: torch.device) -> Piece | None:
+    """What the shard with the rows ``ids`` of a parameter holds of the unit with the given rows."""
+    if not ids.numel() or not part.shape[-1]:
+        return None
+    at = torch.searchsorted(ids, rows).clamp(max=len(ids) - 1)
+    place = (ids[at] == rows).nonzero().flatten()
+    if not place.numel():
+        return None
+    columns = slice(part.offset[-1], part.offset[-1] + part.shape[-1])
+    return Piece(_index(at[place], device), _index(place, device), columns, (len(place), part.shape[-1]))
+
+
+def _index(rows: Tensor, device: torch.device) -> slice | Tensor:
+    """The rows as a slice, which copies nothing, where they are evenly spaced."""
+    first, last = int(rows[0]), int(rows[-1])
+    step = int(rows[1]) - first if len(rows) > 1 else 1
+    if step > 0 and bool((rows.diff() == step).all()):
+        return slice(first, last + 1, step)
+    return rows.to(device)
+
+
+def _senders(pieces: dict[int, Piece], owner: int) -> list[int]:
+    """One rank for each of the equal pieces: of replicas, those that lie as the owner does among its equals."""
+    equal: dict[Any, list[int]] = defaultdict(list)
+    for rank, piece in pieces.items():
+        place = piece.place
+        rows = tuple(place.tolist()) if isinstance(place, Tensor) else (place.start, place.stop, place.step)
+        equal[rows, piece.columns.start].append(rank)
+    own = next((ranks.index(owner) for ranks in equal.values() if owner in ranks), 0)
+    return sorted(ranks[own % len(ranks)] for ranks in equal.values())

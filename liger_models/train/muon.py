@@ -1,0 +1,199 @@
+"""Muon for the matrices of a model, and AdamW for everything else."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.format import format_of
+from liger_models.convert.sharded import matrix_rows
+from liger_models.convert.weight_map import Name
+from liger_models.kernels.adamw import write_rounded
+from liger_models.kernels.checks import check
+from liger_models.kernels.newton_schulz import newton_schulz
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.linear import is_sharded, local
+from liger_models.parallel.matrices import SharedMatrices
+from liger_models.train.optimizer import LigerAdamW
+
+SCALES = {
+    "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
+    "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
+}
+"""What an orthogonal update is multiplied by, besides the learning rate."""
+
+
+class LigerMuon(LigerAdamW):
+    """Muon for the weights of linear layers and experts, AdamW for embeddings, the head, norms, biases and adapters.
+
+    Muon moves a weight along its averaged gradient with all singular values made about equal::
+
+        M = μ M + (1 - μ) G
+        U = orthogonal factor of (1 - μ) G + μ M, or of M without ``nesterov``
+        W = W - lr λ W - lr s U         s = 0.2 sqrt(max(rows, columns)), or sqrt(max(1, rows / columns))
+
+    The matrices are those of the Hugging Face checkpoint: q, k and v are three, with all of their heads, and gate and
+    up are two, unless the checkpoint has them in one tensor (Phi-3). Each expert's are its own. So a step is that of
+    ``torch.optim.Muon`` on the weights in transformers' layout. The products of `newton_schulz` are in bfloat16 on
+    accelerators, and on the CPU in at least fp32.
+
+    The matrices of DTensors (FSDP2, HSDP, tensor and expert parallelism) are distributed over all ranks that hold
+    shards. Each is gathered on one rank, computed there once, and its shards are sent back (`SharedMatrices`). All
+    ranks must call ``step``, and a parameter must have a gradient on all of them or on none.
+
+    Args:
+        model: sharded already, if it is to be. Its trainable parameters are optimized, in three groups: the matrices,
+            with ``momentum``; embeddings, head and others; and vectors, without weight decay.
+        lr: learning rate of the matrices. With "match_rms_adamw", one that suits AdamW.
+        weight_decay: λ of everything except vectors.
+        momentum: μ.
+        nesterov: look one step of the momentum ahead.
+        adjust_lr_fn: "match_rms_adamw" or "original": s, under torch's names.
+        adamw_lr: learning rate of all other parameters. Default: ``lr``.
+        betas, eps: of AdamW.
+        stochastic_rounding: as for `LigerAdamW`; Muon's momentum is rounded to nearest.
+        state_dtype: dtype of momentum and moments. Default: the parameter's. Moments in 8 bits are not supported.
+        seed: seed of the stochastic rounding.
+
+    Raises:
+        TypeError: the model is not one of this package.
+        ValueError: an option is out of range, or no matrix of the model is trained. Adapters are none: their product
+            is what the model computes with, and AdamW suits its factors.
+
+    Source: https://kellerjordan.github.io/posts/muon, https://arxiv.org/abs/2502.16982 ("match_rms_adamw").
+    """
+
+    _separable = False
+    _shared: SharedMatrices | None = None
+    """Made by the first step."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        adjust_lr_fn: str = "match_rms_adamw",
+        adamw_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        stochastic_rounding: bool = False,
+        state_dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(model, Decoder):
+            raise TypeError(
+                f"LigerMuon: model must be one of this package, got {type(model).__name__}. Pass the model inside it."
+            )
+        check(0 <= momentum < 1, f"LigerMuon: momentum must be in [0, 1), got {momentum}.")
+        check(adamw_lr is None or adamw_lr >= 0, f"LigerMuon: adamw_lr must not be negative, got {adamw_lr}.")
+        check(
+            adjust_lr_fn in SCALES,
+            f"LigerMuon: adjust_lr_fn must be one of {', '.join(SCALES)}, got {adjust_lr_fn!r}.",
+        )
+        check(
+            state_dtype != torch.int8,
+            "LigerMuon: state_dtype must be a floating-point dtype, got torch.int8. Use LigerAdamW for 8 bits.",
+        )
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        matrices = {name: each for name, each in model.hidden_matrices().items() if each.requires_grad}
+        check(
+            len(matrices) > 0,
+            "LigerMuon: weights of linear layers or experts must be trained, got none. Use LigerAdamW for adapters.",
+        )
+        known = format_of(type(model)).weight_map(model.config).entries
+        self.nesterov, self.adjust_lr_fn = nesterov, adjust_lr_fn
+        self._rows = {each: matrix_rows(known.get(name, Name(name)), each.shape) for name, each in matrices.items()}
+        others = [each for each in trained.values() if each not in self._rows]
+        rest = {"lr": lr if adamw_lr is None else adamw_lr}
+        groups: list[dict[str, Any]] = [
+            {"params": [*self._rows], "momentum": momentum},
+            {"params": [each for each in others if each.dim() > 1], **rest},
+            {"params": [each for each in others if each.dim() <= 1], **rest, "weight_decay": 0.0},
+        ]
+        super().__init__(
+            groups, lr, betas, eps, weight_decay, stochastic_rounding=stochastic_rounding, state_dtype=state_dtype,
+            seed=seed,
+        )  # fmt: skip
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("nesterov", "adjust_lr_fn", "_rows")}
+        return {**super().__getstate__(), **own}
+
+    def _loaded(self, param: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        if param not in self._rows:
+            return super()._loaded(param, saved)
+        momentum = torch.empty_like(param, dtype=self.state_dtype or param.dtype)
+        momentum.copy_(saved["momentum_buffer"])
+        return {"step": torch.tensor(float(saved["step"])), "momentum_buffer": momentum}
+
+    @torch.no_grad()
+    def _apply(self, parameters: Iterable[tuple[int, Tensor, int]]) -> None:
+        every = [*parameters]
+        super()._apply(entry for entry in every if entry[1] not in self._rows)
+        matrices = [*self._rows]
+        if self._shared is None:
+            self._shared = SharedMatrices(matrices, [*self._rows.values()])
+        options = {param: (self.param_groups[number], stream) for number, param, stream in every}
+        active = {number for number, param in enumerate(matrices) if param in options and param.grad is not None}
+        steps = []
+        for number in active:
+            state = self.state[matrices[number]]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                momentum = torch.zeros_like(matrices[number], dtype=self.state_dtype)
+                state["momentum_buffer"] = momentum
+            steps.append(state["step"])
+        if steps:
+            torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)
+
+        def read(number: int) -> Tensor:
+            param = matrices[number]
+            grad: Any = param.grad
+            device = local(param).device
+            if is_sharded(param):
+                sharded: Any = param
+                device = torch.device(sharded.device_mesh.device_type)
+                if grad.placements != sharded.placements:
+                    grad = grad.redistribute(placements=sharded.placements)
+            wide = torch.promote_types(param.dtype, torch.float32)
+            g, buffer = local(grad).to(wide), local(self.state[param]["momentum_buffer"])
+            momentum = options[param][0]["momentum"]
+            m = buffer.to(wide).lerp(g, 1 - momentum)
+            buffer.copy_(m)
+            update = g.lerp(m, momentum) if self.nesterov else m
+            return update.reshape(-1, update.shape[-1]).to(device, wide if device.type == "cpu" else torch.bfloat16)
+
+        def write(number: int, update: Tensor) -> None:
+            param = matrices[number]
+            group, stream = options[param]
+            weight, lr = local(param), float(group["lr"])
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            new = weight.to(wide) * (1 - lr * group["weight_decay"])
+            new.add_(update.view(weight.shape).to(weight.device), alpha=-lr)
+            generator = None
+            if self.stochastic_rounding:
+                key = hash((self.seed, int(self.state[param]["step"]), stream)) & (2**63 - 1)
+                generator = torch.Generator(weight.device).manual_seed(key)
+            write_rounded(weight, new, generator)
+
+        self._shared.run(active, read, self._orthogonal, write)
+        torch.autograd.graph.increment_version([matrices[number] for number in active if is_sharded(matrices[number])])
+
+    def _orthogonal(self, stacks: list[Tensor]) -> list[Tensor]:
+        """The scaled updates of stacks of matrices [k, n, c]; those of one shape, or its transpose, are one batch."""
+        batches: dict[tuple[int, ...], list[int]] = {}
+        for place, each in enumerate(stacks):
+            batches.setdefault(tuple(sorted(each.shape[1:])), []).append(place)
+        results = [*stacks]
+        for places in batches.values():
+            wide = [each.mT if each.shape[1] > each.shape[2] else each for each in (stacks[p] for p in places)]
+            made = newton_schulz(torch.cat(wide)).split([len(each) for each in wide])
+            for place, update in zip(places, made, strict=True):
+                _, rows, columns = stacks[place].shape
+                update = update * SCALES[self.adjust_lr_fn](rows, columns)
+                results[place] = update.mT if rows > columns else update
+        return results
