@@ -12,6 +12,8 @@ ARGS ?=
 
 # OpenMP's threads wait for each other in a busy loop; a long one starves them where other processes want the cores.
 export GOMP_SPINCOUNT ?= 2000
+# Tests start many processes, which would each compile the sources.
+unexport PYTHONDONTWRITEBYTECODE
 
 ifdef PY
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))

@@ -100,6 +100,15 @@ def with_image(arch: str, model) -> tuple[torch.Tensor, dict[str, Any], dict[str
     return tokens(arch, next(iter(tiny(arch))), 2, 12), {}, {}
 
 
+def learnt_by(theirs) -> dict[str, torch.Tensor]:
+    """The gradients of PEFT's adapters, under the names in its files."""
+    return {
+        name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"): parameter.grad
+        for name, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+
+
 def assert_equal_to_peft(ours, theirs, ids, our_inputs=None, their_inputs=None) -> None:
     our_inputs, their_inputs = {"labels": ids, **(our_inputs or {})}, {"labels": ids, **(their_inputs or {})}
     want = theirs(input_ids=ids, **their_inputs)
@@ -109,15 +118,18 @@ def assert_equal_to_peft(ours, theirs, ids, our_inputs=None, their_inputs=None) 
     got = ours(ids, **our_inputs).loss
     assert error(got, want) <= LIMIT
     got.backward()
-    grads = under_peft_names(ours, lambda parameter: parameter.grad)
-    learnt = {
-        name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"): parameter.grad
-        for name, parameter in theirs.named_parameters()
-        if parameter.requires_grad
-    }
+    grads, learnt = under_peft_names(ours, lambda parameter: parameter.grad), learnt_by(theirs)
     assert grads.keys() == learnt.keys()
-    for name, gradient in learnt.items():
-        assert error(grads[name], gradient) <= LIMIT, name
+    beyond = [name for name, gradient in learnt.items() if error(grads[name], gradient) > LIMIT]
+    if beyond:  # sums whose terms cancel are rounded on both sides: PEFT in fp64 judges them, by the same limit
+        wide = copy.deepcopy(theirs).double()
+        wide.set_experts_implementation("eager")  # the others have no fp64
+        wide.zero_grad()
+        given = {name: x.double() if x.is_floating_point() else x for name, x in their_inputs.items()}
+        wide(input_ids=ids, **given).loss.backward()
+        exact = learnt_by(wide)
+        for name in beyond:
+            assert error(grads[name], exact[name]) <= LIMIT, name
     assert all((p.grad is None) == (not p.requires_grad) for p in ours.parameters())
 
 
