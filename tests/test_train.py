@@ -505,6 +505,10 @@ def test_a_planned_run_steps_in_the_backward_where_nothing_is_clipped(planned):
     plain, within = planned("plain", (None, None), max_norm=math.inf), planned("within", tight, max_norm=math.inf)
     assert within[:2] == plain[:2]
     assert within[2]["in_backward"]
+    muon = {"optimizer": "muon", "max_norm": math.inf}  # whose step needs all gradients
+    with pytest.raises(ValueError, match="plan_memory: budget must be at least"):
+        planned("no-muon", ("0.0006GB", "0.0006GB"), **muon)
+    assert not planned("muon", ("1GB", "0.00064GB"), **muon)[2]["in_backward"]
 
 
 @pytest.mark.usefixtures("on_the_cpu")
