@@ -38,10 +38,10 @@ demo: $(DEV) ## train a small Llama on the CPU or the GPU, save, reload, generat
 tutorial: $(DEV) ## run docs/tutorial.md on a tiny model on the CPU: LoRA, generate, merge, generate
 	$(PY) examples/tutorial.py $(ARGS)
 
-test: $(DEV) ## run the tests that need no GPU, in 15 to 30 minutes (WORKERS=2, ARGS="-k rope")
+test: $(DEV) ## run the tests that need no GPU, in 13 to 20 minutes (WORKERS=2, ARGS="-k rope")
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
-test-fast: $(DEV) ## run every family against transformers and every op against fp64, in 2 to 5 minutes
+test-fast: $(DEV) ## run every family against transformers and every op against fp64, in 3 minutes
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not (compile or distributed or gpu or interpreter or slow)" $(ARGS)
 
 test-gpu: $(DEV) ## run the tests that need a GPU

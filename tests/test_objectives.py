@@ -41,6 +41,8 @@ from .packing.conftest import tokenizer  # noqa: F401
 from .parallel.conftest import two  # noqa: F401
 from .runs import log, no_group_is_left, save_llama  # noqa: F401
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer) -> Path:  # noqa: F811

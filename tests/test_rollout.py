@@ -18,6 +18,8 @@ from liger_models.layers.attention import LigerAttention
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.page_pool import PagePool
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 53
 CONFIG = LlamaConfig(
     vocab_size=VOCAB, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -17,6 +17,8 @@ from liger_models.layers.moe import LigerMoE
 
 from .arch.families import tiny
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 40
 
 

@@ -49,6 +49,8 @@ import time
 
 import liger_models.train.loop
 
+pytestmark = pytest.mark.slow
+
 clip, calls = liger_models.train.loop.clip_grad_norm_, 0
 
 def die_in_step_7(*arguments):
@@ -102,7 +104,6 @@ def whole(folder) -> Path:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_two_machines_train_die_and_go_on(folder, whole):
     """A process of one of them is killed, both agents end, and both are started again."""
     place: dict[str, Any] = {"cwd": folder, "XDG_CACHE_HOME": str(folder / "cache of machines")}
@@ -117,7 +118,6 @@ def test_two_machines_train_die_and_go_on(folder, whole):
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
 def test_two_ranks_train_die_and_go_on(folder, whole, monkeypatch):
     place: dict[str, Any] = {"cwd": folder, "XDG_CACHE_HOME": str(folder / "cache")}
     lines = log(whole)
@@ -182,7 +182,6 @@ def test_a_single_process(folder, tmp_path, monkeypatch, capfd, device):
         assert lines[-1]["memory_gib"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_deterministic_runs_are_equal_in_every_bit(folder, tmp_path, device):
     """The order of the data, every loss and norm, and the model; in processes of their own."""

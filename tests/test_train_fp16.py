@@ -23,6 +23,8 @@ from .parallel.conftest import two  # noqa: F401
 from .runs import log, no_group_is_left  # noqa: F401
 from .test_objectives import folder, result, train_on  # noqa: F401
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"intermediate_size": 48, "num_hidden_layers": 1, "num_key_value_heads": 2}
 
 PREFERENCES = [("dpo", "pairs"), ("orpo", "pairs"), ("cpo", "pairs"), ("simpo", "pairs"), ("kto", "marked")]

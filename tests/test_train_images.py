@@ -20,6 +20,8 @@ from .packing.vision import chat, make_model, save_pictures
 from .parallel.conftest import two  # noqa: F401
 from .runs import log, no_group_is_left  # noqa: F401
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "mllama")
 
 
@@ -198,7 +200,6 @@ def test_pairs_longer_than_a_row(folder, tmp_path):
             assert batch["pixel_values"].equal(whole["pixel_values"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["dpo", "grpo"])
 def test_two_ranks_of_which_one_has_no_image(folder, two, objective):  # noqa: F811
     two(compare_on_a_rank, folder, objective)
@@ -235,7 +236,6 @@ def train_on_a_rank(folder: Path, family: str) -> None:
         train(options(folder, family, "ranks", length=80, batch_size=1, steps=4))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "mllama"])
 def test_a_rank_without_an_image_waits_for_nobody(folder, family, two):  # noqa: F811
     """Rows hold one chat or two, and four of the ten chats have no image."""

@@ -89,6 +89,7 @@ def test_num_items_in_batch(pair):
         assert error(ours(ids, labels=ids, num_items_in_batch=items).loss, want) <= LIMIT
 
 
+@pytest.mark.slow
 @every_case
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batches(pair, side):

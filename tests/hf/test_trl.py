@@ -17,7 +17,7 @@ trl = Late("trl", needs="TRL is not installed")
 orpo = Late("trl.experimental.orpo", needs="TRL is not installed")
 cpo = Late("trl.experimental.cpo", needs="TRL is not installed")
 datasets = Late("datasets", needs="datasets is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's and transformers'
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # TRL's and transformers'
 
 LENGTHS = (9, 4, 12, 7)
 SHARED = {

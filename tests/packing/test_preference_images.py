@@ -15,6 +15,8 @@ from .examples import write
 from .test_videos import save_clip
 from .vision import make_model
 
+pytestmark = pytest.mark.slow
+
 trl = Late("trl.trainer.dpo_trainer", "trl")
 
 
