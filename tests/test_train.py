@@ -40,6 +40,8 @@ from .parallel.conftest import two  # noqa: F401
 from .processes import agents, run, torchrun
 from .runs import log, no_group_is_left, on_the_cpu, save_llama  # noqa: F401
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 KILLED = """
 import os
@@ -48,8 +50,6 @@ import sys
 import time
 
 import liger_models.train.loop
-
-pytestmark = pytest.mark.slow
 
 clip, calls = liger_models.train.loop.clip_grad_norm_, 0
 
