@@ -66,7 +66,7 @@ def stir(model):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+                parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.1).to(parameter.device))
     return model
 
 

@@ -29,6 +29,8 @@ BLOCK = 16 if INTERPRET else 128
 BLOCK_K = 16 if INTERPRET else 64
 STAGES, NUM_WARPS = 3, 8
 """Rows and columns of a tile, columns of X in a step of its sum, steps in flight, and warps."""
+SPAN = 2 * BLOCK_K
+"""Columns of an fp32 X that are summed by themselves: one long sum would round more than the libraries' do."""
 
 
 def symmetric_product_reference(x: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
@@ -37,10 +39,24 @@ def symmetric_product_reference(x: Tensor, alpha: float = 1.0, beta: float = 0.0
 
 
 @triton.jit
+def _sum_of_products(left, right, K, own, other, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Products of the rows at ``left`` and ``right``, where there are ``own`` and ``other``, summed over K columns."""
+    step = tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        inside = step[None, :] < K - start
+        a = tl.load(left + start, mask=own & inside, other=0.0)
+        b = tl.load(right + start, mask=other & inside, other=0.0)
+        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
 def _symmetric_product_kernel(
-    x_ptr, out_ptr, N, K, alpha, beta, ADDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
+    x_ptr, out_ptr, N, K, alpha, beta, ADDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
-    """One tile on or below the diagonal, and its mirror image."""
+    """One tile on or below the diagonal, and its mirror image; with SPAN, so many columns are summed by themselves."""
     tiles = tl.cdiv(N, BLOCK)
     i = tl.program_id(0) // tiles
     j = tl.program_id(0) % tiles
@@ -53,12 +69,14 @@ def _symmetric_product_kernel(
     step = tl.arange(0, BLOCK_K)
     left = x_ptr + row[:, None].to(tl.int64) * K + step[None, :]
     right = x_ptr + column[:, None].to(tl.int64) * K + step[None, :]
-    total = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        inside = step[None, :] < K - start
-        a = tl.load(left + start, mask=(row < N)[:, None] & inside, other=0.0)
-        b = tl.load(right + start, mask=(column < N)[:, None] & inside, other=0.0)
-        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+    own, other = (row < N)[:, None], (column < N)[:, None]
+    if SPAN:
+        total = tl.zeros([BLOCK, BLOCK], tl.float32)
+        for first in range(0, K, SPAN):
+            columns = tl.minimum(K - first, SPAN)
+            total += _sum_of_products(left + first, right + first, columns, own, other, BLOCK, BLOCK_K)
+    else:
+        total = _sum_of_products(left, right, K, own, other, BLOCK, BLOCK_K)
     total *= alpha
     at = row[:, None].to(tl.int64) * N + column[None, :]
     inside = (row < N)[:, None] & (column < N)[None, :]
@@ -98,6 +116,7 @@ def symmetric_product(x: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tenso
         with on_device_of(x):
             _symmetric_product_kernel[(triton.cdiv(N, BLOCK) ** 2, B)](
                 x, out, N, K, float(alpha), float(beta), ADDS=bool(beta), BLOCK=BLOCK, BLOCK_K=BLOCK_K,
+                SPAN=SPAN if x.dtype == torch.float32 else 0,
                 num_warps=NUM_WARPS, num_stages=fitting_stages(x, STAGES, 2 * BLOCK * BLOCK_K * x.itemsize),
             )  # fmt: skip
     return out

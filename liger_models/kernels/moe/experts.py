@@ -416,6 +416,8 @@ def _moe_mlp_backward(
         if need_gate_up:
             assert rows is not None
             d_gate_up_weight = grouped_outer(d_gate_up, rows, ends, library)
+        if not any(need_pair):
+            rows = None
         h = dx_rows = None
         if need_x:
             dx_rows, h = _input_gradient(d_gate_up, gate_up_weight, low_rank, ends, library)
