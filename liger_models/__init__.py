@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from liger_models.adapters.peft_files import load_adapter as load_adapter
     from liger_models.adapters.peft_files import save_adapter as save_adapter
     from liger_models.adapters.unpacked import unpack_projections as unpack_projections
+    from liger_models.arch._gemma4.unified import Gemma4UnifiedTextConfig as Gemma4UnifiedTextConfig
     from liger_models.arch.auto import AutoLigerModel as AutoLigerModel
     from liger_models.arch.auto import AutoLigerProcessor as AutoLigerProcessor
     from liger_models.arch.auto import list_archs as list_archs
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from liger_models.arch.gemma4 import LigerGemma4 as LigerGemma4
     from liger_models.arch.gemma4_text import Gemma4TextConfig as Gemma4TextConfig
     from liger_models.arch.gemma4_text import LigerGemma4Text as LigerGemma4Text
-    from liger_models.arch.gemma4_unified_text import Gemma4UnifiedTextConfig as Gemma4UnifiedTextConfig
+    from liger_models.arch.gemma4_unified import Gemma4UnifiedConfig as Gemma4UnifiedConfig
+    from liger_models.arch.gemma4_unified import LigerGemma4Unified as LigerGemma4Unified
     from liger_models.arch.gemma4_unified_text import LigerGemma4UnifiedText as LigerGemma4UnifiedText
     from liger_models.arch.glm import LigerGLM as LigerGLM
     from liger_models.arch.glm4 import LigerGLM4 as LigerGLM4
@@ -129,7 +131,9 @@ else:
             "arch.gemma3_text": ["LigerGemma3Text"],
             "arch.gemma4": ["Gemma4Config", "LigerGemma4"],
             "arch.gemma4_text": ["Gemma4TextConfig", "LigerGemma4Text"],
-            "arch.gemma4_unified_text": ["Gemma4UnifiedTextConfig", "LigerGemma4UnifiedText"],
+            "arch.gemma4_unified": ["Gemma4UnifiedConfig", "LigerGemma4Unified"],
+            "arch._gemma4.unified": ["Gemma4UnifiedTextConfig"],
+            "arch.gemma4_unified_text": ["LigerGemma4UnifiedText"],
             "arch.glm": ["LigerGLM"],
             "arch.glm4": ["LigerGLM4"],
             "arch.gpt_oss": ["LigerGptOss"],

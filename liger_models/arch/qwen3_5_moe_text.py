@@ -74,6 +74,6 @@ add_family(
         from_json=read_text,
         to_json=write_text,
         ignored_keys=TEXT_IGNORED_KEYS,
-        modules="model",
+        module="model.norm",
     ),
 )

@@ -22,7 +22,8 @@ class CheckpointFormat:
         from_json: renames the keys of a config.json to the fields of the config class.
         to_json: the inverse of ``from_json``.
         ignored_keys: keys of released config.json files that do not change the model.
-        modules: name of the module in transformers that holds the blocks, if one of the layouts has it.
+        module: a module in transformers, by its name in memory. The first layout that has its weight has the names of
+            all modules.
     """
 
     model_type: str
@@ -33,7 +34,7 @@ class CheckpointFormat:
     from_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     to_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     ignored_keys: Collection[str] = ()
-    modules: str = "model.language_model"
+    module: str = "model.language_model.norm"
 
     def weight_maps(self, config: Any) -> list[WeightMap]:
         """The `WeightMap` of each layout that checkpoints may have, the written one first."""
@@ -55,7 +56,7 @@ class CheckpointFormat:
         return min(self._module_maps(config), key=lambda each: sum(len(x.names()) for x in each.entries.values()))
 
     def _module_maps(self, config: Any) -> list[WeightMap]:
-        maps, inside = self.weight_maps(config), f"{self.modules}.norm.weight"
+        maps, inside = self.weight_maps(config), f"{self.module}.weight"
         return [each for each in maps if any(inside in x.names() for x in each.entries.values())] or maps
 
 

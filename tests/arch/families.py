@@ -100,7 +100,25 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32):
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         # In transformers 5.17 a model with images doesn't read it from its config.
         model.forward = functools.partial(model.forward, output_router_logits=True)
+    if arch == "gemma4_unified":
+        forward = functools.partial(with_masks_of_generation, model, model.forward)
+        model.forward = functools.update_wrapper(forward, model.forward)  # generate reads its signature
     return model
+
+
+def with_masks_of_generation(model, forward, input_ids=None, attention_mask=None, mm_token_type_ids=None, **inputs):
+    """The forward with the masks that ``generate`` makes: of transformers 5.23's two they are those of Gemma 4.
+
+    The tokens of an image attend to each other in both directions in the layers with a window, and within it. Without
+    this the forward of ``gemma4_unified`` has them do so in all layers, and beyond the window.
+    """
+    if mm_token_type_ids is not None and not isinstance(attention_mask, dict):
+        shape = torch.zeros(*input_ids.shape, 1, dtype=model.dtype)
+        places = torch.arange(input_ids.shape[1])[None]
+        attention_mask = model.create_masks_for_generate(
+            model.config, shape, attention_mask, inputs.get("past_key_values"), places, mm_token_type_ids
+        )
+    return forward(input_ids=input_ids, attention_mask=attention_mask, **inputs)
 
 
 def hf_gradients(model) -> dict[str, Tensor]:

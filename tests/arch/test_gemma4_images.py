@@ -27,7 +27,7 @@ from .families import (
     make_folder,
 )
 
-CASES = [case for case in VISION_CASES if case[0] == "gemma4"]
+CASES = [case for case in VISION_CASES if case[0] in ("gemma4", "gemma4_unified")]
 every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
 one_case = pytest.mark.parametrize("pair", CASES[:1], indirect=True, ids="-".join)
 clipped = pytest.mark.parametrize("pair", [("gemma4", "clipped")], indirect=True, ids="-".join)
@@ -41,7 +41,7 @@ def make(model, rows, seed=0):
     Rows are padded on the left.
     """
     generator = torch.Generator().manual_seed(seed)
-    config, pool = model.config, model.config.vision_config.pooling_kernel_size
+    config, pool = model.config, model.config.vision_config.pooled
     ids, positions = [], []
     for row in rows:
         ids.append([])
@@ -188,7 +188,7 @@ def test_images_do_not_depend_on_each_other_nor_on_padding(pair):
     together = ours.visual(*images.values())
     counts = [9, 6, 4]
     for pixels, places, tokens in zip(*images.values(), together[:19].split(counts), strict=True):
-        patches = len(tokens) * ours.config.vision_config.patches_per_token
+        patches = len(tokens) * ours.config.vision_config.pooled**2
         assert error(ours.visual(pixels[None, :patches], places[None, :patches]), tokens) <= LIMIT
 
 

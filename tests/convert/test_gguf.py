@@ -43,7 +43,10 @@ GGUF = {
 }
 """Family -> its name among `gguf.MODEL_ARCH`."""
 
-VISION = {"gemma3", "gemma4", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
+VISION = {
+    "gemma3", "gemma4", "gemma4_unified", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+    "qwen3_5_moe",
+}  # fmt: skip
 
 TAKEN_APART = {"gpt_oss"}
 """Families whose experts' tensors the converter splits before it looks up a name."""

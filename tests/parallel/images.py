@@ -21,6 +21,10 @@ GEMMA4 = {
     "num_key_value_heads": 2, "head_dim": 8, "patch_size": 2, "pooling_kernel_size": 2, "position_embedding_size": 8,
     "use_clipped_linears": True, "standardize": True, "rms_norm_eps": 1.0,
 }  # fmt: skip
+GEMMA4_UNIFIED = {
+    "patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 16, "output_proj_dims": 16, "mm_posemb_size": 4,
+    "rms_norm_eps": 1.0,
+}  # fmt: skip
 MLLAMA = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2,
     "image_size": 8, "patch_size": 4, "intermediate_layers_indices": [0], "vision_output_dim": 32,
@@ -72,6 +76,15 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         GEMMA4,
     ),
+    "gemma4_unified": (
+        "gemma4_unified",
+        {
+            "head_dim": 8, "global_head_dim": 16, "sliding_window": 5, "rms_norm_eps": 0.1, "attention_k_eq_v": True,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_global_key_value_heads": 2,
+            "image_token_id": 90, "boi_token_id": 91, "eoi_token_id": 92, "audio_token_id": 93, "video_token_id": 94,
+        },
+        GEMMA4_UNIFIED,
+    ),
     "mllama": ("mllama", {"cross_attention_layers": [1, 2], "image_token_index": 97}, MLLAMA),
 }  # fmt: skip
 FAMILIES = [name for name in IMAGE_MODELS if "," not in name]
@@ -98,7 +111,7 @@ def picture(config: Any, size: tuple[int, int], generator: torch.Generator) -> t
     """The tokens of an image, and what the tower takes."""
     vision = config.vision_config
     if hasattr(vision, "pooling_kernel_size"):
-        pool, tokens = vision.pooling_kernel_size, size[0] * size[1]
+        pool, tokens = vision.pooled, size[0] * size[1]
         places = torch.cartesian_prod(*(torch.arange(length * pool) for length in size)).flip(1)
         return [config.boi_token_id, *[config.image_token_id] * tokens, config.eoi_token_id], {
             "pixel_values": torch.rand(1, 6 * pool**2, vision.patch_values, generator=generator),

@@ -1,12 +1,14 @@
+import dataclasses
 import json
 
 import pytest
 import torch
 
-from liger_models import LigerGemma4
+from liger_models import LigerGemma4, LigerGemma4Unified
+from liger_models.arch._gemma4.processor import Gemma4Images
 from liger_models.arch.gemma4.model import Gemma4Config
-from liger_models.arch.gemma4.processor import Gemma4Images
 from liger_models.arch.gemma4.tower import Gemma4VisionConfig
+from liger_models.arch.gemma4_unified import Gemma4UnifiedConfig, Gemma4UnifiedVisionConfig
 from liger_models.base.processor import MediaSize
 
 from ..late import Late
@@ -40,6 +42,28 @@ def test_pixels_are_transformers_bit_for_bit(more):
     assert ours.tokens((600, 4)) == (1, 70)
 
 
+def test_large_patches_are_squares_of_small_ones():
+    """What Gemma 4 Unified takes: the same pixels by rows of a square of patches, whose place is the square's."""
+    settings = {"patch_size": 2, "pooling_kernel_size": 3, "max_soft_tokens": 70}
+    small, large = Gemma4Images(settings, 2, 3), Gemma4Images(settings, 2, 3, merge=True)
+    for width, height in [(40, 40), (100, 30), (30, 101), (600, 4)]:
+        image = picture(width, height, seed=width)
+        patches, places = small(image)
+        pixels = torch.zeros(2 * int(places[:, 1].max() + 1), 2 * int(places[:, 0].max() + 1), 3)
+        for patch, (column, row) in zip(patches, places.tolist(), strict=True):
+            if row >= 0:
+                pixels[2 * row : 2 * row + 2, 2 * column : 2 * column + 2] = patch.view(2, 2, 3)
+        got, squares = large(image)
+        assert (got.shape, squares.shape) == ((70, 6 * 6 * 3), (70, 2))
+        rows, columns = large.tokens(image.size)
+        assert squares.tolist() == [[c, r] for r in range(rows) for c in range(columns)] + [[-1, -1]] * (
+            70 - rows * columns
+        )
+        for square, (column, row) in zip(got, squares.tolist(), strict=True):
+            want = pixels[6 * row : 6 * row + 6, 6 * column : 6 * column + 6] if row >= 0 else torch.zeros(6, 6, 3)
+            assert torch.equal(square.view(6, 6, 3), want)
+
+
 def make(**settings):
     tokenizer = byte_tokens("<|image|>", "<|image>", "<image|>", "<bos>", "<start>", "<end>", "<|audio|>", "<|video|>")
     config = Gemma4Config(
@@ -61,6 +85,25 @@ def make(**settings):
         ).encode(),
     }
     return model
+
+
+def test_a_conversation_with_gemma_4_unified():
+    model = make()
+    sizes = {each.name: getattr(model.config, each.name) for each in dataclasses.fields(Gemma4UnifiedConfig)}
+    vision = Gemma4UnifiedVisionConfig(
+        patch_size=4, pooling_kernel_size=2, mm_embed_dim=16, output_proj_dims=16, mm_posemb_size=8
+    )
+    other = LigerGemma4Unified.from_config(
+        Gemma4UnifiedConfig(**sizes | {"hidden_size_per_layer_input": 0, "vision_config": vision})
+    )
+    other.assets = model.assets
+    content = [{"type": "image", "image": encoded(picture(30, 20))}, {"type": "text", "text": "What?"}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "Noise."}]
+    batch = other.processor.apply_chat_template([messages], return_labels=True, padding_side="right")
+    assert torch.equal(batch["input_ids"], model.processor.apply_chat_template([messages])["input_ids"])
+    assert (batch["pixel_values"].shape, batch["image_position_ids"].shape) == ((1, 6, 192), (1, 6, 2))
+    other(**batch).loss.backward()
+    assert other.visual.pos_embed.weight.grad.any()
 
 
 def written(tokens):

@@ -1,51 +1,33 @@
 """Gemma 4 with images (E2B, E4B, 26B-A4B, 31B): model_type ``gemma4``.
 
-The language model is that of ``gemma4_text``. With ``use_bidirectional_attention: "vision"`` the tokens of an image
-attend to each other in both directions, in the layers with a window only. Where the blocks have an input for each token
-(E2B, E4B), that of an image token is made of the image token and of the padding token's second embedding. The tower for
-audio is kept and saved again, but not run.
+The language model is that of ``gemma4_text``. Where its blocks have an input for each token (E2B, E4B), that of an
+image token is made of the image token and of the padding token's second embedding.
 
 Source: transformers ``models/gemma4``.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from liger_models.arch._gemma4 import text
-from liger_models.arch._gemma4.text import Gemma4Decoder, Gemma4TextConfig, text_map
-from liger_models.arch.gemma4.processor import Gemma4Processor
+from liger_models.arch._gemma4 import images, text
+from liger_models.arch._gemma4.images import Gemma4WithImages, Placeholders
+from liger_models.arch._gemma4.text import Gemma4TextConfig, text_map
 from liger_models.arch.gemma4.tower import Gemma4Tower, Gemma4VisionConfig
 from liger_models.arch.registry import add_family
-from liger_models.base.vision_language import VisionLanguageModel, check_tensors, repeated_items
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Expression, Rearrange, Stack, WeightMap
 from liger_models.kernels.checks import check
-from liger_models.kernels.options import KernelOptions
-from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
-from liger_models.layers.kv_cache import DecodeCache
-from liger_models.layers.patches import count_torn, ends_of_runs
-
-REFUSED = {"input_features": "audio", "input_features_mask": "audio", "pixel_values_videos": "videos"}
-"""Arguments of transformers' model -> what they hold, which this one does not take."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4Config(Gemma4TextConfig):
+class Gemma4Config(Placeholders, Gemma4TextConfig):
     """Sizes and constants of a Gemma 4 model, as in `Gemma4TextConfig`; those of the tower are in ``vision_config``."""
 
-    image_token_id: int = 258880
-    boi_token_id: int = 255999
-    eoi_token_id: int = 258882
-    video_token_id: int = 258884
-    audio_token_id: int = 258881
     vision_config: Gemma4VisionConfig = field(default_factory=Gemma4VisionConfig)
 
 
-class LigerGemma4(VisionLanguageModel, Gemma4Decoder):
+class LigerGemma4(Gemma4WithImages):
     """Gemma 4 with images and its language-model head.
 
     Args:
@@ -54,193 +36,17 @@ class LigerGemma4(VisionLanguageModel, Gemma4Decoder):
     """
 
     config_class = Gemma4Config
-    processor_class = Gemma4Processor
-    prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "image_position_ids", "mm_token_type_ids", *REFUSED)
-
-    def __init__(self, config: Gemma4Config, kernels: KernelOptions | None = None) -> None:
-        super().__init__(config, kernels)
-        self.visual = Gemma4Tower(config.vision_config, config.hidden_size, self.kernels)
-        self.build(config)
-        self.post_init()
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        *,
-        pixel_values: Tensor | None = None,
-        image_position_ids: Tensor | None = None,
-        mm_token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        cache: DecodeCache | None = None,
-        **options: Any,
-    ) -> CausalLMOutput:
-        """Compute logits, or the loss if ``labels`` are given, of text with or without images.
-
-        Args:
-            input_ids: [B, T] int64, with one placeholder per image token.
-            pixel_values: [images, P, 3 · patch size²], the patches of each image, from 0 to 1, in the order of the
-                text; padding last.
-            image_position_ids: [images, P, 2] int64, column and row of each patch, −1 for padding.
-            mm_token_type_ids: ignored; accepted because the processor of transformers returns it.
-            position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`; images
-                need ``input_ids``.
-
-        Returns:
-            `CausalLMOutput`.
-
-        Raises:
-            ValueError: the number of placeholders does not match the number of image tokens, or there is audio or a
-                video; otherwise as `Decoder.forward`.
-        """
-        for name, kind in REFUSED.items():
-            check(
-                options.pop(name, None) is None,
-                f"forward: {name} must be left out, got some. The model takes texts and images, and no {kind}.",
-            )
-        cu_seqlens = take_cu_seqlens(cu_seqlens, options)
-        if input_ids is None or inputs_embeds is not None:
-            check(pixel_values is None, "forward: pixels need input_ids, which say where the images are.")
-            return super().forward(
-                input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids, attention_mask=attention_mask,
-                cu_seqlens=cu_seqlens, cache=cache, **options,
-            )  # fmt: skip
-        check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
-        given = self._given(pixel_values, image_position_ids)
-        here = input_ids == self.config.image_token_id
-        decoding = cache is not None and cache.length > 0 and given is None
-        if not decoding and not torch.compiler.is_compiling():
-            self._check_counts(input_ids, here, given, cu_seqlens)
-        ids = input_ids.masked_fill(here | self._refused(input_ids), max(self.config.pad_token_id or 0, 0))
-        embeds, visible_until = self.embed_tokens(ids), None
-        bidirectional = given is not None and self.config.use_bidirectional_attention == "vision"
-        if given is None and self.tower_is_sharded and not decoding:  # all ranks gather its weights together
-            given, here = self._nothing(embeds), torch.zeros_like(here)
-        if given is not None:
-            embeds = embeds.masked_scatter(here[..., None], self.visual(*given).to(embeds.dtype))
-            visible_until = ends_of_runs(here) if bidirectional else None
-        shape = embeds.shape[0], embeds.shape[1]
-        layout = self.layout(
-            shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
-            visible_until=visible_until, **self.layout_inputs(ids, embeds, shape[1]),
-        )  # fmt: skip
-        return self.run(embeds, layout, **options)
-
-    def _given(self, pixels: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """The patches and their positions; None for none."""
-        check_tensors(pixel_values=pixels, image_position_ids=positions)
-        check(
-            (pixels is None) == (positions is None),
-            "forward: pixel_values and image_position_ids must be given together, got only one of them.",
-        )
-        if pixels is None or positions is None:
-            return None
-        vision = self.config.vision_config
-        values, per_token, shape = vision.patch_values, vision.patches_per_token, tuple(pixels.shape)
-        check(
-            len(shape) == 3 and shape[1] > 0 and shape[1] % per_token == 0 and shape[2] == values,
-            f"forward: pixel_values must be [images, a multiple of {per_token}, {values}], got {list(shape)}.",
-        )
-        check(
-            tuple(positions.shape) == (*shape[:2], 2),
-            f"forward: image_position_ids must be [{shape[0]}, {shape[1]}, 2] like pixel_values, got "
-            f"{list(positions.shape)}.",
-        )
-        return (pixels, positions) if len(pixels) else None  # collators pass empty tensors for text-only batches
-
-    def _refused(self, input_ids: Tensor) -> Tensor:
-        """Which tokens [B, T] are placeholders of audio or videos; only generation can come upon them."""
-        refused: Tensor = (input_ids == self.config.audio_token_id) | (input_ids == self.config.video_token_id)
-        return refused
-
-    def _nothing(self, embeds: Tensor) -> tuple[Tensor, Tensor]:
-        """An image of one token, for a rank that has none."""
-        side = torch.arange(self.config.vision_config.pooling_kernel_size, device=embeds.device)
-        positions = torch.cartesian_prod(side, side).view(1, -1, 2)
-        return embeds.new_zeros(1, positions.shape[1], self.config.vision_config.patch_values), positions
-
-    def _check_counts(
-        self, input_ids: Tensor, here: Tensor, given: tuple[Tensor, Tensor] | None, cu_seqlens: Tensor | None
-    ) -> None:
-        """Raise ValueError unless placeholders and patches match. Synchronises with the device once."""
-        vision = self.config.vision_config
-        positions = here.new_zeros((0, 1, 2), dtype=torch.int64) if given is None else given[1].to(input_ids.device)
-        valid = (positions >= 0).all(-1)
-        count, size = valid.sum(1), positions.amax(1) + 1
-        wrong = (
-            (size.prod(1) != count).sum()
-            + (size % vision.pooling_kernel_size != 0).sum()
-            + (size > vision.position_embedding_size).sum()
-            + (valid[:, 1:] & ~valid[:, :-1]).sum()
-        )
-        tokens = count // vision.patches_per_token
-        other = self._refused(input_ids).sum()
-        torn = count_torn(here, tokens, tokens, cu_seqlens)
-        found, expected, others, wrong_ones, apart = torch.stack(
-            [here.sum(), tokens.sum(), other, wrong, torn]
-        ).tolist()
-        check(
-            others == 0,
-            f"forward: input_ids must have no placeholders of audio or videos, got {others}. The model takes texts and "
-            "images.",
-        )
-        check(
-            wrong_ones == 0,
-            "forward: image_position_ids must have column and row of each patch, below "
-            f"{vision.position_embedding_size}, of images whose rows and columns are multiples of "
-            f"{vision.pooling_kernel_size}, and then -1 for padding, got others. Pass what the processor returns.",
-        )
-        check(
-            found == 0 or given is not None,
-            f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
-            "processor returns.",
-        )
-        check(
-            found == expected,
-            f"forward: input_ids must have one image placeholder for each of the {expected} image tokens "
-            f"({len(tokens)} images), got {found}. Expand them as the processor does; was the text truncated?",
-        )
-        check(
-            apart == 0,
-            "forward: the placeholders of each image must be contiguous in input_ids and in one document, got "
-            f"{apart} apart from the one before. Expand them as the processor does.",
-        )
-
-    def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
-        """As `VisionLanguageModel.repeat_prompts`; images are in the order of the text."""
-        images = "pixel_values", "image_position_ids"
-        rest = {name: x for name, x in inputs.items() if name not in images}
-        repeated = inputs | super().repeat_prompts(input_ids, rest, times)
-        positions = inputs.get("image_position_ids")
-        if isinstance(positions, Tensor) and len(positions):
-            sizes = (positions >= 0).all(-1).sum(1) // self.config.vision_config.patches_per_token
-            wanted = (input_ids == self.config.image_token_id).sum(1).cumsum(0)
-            before = torch.searchsorted(sizes.to(wanted.device).cumsum(0), wanted, right=True).tolist()
-            chosen = repeated_items([n - m for n, m in zip(before, [0, *before], strict=False)], times)
-            repeated |= {name: inputs[name][chosen] for name in images}
-        return repeated
+    tower_class = Gemma4Tower
 
 
 IGNORED_KEYS = (
-    *text.IGNORED_KEYS,
-    "audio_config",  # of the tower for audio, which is kept, but not built
-    "boa_token_id",
-    "eoa_token_id",
-    "eoa_token_index",
-    "vision_soft_tokens_per_image",  # the processor's settings say how many tokens an image may have
+    *images.IGNORED_KEYS,
     "default_output_length",
     "attention_bias",  # of the tower, which has none; transformers does not read it
     "global_head_dim",  # these three, too, are the tower's here, and not read
     "max_position_embeddings",
     "initializer_range",
 )
-TOP = (
-    "image_token_id", "boi_token_id", "eoi_token_id", "video_token_id", "audio_token_id", "vision_config",
-    "tie_word_embeddings", "eos_token_id", "initializer_range",
-)  # fmt: skip
-"""Keys of config.json that do not belong to the language model."""
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,18 +63,14 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
         "config.json: vision_config.rope_parameters must be of type 'axial' or 'default' with a rope_theta, got "
         f"{kind!r} with {', '.join(rope)}. The architecture supports nothing else.",
     )
-    # Beside a text_config, transformers does not read the top's pad_token_id.
-    top = {key: value for key, value in hf.items() if key not in ("text_config", "pad_token_id")}
-    return text.from_json(hf.get("text_config") or {}) | top | {"vision_config": vision | rope}
+    return images.from_json(hf, vision | rope)
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`: moves the keys of the language model back into ``text_config``."""
+    """The inverse of `from_json`."""
     vision = dict(keys["vision_config"])
     vision["rope_parameters"] = {"rope_type": "default", "rope_theta": vision.pop("rope_theta")}
-    own = {key: value for key, value in keys.items() if key not in TOP}
-    top = {key: keys[key] for key in TOP if key in keys} | {"vision_config": vision}
-    return top | {"text_config": text.to_json(own)}
+    return images.to_json(keys, vision, text.to_json)
 
 
 def weight_map(config: Gemma4Config) -> WeightMap:

@@ -76,9 +76,9 @@ class Gemma4VisionConfig:
         return 3 * self.patch_size**2
 
     @property
-    def patches_per_token(self) -> int:
-        """Number of patches that become one image token."""
-        return self.pooling_kernel_size**2
+    def pooled(self) -> int:
+        """Side of the square of patches that becomes one image token."""
+        return self.pooling_kernel_size
 
 
 class ClippedLinear(Layer):

@@ -1,6 +1,7 @@
-"""The processor of Gemma 4: text and images to model inputs.
+"""The processor of the Gemma 4 families: text and images to model inputs.
 
-Source: transformers ``image_processing_pil_gemma4.py``, ``processing_gemma4.py``.
+Source: transformers ``image_processing_pil_gemma4.py``, ``image_processing_gemma4_unified.py``,
+``processing_gemma4.py``.
 """
 
 import math
@@ -43,12 +44,13 @@ class Gemma4Images:
         settings: the content of preprocessor_config.json.
         patch: side of a patch, in pixels.
         pool: side of the square of patches that becomes one image token.
+        merge: make one large patch of each such square, as Gemma 4 Unified takes them.
 
     Raises:
         ValueError: the settings ask for something that is not implemented, or do not fit the model.
     """
 
-    def __init__(self, settings: Mapping[str, Any], patch: int, pool: int) -> None:
+    def __init__(self, settings: Mapping[str, Any], patch: int, pool: int, merge: bool = False) -> None:
         check_settings(
             settings, do_resize=True, do_convert_rgb=True, resample=BICUBIC, patch_size=patch, pooling_kernel_size=pool
         )
@@ -57,7 +59,8 @@ class Gemma4Images:
             isinstance(tokens, int) and tokens > 0,
             f"preprocessor_config.json: max_soft_tokens must be a positive integer, got {tokens!r}.",
         )
-        self.patch, self.pool, self.max_soft_tokens = patch, pool, tokens
+        self.patch, self.pool = (patch * pool, 1) if merge else (patch, pool)
+        self.max_soft_tokens = tokens
         self.normalize = Normalize({"do_normalize": False, **settings}, [0.0] * 3, [1.0] * 3)
         self.as_read = tokens
 
@@ -114,7 +117,8 @@ class Gemma4Processor(Processor):
         begin, image, end = image_tokens("Gemma4Processor", model.tokenizer, ids)
         check_given(settings)
         vision = config.vision_config
-        images = Gemma4Images(settings, vision.patch_size, vision.pooling_kernel_size)
+        merge = vision.pooled < vision.pooling_kernel_size
+        images = Gemma4Images(settings, vision.patch_size, vision.pooling_kernel_size, merge)
         return cls(model.tokenizer, images, begin=begin, image=image, end=end)
 
     def __call__(

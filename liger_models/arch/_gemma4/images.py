@@ -1,0 +1,255 @@
+"""The Gemma 4 families with images: the language model of `text`, and image tokens in place of placeholders.
+
+With ``use_bidirectional_attention: "vision"`` the tokens of an image attend to each other in both directions, in the
+layers with a window only. Audio and videos are not taken; the weights for audio are kept and saved again, but not used.
+
+Source: transformers ``models/gemma4``, ``models/gemma4_unified``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.arch._gemma4 import text
+from liger_models.arch._gemma4.processor import Gemma4Processor
+from liger_models.arch._gemma4.text import Gemma4Decoder
+from liger_models.base.vision_language import VisionLanguageModel, check_tensors, repeated_items
+from liger_models.kernels.checks import check
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
+from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.patches import count_torn, ends_of_runs
+
+REFUSED = {"input_features": "audio", "input_features_mask": "audio", "pixel_values_videos": "videos"}
+"""Arguments of transformers' model -> what they hold, which this one does not take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placeholders:
+    """Token ids of what is not text, and of what stands before and after an image."""
+
+    image_token_id: int = 258880
+    boi_token_id: int = 255999
+    eoi_token_id: int = 258882
+    video_token_id: int = 258884
+    audio_token_id: int = 258881
+
+
+class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
+    """A Gemma 4 decoder with images and its language-model head.
+
+    Its ``vision_config`` says how many patches along each side become one image token (``pooled``), how many values a
+    patch has (``patch_values``), and how many columns and rows an image may have (``position_embedding_size``).
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    tower_class: ClassVar[Callable[..., nn.Module]]
+    """What makes image tokens of patches: called with ``vision_config``, the width of a token and ``kernels``."""
+    processor_class = Gemma4Processor
+    prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "image_position_ids", "mm_token_type_ids", *REFUSED)
+
+    def __init__(self, config: Any, kernels: KernelOptions | None = None) -> None:
+        super().__init__(config, kernels)
+        self.visual = self.tower_class(config.vision_config, config.hidden_size, self.kernels)
+        self.build(config)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+        image_position_ids: Tensor | None = None,
+        mm_token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: DecodeCache | None = None,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """Compute logits, or the loss if ``labels`` are given, of text with or without images.
+
+        Args:
+            input_ids: [B, T] int64, with one placeholder per image token.
+            pixel_values: [images, P, 3 · patch size²], the patches of each image, from 0 to 1, in the order of the
+                text; padding last.
+            image_position_ids: [images, P, 2] int64, column and row of each patch, −1 for padding.
+            mm_token_type_ids: ignored; accepted because the processor of transformers returns it.
+            position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`; images
+                need ``input_ids``.
+
+        Returns:
+            `CausalLMOutput`.
+
+        Raises:
+            ValueError: the number of placeholders does not match the number of image tokens, or there is audio or a
+                video; otherwise as `Decoder.forward`.
+        """
+        for name, kind in REFUSED.items():
+            check(
+                options.pop(name, None) is None,
+                f"forward: {name} must be left out, got some. The model takes texts and images, and no {kind}.",
+            )
+        cu_seqlens = take_cu_seqlens(cu_seqlens, options)
+        if input_ids is None or inputs_embeds is not None:
+            check(pixel_values is None, "forward: pixels need input_ids, which say where the images are.")
+            return super().forward(
+                input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids, attention_mask=attention_mask,
+                cu_seqlens=cu_seqlens, cache=cache, **options,
+            )  # fmt: skip
+        check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+        given = self._given(pixel_values, image_position_ids)
+        here = input_ids == self.config.image_token_id
+        decoding = cache is not None and cache.length > 0 and given is None
+        if not decoding and not torch.compiler.is_compiling():
+            self._check_counts(input_ids, here, given, cu_seqlens)
+        ids = input_ids.masked_fill(here | self._refused(input_ids), max(self.config.pad_token_id or 0, 0))
+        embeds, visible_until = self.embed_tokens(ids), None
+        bidirectional = given is not None and self.config.use_bidirectional_attention == "vision"
+        if given is None and self.tower_is_sharded and not decoding:  # all ranks gather its weights together
+            given, here = self._nothing(embeds), torch.zeros_like(here)
+        if given is not None:
+            embeds = embeds.masked_scatter(here[..., None], self.visual(*given).to(embeds.dtype))
+            visible_until = ends_of_runs(here) if bidirectional else None
+        shape = embeds.shape[0], embeds.shape[1]
+        layout = self.layout(
+            shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
+            visible_until=visible_until, **self.layout_inputs(ids, embeds, shape[1]),
+        )  # fmt: skip
+        return self.run(embeds, layout, **options)
+
+    def _given(self, pixels: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """The patches and their positions; None for none."""
+        check_tensors(pixel_values=pixels, image_position_ids=positions)
+        check(
+            (pixels is None) == (positions is None),
+            "forward: pixel_values and image_position_ids must be given together, got only one of them.",
+        )
+        if pixels is None or positions is None:
+            return None
+        vision = self.config.vision_config
+        values, per_token, shape = vision.patch_values, vision.pooled**2, tuple(pixels.shape)
+        check(
+            len(shape) == 3 and shape[1] > 0 and shape[1] % per_token == 0 and shape[2] == values,
+            f"forward: pixel_values must be [images, a multiple of {per_token}, {values}], got {list(shape)}.",
+        )
+        check(
+            tuple(positions.shape) == (*shape[:2], 2),
+            f"forward: image_position_ids must be [{shape[0]}, {shape[1]}, 2] like pixel_values, got "
+            f"{list(positions.shape)}.",
+        )
+        return (pixels, positions) if len(pixels) else None  # collators pass empty tensors for text-only batches
+
+    def _refused(self, input_ids: Tensor) -> Tensor:
+        """Which tokens [B, T] are placeholders of audio or videos; only generation can come upon them."""
+        refused: Tensor = (input_ids == self.config.audio_token_id) | (input_ids == self.config.video_token_id)
+        return refused
+
+    def _nothing(self, embeds: Tensor) -> tuple[Tensor, Tensor]:
+        """An image of one token, for a rank that has none."""
+        side = torch.arange(self.config.vision_config.pooled, device=embeds.device)
+        positions = torch.cartesian_prod(side, side).view(1, -1, 2)
+        return embeds.new_zeros(1, positions.shape[1], self.config.vision_config.patch_values), positions
+
+    def _check_counts(
+        self, input_ids: Tensor, here: Tensor, given: tuple[Tensor, Tensor] | None, cu_seqlens: Tensor | None
+    ) -> None:
+        """Raise ValueError unless placeholders and patches match. Synchronises with the device once."""
+        vision = self.config.vision_config
+        positions = here.new_zeros((0, 1, 2), dtype=torch.int64) if given is None else given[1].to(input_ids.device)
+        valid = (positions >= 0).all(-1)
+        count, size = valid.sum(1), positions.amax(1) + 1
+        wrong = (
+            (size.prod(1) != count).sum()
+            + (size % vision.pooled != 0).sum()
+            + (size > vision.position_embedding_size).sum()
+            + (valid[:, 1:] & ~valid[:, :-1]).sum()
+        )
+        tokens = count // vision.pooled**2
+        other = self._refused(input_ids).sum()
+        torn = count_torn(here, tokens, tokens, cu_seqlens)
+        found, expected, others, wrong_ones, apart = torch.stack(
+            [here.sum(), tokens.sum(), other, wrong, torn]
+        ).tolist()
+        check(
+            others == 0,
+            f"forward: input_ids must have no placeholders of audio or videos, got {others}. The model takes texts and "
+            "images.",
+        )
+        check(
+            wrong_ones == 0,
+            "forward: image_position_ids must have column and row of each patch, below "
+            f"{vision.position_embedding_size}, of images whose rows and columns are multiples of "
+            f"{vision.pooled}, and then -1 for padding, got others. Pass what the processor returns.",
+        )
+        check(
+            found == 0 or given is not None,
+            f"forward: {found} image placeholders in input_ids must have pixel_values, got none. Pass what the "
+            "processor returns.",
+        )
+        check(
+            found == expected,
+            f"forward: input_ids must have one image placeholder for each of the {expected} image tokens "
+            f"({len(tokens)} images), got {found}. Expand them as the processor does; was the text truncated?",
+        )
+        check(
+            apart == 0,
+            "forward: the placeholders of each image must be contiguous in input_ids and in one document, got "
+            f"{apart} apart from the one before. Expand them as the processor does.",
+        )
+
+    def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
+        """As `VisionLanguageModel.repeat_prompts`; images are in the order of the text."""
+        images = "pixel_values", "image_position_ids"
+        rest = {name: x for name, x in inputs.items() if name not in images}
+        repeated = inputs | super().repeat_prompts(input_ids, rest, times)
+        positions = inputs.get("image_position_ids")
+        if isinstance(positions, Tensor) and len(positions):
+            sizes = (positions >= 0).all(-1).sum(1) // self.config.vision_config.pooled**2
+            wanted = (input_ids == self.config.image_token_id).sum(1).cumsum(0)
+            before = torch.searchsorted(sizes.to(wanted.device).cumsum(0), wanted, right=True).tolist()
+            chosen = repeated_items([n - m for n, m in zip(before, [0, *before], strict=False)], times)
+            repeated |= {name: inputs[name][chosen] for name in images}
+        return repeated
+
+
+IGNORED_KEYS = (
+    *text.IGNORED_KEYS,
+    "audio_config",  # of the weights for audio, which are kept, but not used
+    "boa_token_id",
+    "eoa_token_id",
+    "eoa_token_index",
+    "vision_soft_tokens_per_image",  # the processor's settings say how many tokens an image may have
+)
+TOP = (
+    "image_token_id", "boi_token_id", "eoi_token_id", "video_token_id", "audio_token_id", "vision_config",
+    "tie_word_embeddings", "eos_token_id", "initializer_range",
+)  # fmt: skip
+"""Keys of config.json that do not belong to the language model."""
+
+
+def from_json(hf: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:
+    """Moves the keys of ``text_config`` to the top; ``vision`` becomes ``vision_config``.
+
+    Raises:
+        ValueError: a rope type is not supported, or layers of one type differ.
+    """
+    # Beside a text_config, transformers does not read the top's pad_token_id.
+    top = {key: value for key, value in hf.items() if key not in ("text_config", "pad_token_id")}
+    return text.from_json(hf.get("text_config") or {}) | top | {"vision_config": dict(vision)}
+
+
+def to_json(
+    keys: Mapping[str, Any], vision: Mapping[str, Any], text_to_json: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """The inverse of `from_json`: moves the keys of the language model back into ``text_config``."""
+    own = {key: value for key, value in keys.items() if key not in TOP}
+    top = {key: keys[key] for key in TOP if key in keys} | {"vision_config": dict(vision)}
+    return top | {"text_config": text_to_json(own)}

@@ -1,0 +1,33 @@
+"""What the Gemma 4 Unified families share: the configuration of the language model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from liger_models.arch._gemma4 import text
+from liger_models.arch._gemma4.text import Gemma4TextConfig
+from liger_models.kernels.checks import check
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4UnifiedTextConfig(Gemma4TextConfig):
+    """Sizes and constants of a Gemma 4 Unified language model, as in `Gemma4TextConfig`."""
+
+    max_position_embeddings: int = 262144
+    sliding_window: int = 1024
+    use_bidirectional_attention: str | None = "vision"
+    hidden_size_per_layer_input: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(
+            not self.enable_moe_block and self.hidden_size_per_layer_input == 0,
+            "Gemma4UnifiedTextConfig: enable_moe_block must be False and hidden_size_per_layer_input 0, got "
+            f"{self.enable_moe_block} and {self.hidden_size_per_layer_input}. The architecture has neither.",
+        )
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """As that of ``gemma4_text``, without what only that has."""
+    absent = ("enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
+    return text.to_json({key: value for key, value in keys.items() if key not in absent})

@@ -1,0 +1,195 @@
+"""Gemma 4 Unified with images (12B): model_type ``gemma4_unified``.
+
+The language model is that of ``gemma4_unified_text``. There is no vision tower: the pixels of a large patch are normed,
+projected to an image token, and normed again with learned positions of its column and row.
+
+Source: transformers ``models/gemma4_unified``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from liger_models.arch._gemma4 import images, unified
+from liger_models.arch._gemma4.images import Gemma4WithImages, Placeholders
+from liger_models.arch._gemma4.text import text_map
+from liger_models.arch._gemma4.unified import Gemma4UnifiedTextConfig
+from liger_models.arch.registry import add_family
+from liger_models.convert.format import CheckpointFormat
+from liger_models.convert.weight_map import Expression, Rearrange, WeightMap
+from liger_models.kernels.checks import check
+from liger_models.kernels.options import KernelOptions
+from liger_models.layers.linear import local
+from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4UnifiedVisionConfig:
+    """Sizes of what makes image tokens of pixels.
+
+    A patch has ``patch_size · pooling_kernel_size`` pixels along each side, and becomes one image token.
+
+    Raises:
+        ValueError: the width before the last projection is not that of the first.
+    """
+
+    patch_size: int = 16
+    pooling_kernel_size: int = 3
+    mm_embed_dim: int = 3840
+    mm_posemb_size: int = 1120
+    output_proj_dims: int = 3840
+    rms_norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check(
+            self.mm_embed_dim == self.output_proj_dims,
+            f"Gemma4UnifiedVisionConfig: output_proj_dims ({self.output_proj_dims}) must be mm_embed_dim "
+            f"({self.mm_embed_dim}). Check config.json.",
+        )
+
+    @property
+    def pooled(self) -> int:
+        """Side of the square of patches that becomes one image token."""
+        return 1
+
+    @property
+    def patch_values(self) -> int:
+        """Number of values of a patch."""
+        return 3 * (self.patch_size * self.pooling_kernel_size) ** 2
+
+    @property
+    def position_embedding_size(self) -> int:
+        """Largest number of columns and of rows of an image."""
+        return self.mm_posemb_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4UnifiedConfig(Placeholders, Gemma4UnifiedTextConfig):
+    """Sizes and constants, as in `Gemma4UnifiedTextConfig`; those of the image tokens are in ``vision_config``."""
+
+    vision_config: Gemma4UnifiedVisionConfig = field(default_factory=Gemma4UnifiedVisionConfig)
+
+
+class PatchEmbedder(nn.Module):
+    """Patches to image tokens.
+
+    Args:
+        config: sizes.
+        width: width of an image token.
+        kernels: which parts run on fused kernels.
+    """
+
+    def __init__(self, config: Gemma4UnifiedVisionConfig, width: int, kernels: KernelOptions) -> None:
+        super().__init__()
+        C = config.mm_embed_dim
+        self.blocks = nn.ModuleList()  # none; what other towers have
+        self.patch_norm, self.embed_norm, self.pos_norm = (
+            LigerLayerNorm(size, 1e-5, kernel=kernels.layer_norm) for size in (config.patch_values, C, C)
+        )
+        self.patch_embed = nn.Linear(config.patch_values, C)
+        self.pos_embed = nn.Embedding(2 * config.mm_posemb_size, C)
+        """The positions of the first column and row, of the second, and so on."""
+        self.soft_emb_norm = LigerRMSNorm(
+            C, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm, elementwise_affine=False
+        )
+        self.projection = nn.Linear(C, width, bias=False)
+
+    def forward(self, pixels: Tensor, positions: Tensor) -> Tensor:
+        """The image tokens of all images.
+
+        Args:
+            pixels: [n, P, values of a patch], from 0 to 1; padding last.
+            positions: [n, P, 2] int64, column and row of each patch, −1 for padding.
+
+        Returns:
+            [n · P, C]: those of all images, one after the other, and then what padding gives.
+        """
+        valid = (positions >= 0).all(-1)
+        order = (~valid).flatten().int().argsort(stable=True)
+        patches, place = pixels.flatten(0, 1)[order], positions.flatten(0, 1)[order].clamp_min(0)
+        table = local(self.pos_embed.weight)
+        placed = F.embedding(2 * place[:, 0], table) + F.embedding(2 * place[:, 1] + 1, table)
+        embedded = self.embed_norm(self.patch_embed(self.patch_norm(patches.to(self.patch_embed.weight.dtype))))
+        normed = self.pos_norm(embedded + placed)
+        projected: Tensor = self.projection(self.soft_emb_norm(normed))
+        return projected
+
+
+class LigerGemma4Unified(Gemma4WithImages):
+    """Gemma 4 Unified with images and its language-model head.
+
+    Args:
+        config: sizes and constants.
+        kernels: which parts run on fused kernels; all by default.
+    """
+
+    config_class = Gemma4UnifiedConfig
+    tower_class = PatchEmbedder
+
+
+IGNORED_KEYS = (
+    *images.IGNORED_KEYS,
+    "initializer_range",  # of the image tokens
+    "num_soft_tokens",  # the processor's settings say how many tokens an image may have
+)
+
+
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Moves the keys of ``text_config`` to the top.
+
+    Raises:
+        ValueError: a rope type is not supported, layers of one type differ, or ``model_patch_size`` is not the product
+            of the sizes of a patch.
+    """
+    vision = {"patch_size": 16, "pooling_kernel_size": 3, **(hf.get("vision_config") or {})}
+    side = vision["patch_size"] * vision["pooling_kernel_size"]
+    given = vision.pop("model_patch_size", side)
+    check(
+        given == side,
+        f"config.json: vision_config.model_patch_size must be patch_size · pooling_kernel_size, {side}, got {given}.",
+    )
+    return images.from_json(hf, vision)
+
+
+def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `from_json`."""
+    return images.to_json(keys, keys["vision_config"], unified.to_json)
+
+
+def weight_map(config: Gemma4UnifiedConfig) -> WeightMap:
+    """Maps the parameters of Gemma 4 Unified to the tensors of a Hugging Face checkpoint."""
+    return _map(config, "model.vision_embedder", "model.embed_vision.embedding_projection")
+
+
+def other_maps(config: Gemma4UnifiedConfig) -> list[WeightMap]:
+    """The layout of transformers' modules in memory."""
+    return [_map(config, "model.embed_vision", "model.embed_vision.multimodal_embedder.embedding_projection")]
+
+
+def _map(config: Gemma4UnifiedConfig, embedder: str, projection: str) -> WeightMap:
+    also: dict[str, Expression | str] = {
+        "visual.pos_embed.weight": Rearrange("p two c -> (p two) c", f"{embedder}.pos_embedding", two=2),
+        "visual.projection.weight": f"{projection}.weight",
+    }
+    named = {"patch_norm": "patch_ln1", "patch_embed": "patch_dense", "embed_norm": "patch_ln2", "pos_norm": "pos_norm"}
+    for ours, theirs in named.items():
+        also |= {f"visual.{ours}.{kind}": f"{embedder}.{theirs}.{kind}" for kind in ("weight", "bias")}
+    return text_map(config, "model.language_model", also, kept=("model.embed_audio.",))
+
+
+add_family(
+    LigerGemma4Unified,
+    CheckpointFormat(
+        model_type="gemma4_unified",
+        hf_class="Gemma4UnifiedForConditionalGeneration",
+        weight_map=weight_map,
+        other_maps=other_maps,
+        from_json=from_json,
+        to_json=to_json,
+        ignored_keys=IGNORED_KEYS,
+        module="model.embed_vision.pos_norm",
+    ),
+)
