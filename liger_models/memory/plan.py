@@ -28,9 +28,11 @@ the estimate does not count."""
 UNITS = {"": 10**9, "GB": 10**9, "GIB": 2**30}
 BYTES = 10**6
 """A size without a unit is in bytes from here on, and in GB below."""
-FLOPS, LINK, BANDWIDTH, LAUNCH = 620e12, 50e9, 4e12, 2e-5
-"""Operations per second, bytes per second to host memory in each direction and in device memory, and seconds to launch
-an update: those of an H200 in bf16, by benchmarks/results. Only their ratios matter."""
+FLOPS, LINK, BANDWIDTH, LAUNCH = 620e12, 53e9, 4e12, 2e-5
+"""Operations per second, bytes per second to or from host memory and in device memory, and seconds to launch an update:
+those of an H200 in bf16, by benchmarks/results. Only their ratios matter."""
+BOTH_WAYS = 4 / 3
+"""By which copies take longer while others go the other way: 53 GB/s on the link become 40 in each direction."""
 MEASURED_STEPS = 3
 
 
@@ -216,7 +218,7 @@ class _Times(NamedTuple):
         recomputed: policy -> what the backward of each block recomputes.
         update: the optimizer's step.
         launches: by which the step is longer in the backward.
-        link: bytes per second to the host, in each direction.
+        link: bytes per second to the host, or from it.
         accumulate: number of batches.
     """
 
@@ -244,10 +246,10 @@ class _Times(NamedTuple):
         given = recomputed, moved, moments
         recomputed, moved, moments = (torch.as_tensor(each, dtype=torch.float64) for each in given)
         backward = self.backward + recomputed
-        coming = moved + moments if in_backward else moved
+        coming = moved + BOTH_WAYS * moments if in_backward else moved
         batch = (moved / self.link).clamp(min=self.forward) + torch.maximum(coming / self.link, backward) + self.rest
         copies = 2 * moved / BANDWIDTH  # which take device memory's bandwidth from the computation
-        update = (moments / self.link).clamp(min=self.update)
+        update = (BOTH_WAYS * moments / self.link).clamp(min=self.update)
         if in_backward:
             update = self.update + self.launches + 0 * moments
         seconds: Tensor = self.accumulate * (batch + copies) + update + 2 * moments / BANDWIDTH
@@ -456,7 +458,11 @@ class _Search:
         return sums
 
     def plan(self, point: _Point, budget: int) -> MemoryPlan:
-        """The plan of a candidate. The first blocks save least, because the backward frees them last."""
+        """The plan of a candidate.
+
+        The first of the blocks that stay save least, because the backward frees them last. Of the offloaded blocks
+        those that save much are evenly spread, because few copies are under way at a time.
+        """
         gone = offloaded_blocks(self.blocks, point.offload_layers)
         policies = [""] * self.blocks
         for part, row in ((False, point.stay), (True, point.away)):
@@ -464,9 +470,11 @@ class _Search:
             for kind, counts in enumerate(numbers):
                 saved = {each: self.memory.blocks[each][self.first[kind]].total for each in CHECKPOINTING_POLICIES}
                 ordered = sorted(zip(CHECKPOINTING_POLICIES, counts, strict=True), key=lambda each: saved[each[0]])
-                named = (policy for policy, count in ordered for _ in range(count))
+                named = [(policy, (n + 0.5) / count) for policy, count in ordered for n in range(count)]
+                if part:
+                    named.sort(key=lambda each: each[1])
                 places = (i for i in range(self.blocks) if self.kind_of[i] == kind and (i in gone) == part)
-                for index, policy in zip(places, named, strict=True):
+                for index, (policy, _) in zip(places, named, strict=True):
                     policies[index] = policy
         moments = host_blocks(self.blocks, point.host_moments, gone)
         options: dict[str, Any] = {"offloaded": gone, "host_moments": moments, "in_backward": point.in_backward}
