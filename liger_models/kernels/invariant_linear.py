@@ -13,7 +13,7 @@ Backward, by ordinary products, whose bits do depend on the batch::
 
     dx = dy @ W,   dW = dyᵀ @ x,   db = Σ_rows dy
 
-Saved: x and W. It is one op on every device: the gradients of rows that are multiplied alone would be rounded one by one.
+Saved: x and W. It is one op on every device: gradients of rows that are multiplied alone would be rounded one by one.
 
 Source: https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference.
 """
@@ -69,22 +69,22 @@ def invariant_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = 
 
 @triton.jit(do_not_specialize=["N"])
 def _invariant_linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, N, O, K, x_n, weight_o, y_n,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, N, M, K, x_n, weight_m, y_n,
     HAS_BIAS: tl.constexpr, WHOLE_K: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    tiles_n, tiles_o = tl.cdiv(N, BLOCK_N), tl.cdiv(O, BLOCK_O)
-    group = tl.program_id(0) // (GROUP * tiles_o)
+    tiles_n, tiles_m = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
+    group = tl.program_id(0) // (GROUP * tiles_m)
     height = tl.minimum(tiles_n - group * GROUP, GROUP)
-    place = tl.program_id(0) % (GROUP * tiles_o)
+    place = tl.program_id(0) % (GROUP * tiles_m)
     row = ((group * GROUP + place % height) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    output = ((place // height) * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
+    output = ((place // height) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     column = tl.arange(0, BLOCK_K)
     x_ptr += row[:, None] * x_n + column[None, :]
-    weight_ptr += output[None, :] * weight_o + column[:, None]
-    total = tl.zeros([BLOCK_N, BLOCK_O], tl.float32)
+    weight_ptr += output[None, :] * weight_m + column[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, K, BLOCK_K):
-        x_inside, weight_inside = (row < N)[:, None], (output < O)[None, :]
+        x_inside, weight_inside = (row < N)[:, None], (output < M)[None, :]
         if not WHOLE_K:
             x_inside = x_inside & (start + column < K)[None, :]
             weight_inside = weight_inside & (start + column < K)[:, None]
@@ -92,8 +92,8 @@ def _invariant_linear_kernel(
         weight = tl.load(weight_ptr + start, mask=weight_inside, other=0.0)
         total = tl.dot(x, weight, total, input_precision=PRECISION)
     if HAS_BIAS:
-        total += tl.load(bias_ptr + output, mask=output < O, other=0.0).to(tl.float32)[None, :]
-    inside = (row < N)[:, None] & (output < O)[None, :]
+        total += tl.load(bias_ptr + output, mask=output < M, other=0.0).to(tl.float32)[None, :]
+    inside = (row < N)[:, None] & (output < M)[None, :]
     tl.store(y_ptr + row[:, None] * y_n + output[None, :], total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -103,16 +103,16 @@ def write_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: 
         out.copy_(invariant_linear_reference(x, weight, bias))
         return
     x, weight = contiguous_rows(x), contiguous_rows(weight)
-    (N, K), O = x.shape, len(weight)
+    (N, K), M = x.shape, len(weight)
     tile = TILES[x.itemsize]
     stage_bytes = (tile.rows + tile.outputs) * tile.columns * x.itemsize
-    if N and O:
+    if N and M:
         with on_device_of(x):
-            _invariant_linear_kernel[(triton.cdiv(N, tile.rows) * triton.cdiv(O, tile.outputs),)](
-                x, weight, weight if bias is None else bias.contiguous(), out, N, O, K,
+            _invariant_linear_kernel[(triton.cdiv(N, tile.rows) * triton.cdiv(M, tile.outputs),)](
+                x, weight, weight if bias is None else bias.contiguous(), out, N, M, K,
                 x.stride(0), weight.stride(0), out.stride(0), HAS_BIAS=bias is not None,
                 WHOLE_K=K % tile.columns == 0, PRECISION=_precision(x), GROUP=GROUPED_TILES, BLOCK_N=tile.rows,
-                BLOCK_O=tile.outputs, BLOCK_K=tile.columns, num_warps=tile.warps,
+                BLOCK_M=tile.outputs, BLOCK_K=tile.columns, num_warps=tile.warps,
                 num_stages=fitting_stages(x, tile.stages, stage_bytes),
             )  # fmt: skip
 

@@ -12,8 +12,8 @@ SIZES = [(3, 5, 7), (1, 130, 64), (70, 33, 96), (130, 67, 40)]
 GPU_SIZES = [(1000, 5120, 3072), (777, 2048, 8192), (64, 130, 100)]
 
 
-def inputs(N, O, C, dtype, device):
-    return [draw(*size, dtype=dtype, device=device) for size in ((1, N, C), (O, C), (O,))]
+def inputs(N, M, C, dtype, device):
+    return [draw(*size, dtype=dtype, device=device) for size in ((1, N, C), (M, C), (M,))]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -34,12 +34,12 @@ def test_real_sizes(size):
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_a_row_has_the_same_bits_in_every_batch(backend, size):
-    for dtype in dtypes(backend) + [torch.bfloat16]:
+    for dtype in [*dtypes(backend), torch.bfloat16]:
         check_rows(*size, dtype, backend, [1, 2, size[0] // 2])
 
 
-def check_rows(N, O, C, dtype, device, counts):
-    x, weight, bias = inputs(N, O, C, dtype, device)
+def check_rows(N, M, C, dtype, device, counts):
+    x, weight, bias = inputs(N, M, C, dtype, device)
     x = x[0]
     for b in (None, bias):
         whole = invariant_linear(x, weight, b)
