@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from liger_models.adapters import LoRAConfig, apply_lora
@@ -9,6 +10,7 @@ from liger_models.generation import deterministic_forward
 from liger_models.generation.rollouts import rollout
 from liger_models.kernels.batch_invariance import batch_invariant, is_batch_invariant
 from liger_models.layers import paged_cache
+from liger_models.parallel import apply_fsdp, unsharded
 
 from .test_rollout import LENGTHS, NEW, PAGE_BYTES, family, llama, make_prompts
 
@@ -129,6 +131,24 @@ def test_gradients_are_those_of_ordinary_training(policy):
         assert len(grads[0]) == len(grads[1]) > 0
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * b.abs().max().item() + 1e-9)
+
+
+def test_fsdp_changes_no_bit():
+    """The rank that trains has a shard of the model, the one that samples all of it."""
+    alone, prompts = llama(), make_prompts()[:4]
+    found = rollout(alone, prompts, max_new_tokens=NEW[:4], eos_token_id=[], deterministic=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = apply_fsdp(llama(), param_dtype=None)
+        with torch.no_grad(), deterministic_forward(model):
+            got = trained(model, prompts, found, True)
+        with unsharded(model) as policy:
+            again = rollout(policy, prompts, max_new_tokens=NEW[:4], eos_token_id=[], deterministic=True)
+    finally:
+        dist.destroy_process_group()
+    for a, b, c in zip(found, got, again, strict=True):
+        assert torch.equal(a.log_probs, b)
+        assert torch.equal(a.log_probs, c.log_probs)
 
 
 def test_refuses():

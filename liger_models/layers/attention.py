@@ -231,10 +231,12 @@ def attention(
     """
     T, H, G = q.shape[1], q.shape[2], k.shape[2]
     if is_batch_invariant():
+        mask = layout.masks.get(window)
+        causal = layout.spans is not None and layout.causal and not (mask is not None and mask.later)
         check(
-            layout.spans is not None and layout.causal and dropout == 0.0,
+            causal and dropout == 0.0,
             f"attention: images and dropout can't be combined with deterministic_forward, got dropout {dropout} and "
-            f"{'causal' if layout.causal else 'bidirectional'} attention. Leave them out.",
+            f"{'causal' if causal else 'bidirectional'} attention. Leave them out.",
         )
         choice = {"scale": scale, "window": window, "softcap": softcap}
         invariant: Tensor = _InvariantAttention.apply(q, k, v, sinks, layout, choice)  # type: ignore[no-untyped-call]

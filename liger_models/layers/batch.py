@@ -189,6 +189,8 @@ class BatchLayout:
         bounds = None
         if cu_seqlens is not None and needs_bounds:
             bounds = (segments or Segments.of_rows(B, T, cu_seqlens, device)).cu_seqlens
+        if is_batch_invariant() and not torch.is_grad_enabled():
+            windows = {}  # only the backward, which is ordinary attention's, needs masks
         masks = {
             window: text_mask(documents, past, window, B, T, device, needed, visible_until, segments)
             for window, needed in ({None: False} if windows is None else windows).items()
