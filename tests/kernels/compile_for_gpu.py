@@ -203,7 +203,7 @@ def run_decoding(dtype: torch.dtype) -> None:
         for options in ({}, {"window": 300, "softcap": 30.0}, {"sinks": q[0, :, 0].contiguous()}):
             decode_attention(q, keys, keys, table, lengths, scale=0.1, **options)
             invariant_attention(q, keys, keys, lengths, lengths, scale=0.1, table=table, **options)
-            invariant_attention(q, keys[0], keys[0], lengths, lengths, scale=0.1, **options)
+        invariant_attention(q, keys[0], keys[0], lengths, lengths, scale=0.1)
         write_pages(keys, keys, keys[0, :2], keys[0, :2], torch.tensor([1, -1]))
     for K in (64, 100, 3072):
         invariant_linear(draw(3, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach(), draw(8, dtype=dtype))
