@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from liger_models.adapters import LoRAConfig, apply_lora
+from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.generation import deterministic_forward
 from liger_models.generation.rollouts import rollout
 from liger_models.kernels.batch_invariance import batch_invariant, is_batch_invariant
@@ -199,3 +200,20 @@ def test_families_on_a_gpu(arch, dtype):
     model = family(arch, device="cuda").to(dtype)
     prompts = make_prompts(LENGTHS, vocab=model.config.vocab_size)
     assert_same_bits(model, prompts, NEW, WAYS)
+
+
+@pytest.mark.gpu
+def test_real_width_on_a_gpu(monkeypatch):
+    """Llama 3.2 1B with two layers: prompts of 1 to 700 tokens, rows that come and go, several tiles of everything."""
+    monkeypatch.setattr(paged_cache, "PAGE", 64)
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LigerLlama.from_config(config, device="cuda", dtype=torch.bfloat16).eval()
+    generator = torch.Generator().manual_seed(0)
+    lengths, new = (torch.randint(1, most, (48,), generator=generator).tolist() for most in (700, 40))
+    prompts = make_prompts(lengths, vocab=config.vocab_size)
+    ways = [{}, {"batch_size": 13, "chunk_size": 300}, {"batch_size": 2}]
+    assert not all(assert_same_bits(model, prompts, new, ways))
