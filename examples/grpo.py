@@ -1,6 +1,6 @@
 """Group-relative policy optimisation: sample answers, reward them, and make better ones more likely; no value model.
 
-    python examples/grpo.py [--steps N]
+    python examples/grpo.py [--steps N] [--deterministic]
     torchrun --nproc-per-node 8 examples/grpo.py
 
 The reward is the fraction of an answer's tokens that are one more than the token before. For a model of your own,
@@ -11,6 +11,7 @@ with your prompts and reward.
 import argparse
 import copy
 import os
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from liger_models import LigerAdamW, LigerFusedLinearGRPOLoss, LigerLlama, LlamaConfig
+from liger_models.generation import deterministic_forward
 from liger_models.parallel import apply_fsdp, clip_grad_norm_, mean_over_ranks, unsharded
 
 VOCAB, SHORTEST, LONGEST, ANSWER, LEARNING_RATE = 16, 1, 5, 6, 2e-3
@@ -48,8 +50,8 @@ def reward(prompt: Tensor, answer: Tensor) -> float:
     return (answer == (before + 1) % VOCAB).float().mean().item()
 
 
-def main(steps: int) -> None:
-    """Train, and print the mean reward."""
+def main(steps: int, deterministic: bool) -> None:
+    """Train, and print the mean reward. With ``deterministic`` the first ratios of probabilities are exactly 1."""
     device = start()
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
@@ -74,14 +76,15 @@ def main(steps: int) -> None:
         with torch.no_grad():
             ref = reference(ids, labels=labels, return_log_probs=True).log_probs
         for _ in range(UPDATES):
-            # The loss runs inside the head, where FSDP has gathered its weight.
-            loss, metrics = policy(
-                ids,
-                labels=labels,
-                loss_function=lambda x, weight, target: grpo(
-                    x, weight, target, target != -100, advantages, ref_per_token_logps=ref, old_per_token_logps=old
-                ),
-            ).loss
+            with deterministic_forward(policy) if deterministic else nullcontext():
+                # The loss runs inside the head, where FSDP has gathered its weight.
+                loss, metrics = policy(
+                    ids,
+                    labels=labels,
+                    loss_function=lambda x, weight, target: grpo(
+                        x, weight, target, target != -100, advantages, ref_per_token_logps=ref, old_per_token_logps=old
+                    ),
+                ).loss
             loss.backward()
             clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
@@ -96,8 +99,9 @@ def main(steps: int) -> None:
         prompts = make_prompts(data)
         with unsharded(policy) as sampled:  # each rank by itself
             answers = sampled.rollout(
-                prompts, max_new_tokens=ANSWER, do_sample=True, num_return_sequences=GROUP, eos_token_id=[]
-            )
+                prompts, max_new_tokens=ANSWER, do_sample=True, num_return_sequences=GROUP, eos_token_id=[],
+                deterministic=deterministic,
+            )  # fmt: skip
         asked = [prompt for prompt in prompts for _ in range(GROUP)]
         pairs = [*zip(asked, answers, strict=True)]
         ids = pad_sequence([torch.cat([prompt, answer.tokens]) for prompt, answer in pairs], True)
@@ -122,6 +126,7 @@ def main(steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="GRPO with a reward computed by a function.")
     parser.add_argument("--steps", type=int, default=60, help="number of times that answers are sampled")
-    main(parser.parse_args().steps)
+    parser.add_argument("--deterministic", action="store_true", help="sample with the bits of the training forward")
+    main(**vars(parser.parse_args()))
     if dist.is_initialized():
         dist.destroy_process_group()

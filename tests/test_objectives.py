@@ -31,6 +31,8 @@ from liger_models import (
 )
 from liger_models.arch.mixtral import LigerMixtral, MixtralConfig
 from liger_models.data.answers import AnswerDataset
+from liger_models.generation import deterministic_forward
+from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.parallel import apply_fsdp
 from liger_models.train import grpo as grpo_module
 from liger_models.train.loop import TrainOptions, train
@@ -485,6 +487,42 @@ def test_routing_that_cannot_be_replayed(folder, monkeypatch):
     data = objective.dataset(folder / "prompts.jsonl", model, length=32, overflow=None, batch_size=2, shuffle=False)
     with pytest.raises(ValueError, match=r"replay_routing needs rollout, .* but model must not be compiled"):
         objective.batch(model, next(iter(data)))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_grpo_trains_on_the_bits_that_were_sampled(folder, temperature):
+    """The log-probabilities of the rollout are those of the policy before its first step, so they are not computed."""
+    given = {"model": "m", "data": "d", "output": "o", "objective": "grpo", "length": 32, "temperature": temperature}
+    given |= {"reward": f"{folder}/reward.py:share", "num_generations": 4, "max_new_tokens": 6, "num_iterations": 2}
+    objective = make_objective(TrainOptions(**given, deterministic_rollouts=True, save_every=2))
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    objective.prepare(model, lambda name: None)
+    data = objective.dataset(folder / "prompts.jsonl", model, length=32, overflow=None, batch_size=2, shuffle=False)
+    batch = objective.batch(model, next(iter(data)))
+    assert ("old" in batch) == (temperature == 1)
+    passed, forward = [], model.forward
+    model.forward = lambda *args, **more: passed.append(is_batch_invariant()) or forward(*args, **more)
+    loss, _ = objective.loss(model, batch, objective.num_items([batch]))
+    loss.backward()
+    assert passed == [True] if temperature == 1 else [True, True]
+    inputs = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens")}
+    with torch.no_grad(), deterministic_forward(model):
+        want = model(**inputs, loss_function=objective._log_probs).loss
+    assert torch.equal(batch["old"], want)
+
+
+def test_rollouts_that_cannot_be_deterministic(folder, monkeypatch):
+    given = {"model": "m", "data": "d", "output": "o", "objective": "grpo", "length": 32}
+    given |= {"reward": f"{folder}/reward.py:share", "max_new_tokens": 6, "deterministic_rollouts": True}
+    objective = make_objective(TrainOptions(**given))
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    monkeypatch.setattr(grpo_module, "refusal", lambda *_: "model must not be compiled")
+    data = objective.dataset(folder / "prompts.jsonl", model, length=32, overflow=None, batch_size=2, shuffle=False)
+    with pytest.raises(ValueError, match=r"deterministic_rollouts needs rollout, but model must not be compiled"):
+        objective.batch(model, next(iter(data)))
+    model.compile()
+    with pytest.raises(ValueError, match=r"TrainOptions: deterministic_rollouts: model must not be compiled"):
+        objective.prepare(model, lambda name: None)
 
 
 def test_rewards_that_cannot_be(folder, monkeypatch):

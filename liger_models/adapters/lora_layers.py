@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from liger_models.convert.weight_map import Expression
+from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group
 from liger_models.kernels.nf4_linear import nf4_linear
@@ -239,8 +240,11 @@ class LoRALinear(nn.Linear, Layer):
             return product(x, self.weight, self.bias)
         A, B, scale = self.derived(x.dtype)
         y = product(x, self.weight, self.bias if scale is None else None)
-        low = F.linear(self.dropout(x), A)
-        y = torch.addmm(y.flatten(0, -2), low.flatten(0, -2).to(y.dtype), B.T.to(y.dtype)).view_as(y)
+        low = F.linear(self.dropout(x), A).to(y.dtype)
+        if is_batch_invariant():
+            y = y + F.linear(low, B.to(y.dtype))
+        else:
+            y = torch.addmm(y.flatten(0, -2), low.flatten(0, -2), B.T.to(y.dtype)).view_as(y)
         if scale is not None:
             y = y * scale.to(y.dtype)
             y = y if self.bias is None else y + self.bias.to(y.dtype)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from liger_models.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from liger_models.generation.deterministic import deterministic_forward as deterministic_forward
     from liger_models.generation.graphs import release_steps as release_steps
     from liger_models.generation.loop import GenerateOutput as GenerateOutput
     from liger_models.generation.loop import generate as generate
@@ -16,6 +17,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            "deterministic": ["deterministic_forward"],
             "graphs": ["release_steps"],
             "loop": ["GenerateOutput", "generate", "stream"],
             "options": ["Options"],

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.dispatch import on_device_of, use_triton
 from liger_models.layers import paged_cache
 from liger_models.layers.decoder import Decoder
@@ -61,6 +62,7 @@ class DecodeStep:
         captured: whether to capture it.
         model_state: the `state_of` the model that it is captured from, for a step that is kept.
         records_routing: whether to keep the choice of experts of each step in ``routed_experts``.
+        returns_hidden: return the input of the head, [B, C], instead of the logits.
     """
 
     def __init__(
@@ -70,9 +72,10 @@ class DecodeStep:
         captured: bool,
         model_state: list[Any] | None = None,
         records_routing: bool = False,
+        returns_hidden: bool = False,
     ) -> None:
         self.cache, self.captured, self.model_state = cache, captured, model_state
-        self.records_routing = records_routing
+        self.records_routing, self.returns_hidden = records_routing, returns_hidden
         self.derived = DerivedTensors()
         """What a captured step reads besides the parameters and the cache."""
         self.routed_experts: Tensor | None = None
@@ -119,7 +122,7 @@ class DecodeStep:
             positions: [1 or B, 1] int64, or [3, 1 or B, 1].
 
         Returns:
-            The logits, [B, V].
+            The logits, [B, V], or the hidden states, [B, C].
         """
         B = len(tokens)
         positions = positions.expand(*positions.shape[:-2], B, 1)
@@ -140,11 +143,12 @@ class DecodeStep:
 
     def _run(self, model: Decoder) -> Tensor:
         self.cache.step()
-        out = model(self._tokens, position_ids=self._positions, cache=self.cache, logits_to_keep=1)
+        kept: dict[str, Any] = {"return_logits": False} if self.returns_hidden else {"logits_to_keep": 1}
+        out = model(self._tokens, position_ids=self._positions, cache=self.cache, **kept)
         if self.records_routing:
             self.routed_experts = model.choose_experts(out.router_logits)
-        logits: Tensor = out.logits[:, -1]
-        return logits
+        result: Tensor = out.hidden_states[-1] if self.returns_hidden else out.logits
+        return result[:, -1]
 
     def _capture(self, model: Decoder) -> None:
         # Not by `torch.cuda.graph`, which returns all cached memory to the driver first.
@@ -239,7 +243,9 @@ def state_of(model: nn.Module) -> list[Any]:
             return [state(each) for each in value]
         return value if isinstance(value, bool | int | float | str | None) else id(value)
 
-    modes: list[Any] = [torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()]
+    modes: list[Any] = [
+        torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), is_batch_invariant()
+    ]  # fmt: skip
     return modes + [
         (type(module), [(name, state(value)) for name, value in vars(module).items() if name != "training"])
         for module in model.modules()

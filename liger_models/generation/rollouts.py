@@ -15,17 +15,22 @@ pages run out. So all running rows come before all waiting ones, the first row c
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from liger_models.generation.deterministic import head_outputs
+from liger_models.generation.deterministic import log_probs_of as invariant_log_probs_of
+from liger_models.generation.deterministic import refusal as deterministic_refusal
 from liger_models.generation.eval_mode import evaluating
 from liger_models.generation.graphs import DecodeStep, can_capture
 from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, resolve, select_inputs
 from liger_models.generation.rows import log_probs_of
 from liger_models.generation.sampling import Sampler
+from liger_models.kernels.batch_invariance import batch_invariant
 from liger_models.kernels.checks import check
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers import paged_cache
@@ -129,6 +134,7 @@ def rollout(
     steps_per_read: int = 8,
     cache_bytes: int | None = None,
     record_routing: bool = False,
+    deterministic: bool = False,
     **options: "Unpack[Options]",
 ) -> list[Completion]:
     """Continue many prompts of unequal length, as between the steps of training by reinforcement learning.
@@ -150,6 +156,8 @@ def rollout(
             but at most half of the free memory (on the CPU at most 2 GiB).
         record_routing: return the experts that each token passed, in each layer with routed experts, for
             ``routed_experts`` of the forward that trains. A row that is computed again passes the same.
+        deterministic: compute every row as if it were alone. Its log-probabilities, and with ``seed`` its tokens, are
+            then the same bits whatever else runs, and those of a forward in `deterministic_forward`.
         options: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``,
             ``epsilon_cutoff``, ``eta_cutoff``, ``eos_token_id``, ``num_return_sequences``, ``seed`` and ``generator``
             of `Options`. With ``num_return_sequences`` rows share the pages of their prompt, which is computed once,
@@ -163,7 +171,8 @@ def rollout(
         ValueError: a prompt is empty, an argument is out of range, an option depends on earlier tokens of a row
             (``repetition_penalty`` and others), a row does not fit into ``cache_bytes``, or the model cannot run here:
             it is compiled or distributed, or its positions depend on the length of the longest row. Use `generate`
-            then. With ``record_routing`` it must have routed experts, and its blocks must replay them.
+            then. With ``record_routing`` it must have routed experts, and its blocks must replay them. With
+            ``deterministic`` it must be a model that `deterministic_forward` takes.
     """
     tokens = _checked_prompts(model, prompts)
     limits = _for_each("max_new_tokens", max_new_tokens, len(tokens))
@@ -189,6 +198,8 @@ def rollout(
         for number, seed in enumerate(seeds)
     ]  # fmt: skip
     derived = DerivedTensors()
+    refused = deterministic_refusal(model) if deterministic else None
+    check(refused is None, f"rollout: {refused} with deterministic=True. Leave it out.")
     with derived.used():
         cache = _cache_of_one_token(model, max(row.end for row in rows), tokens[0])
     if isinstance(cache, str):
@@ -198,9 +209,9 @@ def rollout(
         f"rollout: record_routing needs routed experts in blocks that replay routing, got {type(model).__name__}. "
         "Leave it out.",
     )
-    with evaluating(list(model.modules())), derived.used():
+    with evaluating(list(model.modules())), derived.used(), batch_invariant() if deterministic else nullcontext():
         pool = _make_pool(cache, rows, min(batch_size, count), cache_bytes, model.device)
-        return Scheduler(model, rows, pool, settings, chunk_size, steps_per_read, record_routing).run()
+        return Scheduler(model, rows, pool, settings, chunk_size, steps_per_read, record_routing, deterministic).run()
 
 
 class Scheduler:
@@ -214,6 +225,7 @@ class Scheduler:
         chunk_size: maximum number of tokens of a prefill.
         steps_per_read: number of steps after which the host reads the new tokens.
         record_routing: whether to record the experts of each token.
+        deterministic: whether log-probabilities are to have the bits of `deterministic_forward`.
     """
 
     def __init__(
@@ -225,9 +237,10 @@ class Scheduler:
         chunk_size: int,
         steps_per_read: int,
         record_routing: bool = False,
+        deterministic: bool = False,
     ) -> None:
         self.model, self.pool, self.chunk_size, self.steps_per_read = model, pool, chunk_size, steps_per_read
-        self.record_routing = record_routing
+        self.record_routing, self.deterministic = record_routing, deterministic
         layers = model.routers if record_routing else []
         self.no_experts = torch.full((1, len(layers), layers[0].top_k if layers else 0), -1, dtype=torch.int16)
         """The experts of a token that has not been run."""
@@ -255,7 +268,10 @@ class Scheduler:
     def _start_steps(self) -> None:
         """Give the running rows places in a step with as many rows as the cache has, which is captured anew."""
         shape, device = (self.steps_per_read, self.pool.rows), self.model.device
-        self.step = DecodeStep(self.pool, captured=can_capture(self.model), records_routing=self.record_routing)
+        self.step = DecodeStep(
+            self.pool, captured=can_capture(self.model), records_routing=self.record_routing,
+            returns_hidden=self.deterministic,
+        )  # fmt: skip
         self.new_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.new_log_probs = torch.zeros(shape, device=device)
         self.new_experts = torch.zeros(*shape, *self.no_experts.shape[1:], dtype=torch.int16, device=device)
@@ -372,9 +388,16 @@ class Scheduler:
         self.sampler.seeds = seeds if self.is_seeded else None
         self.pool.resume(lengths, remaining)
         for step in range(steps):
-            logits = self.step(self.model, tokens, self.pool.positions).float()
-            tokens = self.sampler.draw(logits, counts)
-            self.new_tokens[step], self.new_log_probs[step] = tokens, log_probs_of(logits, tokens)
+            out = self.step(self.model, tokens, self.pool.positions)
+            if self.deterministic:
+                raw, logits = head_outputs(self.model.lm_head, out)
+                tokens = self.sampler.draw(logits, counts)
+                log_probs = invariant_log_probs_of(self.model.lm_head, raw, tokens)
+            else:
+                logits = out.float()
+                tokens = self.sampler.draw(logits, counts)
+                log_probs = log_probs_of(logits, tokens)
+            self.new_tokens[step], self.new_log_probs[step] = tokens, log_probs
             if self.step.routed_experts is not None:
                 self.new_experts[step] = self.step.routed_experts
             counts.add_(1)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_models.generation.options import Settings
+from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.checks import check, check_values
 
 
@@ -258,6 +259,7 @@ def keep_eta(logits: Tensor, epsilon: float) -> Tensor:
 
 def _running_sums(share: Tensor, bound: float) -> tuple[Tensor, float]:
     """The running sums of probabilities [B, V] fp32, and the bound to compare them with."""
-    if torch.are_deterministic_algorithms_enabled():  # cumsum on a GPU then supports integers only
+    # On a GPU cumsum then supports integers only; and sums of floats depend on the number of rows.
+    if torch.are_deterministic_algorithms_enabled() or is_batch_invariant():
         return (share.double() * 2**53).long().cumsum(1), int(bound * 2**53)
     return share.cumsum(1), bound

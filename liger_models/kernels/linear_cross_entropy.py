@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .batch_invariance import is_batch_invariant
 from .checks import check, check_floating
 from .collectives import Group
 from .cross_entropy import (
@@ -48,6 +49,7 @@ from .cross_entropy import (
     token_statistics,
 )
 from .dispatch import LIBRARY
+from .invariant_linear import write_invariant_linear
 from .scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, scaled, without_exponent
 
 WORKSPACE_MIB, WORKSPACE_TOKENS = 512, 8192
@@ -182,6 +184,9 @@ def _split_words(V: int, size: int) -> list[int]:
 
 def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Write ``x @ weightᵀ + bias`` to ``out``, in its dtype."""
+    if is_batch_invariant():
+        write_invariant_linear(x, weight, bias, out)
+        return
     sizes = _split_words(len(weight), len(weight))
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)
     for vocab_shard, shift, columns in zip(weight.split(sizes), biases, out.split(sizes, 1), strict=True):

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .batch_invariance import is_batch_invariant, product
 from .checks import check
 from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 
@@ -134,9 +135,9 @@ LIBRARY.define(f"nf4_linear_backward(Tensor dy, {_PACKED}) -> Tensor")
 def _nf4_linear(x, bias, codes, scales, factors, mean, table, rows, columns, codes_per_scale, scales_per_factor):
     packed, sizes = (codes, scales, factors, mean, table), (rows, columns, codes_per_scale, scales_per_factor)
     whole = codes_per_scale & (codes_per_scale - 1) == 0 == columns % codes_per_scale  # blocks are parts of rows
-    if whole and x.numel() == columns:
+    if whole and x.numel() == columns and not is_batch_invariant():
         return _row(x, bias, packed, *sizes)
-    return F.linear(x, _weight(packed, *sizes).to(x.dtype), bias)
+    return product(x, _weight(packed, *sizes).to(x.dtype), bias)
 
 
 @torch.library.impl(LIBRARY, "nf4_linear_backward", "CompositeExplicitAutograd")

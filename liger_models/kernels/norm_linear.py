@@ -30,9 +30,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .batch_invariance import is_batch_invariant, product
 from .checks import check, check_floating
 from .collectives import (
     Group,
@@ -107,12 +107,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | N
     device = weight.device.type
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         x = x.to(weight.dtype)
-        y = F.linear(x, weight, None if bias is None else bias.to(weight.dtype))
-        return y if low_rank is None else y + F.linear(F.linear(x, low_rank[0]), low_rank[1])
+        y = product(x, weight, None if bias is None else bias.to(weight.dtype))
+        return y if low_rank is None else y + product(product(x, low_rank[0]), low_rank[1])
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
     """`linear` without a backward, inside an op: a single row has a kernel of its own."""
+    if is_batch_invariant():
+        return linear(x, weight, bias, low_rank)
     x, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
     y = row_linear_forward(x, weight, bias)[0] if takes_row(x, weight, bias) else linear(x, weight, bias)
     if low_rank is not None:

@@ -12,6 +12,7 @@ Kernels for matrix units use only two thirds of the memory's bandwidth where W h
 import torch
 from torch import Tensor
 
+from .batch_invariance import is_batch_invariant
 from .checks import check, check_floating
 from .dispatch import LIBRARY, TRITON_DTYPES, on_device_of, tl, triton, use_triton
 from .gated_act import _activation
@@ -57,9 +58,13 @@ def _row_linear_kernel(
 
 
 def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `row_linear_forward` takes these: a single row, and tensors of one dtype as they are in memory."""
+    """Whether `row_linear_forward` takes these: a single row, and tensors of one dtype as they are in memory.
+
+    Never within `batch_invariant`: several rows would get other bits.
+    """
     return (
         x.numel() == weight.shape[1] > 0
+        and not is_batch_invariant()
         and x.dtype == weight.dtype
         and x.dtype in TRITON_DTYPES
         and (bias is None or bias.dtype == x.dtype)

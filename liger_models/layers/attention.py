@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from liger_models.kernels.batch_invariance import batch_invariant, is_batch_invariant
 from liger_models.kernels.causal_attention import MOST_HEAD_DIM, causal_attention
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group, sum_over, to_heads, to_tokens
 from liger_models.kernels.decode_attention import decode_attention
 from liger_models.kernels.dispatch import ACCELERATORS, TRITON_DTYPES
+from liger_models.kernels.documents import flat
+from liger_models.kernels.invariant_attention import invariant_attention
 from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from liger_models.kernels.rms_norm import scale_normed
 from liger_models.kernels.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
@@ -145,6 +148,36 @@ def attention_reference(
     return F.dropout(weights if sinks is None else weights[..., :-1], dropout) @ v
 
 
+class _InvariantAttention(torch.autograd.Function):
+    """`invariant_attention` with the gradients of ordinary attention, which the backward computes first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: BatchLayout, options: dict[str, Any]
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, sinks)
+        ctx.layout, ctx.options = layout, options
+        assert layout.spans is not None
+        if layout.pages is None:
+            k, v, table = flat(k), flat(v), None
+        else:
+            table = layout.pages.table
+        return invariant_attention(flat(q), k, v, *layout.spans, sinks=sinks, table=table, **options).view(q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        inputs: list[Any] = [
+            None if x is None else x.detach().requires_grad_(need)
+            for x, need in zip(ctx.saved_tensors, ctx.needs_input_grad[:4], strict=True)
+        ]
+        q, k, v, sinks = inputs
+        with batch_invariant(False), torch.enable_grad():
+            y = attention(q, k, v, ctx.layout, sinks=sinks, **ctx.options)
+        leaves = [x for x in inputs if x is not None and x.requires_grad]
+        grads = iter(torch.autograd.grad(y, leaves, dy))
+        return *(next(grads) if need else None for need in ctx.needs_input_grad[:4]), None, None
+
+
 class _CountedAttention(torch.autograd.Function):
     """Saves what a fused kernel saves, but computes nothing."""
 
@@ -176,7 +209,8 @@ def attention(
     Plainly causal attention runs in SDPA, on the fastest backend. On an accelerator there is never a T × T mask, and
     scores exist only up to `MOST_SCORES`: in half precision documents and windows run in variable-length attention;
     padding, softcaps and other dtypes run in flex_attention. The CPU and single-token decoding use SDPA with a mask,
-    or the formula where there are sinks. A step on a paged cache runs in `decode_attention`.
+    or the formula where there are sinks. A step on a paged cache runs in `decode_attention`. Within `batch_invariant`
+    everything runs in `invariant_attention`.
 
     Args:
         q: [B, T, H, D].
@@ -192,9 +226,21 @@ def attention(
         [B, T, H, D].
 
     Raises:
-        ValueError: ``dropout`` is positive, but the kernel for this batch does not support it.
+        ValueError: ``dropout`` is positive, but the kernel for this batch does not support it; or, within
+            `batch_invariant`, attention is not causal.
     """
     T, H, G = q.shape[1], q.shape[2], k.shape[2]
+    if is_batch_invariant():
+        mask = layout.masks.get(window)
+        causal = layout.spans is not None and layout.causal and not (mask is not None and mask.later)
+        check(
+            causal and dropout == 0.0,
+            f"attention: images and dropout can't be combined with deterministic_forward, got dropout {dropout} and "
+            f"{'causal' if causal else 'bidirectional'} attention. Leave them out.",
+        )
+        choice = {"scale": scale, "window": window, "softcap": softcap}
+        invariant: Tensor = _InvariantAttention.apply(q, k, v, sinks, layout, choice)  # type: ignore[no-untyped-call]
+        return invariant
     if layout.pages is not None:
         options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         return decode_attention(q[:, 0], k, v, *layout.pages, **options)[:, None]  # type: ignore[arg-type]

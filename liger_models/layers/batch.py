@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.checks import check, check_values
 from liger_models.layers.kv_cache import DecodeCache, Pages
 from liger_models.layers.masks import (
@@ -45,6 +46,8 @@ class BatchLayout:
         experts: for each layer with routed experts, those to take instead of the router's choice, [B, T, K]; see
             ``routed_experts`` of `Decoder.forward`. A block is given what belongs to its own layers. Empty: none.
         pages: in a decoding step on a paged cache, where the tokens of each row are; there are then no masks.
+        spans: within `batch_invariant` the first and the last key that each token sees without a window, as
+            `invariant_attention` numbers them, [B · T] int32 each; otherwise None.
     """
 
     position_ids: Tensor
@@ -58,6 +61,7 @@ class BatchLayout:
     bounds: Tensor | None = None
     pages: Pages | None = None
     experts: tuple[Tensor, ...] = ()
+    spans: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def bidirectional(
@@ -185,13 +189,19 @@ class BatchLayout:
         bounds = None
         if cu_seqlens is not None and needs_bounds:
             bounds = (segments or Segments.of_rows(B, T, cu_seqlens, device)).cu_seqlens
+        if is_batch_invariant() and not torch.is_grad_enabled():
+            windows = {}  # only the backward, which is ordinary attention's, needs masks
         masks = {
             window: text_mask(documents, past, window, B, T, device, needed, visible_until, segments)
             for window, needed in ({None: False} if windows is None else windows).items()
         }
         tables = {name: table(positions) for name, table in rotary.items()}
         pages = None if cache is None else cache.pages
-        options = {"attention_mask": attention_mask, "bounds": bounds, "pages": pages, **extra}
+        spans = None
+        if is_batch_invariant():
+            check(visible_until is None, "forward: deterministic_forward can't be used with images. Leave them out.")
+            spans = _spans(documents, B, T, past, device, pages)
+        options = {"attention_mask": attention_mask, "bounds": bounds, "pages": pages, "spans": spans, **extra}
         return cls(positions, tables, documents, past, cache, masks, **options)
 
     def mask(self, window: int | None, q: Tensor, *, explicit: bool = False) -> Mask:
@@ -235,6 +245,26 @@ class BatchLayout:
         last = torch.ones_like(labels[:, :1], dtype=torch.bool)
         ends = torch.cat([self.documents[:, 1:] != self.documents[:, :-1], last], 1)
         return target.masked_fill(ends | (self.documents < 0), ignore_index)
+
+
+def _spans(
+    documents: Tensor | None, B: int, T: int, past: int, device: torch.device, pages: Pages | None
+) -> tuple[Tensor, Tensor]:
+    """`BatchLayout.spans` of a batch [B, T] after ``past`` cached tokens."""
+    if pages is not None:
+        return torch.zeros_like(pages.lengths), pages.lengths - 1
+    key = torch.arange(B * (past + T), dtype=torch.int32, device=device).view(B, -1)
+    begins = torch.zeros_like(key, dtype=torch.bool)
+    begins[:, :1] = True
+    if documents is not None:
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        check_values(
+            ((begins & (documents == 0)).sum(1) <= 1).all(),
+            "forward: attention_mask must have no holes with deterministic_forward, got padding between tokens. Pack "
+            "the tokens.",
+        )
+    first = key.where(begins, 0).cummax(1).values
+    return first[:, past:].flatten(), key[:, past:].flatten()
 
 
 def mark_padding(attention_mask: Tensor, device: torch.device) -> Tensor:

@@ -96,6 +96,7 @@ class LigerGatedDeltaNet(Layer):
     Source: https://arxiv.org/abs/2412.06464.
     """
 
+    batch_invariant = False  # chunks of a sequence are summed otherwise than single tokens
     linears = ("in_proj", "out_proj")
     needs_bounds = True
 

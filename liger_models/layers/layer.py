@@ -47,6 +47,9 @@ class Layer(nn.Module):
     recomputed as a whole."""
     needs_bounds: bool = False
     """True if the layer reads `BatchLayout.bounds`, the boundaries of packed documents."""
+    batch_invariant: bool = True
+    """False if the result for a token depends on other rows of the batch even within
+    `liger_models.kernels.batch_invariance.batch_invariant`."""
     needs_images: bool = False
     """True if text without images skips the layer."""
     active_share: float = 1.0

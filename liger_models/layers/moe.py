@@ -1,11 +1,11 @@
 """Mixture of experts: a router sends each token through a few of many gated MLPs, and a gate through a shared one."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import (
@@ -24,6 +24,7 @@ from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights
+from liger_models.memory.recompute import run_twice
 
 
 class LigerMoE(Layer):
@@ -239,7 +240,7 @@ class LigerMoE(Layer):
         elif fused and dropout == 0:
             y = moe_mlp(*inputs, *others, recompute=self.recompute, **options)
         elif self.recompute and torch.is_grad_enabled():
-            y = checkpoint(moe_mlp_reference, *inputs, *others, dropout=dropout, **options, use_reentrant=False)
+            y = run_twice(partial(moe_mlp_reference, dropout=dropout, **options), *inputs, *others)
         else:
             y = moe_mlp_reference(*inputs, *others, dropout=dropout, **options)
         return reduce_from_region(y.view(x.shape), group), logits

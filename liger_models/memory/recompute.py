@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from liger_models.kernels.batch_invariance import batch_invariant, is_batch_invariant
+
 _REPEATS: ContextVar[bool | None] = ContextVar("repeats", default=None)
 
 
@@ -67,6 +69,8 @@ def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...]
         if not each.is_inference()
     ]
 
+    invariant = is_batch_invariant()
+
     def call(*args: Any) -> Any:
         for name, each, version in read:
             if each._version != version:
@@ -75,7 +79,8 @@ def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...]
                     f"because the backward reads it again (set_checkpointing), got version {each._version} instead of "
                     f"{version}. Call backward before optimizer.step() and other changes of the weights."
                 )
-        return function(*args)
+        with batch_invariant(invariant):  # the backward may run outside of the forward's context
+            return function(*args)
 
     return checkpoint(call, *args, use_reentrant=False, **options)
 

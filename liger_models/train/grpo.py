@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from liger_models.data.answers import padded
 from liger_models.data.batch import Batch, join_rows
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.prompts import PromptDataset
+from liger_models.generation.deterministic import deterministic_forward
+from liger_models.generation.deterministic import refusal as deterministic_refusal
 from liger_models.generation.options import UNFILTERED, resolve
 from liger_models.generation.rollouts import free_memory, refusal
 from liger_models.kernels.checks import check
@@ -51,6 +53,7 @@ class GRPOObjective(Objective):
         self.generations, self.new = given.pop("num_generations", 8), given.pop("max_new_tokens", 256)
         self.repeats, self.scales = given.pop("num_iterations", 1), given.pop("scale_rewards", True)
         self.replays = given.pop("replay_routing", False)
+        self.deterministic = given.pop("deterministic_rollouts", False)
         for name, value, least in (
             ("num_generations", self.generations, 2),
             ("max_new_tokens", self.new, 1),
@@ -79,6 +82,8 @@ class GRPOObjective(Objective):
             f"TrainOptions: replay_routing needs routed experts in blocks that replay routing, got "
             f"{type(model).__name__}. Leave it out.",
         )
+        refused = deterministic_refusal(model) if self.deterministic else None
+        check(refused is None, f"TrainOptions: deterministic_rollouts: {refused}. Leave it out.")
         self.head: dict[str, Any] = {"softcap": model.lm_head.softcap, "logit_scale": model.lm_head.logit_scale}
         self.function = LigerFusedLinearGRPOLoss(**self.settings, **self.head)
         if self.function.beta:
@@ -92,9 +97,10 @@ class GRPOObjective(Objective):
     def batch(self, model: CausalLM, rows: Any) -> Batch:
         """Sampled answers to a batch of prompts, ``num_generations`` to each, with ``rewards`` and ``advantages``.
 
-        With ``replay_routing`` also the experts that they passed, as ``routed_experts``.
+        With ``replay_routing`` also the experts that they passed, as ``routed_experts``, and with
+        ``deterministic_rollouts`` the log-probabilities that the policy needs later, as ``old``.
         """
-        answers, experts = self._answers(model, rows)
+        answers, experts, log_probs = self._answers(model, rows)
         reshard(model)
         rows = [row for row in rows for _ in range(self.generations)]
         prompts, pixels = [row["ids"] for row in rows], [row["pixels"] for row in rows]
@@ -114,12 +120,19 @@ class GRPOObjective(Objective):
             batch["routed_experts"] = torch.stack(
                 [F.pad(each, (0, 0, 0, 0, 0, T - len(each)), value=-1) for each in experts]
             )
+        if self.deterministic and self.repeats > 1 and self.temperature == 1:
+            # The log-probability of a token is where the token before it is.
+            T, starts = batch["input_ids"].shape[1], [len(prompt) - 1 for prompt in prompts]
+            batch["old"] = torch.stack(
+                [F.pad(each, (n, T - n - len(each))) for n, each in zip(starts, log_probs, strict=True)]
+            )
         return {**batch, "rewards": rewards, "advantages": advantages.flatten()}
 
-    def _answers(self, model: CausalLM, rows: Any) -> tuple[list[list[int]], list[Any]]:
+    def _answers(self, model: CausalLM, rows: Any) -> tuple[list[list[int]], list[Any], list[Tensor]]:
         """Sampled answers, up to their stop tokens: ``num_generations`` consecutive ones to each prompt.
 
-        The second list has the experts of prompts and answers, if routing is replayed.
+        The second list has the experts of prompts and answers, if routing is replayed; the third the log-probabilities
+        of the answers, if `rollout` sampled them.
         """
         prompts: list[list[int]] = [[*row["ids"]] for row in rows]
         longest = max(map(len, prompts))
@@ -130,18 +143,25 @@ class GRPOObjective(Objective):
         with unsharded(model) if gathers else nullcontext(model) as policy:
             refused = refusal(policy, longest + self.new, prompts[0]) if not inputs else "prompts must have no images"
             if refused is None:
-                found = policy.rollout(prompts, **options, record_routing=self.replays)
-                return [each.tokens.tolist() for each in found], [each.routed_experts for each in found]
+                found = policy.rollout(
+                    prompts, **options, record_routing=self.replays, deterministic=self.deterministic
+                )
+                answers, experts = [each.tokens.tolist() for each in found], [each.routed_experts for each in found]
+                return answers, experts, [each.log_probs for each in found]
             check(
                 not self.replays,
                 f"TrainOptions: replay_routing needs rollout, which records experts, but {refused}. Leave it out.",
+            )
+            check(
+                not self.deterministic,
+                f"TrainOptions: deterministic_rollouts needs rollout, but {refused}. Leave it out.",
             )
             # Where FSDP gathers in each forward, all ranks must run the same number, so that no answer may end early.
             ends: dict[str, Any] = {} if gathers or world_size() == 1 else {"eos_token_id": []}
             pad = model.tokenizer.padding_id
             sampled = policy.generate(prompts, **options, **ends, **inputs, pad_token_id=pad)[:, longest:].tolist()
         stops = set(resolve(model, self.new, {}).eos_token_id)
-        return [_until(ids, stops) for ids in sampled], []
+        return [_until(ids, stops) for ids in sampled], [], []
 
     def _rewards(self, model: CausalLM, examples: list[Any], answers: list[list[int]]) -> list[float]:
         """What the function returns for the answers, as TRL's trainer calls it."""
@@ -179,19 +199,20 @@ class GRPOObjective(Objective):
             return found
 
         if self.repeats > 1 and "old" not in batch:
-            with torch.no_grad():
+            with torch.no_grad(), self._forward(model):
                 batch["old"] = log_probs(model, **replayed)
             reshard(model)
         if self.function.beta and "reference" not in batch:
             batch["reference"] = self.reference(model, log_probs)
-        out = model(
-            **inputs,
-            **replayed,
-            loss_function=lambda x, weight, target: self.function(
-                x, weight, target, target != -100, batch["advantages"], num_items_in_batch=num_items,
-                ref_per_token_logps=batch.get("reference"), old_per_token_logps=batch.get("old"),
-            ),
-        )  # fmt: skip
+        with self._forward(model):
+            out = model(
+                **inputs,
+                **replayed,
+                loss_function=lambda x, weight, target: self.function(
+                    x, weight, target, target != -100, batch["advantages"], num_items_in_batch=num_items,
+                    ref_per_token_logps=batch.get("reference"), old_per_token_logps=batch.get("old"),
+                ),
+            )  # fmt: skip
         loss, metrics = out.loss
         loss = loss / (1 if num_items is not None else self.accumulate)
         loss = loss if out.aux_loss is None else loss + out.aux_loss / self.accumulate
@@ -199,6 +220,10 @@ class GRPOObjective(Objective):
         names = ("kl", "clip_ratio") if self.function.beta else ("clip_ratio",)
         found = {name: pair(value * tokens, tokens) for name, value in zip(names, metrics, strict=True)}
         return loss, {**self.evaluate(model, batch), **found}
+
+    def _forward(self, model: CausalLM) -> AbstractContextManager[None]:
+        """The context of the policy's forwards."""
+        return deterministic_forward(model) if self.deterministic else nullcontext()
 
     def _log_probs(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         found: Tensor = fused_linear_logprobs(x, weight, target, temperature=self.temperature, **self.head)

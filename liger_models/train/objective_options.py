@@ -70,6 +70,9 @@ class ObjectiveOptions:
     num_iterations: int | None = _of("grpo", "steps on the same answers (default: 1)")
     scale_rewards: bool | None = _of("grpo", "divide by the rewards' deviation in a group (default: true)")
     replay_routing: bool | None = _of("grpo", "train through the experts that sampled the answers (default: false)")
+    deterministic_rollouts: bool | None = _of(
+        "grpo", "sample and train with the same bits of log-probabilities, which is slower (default: false)"
+    )
 
     def given(self) -> dict[str, Any]:
         """The options of the objective that are not None.

@@ -36,6 +36,8 @@ from liger_models.kernels.gated_act import gated_act
 from liger_models.kernels.gated_delta_rule import gated_delta_rule
 from liger_models.kernels.gated_mlp import gated_mlp
 from liger_models.kernels.gated_norm import gated_norm
+from liger_models.kernels.invariant_attention import invariant_attention
+from liger_models.kernels.invariant_linear import invariant_linear
 from liger_models.kernels.layer_norm import add_layer_norm, layer_norm
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_models.kernels.linear_kl_div import linear_kl_div
@@ -200,8 +202,11 @@ def run_decoding(dtype: torch.dtype) -> None:
         q, keys = draw(2, H, D, dtype=dtype).detach(), draw(3, 64, G, D, dtype=dtype).detach()
         for options in ({}, {"window": 300, "softcap": 30.0}, {"sinks": q[0, :, 0].contiguous()}):
             decode_attention(q, keys, keys, table, lengths, scale=0.1, **options)
+            invariant_attention(q, keys, keys, lengths, lengths, scale=0.1, table=table, **options)
+        invariant_attention(q, keys[0], keys[0], lengths, lengths, scale=0.1)
         write_pages(keys, keys, keys[0, :2], keys[0, :2], torch.tensor([1, -1]))
-    for K in (64, 3072):
+    for K in (64, 100, 3072):
+        invariant_linear(draw(3, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach(), draw(8, dtype=dtype))
         row_linear(draw(1, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach(), draw(8, dtype=dtype).detach())
         row_linear_forward(draw(1, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach(), None, "silu")
 

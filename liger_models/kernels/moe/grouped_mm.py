@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.dispatch import LIBRARY, on_device_of, tl, triton
+from liger_models.kernels.invariant_linear import invariant_linear
 
 PRODUCT_BLOCKS = {2: (128, 128, 64), 4: (64, 64, 32)}
 PRODUCT_WARPS = {2: 8, 4: 4}
@@ -40,6 +42,8 @@ def _row_counts(ends: Tensor) -> list[int]:
 @torch.library.impl(LIBRARY, "grouped_product", "CompositeExplicitAutograd")
 def _grouped_product_loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     parts = zip(rows.split(_row_counts(ends)), weight.unbind(), strict=True)
+    if is_batch_invariant():
+        return torch.cat([invariant_linear(part, matrix.t()) for part, matrix in parts])
     return torch.cat([part @ matrix for part, matrix in parts])
 
 
@@ -173,10 +177,12 @@ def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
 
     Here it is one CUTLASS kernel that does not wait for the device: bf16 on Hopper, rows of whole 16-byte vectors,
     fewer than 1024 experts, any number of rows per expert. On Blackwell the weight gradient of an expert without rows
-    is not zero (pytorch#172439). Everywhere else grouped_mm loops over the experts and waits.
+    is not zero (pytorch#172439). Everywhere else grouped_mm loops over the experts and waits. Within `batch_invariant`
+    the Triton kernel runs, which has one tile for all numbers of rows.
     """
     return (
         gate_up_weight.device.type == "cuda"
+        and not is_batch_invariant()
         and torch.version.hip is None
         and gate_up_weight.dtype == torch.bfloat16
         and gate_up_weight.shape[0] < 1024
