@@ -24,12 +24,13 @@ from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.adapters.peft_files import peft_tensors
 from liger_models.arch import list_archs
 from liger_models.kernels.collectives import Group
+from liger_models.kernels.quantized_weight import QuantizedWeight
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
 from .arch import test_gemma3, test_gemma4_images, test_mllama, test_vision
 from .arch.families import LIMIT, VISION_CASES, error, hf_model, is_tower, load, make_folder, tiny, tokens
 from .late import Late, transformers
-from .memory.test_estimate import saved_bytes
+from .memory.test_estimate import measured_bytes, saved_bytes
 
 peft = Late("peft", "adapters are compared with those of peft")
 pytestmark = [
@@ -357,6 +358,36 @@ def test_fused_ops_with_and_without_adapters(targets, kernel_device):
         assert error(got[name], gradient) <= 1e-4, name
 
 
+@pytest.mark.parametrize("policy", CHECKPOINTING_POLICIES)
+def test_fused_ops_on_a_quantised_base(policy, kernel_device, monkeypatch):
+    """Loss and gradients are those of the same ops with the dequantised weights, dense, and of the references."""
+    pytest.importorskip("torchao")
+    from liger_models.kernels import dispatch, norm_linear
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    model, dense = (llama(LoRAConfig(r=4), **sizes) for _ in range(2))
+    quantize_base(model)
+    for path, layer in adapted_layers(model).items():
+        dense.get_submodule(path).weight.data.copy_(layer.dense_weight())
+    products = []
+    linear_forward = norm_linear.linear_forward
+    spy = lambda x, weight, *rest: products.append(type(weight)) or linear_forward(x, weight, *rest)
+    monkeypatch.setattr(norm_linear, "linear_forward", spy)
+    found = []
+    for each in (model, dense):
+        each.set_checkpointing(policy)
+        found.append(on(kernel_device, each, IDS, {}))
+    assert products.count(QuantizedWeight) == products.count(torch.nn.Parameter) >= 2
+    with dispatch.reference_backend():
+        found.append(on("cpu", model, IDS, {}))
+    (loss, grads), *others = found
+    for other, expected in others:
+        assert error(loss, other) <= LIMIT
+        assert grads.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert error(grads[name], gradient) <= 1e-4, name
+
+
 @pytest.mark.parametrize("policy", ["none", "selective"])
 def test_a_block_with_adapters_keeps_what_a_trained_one_does(policy):
     """Per token, only o_proj's A x is kept besides: the other adapters are in fused ops, which compute it again."""
@@ -367,6 +398,20 @@ def test_a_block_with_adapters_keeps_what_a_trained_one_does(policy):
     layers, rows, r, size = 2, 64, 4, 4
     assert per_token(llama(LoRAConfig(r=r))) - per_token(llama()) == layers * rows * r * size
     assert per_token(llama(LoRAConfig(lora_dropout=0.1))) > per_token(llama()) + 64 * 32 * 4
+
+
+@pytest.mark.parametrize("policy", ["none", "selective"])
+def test_a_block_on_a_quantised_base_keeps_what_a_dense_one_does(policy, kernel_device):
+    """As autograd counts it: no input of an adapter and no dequantised weight."""
+    pytest.importorskip("torchao")
+
+    def measured(quantize, tokens):
+        model = quantize(llama(LoRAConfig(r=4), hidden_size=64, intermediate_size=128)).to(kernel_device)
+        model.set_checkpointing(policy)
+        return measured_bytes(model, torch.ones(1, tokens, dtype=torch.int64, device=kernel_device))
+
+    dense, quantised = ([measured(quantize, n) for n in (16, 48)] for quantize in (lambda model: model, quantize_base))
+    assert quantised[1] - quantised[0] == dense[1] - dense[0] > 0
 
 
 @pytest.mark.compile

@@ -23,6 +23,7 @@ from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group
 from liger_models.kernels.nf4_linear import nf4_linear
 from liger_models.kernels.norm_linear import LowRank, low_rank_pair
+from liger_models.kernels.quantized_weight import QuantizedWeight
 from liger_models.layers.derived import derive
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import is_sharded, local
@@ -114,8 +115,6 @@ class LoRALinear(nn.Linear, Layer):
     adapted = ("weight",)
     active: bool = True
     """False computes with the frozen weight alone; see `without_adapters`."""
-    fuses: bool = True
-    """Whether fused ops may take the layer: False for weights in 4 bits, and for an estimate as if they were."""
     plain: nn.Linear
     """The layer without adapters. It holds no parameters and is not a submodule."""
 
@@ -220,13 +219,18 @@ class LoRALinear(nn.Linear, Layer):
 
     @property
     def is_low_rank(self) -> bool:
-        """Whether the layer computes ``W x + b + s · B A x`` with a dense W, as fused ops do.
+        """Whether the layer computes ``W x + b + s · B A x``, as fused ops do.
 
-        DoRA, dropout and weights of 4 bits or sharded ones need more than that.
+        DoRA, dropout and sharded weights need more than that.
         """
-        if not self.fuses or self.config.use_dora or (self.training and self.config.lora_dropout > 0):
+        if self.config.use_dora or (self.training and self.config.lora_dropout > 0):
             return False
-        return type(self) is LoRALinear and type(self.weight) in PLAIN_WEIGHTS
+        return type(self) is LoRALinear and (type(self.weight) in PLAIN_WEIGHTS or self.is_nf4)
+
+    @property
+    def quantized_weight(self) -> QuantizedWeight | None:
+        """The frozen weight as fused ops take it if it is stored in 4 bits; None for a dense one."""
+        return QuantizedWeight.of_nf4(self.weight) if self.is_nf4 else None
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """A [R, C] and s · B [O, R] in ``dtype``, for a layer that `is_low_rank`; None while they are switched off."""

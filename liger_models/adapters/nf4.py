@@ -53,7 +53,6 @@ def quantize_base(model: Model, device: torch.device | str | None = None) -> Mod
         )
         values = to_nf4(layer.weight.detach().to(device), NF4_BLOCK, math.gcd(size // NF4_BLOCK, 256))
         layer.weight = nn.Parameter(values, requires_grad=False)
-        layer.fuses = False
     return model if device is None else model.to(device)
 
 

@@ -167,7 +167,7 @@ def estimate(
 
     This rank's parameters, gradients and the optimizer's moments are counted as they are. Activations, the head, and
     what FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation. A model with
-    4-bit weights is not sharded: instead of what is gathered, two weights that a product dequantises are counted.
+    4-bit weights is not sharded: instead of what is gathered, the weight that a product dequantises is counted.
 
     Args:
         model: as it is trained; not sharded by `apply_tp`. It may be on the meta device.
@@ -181,14 +181,7 @@ def estimate(
         empty = AutoLigerModel.from_config(model.config, device="meta", kernels=model.kernels)
         if adapters is not None:
             apply_lora(empty, adapters)
-    in_4_bits = quantised_layers(empty) if four_bit else []
-    for layer in in_4_bits:
-        layer.fuses = False
-    try:
-        step = training_memory(empty, tokens, torch.bfloat16)
-    finally:
-        for layer in in_4_bits:
-            layer.fuses = True
+    step = training_memory(empty, tokens, torch.bfloat16)
     base = {layer.weight for layer in quantised_layers(model)} if four_bit else set()
     matrices = {*model.hidden_matrices().values()} if muon else set()
 
@@ -201,7 +194,7 @@ def estimate(
         return moment_bytes(local(each).shape, moment_dtype(each, torch.int8 if moments_8bit else None))
 
     if four_bit:
-        temporary = 4 * max(each.numel() for each in base)
+        temporary = 2 * max(each.numel() for each in base)
     else:
         ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
         block = max(sum(each.numel() for each in block.parameters()) for block in empty.layers)
