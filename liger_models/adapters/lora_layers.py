@@ -10,7 +10,7 @@ several of these matrices; the weight map says which rows belong to which.
 Source: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732, https://arxiv.org/abs/2402.09353.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from liger_models.convert.weight_map import Expression
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group
+from liger_models.kernels.float8_linear import float8_linear
 from liger_models.kernels.nf4_linear import nf4_linear
 from liger_models.kernels.norm_linear import LowRank, low_rank_pair
 from liger_models.kernels.quantized_weight import QuantizedWeight
@@ -166,9 +167,16 @@ class LoRALinear(nn.Linear, Layer):
         """Whether the frozen weight is stored in 4 bits (torchao's NF4Tensor); see `quantize_base`."""
         return hasattr(self.weight, "get_original_weight")
 
+    @property
+    def is_float8(self) -> bool:
+        """Whether the frozen weight is stored in float8 (torchao's Float8Tensor); see `quantize_base`."""
+        return hasattr(self.weight, "qdata")
+
     def dense_weight(self) -> Tensor:
-        """The frozen weight [O, C], dequantised if it is stored in 4 bits."""
+        """The frozen weight [O, C], dequantised if it is quantised."""
         weight: Any = self.weight
+        if self.is_float8:
+            weight = QuantizedWeight.of_float8(weight).dense()
         dense: Tensor = weight.get_original_weight() if self.is_nf4 else weight
         return dense
 
@@ -225,11 +233,13 @@ class LoRALinear(nn.Linear, Layer):
         """
         if self.config.use_dora or (self.training and self.config.lora_dropout > 0):
             return False
-        return type(self) is LoRALinear and (type(self.weight) in PLAIN_WEIGHTS or self.is_nf4)
+        return type(self) is LoRALinear and (type(self.weight) in PLAIN_WEIGHTS or self.is_nf4 or self.is_float8)
 
     @property
     def quantized_weight(self) -> QuantizedWeight | None:
-        """The frozen weight as fused ops take it if it is stored in 4 bits; None for a dense one."""
+        """The frozen weight as fused ops take it if it is quantised; None for a dense one."""
+        if self.is_float8:
+            return QuantizedWeight.of_float8(self.weight)
         return QuantizedWeight.of_nf4(self.weight) if self.is_nf4 else None
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -238,7 +248,9 @@ class LoRALinear(nn.Linear, Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., O]."""
-        product = nf4_linear if self.is_nf4 else F.linear
+        product: Callable[..., Tensor] = F.linear
+        if self.is_nf4 or self.is_float8:
+            product = nf4_linear if self.is_nf4 else float8_linear
         if not self.active:
             return product(x, self.weight, self.bias)
         A, B, scale = self.derived(x.dtype)

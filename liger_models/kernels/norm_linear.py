@@ -18,7 +18,8 @@ that is not needed costs nothing; the others have the dtype of their input. The 
 cannot see that it recomputes N(h) and save the forward's instead.
 
 A frozen W may be quantised (`quantized_weight`). It is dequantised right before y and again right before dn, each time
-into a buffer that is freed after the product; only what it is stored as is saved, which exists anyway.
+into a buffer that is freed after the product, or multiplied in float8. What is saved is W as it is stored, which exists
+anyway.
 
 With ``ranks`` each rank has its own rows of W, and dn is summed over the ranks before N'. With ``ranks.sequence`` each
 rank also has its own tokens. N(h) is then gathered before the products with W and dy, dn is reduce-scattered, and y is
@@ -56,6 +57,7 @@ from .quantized_weight import (
     QuantizedWeight,
     Weight,
     dense,
+    input_product,
     product,
     weight_for_op,
     weight_from_op,
@@ -143,7 +145,7 @@ def linear_forward(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Low
 
 def input_gradient(dy: Tensor, weight: Weight, low_rank: LowRank | None) -> tuple[Tensor, Tensor | None]:
     """``dy @ W + g @ A`` and ``g = dy @ B``, the gradient of the low-rank rows, for dy [N, O]."""
-    dx = dy @ dense(weight)
+    dx = input_product(dy, weight)
     if low_rank is None:
         return dx, None
     g = dy @ low_rank[1]

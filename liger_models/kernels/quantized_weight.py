@@ -3,7 +3,8 @@
 An op dequantises such a weight right before each product, forward and backward, and frees it after it. Only the stored
 tensors are saved, which exist anyway.
 
-    NF4     `nf4_linear`: 4-bit codes with scales of 8 bits
+    NF4       `nf4_linear`: 4-bit codes with scales of 8 bits
+    float8    `float8_linear`: e4m3 with a scale for each row; where the device can, the products are computed in float8
 """
 
 from collections.abc import Sequence
@@ -14,23 +15,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import use_triton
+from .float8_linear import float8_dense, float8_input_product, float8_product
 from .nf4_linear import Packed, nf4_dense, nf4_dense_reference, nf4_row, takes_nf4_row
 
 
 class QuantizedWeight(NamedTuple):
-    """A frozen weight [O, C] in NF4; it has no gradient.
+    """A frozen weight [O, C] in NF4 or float8; it has no gradient.
 
     Attributes:
-        codes, scales, factors, mean, table: as `nf4_linear` describes them.
-        layout: O, C, codes for each scale, scales for each factor.
+        codes: NF4: uint8 [O · C / 2]. Float8: float8_e4m3fn [O, C].
+        scales: NF4: int8, one for each block. Float8: float32 [O].
+        factors, mean, table: of NF4, as `nf4_linear` describes them; None for float8.
+        layout: O, C, and of NF4 codes for each scale, scales for each factor.
         dtype: of the dense weight: float32, float16 or bfloat16.
     """
 
     codes: Tensor
     scales: Tensor
-    factors: Tensor
-    mean: Tensor
-    table: Tensor
+    factors: Tensor | None
+    mean: Tensor | None
+    table: Tensor | None
     layout: Sequence[int]
     dtype: torch.dtype
 
@@ -41,6 +45,11 @@ class QuantizedWeight(NamedTuple):
             weight.quantized_data, weight.quantized_scalers, weight.quantization_factor, weight.scaler_mean, weight.nf4,
             [*weight.shape, weight.block_size, weight.scaler_block_size], weight.dtype,
         )  # fmt: skip
+
+    @classmethod
+    def of_float8(cls, weight: Any) -> "QuantizedWeight":
+        """Torchao's ``Float8Tensor`` [O, C] with a scale for each row, in its own dtype. It shares the memory."""
+        return cls(weight.qdata, weight.scale.view(-1), None, None, None, [*weight.shape], weight.dtype)
 
     @property
     def shape(self) -> torch.Size:
@@ -79,20 +88,36 @@ class QuantizedWeight(NamedTuple):
         return self.scales.new_empty(*size, dtype=dtype or self.dtype)
 
     @property
-    def packed(self) -> Packed:
+    def stored(self) -> tuple[Tensor, ...]:
         """The stored tensors."""
-        return self[:5]
+        return tuple(each for each in self[:5] if each is not None)
+
+    def _nf4(self) -> Packed | None:
+        _, _, factors, mean, table, *_ = self
+        if factors is None or mean is None or table is None:
+            return None
+        return self.codes, self.scales, factors, mean, table
 
     def dense(self) -> Tensor:
         """The weight [O, C] in ``dtype``, newly made."""
-        function = nf4_dense if use_triton(self.table) else nf4_dense_reference
-        return function(self.packed, self.layout, self.dtype)
+        nf4 = self._nf4()
+        if nf4 is None:
+            return float8_dense(self.codes, self.scales, self.dtype)
+        return (nf4_dense if use_triton(nf4[-1]) else nf4_dense_reference)(nf4, self.layout, self.dtype)
 
-    def row(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """The product with a single row, without a dense weight; None where x is not one. For the Triton backend."""
-        if not takes_nf4_row(x, self.layout[1], self.layout[2]):
-            return None
-        return nf4_row(x, bias, self.packed, self.layout)
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ Wᵀ + bias`` inside an op."""
+        nf4 = self._nf4()
+        if nf4 is None:
+            return float8_product(x, self.codes, self.scales, bias)
+        if takes_nf4_row(x, self.layout[1], self.layout[2]):
+            return nf4_row(x, bias, nf4, self.layout)
+        return F.linear(x, self.dense(), bias)
+
+    def input_product(self, dy: Tensor) -> Tensor:
+        """``dy @ W`` inside an op."""
+        is_float8 = self.table is None
+        return float8_input_product(dy, self.codes, self.scales) if is_float8 else dy @ self.dense()
 
 
 Weight = Tensor | QuantizedWeight
@@ -121,6 +146,10 @@ def dense(weight: Weight) -> Tensor:
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """``x @ Wᵀ + bias`` for x [..., C] and bias in the dtype of the weight."""
-    y = None if isinstance(weight, Tensor) else weight.row(x, bias)
-    return F.linear(x, dense(weight), bias) if y is None else y
+    """``x @ Wᵀ + bias`` inside an op, for x [..., C] and bias in the dtype of the weight."""
+    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight.product(x, bias)
+
+
+def input_product(dy: Tensor, weight: Weight) -> Tensor:
+    """``dy @ W`` inside an op, for dy [..., O] in the dtype of the weight."""
+    return dy @ weight if isinstance(weight, Tensor) else weight.input_product(dy)

@@ -1,4 +1,4 @@
-"""Frozen weights in 4 bits inside the ops: the numbers are those of the same op with the dense weight."""
+"""Frozen weights in 4 bits and in float8 inside the ops: the numbers are those of the ops with the dense weight."""
 
 import functools
 
@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from liger_models.kernels.collectives import Group
+from liger_models.kernels.float8_linear import float8_linear, quantize_rows_reference
+from liger_models.kernels.gated_act import gated_act
 from liger_models.kernels.gated_mlp import gated_mlp
 from liger_models.kernels.norm_linear import layer_norm_linear, rms_norm_linear
 from liger_models.kernels.quantized_weight import QuantizedWeight, dense, weight_for_op
+from liger_models.kernels.rms_norm import add_rms_norm
 
 from ..late import Late
 from .oracle import opcheck, run
@@ -28,8 +31,16 @@ def nf4(*size, device="cpu", dtype=torch.float32, block=64):
     return QuantizedWeight.of_nf4(quantization.to_nf4(weight, block, 1))
 
 
-def pair(out, width, device):
-    return draw(R, width, device=device), draw(out, R, device=device) / 4
+def float8(*size, device="cpu", dtype=torch.float32):
+    weight = draw(*size, device=device, dtype=dtype) / size[-1] ** 0.5
+    return QuantizedWeight.of_float8(quantization.Float8Tensor.from_hp(weight))
+
+
+MAKERS = pytest.mark.parametrize("make", [nf4, float8])
+
+
+def pair(out, width, device, dtype=torch.float32):
+    return draw(R, width, device=device, dtype=dtype), draw(out, R, device=device, dtype=dtype) / 4
 
 
 @pytest.mark.parametrize(("size", "block"), [((3, 64), 64), ((96, 192), 64), ((70, 96), 96), ((5, 512), 16)], ids=str)
@@ -72,23 +83,25 @@ def same(call, weights, inputs, upstream):
     assert all(map(torch.equal, got, want))
 
 
+@MAKERS
 @pytest.mark.parametrize("op", [rms_norm_linear, layer_norm_linear])
-def test_norm_linear(backend, op, poisoned_empty):
+def test_norm_linear(backend, op, make, poisoned_empty):
     call, inputs, upstream = norm_linear_case(op, backend)
-    same(call, nf4(F, C, device=backend), inputs, upstream)
-    same(call, nf4(F, C, device=backend, dtype=torch.float16).to(torch.float32), inputs, upstream)
+    same(call, make(F, C, device=backend), inputs, upstream)
+    same(call, make(F, C, device=backend, dtype=torch.float16).to(torch.float32), inputs, upstream)
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
+@MAKERS
 @MODES
-def test_gated_mlp(backend, recompute, chunk, poisoned_empty, monkeypatch):
+def test_gated_mlp(backend, recompute, chunk, make, poisoned_empty, monkeypatch):
     if chunk is not None:
         monkeypatch.setattr("liger_models.kernels.gated_mlp.WORKSPACE_MIB", 0)
         monkeypatch.setattr("liger_models.kernels.gated_mlp.MIN_CHUNK", chunk)
     call, inputs, upstream = gated_mlp_case(backend, recompute)
     for weights in (
-        [nf4(2 * F, C, device=backend), nf4(C, F, device=backend)],
-        [nf4(2 * F, C, device=backend), draw(C, F, device=backend)],
+        [make(2 * F, C, device=backend), make(C, F, device=backend)],
+        [make(2 * F, C, device=backend), draw(C, F, device=backend)],
     ):
         same(call, weights, inputs, upstream)
 
@@ -110,17 +123,48 @@ def test_without_a_low_rank_term_and_gradients(backend, op):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_only_what_is_stored_is_saved(kernel_device):
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+def test_float8_products_in_ops_are_those_of_the_layers(kernel_device, recompute, monkeypatch, poisoned_empty):
+    """In bfloat16 the ops multiply in float8: as norm, `float8_linear`, activation and adapters one after the other."""
+    if kernel_device == "cpu":  # the interpreter's casts to float8 are not those of the hardware
+        monkeypatch.setattr("liger_models.kernels.float8_linear.quantize_rows", quantize_rows_reference)
+    half = {"device": kernel_device, "dtype": torch.bfloat16}
+    make = lambda *size: quantization.Float8Tensor.from_hp(draw(*size, **half) / size[-1] ** 0.5)
+    first, second, norm = make(2 * F, C), make(C, F), draw(C, **half)
+    inputs = [draw(6, C, **half), *pair(2 * F, C, **half), *pair(C, F, **half)]
+    upstream = [draw(6, C, **half), draw(3, 2, C, **half).view(6, C)]
+    low_rank = lambda x, A, B: torch.nn.functional.linear(torch.nn.functional.linear(x, A), B)
+
+    def fused(x, *low_ranks):
+        weights = QuantizedWeight.of_float8(first), QuantizedWeight.of_float8(second)
+        pairs = {"gate_up_low_rank": low_ranks[:2], "down_low_rank": low_ranks[2:]}
+        return gated_mlp(x, x, norm, *weights, recompute=recompute, **pairs)
+
+    def layers(x, *low_ranks):
+        normed, stream = add_rms_norm(x, x, norm)
+        product = gated_act(float8_linear(normed, first) + low_rank(normed, *low_ranks[:2]), "silu")
+        return float8_linear(product, second) + low_rank(product, *low_ranks[2:]), stream
+
+    got, want = run(fused, inputs, upstream), run(layers, inputs, upstream)
+    for a, b in zip(got, want, strict=True):
+        assert (a.double() - b.double()).norm() <= 0.01 * b.double().norm()
+    of_dense = run(lambda *tensors: gated_mlp(tensors[0], tensors[0], norm, first.dequantize(), second.dequantize(),
+                   gate_up_low_rank=tensors[1:3], down_low_rank=tensors[3:]), inputs, upstream)  # fmt: skip
+    for a, b in zip(got, of_dense, strict=True):
+        assert (a.double() - b.double()).norm() <= 0.03 * b.double().norm()
+    assert not torch.equal(got[0], of_dense[0])
+
+
+@MAKERS
+def test_only_what_is_stored_is_saved(kernel_device, make):
     """No dense weight and no normed rows; what is dequantised exists during a product alone."""
-    weight, weights = (
-        nf4(F, C, device=kernel_device),
-        (nf4(2 * F, C, device=kernel_device), nf4(C, F, device=kernel_device)),
-    )
+    weight = make(F, C, device=kernel_device)
+    weights = make(2 * F, C, device=kernel_device), make(C, F, device=kernel_device)
     norm_call, inputs, upstream = norm_linear_case(rms_norm_linear, kernel_device)
     mlp_call, mlp_inputs, mlp_upstream = gated_mlp_case(kernel_device, True)
     for call, given, held, stored in (
-        (norm_call, weight, inputs, weight.packed),
-        (mlp_call, weights, mlp_inputs, (*weights[0].packed, *weights[1].packed)),
+        (norm_call, weight, inputs, weight.stored),
+        (mlp_call, weights, mlp_inputs, (*weights[0].stored, *weights[1].stored)),
     ):
         saved: list[torch.Tensor] = []
         leaves = [each.clone().requires_grad_() for each in held]
@@ -169,11 +213,10 @@ def test_opcheck(kernel_device, recompute):
 
 
 @pytest.mark.compile
-def test_compiles_without_graph_breaks(kernel_device):
-    weight, weights = (
-        nf4(C, C, device=kernel_device),
-        (nf4(2 * F, C, device=kernel_device), nf4(C, F, device=kernel_device)),
-    )
+@MAKERS
+def test_compiles_without_graph_breaks(kernel_device, make):
+    weight = make(C, C, device=kernel_device)
+    weights = make(2 * F, C, device=kernel_device), make(C, F, device=kernel_device)
     norm = draw(C, device=kernel_device)
 
     def function(x, residual, A, B):

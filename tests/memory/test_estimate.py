@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from liger_models import AutoLigerModel, LigerAdamW, LigerLlama, LigerMuon, LlamaConfig
 from liger_models.adapters import LoRAConfig, apply_lora, quantize_base
+from liger_models.adapters.lora_layers import adapted_layers
 from liger_models.arch import built_in, get_arch
 from liger_models.kernels.collectives import Group
 from liger_models.memory.estimate import _saved_by_block, training_memory
@@ -315,6 +316,12 @@ def test_activations_under_4_bits_are_estimated_before_and_after_quantising():
     model = apply_lora(small(), LoRAConfig(r=4))
     dense, expected = training_memory(model, 64).activations, estimate(model, 64, four_bit=True).activations
     assert training_memory(quantize_base(model), 64).activations == expected == dense
+    model = apply_lora(small(), LoRAConfig(r=4))
+    in_float8, in_4_bits = estimate(model, 64, float8=True), estimate(model, 64, four_bit=True)
+    assert training_memory(quantize_base(model, dtype="float8"), 64).activations == in_float8.activations == dense
+    linear = [each for path, each in adapted_layers(model).items() if path != "lm_head"]
+    stored = sum(each.weight.qdata.nbytes + each.weight.scale.nbytes for each in linear)
+    assert in_float8.weights - in_4_bits.weights == stored - sum(each.weight.numel() * 33 // 64 for each in linear)
 
 
 def test_memory_of_a_mixture():
