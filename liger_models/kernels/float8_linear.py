@@ -144,7 +144,7 @@ def float8_input_product(dy: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     rows = dy.reshape(-1, dy.shape[-1])
     if not multiplies(rows, codes):
         return dy @ float8_dense(codes, scales, dy.dtype)
-    ones = scales.new_ones(()).expand(codes.shape[1]).contiguous()
+    ones = scales.new_ones(codes.shape[1])
     return _scaled_mm(*quantize_rows(rows, scales), transposed(codes).t(), ones).view(*dy.shape[:-1], codes.shape[1])
 
 
