@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from liger_models.adapters.lora_layers import adapter_config as adapter_config
     from liger_models.adapters.medusa import LigerMedusa as LigerMedusa
     from liger_models.adapters.mtp import LigerMTP as LigerMTP
-    from liger_models.adapters.nf4 import quantize_base as quantize_base
     from liger_models.adapters.peft_files import load_adapter as load_adapter
     from liger_models.adapters.peft_files import save_adapter as save_adapter
+    from liger_models.adapters.quantize import quantize_base as quantize_base
     from liger_models.adapters.unpacked import unpack_projections as unpack_projections
     from liger_models.arch._gemma4.unified import Gemma4UnifiedTextConfig as Gemma4UnifiedTextConfig
     from liger_models.arch.auto import AutoLigerModel as AutoLigerModel
@@ -119,7 +119,7 @@ else:
             "adapters.lora_layers": ["LoRAConfig", "adapter_config"],
             "adapters.medusa": ["LigerMedusa"],
             "adapters.mtp": ["LigerMTP"],
-            "adapters.nf4": ["quantize_base"],
+            "adapters.quantize": ["quantize_base"],
             "adapters.peft_files": ["load_adapter", "save_adapter"],
             "adapters.unpacked": ["unpack_projections"],
             "arch.auto": ["AutoLigerModel", "AutoLigerProcessor", "list_archs"],

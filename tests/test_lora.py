@@ -23,13 +23,15 @@ from liger_models.adapters import (
 from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.adapters.peft_files import peft_tensors
 from liger_models.arch import list_archs
+from liger_models.convert.tensors import hf_tensors, load_hf_tensors
 from liger_models.kernels.collectives import Group
+from liger_models.kernels.quantized_weight import QuantizedWeight
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
 from .arch import test_gemma3, test_gemma4_images, test_mllama, test_vision
 from .arch.families import LIMIT, VISION_CASES, error, hf_model, is_tower, load, make_folder, tiny, tokens
 from .late import Late, transformers
-from .memory.test_estimate import saved_bytes
+from .memory.test_estimate import measured_bytes, saved_bytes
 
 peft = Late("peft", "adapters are compared with those of peft")
 pytestmark = [
@@ -357,6 +359,37 @@ def test_fused_ops_with_and_without_adapters(targets, kernel_device):
         assert error(got[name], gradient) <= 1e-4, name
 
 
+@pytest.mark.parametrize("dtype", ["nf4", "float8"])
+@pytest.mark.parametrize("policy", CHECKPOINTING_POLICIES)
+def test_fused_ops_on_a_quantised_base(policy, dtype, kernel_device, monkeypatch):
+    """Loss and gradients are those of the same ops with the dequantised weights, dense, and of the references."""
+    pytest.importorskip("torchao")
+    from liger_models.kernels import dispatch, norm_linear
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    model, dense = (llama(LoRAConfig(r=4), **sizes) for _ in range(2))
+    quantize_base(model, dtype=dtype)
+    for path, layer in adapted_layers(model).items():
+        dense.get_submodule(path).weight.data.copy_(layer.dense_weight())
+    products = []
+    linear_forward = norm_linear.linear_forward
+    spy = lambda x, weight, *rest: products.append(type(weight)) or linear_forward(x, weight, *rest)
+    monkeypatch.setattr(norm_linear, "linear_forward", spy)
+    found = []
+    for each in (model, dense):
+        each.set_checkpointing(policy)
+        found.append(on(kernel_device, each, IDS, {}))
+    assert products.count(QuantizedWeight) == products.count(torch.nn.Parameter) >= 2
+    with dispatch.reference_backend():
+        found.append(on("cpu", model, IDS, {}))
+    (loss, grads), *others = found
+    for other, expected in others:
+        assert error(loss, other) <= LIMIT
+        assert grads.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert error(grads[name], gradient) <= 1e-4, name
+
+
 @pytest.mark.parametrize("policy", ["none", "selective"])
 def test_a_block_with_adapters_keeps_what_a_trained_one_does(policy):
     """Per token, only o_proj's A x is kept besides: the other adapters are in fused ops, which compute it again."""
@@ -367,6 +400,22 @@ def test_a_block_with_adapters_keeps_what_a_trained_one_does(policy):
     layers, rows, r, size = 2, 64, 4, 4
     assert per_token(llama(LoRAConfig(r=r))) - per_token(llama()) == layers * rows * r * size
     assert per_token(llama(LoRAConfig(lora_dropout=0.1))) > per_token(llama()) + 64 * 32 * 4
+
+
+@pytest.mark.parametrize("dtype", ["nf4", "float8"])
+@pytest.mark.parametrize("policy", ["none", "selective"])
+def test_a_block_on_a_quantised_base_keeps_what_a_dense_one_does(policy, dtype, kernel_device):
+    """As autograd counts it: no input of an adapter and no dequantised weight."""
+    pytest.importorskip("torchao")
+
+    def measured(tokens, quantised):
+        model = llama(LoRAConfig(r=4), hidden_size=64, intermediate_size=128)
+        model = (quantize_base(model, dtype=dtype) if quantised else model).to(kernel_device)
+        model.set_checkpointing(policy)
+        return measured_bytes(model, torch.ones(1, tokens, dtype=torch.int64, device=kernel_device))
+
+    dense, quantised = ([measured(tokens, each) for tokens in (16, 48)] for each in (False, True))
+    assert quantised[1] - quantised[0] == dense[1] - dense[0] > 0
 
 
 @pytest.mark.compile
@@ -440,6 +489,63 @@ def test_nf4_base():
             assert error(got[name], gradient) <= LIMIT, name
     logits = model(IDS).logits
     torch.testing.assert_close(merge_lora(model)(IDS).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_float8_base():
+    """8 bits in memory; what it computes is what a model with the rounded weights does, before and after merging."""
+    pytest.importorskip("torchao")
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    model = quantize_base(llama(LoRAConfig(r=4), **sizes), dtype="float8")
+    rounded = llama(LoRAConfig(r=4), **sizes)
+    for path, layer in adapted_layers(model).items():
+        other = rounded.get_submodule(path).weight
+        assert 0 < error(layer.dense_weight(), other) < 0.05
+        other.data.copy_(layer.dense_weight())
+        assert layer.weight.qdata.nbytes == other.nbytes // 4
+    for each in (model, rounded):
+        each(IDS, labels=IDS).loss.backward()
+    want = gradients(rounded)
+    for name, gradient in gradients(model).items():
+        assert error(gradient, want[name]) <= LIMIT, name
+    logits = model(IDS).logits
+    torch.testing.assert_close(logits, rounded(IDS).logits)
+    ids = model.generate(IDS[:, :8], max_new_tokens=4, eos_token_id=[])
+    assert ids.equal(rounded.generate(IDS[:, :8], max_new_tokens=4, eos_token_id=[]))
+    torch.testing.assert_close(merge_lora(model, reversible=True)(IDS).logits, logits, rtol=1e-4, atol=1e-5)
+    assert torch.equal(unmerge_lora(model)(IDS).logits, logits)
+    assert all(layer.is_float8 for layer in adapted_layers(model).values())
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_products_in_float8_learn_as_those_in_bfloat16(use_dora, kernel_device, monkeypatch):
+    """On a GPU with float8; here the CPU multiplies, with torch's casts for those of the interpreter."""
+    pytest.importorskip("torchao")
+    from liger_models.kernels import frozen_float8_linear
+
+    if kernel_device == "cpu":
+        monkeypatch.setattr(frozen_float8_linear, "quantize_rows", frozen_float8_linear.quantize_rows_reference)
+    model = llama(LoRAConfig(r=4, use_dora=use_dora), hidden_size=64, intermediate_size=128).to(torch.bfloat16)
+    (want, wanted), found = on(kernel_device, model, IDS, {}), []
+    scaled_mm = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: found.append(1) or scaled_mm(*args, **options))
+    loss, grads = on(kernel_device, quantize_base(model, dtype="float8"), IDS, {})
+    # Forward and backward of 4 products in 2 layers, but for the gradient of the embeddings, which nobody asks for.
+    assert len(found) == 2 * 2 * 4 - 1
+    assert error(loss, want) < 0.01
+    assert all(error(grads[name], gradient) < 0.25 for name, gradient in wanted.items())
+    joined = [torch.cat([each.float().flatten() for each in of.values()]) for of in (grads, wanted)]
+    assert torch.cosine_similarity(*joined, dim=0) > 0.99
+
+
+def test_quantised_weights_can_be_loaded_again():
+    pytest.importorskip("torchao")
+    model = llama(LoRAConfig(r=4), hidden_size=64, intermediate_size=128).to(torch.bfloat16)
+    dense = {name: each.clone() for name, each in hf_tensors(model, merge=False)}
+    quantised = dict(hf_tensors(quantize_base(model, dtype="float8"), merge=False))
+    load_hf_tensors(model, dense)
+    again = dict(hf_tensors(model, merge=False))
+    assert all(torch.equal(again[name], tensor) for name, tensor in quantised.items())
+    assert not all(torch.equal(again[name], tensor) for name, tensor in dense.items())
 
 
 def test_4_bits_without_torchao(monkeypatch):
@@ -540,8 +646,10 @@ def test_calls_out_of_order():
     with pytest.raises(ValueError, match="must have adapters"):
         save_adapter(llama(), "nowhere")
     pytest.importorskip("torchao")
-    with pytest.raises(ValueError, match="must not be in 4 bits yet"):
-        quantize_base(quantize_base(llama(LoRAConfig())))
+    with pytest.raises(ValueError, match="must not be quantised yet"):
+        quantize_base(quantize_base(llama(LoRAConfig())), dtype="float8")
+    with pytest.raises(ValueError, match="dtype must be one of nf4, float8, got 'int4'"):
+        quantize_base(llama(LoRAConfig()), dtype="int4")
 
 
 def test_a_head_with_an_adapter_is_not_sharded():

@@ -307,6 +307,16 @@ def test_two_ranks_make_a_plan_for_their_shards(folder, two):  # noqa: F811
     assert losses[0] == losses[1]
 
 
+def test_adapters_on_weights_in_float8_go_on(folder):
+    pytest.importorskip("torchao")
+    train_adapters(folder, "float8", lora_float8=True)
+    losses = [line["loss"] for line in log(folder / "float8")]
+    assert losses[-1] < losses[0] - 0.1
+    stopped_in_the_middle(folder, "float8", "float8-again")
+    train_adapters(folder, "float8-again", lora_float8=True)
+    assert adapter_files(folder / "float8-again") == adapter_files(folder / "float8")
+
+
 @pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning")
 def test_adapters_beside_4_bits_and_dropout_go_on(folder, two, capfd):  # noqa: F811
     pytest.importorskip("torchao")
@@ -415,6 +425,7 @@ def test_options_that_cannot_be(capsys):
         ("--context-parallel=2 --sample-prompt=a", "sample_prompt goes neither with tensor_parallel nor with"),
         ("--overflow=drop", "overflow must be one of split, truncate, got 'drop'"),
         ("--lora-4bit", "lora_4bit needs lora_r, got True and 0"),
+        ("--lora-r=4 --lora-4bit --lora-float8", "lora_4bit and lora_float8 are two ways to store the same weights"),
         ("--lora-targets=q_proj", "lora_targets needs lora_r"),
         ("--context-parallel=3", "length must be a multiple of the 3 GPUs that share a row, got 4096"),
         ("--tensor-parallel=2 --context-parallel=2", "tensor_parallel goes neither with context_parallel nor with"),

@@ -119,8 +119,8 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
         from liger_models.adapters import LoRAConfig, apply_lora, quantize_base
 
         apply_lora(model, LoRAConfig(**LORA))
-        if "nf4" in mode:
-            quantize_base(model)
+        for extra in {"nf4", "float8"} & mode.extras.keys():
+            quantize_base(model, dtype=extra)
     set_policies(model, mode)
     for extra in {"fp8", "fp8rowwise"} & mode.extras.keys():
         from liger_models.adapters.float8 import convert_to_float8

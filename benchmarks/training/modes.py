@@ -8,6 +8,7 @@
 | ``graph`` | both | CUDA graphs of forward and backward |
 | ``lora`` | both | train adapters of rank 16 on all linear layers of the blocks; of transformers by PEFT |
 | ``nf4`` | both | after ``lora``: frozen weights have 4 bits; of transformers by bitsandbytes |
+| ``float8`` | ours | after ``lora``: frozen weights are in float8, and so are their products |
 | ``peft`` | ours | after ``lora``: the adapters are PEFT's, on the unpacked model |
 | ``ac`` | hf | activation checkpointing |
 | ``static`` | hf | in ``decode``: a static cache, for which transformers compiles the step |
@@ -34,12 +35,13 @@ MODES = (
     "hf", "hf+ac", "hf+compile", "hf+liger", "hf+liger+ac",
     "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8+blocks",
     "hf+liger+lora", "ours+lora", "hf+liger+lora+nf4", "ours+lora+nf4",
+    "ours+lora+float8",
 )  # fmt: skip
 """The modes that ``--help`` names."""
 
 MODE = (
     r"hf(\+(ac|compile|graph|liger|lora(\+nf4)?))*"
-    r"|ours(\+(8bit|adamw|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+nf4|\+peft)?|warm"
+    r"|ours(\+(8bit|adamw|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+float8|\+nf4|\+peft)?|warm"
     r"|(full|moments|offload|selective)\d*|plan\d+))*"
 )
 """The regular expression of a valid mode."""
@@ -55,6 +57,7 @@ TITLES = {
     "8bit": ", moments in 8 bits", "moments": ", host memory for the moments", "warm": ", warmed up",
     "fp8": ", float8", "fp8rowwise": ", float8 by rows", "blocks": ", blocks compiled",
     "cp": ", context parallel", "lora": ", LoRA", "peft": " by PEFT", "nf4": " on 4 bits",
+    "float8": " on float8",
 }  # fmt: skip
 """What the tables call each word."""
 

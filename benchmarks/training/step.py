@@ -49,8 +49,9 @@ def make_plan(model: nn.Module, mode: Mode, B: int, T: int) -> Any:
     from liger_models.memory import plan_memory
     from liger_models.train import estimate
 
-    memory = estimate(model, B * T, four_bit="nf4" in mode, moments_8bit="8bit" in mode)
-    if "nf4" not in mode:
+    in_bits = {"four_bit": "nf4" in mode, "float8": "float8" in mode, "moments_8bit": "8bit" in mode}
+    memory = estimate(model, B * T, **in_bits)
+    if not (in_bits["four_bit"] or in_bits["float8"]):
         memory = memory._replace(temporary=0)  # nothing is gathered
     ours = "adamw" in mode or "inbackward" in mode
     budget = mode.extras["plan"] * 10**9

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from liger_models.adapters.lora_layers import adapter_config as adapter_config
     from liger_models.adapters.medusa import LigerMedusa as LigerMedusa
     from liger_models.adapters.mtp import LigerMTP as LigerMTP
-    from liger_models.adapters.nf4 import quantize_base as quantize_base
     from liger_models.adapters.peft_files import load_adapter as load_adapter
     from liger_models.adapters.peft_files import save_adapter as save_adapter
+    from liger_models.adapters.quantize import quantize_base as quantize_base
     from liger_models.adapters.unpacked import unpack_projections as unpack_projections
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
@@ -28,8 +28,8 @@ else:
             "lora_layers": ["LoRAConfig", "adapter_config"],
             "medusa": ["LigerMedusa"],
             "mtp": ["LigerMTP"],
-            "nf4": ["quantize_base"],
             "peft_files": ["load_adapter", "save_adapter"],
+            "quantize": ["quantize_base"],
             "unpacked": ["unpack_projections"],
         },
     )

@@ -10,7 +10,7 @@ several of these matrices; the weight map says which rows belong to which.
 Source: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732, https://arxiv.org/abs/2402.09353.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,10 @@ from liger_models.convert.weight_map import Expression
 from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group
+from liger_models.kernels.frozen_float8_linear import frozen_float8_linear
 from liger_models.kernels.nf4_linear import nf4_linear
 from liger_models.kernels.norm_linear import LowRank, low_rank_pair
+from liger_models.kernels.quantized_weight import QuantizedWeight
 from liger_models.layers.derived import derive
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import is_sharded, local
@@ -115,8 +117,6 @@ class LoRALinear(nn.Linear, Layer):
     adapted = ("weight",)
     active: bool = True
     """False computes with the frozen weight alone; see `without_adapters`."""
-    fuses: bool = True
-    """Whether fused ops may take the layer: False for weights in 4 bits, and for an estimate as if they were."""
     plain: nn.Linear
     """The layer without adapters. It holds no parameters and is not a submodule."""
 
@@ -168,9 +168,16 @@ class LoRALinear(nn.Linear, Layer):
         """Whether the frozen weight is stored in 4 bits (torchao's NF4Tensor); see `quantize_base`."""
         return hasattr(self.weight, "get_original_weight")
 
+    @property
+    def is_float8(self) -> bool:
+        """Whether the frozen weight is stored in float8 (torchao's Float8Tensor); see `quantize_base`."""
+        return hasattr(self.weight, "qdata")
+
     def dense_weight(self) -> Tensor:
-        """The frozen weight [O, C], dequantised if it is stored in 4 bits."""
+        """The frozen weight [O, C], dequantised if it is quantised."""
         weight: Any = self.weight
+        if self.is_float8:
+            weight = QuantizedWeight.of_float8(weight).dense()
         dense: Tensor = weight.get_original_weight() if self.is_nf4 else weight
         return dense
 
@@ -221,13 +228,20 @@ class LoRALinear(nn.Linear, Layer):
 
     @property
     def is_low_rank(self) -> bool:
-        """Whether the layer computes ``W x + b + s · B A x`` with a dense W, as fused ops do.
+        """Whether the layer computes ``W x + b + s · B A x``, as fused ops do.
 
-        DoRA, dropout and weights of 4 bits or sharded ones need more than that.
+        DoRA, dropout and sharded weights need more than that.
         """
-        if not self.fuses or self.config.use_dora or (self.training and self.config.lora_dropout > 0):
+        if self.config.use_dora or (self.training and self.config.lora_dropout > 0):
             return False
-        return type(self) is LoRALinear and type(self.weight) in PLAIN_WEIGHTS
+        return type(self) is LoRALinear and (type(self.weight) in PLAIN_WEIGHTS or self.is_nf4 or self.is_float8)
+
+    @property
+    def quantized_weight(self) -> QuantizedWeight | None:
+        """The frozen weight as fused ops take it if it is quantised; None for a dense one."""
+        if self.is_float8:
+            return QuantizedWeight.of_float8(self.weight)
+        return QuantizedWeight.of_nf4(self.weight) if self.is_nf4 else None
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """A [R, C] and s · B [O, R] in ``dtype``, for a layer that `is_low_rank`; None while they are switched off."""
@@ -235,7 +249,9 @@ class LoRALinear(nn.Linear, Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., O]."""
-        product = nf4_linear if self.is_nf4 else F.linear
+        product: Callable[..., Tensor] = F.linear
+        if self.is_nf4 or self.is_float8:
+            product = nf4_linear if self.is_nf4 else frozen_float8_linear
         if not self.active:
             return product(x, self.weight, self.bias)
         A, B, scale = self.derived(x.dtype)

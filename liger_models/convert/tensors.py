@@ -383,7 +383,8 @@ def _place(parameter: Any, expression: Expression, tensors: Mapping[str, Tensor]
         return expression.pack({name: tensor.to(local.device, local.dtype) for name, tensor in tensors.items()})
 
     if not is_sharded(parameter):
-        local.copy_(whole())
+        quantise = getattr(local, "from_hp", None)  # torchao's weights in float8, whose copy_ does not quantise
+        local.copy_(whole() if quantise is None else quantise(whole()))
         return
 
     def read(name: str, first: int, last: int) -> Tensor:

@@ -17,7 +17,8 @@ Backward, with dh the gradient of the new residual stream, in this order::
     dWgu = duᵀ @ N(h),   dbgu = Σ_rows du
 
 Saved: h, the norm's fp32 statistics of each row, the weights, and u. With ``recompute`` u is not saved: the backward
-recomputes it from h, bit for bit, and du takes its place. The normed activations and the product are never saved. A
+recomputes it from h, bit for bit, and du takes its place. The normed activations and the product are never saved.
+Frozen weights may be quantised, as in `norm_linear`: each is dequantised right before each of its products. A
 gradient that is not needed costs nothing; the others have the dtype of their input. The backward is one op, so that a
 compiler cannot see what it recomputes and save the forward's instead.
 
@@ -31,6 +32,7 @@ before its products with Wgu and du, dn is reduce-scattered, y is of all tokens,
 Source: https://arxiv.org/abs/2002.05202; recomputation as in https://arxiv.org/abs/2205.05198.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,6 +57,7 @@ from .norm_linear import (
     LowRank,
     check_linear,
     check_low_rank,
+    check_one_rank,
     given_or_empty,
     input_gradient,
     linear,
@@ -63,6 +66,7 @@ from .norm_linear import (
     low_rank_pair,
     weight_gradient,
 )
+from .quantized_weight import SCHEMA, QuantizedWeight, Weight, weight_for_op, weight_from_op
 from .row_linear import row_linear_forward, takes_row
 
 WORKSPACE_MIB = 1024
@@ -84,8 +88,8 @@ def gated_mlp_reference(
     x: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor | None,
-    gate_up_weight: Tensor,
-    down_weight: Tensor,
+    gate_up_weight: Weight,
+    down_weight: Weight,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     *,
@@ -107,17 +111,19 @@ def gated_mlp_reference(
     return linear(gated_act_reference(gate_up, act), down_weight, down_bias, down_low_rank), residual
 
 
+_QUANTIZED = f"{SCHEMA.format('gate_up_')}, {SCHEMA.format('down_')}"
 LIBRARY.define(
     "gated_mlp(Tensor? x, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_up_weight,"
     " Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_A, Tensor? gate_up_B,"
     " Tensor? down_A, Tensor? down_B, str norm, float eps, float weight_offset, bool scale_in_fp32, str act,"
-    " bool recompute, bool result, str group='', int ranks=1, bool sequence=False) -> (Tensor, Tensor, Tensor, Tensor)"
+    f" bool recompute, bool result, str group='', int ranks=1, bool sequence=False, {_QUANTIZED})"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "gated_mlp_backward(Tensor dy, Tensor? dh, Tensor h, Tensor statistics, Tensor? gate_up, Tensor? norm_weight,"
     " Tensor? norm_bias, Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, Tensor? gate_up_A,"
     " Tensor? gate_up_B, Tensor? down_A, Tensor? down_B, str norm, float eps, float weight_offset, bool scale_in_fp32,"
-    " str act, bool[11] needs, str group='', int ranks=1, bool sequence=False)"
+    f" str act, bool[11] needs, str group='', int ranks=1, bool sequence=False, {_QUANTIZED})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -129,19 +135,19 @@ def _gated_mlp(
     gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, kind: str, eps: float,
     weight_offset: float, scale_in_fp32: bool, act: str, recompute: bool, result: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    group = ranks_from_op(*rest)
+    group, (gate_up_matrix, down_matrix) = ranks_from_op(*rest[:3]), _weights(gate_up_weight, down_weight, rest)
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
     low_ranks = low_rank_pair(gate_up_A, gate_up_B), low_rank_pair(down_A, down_B)
-    constants = norm, gate_up_weight, down_weight, gate_up_bias, down_bias, low_ranks, act, recompute, result, group
+    constants = norm, gate_up_matrix, down_matrix, gate_up_bias, down_bias, low_ranks, act, recompute, result, group
     C, shape = residual.shape[-1], residual.shape[:-1]
     N = shape.numel()
     x = None if x is None else x.reshape(-1, C)
     residual = residual.reshape(-1, C)
-    rows, copies = _split_rows(N, gate_up_weight, group, recompute)
+    rows, copies = _split_rows(N, gate_up_matrix, group, recompute)
     if rows >= N:
         y, h, statistics, gate_up = _forward_rows(x, residual, *constants)
     else:
-        parts = down_weight.new_empty(copies, N, down_weight.shape[0])
+        parts = down_matrix.new_empty(copies, N, down_matrix.shape[0])
         h = residual.new_empty(0 if x is None else residual.shape)
         statistics = residual.new_empty(norm.statistics_shape((N,)), dtype=torch.float32)
         for start in range(0, N, rows):
@@ -159,7 +165,12 @@ def _gated_mlp(
     return rows_in_order(y, shape, group), h, statistics, gate_up
 
 
-def _split_rows(N: int, gate_up_weight: Tensor, group: Group | None, recompute: bool) -> tuple[int, int]:
+def _weights(gate_up_weight: Tensor, down_weight: Tensor, rest: Sequence[Any]) -> tuple[Weight, Weight]:
+    """The op's weights; ``rest`` are its last arguments, from the group on."""
+    return weight_from_op(gate_up_weight, rest[3:9]), weight_from_op(down_weight, rest[9:])
+
+
+def _split_rows(N: int, gate_up_weight: Weight, group: Group | None, recompute: bool) -> tuple[int, int]:
     """Own rows per chunk, and the number of ranks whose rows u holds."""
     copies = group.size if group is not None and group.sequence_parallel else 1
     row_bytes = gate_up_weight.shape[0] * gate_up_weight.itemsize
@@ -167,7 +178,7 @@ def _split_rows(N: int, gate_up_weight: Tensor, group: Group | None, recompute: 
 
 
 def _forward_rows(
-    x: Tensor | None, residual: Tensor, norm: FusedNorm, gate_up_weight: Tensor, down_weight: Tensor,
+    x: Tensor | None, residual: Tensor, norm: FusedNorm, gate_up_weight: Weight, down_weight: Weight,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, low_ranks: tuple[LowRank | None, LowRank | None], act: str,
     recompute: bool, result: bool, group: Group | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -180,7 +191,11 @@ def _forward_rows(
         return y, h, statistics, gate_up_weight.new_empty(0)
     rows = gather_rows(normed, group).to(gate_up_weight.dtype)
     gate_up_low_rank, down_low_rank = low_ranks
-    if gate_up_low_rank is None and takes_row(rows, gate_up_weight, gate_up_bias):
+    if (
+        isinstance(gate_up_weight, Tensor)
+        and gate_up_low_rank is None
+        and takes_row(rows, gate_up_weight, gate_up_bias)
+    ):
         gate_up, product = row_linear_forward(rows, gate_up_weight, gate_up_bias, act)
     else:
         gate_up = linear_forward(rows, gate_up_weight, gate_up_bias, gate_up_low_rank)
@@ -198,16 +213,16 @@ def _gated_mlp_backward(
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, kind: str,
     eps: float, weight_offset: float, scale_in_fp32: bool, act: str, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    group = ranks_from_op(*rest)
+    group, matrices = ranks_from_op(*rest[:3]), _weights(gate_up_weight, down_weight, rest)
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
     low_ranks = low_rank_pair(gate_up_A, gate_up_B), low_rank_pair(down_A, down_B)
-    constants = norm, gate_up_weight, down_weight, gate_up_bias, low_ranks, act, needs, group
-    likes = _likes(h, norm_weight, gate_up_weight, down_weight)
+    constants = norm, *matrices, gate_up_bias, low_ranks, act, needs, group
+    likes = _likes(h, norm_weight, *matrices)
     shape, C = h.shape, h.shape[-1]
     N = shape[:-1].numel()
     dy, h, statistics = rows_by_rank(dy, group), h.reshape(-1, C), statistics.reshape(norm.statistics_shape((N,)))
     dh = None if dh is None else dh.reshape(-1, C)
-    rows, copies = _split_rows(N, gate_up_weight, group, gate_up is None)
+    rows, copies = _split_rows(N, matrices[0], group, gate_up is None)
     if rows >= N:
         gate_up = None if gate_up is None else gate_up.reshape(-1, gate_up.shape[-1])
         dx, *grads = _backward_rows(dy, dh, h, statistics, gate_up, *constants)
@@ -228,7 +243,7 @@ def _gated_mlp_backward(
 
 def _backward_rows(
     dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, norm: FusedNorm,
-    gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None,
+    gate_up_weight: Weight, down_weight: Weight, gate_up_bias: Tensor | None,
     low_ranks: tuple[LowRank | None, LowRank | None], act: str, needs: list[bool], group: Group | None,
     totals: list[Tensor | None] | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
@@ -290,10 +305,10 @@ def _backward_rows(
     return [dx if need_stream else None, *sums]
 
 
-def _likes(h: Tensor, norm_weight: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor) -> list[Tensor]:
+def _likes(h: Tensor, norm_weight: Tensor | None, gate_up_weight: Weight, down_weight: Weight) -> list[Weight]:
     """A tensor of each gradient's dtype; a bias's gradient has its weight's."""
     norm = h if norm_weight is None else norm_weight
-    pairs = [gate_up_weight, gate_up_weight, down_weight, down_weight]
+    pairs: list[Weight] = [gate_up_weight, gate_up_weight, down_weight, down_weight]
     return [h, norm, norm, gate_up_weight, down_weight, gate_up_weight, down_weight, *pairs]
 
 
@@ -305,11 +320,14 @@ def _gated_mlp_fake(
     weight_offset: float, scale_in_fp32: bool, act: str, recompute: bool, result: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
-    rows = gathered_shape(residual.shape[:-1], ranks_from_op(*rest))
-    y = down_weight.new_empty(*rows, down_weight.shape[0])
+    rows, (gate_up, down) = (
+        gathered_shape(residual.shape[:-1], ranks_from_op(*rest[:3])),
+        _weights(gate_up_weight, down_weight, rest),
+    )
+    y = down.new_empty(*rows, down.shape[0])
     h = residual.new_empty(0 if x is None else residual.shape)
     statistics = residual.new_empty(norm.statistics_shape(residual.shape[:-1]), dtype=torch.float32)
-    return y, h, statistics, gate_up_weight.new_empty(0 if recompute else (*rows, gate_up_weight.shape[0]))
+    return y, h, statistics, gate_up.new_empty(0 if recompute else (*rows, gate_up.shape[0]))
 
 
 @torch.library.register_fake("liger_models::gated_mlp_backward", lib=LIBRARY)
@@ -319,8 +337,9 @@ def _gated_mlp_backward_fake(
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, kind: str,
     eps: float, weight_offset: float, scale_in_fp32: bool, act: str, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    likes = _likes(h, norm_weight, gate_up_weight[:, 0], down_weight[:, 0])
-    likes[3:5] = gate_up_weight, down_weight
+    matrices = _weights(gate_up_weight, down_weight, rest)
+    likes = _likes(h, norm_weight, *(each.new_empty(each.shape[0]) for each in matrices))
+    likes[3:5] = matrices
     pairs = gate_up_A, gate_up_B, down_A, down_B
     likes[7:] = [like if each is None else each for like, each in zip(likes[7:], pairs, strict=True)]
     return tuple(like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True))
@@ -329,7 +348,8 @@ def _gated_mlp_backward_fake(
 def _setup(ctx, inputs, output):
     x, residual, norm_weight, norm_bias, gate_up_weight, down_weight, gate_up_bias, down_bias, *rest = inputs
     low_ranks, constants = rest[:4], rest[4:]
-    ctx.constants, recompute, ctx.ranks = constants[:5], constants[5], constants[7:]
+    ctx.constants, recompute, ctx.ranks = constants[:5], constants[5], constants[7:10]
+    ctx.layouts = constants[14:16], constants[20:]
     _, h, statistics, gate_up = output
     ctx.set_materialize_grads(False)
     ctx.dtypes = [None if t is None else t.dtype for t in (x, norm_bias, gate_up_bias, down_bias)]
@@ -338,6 +358,7 @@ def _setup(ctx, inputs, output):
     ctx.save_for_backward(
         residual if x is None else h, statistics, None if recompute else gate_up, norm_weight, norm_bias,
         gate_up_weight, down_weight, gate_up_bias if recompute else None, *low_ranks,
+        *constants[10:14], *constants[16:20],
     )  # fmt: skip
 
 
@@ -345,10 +366,11 @@ def _backward(ctx, dy, dh, _dstatistics, _dgate_up):
     need_x, need_residual, *need_weights = ctx.needs_input_grad[:12]
     x_dtype, norm_bias_dtype, gate_up_bias_dtype, down_bias_dtype = ctx.dtypes
     if dy is None:  # only the residual stream has a gradient
-        return dh.to(x_dtype) if need_x and dh is not None else None, dh, *(None,) * 20
+        return dh.to(x_dtype) if need_x and dh is not None else None, dh, *(None,) * 32
     needs = [need_x or need_residual, *need_weights]
+    saved, (of_gate_up, of_down) = ctx.saved_tensors, ctx.layouts
     dx, *grads = torch.ops.liger_models.gated_mlp_backward(
-        dy, dh, *ctx.saved_tensors, *ctx.constants, needs, *ctx.ranks
+        dy, dh, *saved[:12], *ctx.constants, needs, *ctx.ranks, *saved[12:16], *of_gate_up, *saved[16:], *of_down
     )
     d_norm, d_norm_bias, d_gate_up, d_down, d_gate_up_bias, d_down_bias, *d_low_ranks = (
         grad if need else None for grad, need in zip(grads, need_weights, strict=True)
@@ -363,7 +385,7 @@ def _backward(ctx, dy, dh, _dstatistics, _dgate_up):
         None if d_gate_up_bias is None else d_gate_up_bias.to(gate_up_bias_dtype),
         None if d_down_bias is None else d_down_bias.to(down_bias_dtype),
         *d_low_ranks,
-        *(None,) * 10,
+        *(None,) * 22,
     )
 
 
@@ -374,8 +396,8 @@ def gated_mlp(
     x: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor | None,
-    gate_up_weight: Tensor,
-    down_weight: Tensor,
+    gate_up_weight: Weight,
+    down_weight: Weight,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     *,
@@ -397,7 +419,7 @@ def gated_mlp(
         x: [..., C], the output of a branch, which is added to the residual stream; None adds nothing.
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
         norm_weight: [C], or None for no norm.
-        gate_up_weight: [2 F, C], row 2f is gate f and row 2f + 1 is up f.
+        gate_up_weight: [2 F, C], row 2f is gate f and row 2f + 1 is up f; a tensor or a frozen `QuantizedWeight`.
         down_weight: [O, F] in the dtype of gate_up_weight, which is that of y and may differ from the stream's.
             Autocast does not change it.
         gate_up_bias: [2 F].
@@ -441,17 +463,23 @@ def gated_mlp(
     check_low_rank("gated_mlp", "gate_up_low_rank", gate_up_low_rank, gate_up_weight, ranks)
     check_low_rank("gated_mlp", "down_low_rank", down_low_rank, down_weight, ranks)
     check(ranks is None or down_bias is None, "gated_mlp: down_bias must be None with ranks. Add it to their sum.")
-    weights = gate_up_weight, down_weight, gate_up_bias, down_bias
+    check_one_rank("gated_mlp", "gate_up_weight", gate_up_weight, ranks)
+    check_one_rank("gated_mlp", "down_weight", down_weight, ranks)
     if not use_triton(residual):
         return gated_mlp_reference(
-            x, residual, norm_weight, *weights, act=act, eps=eps, weight_offset=weight_offset,
-            scale_in_fp32=scale_in_fp32, norm=norm, norm_bias=norm_bias, ranks=ranks,
+            x, residual, norm_weight, gate_up_weight, down_weight, gate_up_bias, down_bias, act=act, eps=eps,
+            weight_offset=weight_offset, scale_in_fp32=scale_in_fp32, norm=norm, norm_bias=norm_bias, ranks=ranks,
             gate_up_low_rank=gate_up_low_rank, down_low_rank=down_low_rank,
         )  # fmt: skip
     # Without gradients nothing is saved, and gate and up are freed before the last product.
     recompute = recompute or not torch.is_grad_enabled()
+    quantized: tuple[Any, ...] = ()
+    if isinstance(gate_up_weight, QuantizedWeight) or isinstance(down_weight, QuantizedWeight):
+        (gate_up_weight, of_gate_up), (down_weight, of_down) = map(weight_for_op, (gate_up_weight, down_weight))
+        quantized = *of_gate_up, *of_down
     y, h, _, _ = torch.ops.liger_models.gated_mlp(
-        x, residual, norm_weight, norm_bias, *weights, *(gate_up_low_rank or (None, None)),
-        *(down_low_rank or (None, None)), *fused_norm.constants, act, recompute, result, *for_op(ranks),
+        x, residual, norm_weight, norm_bias, gate_up_weight, down_weight, gate_up_bias, down_bias,
+        *(gate_up_low_rank or (None, None)), *(down_low_rank or (None, None)), *fused_norm.constants, act, recompute,
+        result, *for_op(ranks), *quantized,
     )  # fmt: skip
     return y, residual if x is None else h

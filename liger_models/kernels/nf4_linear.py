@@ -16,6 +16,7 @@ Saved: only the quantised weight, which exists anyway.
 Source: https://arxiv.org/abs/2305.14314.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from .batch_invariance import is_batch_invariant, product
 from .checks import check
 from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 
-BLOCK = 1024
+BLOCK = 512
 NUM_WARPS = 4
-"""Bytes of codes, and warps, of a program."""
+TILES = 4
+"""Bytes of codes that a program reads in a step, its warps, and its steps. With 4 bytes for a thread, the 8 numbers
+that come of them are what a thread stores at once, so nothing is exchanged between threads."""
 
 ROWS = 8
 ROW_CODES = 512
@@ -46,21 +49,24 @@ def _scale(scale_ptr, factor_ptr, mean, block, inside, dtype: tl.constexpr, SCAL
 
 @triton.jit
 def _nf4_weight_kernel(
-    code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, w_ptr, count,
-    CODES_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+    code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, w_ptr, pieces,
+    PAIRS: tl.constexpr, PIECES_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr, PIECES: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    bytes_ = start + tl.arange(0, BLOCK)
-    inside = bytes_ < count
-    dtype: tl.constexpr = w_ptr.dtype.element_ty
-    pair = tl.load(code_ptr + bytes_, mask=inside, other=0).to(tl.int32)
-    block = bytes_ // (CODES_PER_SCALE // 2)
+    """A piece is PAIRS bytes of codes with one scale, which is read and computed once for the piece."""
+    dtype: tl.constexpr = table_ptr.dtype.element_ty
     mean = tl.load(mean_ptr).to(tl.float32)
-    scale = _scale(scale_ptr, factor_ptr, mean, block, inside, dtype, SCALES_PER_FACTOR)
-    first = tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale
-    second = tl.load(table_ptr + (pair & 15)).to(tl.float32) * scale
-    numbers = 2 * start + tl.arange(0, 2 * BLOCK)
-    tl.store(w_ptr + numbers, tl.interleave(first, second).to(dtype), mask=numbers < 2 * count)
+    pairs, numbers = tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
+    for tile in tl.static_range(TILES):
+        piece = (tl.program_id(0).to(tl.int64) * TILES + tile) * PIECES + tl.arange(0, PIECES)
+        inside = piece < pieces
+        mask = inside[:, None]
+        scale = _scale(scale_ptr, factor_ptr, mean, piece // PIECES_PER_SCALE, inside, dtype, SCALES_PER_FACTOR)
+        pair = tl.load(code_ptr + piece[:, None] * PAIRS + pairs[None, :], mask=mask, other=0).to(tl.int32)
+        first = tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale[:, None]
+        second = tl.load(table_ptr + (pair & 15)).to(tl.float32) * scale[:, None]
+        both = tl.interleave(first, second).to(dtype).to(w_ptr.dtype.element_ty)
+        tl.store(w_ptr + piece[:, None] * (2 * PAIRS) + numbers[None, :], both, mask=mask)
 
 
 @triton.jit
@@ -99,20 +105,45 @@ def _nf4_row_kernel(
 Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _weight(packed: Packed, rows: int, columns: int, codes_per_scale: int, scales_per_factor: int) -> Tensor:
+def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Launch the kernel: the weight [rows, columns], rounded to the dtype of the table and then cast to ``dtype``.
+
+    Args:
+        packed: codes, scales, factors, mean, table.
+        layout: rows, columns, codes for each scale, scales for each factor.
+        dtype: float32, float16 or bfloat16.
+    """
     codes, scales, factors, mean, table = packed
-    weight = torch.empty(rows, columns, dtype=table.dtype, device=codes.device)
+    rows, columns, codes_per_scale, per_factor = layout
+    weight = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    bytes_ = codes_per_scale // 2
+    pairs = min(bytes_ & -bytes_, BLOCK)  # a power of two that divides the bytes of a scale
+    pieces, step = codes.numel() // pairs, BLOCK // pairs
     with on_device_of(codes):
-        _nf4_weight_kernel[(triton.cdiv(codes.numel(), BLOCK),)](
-            codes, scales, factors, mean, table, weight, codes.numel(), CODES_PER_SCALE=codes_per_scale,
-            SCALES_PER_FACTOR=scales_per_factor, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        _nf4_weight_kernel[(triton.cdiv(pieces, step * TILES),)](
+            codes, scales, factors, mean, table, weight, pieces, PAIRS=pairs, PIECES_PER_SCALE=bytes_ // pairs,
+            SCALES_PER_FACTOR=per_factor, PIECES=step, TILES=TILES, num_warps=NUM_WARPS,
         )  # fmt: skip
     return weight
 
 
-def _row(
-    x: Tensor, bias: Tensor | None, packed: Packed, rows: int, columns: int, codes_per_scale: int, per_factor: int
-) -> Tensor:
+def nf4_dense_reference(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What `nf4_dense` computes, in plain torch."""
+    codes, scales, factors, mean, table = packed
+    rows, columns, codes_per_scale, per_factor = layout
+    scale = (scales.view(-1, per_factor) / factors[:, None]).to(table.dtype) + mean
+    numbers = table[torch.stack([codes >> 4, codes & 15], -1).long()]
+    return (numbers.view(-1, codes_per_scale) * scale.view(-1, 1)).view(rows, columns).to(dtype)
+
+
+def takes_nf4_row(x: Tensor, columns: int, codes_per_scale: int) -> bool:
+    """Whether `nf4_row` takes x: a single row, of which the codes of each scale are a part."""
+    return codes_per_scale & (codes_per_scale - 1) == 0 == columns % codes_per_scale and x.numel() == columns
+
+
+def nf4_row(x: Tensor, bias: Tensor | None, packed: Packed, layout: Sequence[int]) -> Tensor:
+    """Launch the kernel for a single row x [..., columns]: [..., rows]."""
+    rows, columns, codes_per_scale, per_factor = layout
     y = x.new_empty(*x.shape[:-1], rows)
     with on_device_of(x):
         _nf4_row_kernel[(triton.cdiv(rows, ROWS),)](
@@ -134,16 +165,15 @@ LIBRARY.define(f"nf4_linear_backward(Tensor dy, {_PACKED}) -> Tensor")
 @torch.library.impl(LIBRARY, "nf4_linear", "CompositeExplicitAutograd")
 def _nf4_linear(x, bias, codes, scales, factors, mean, table, rows, columns, codes_per_scale, scales_per_factor):
     packed, sizes = (codes, scales, factors, mean, table), (rows, columns, codes_per_scale, scales_per_factor)
-    whole = codes_per_scale & (codes_per_scale - 1) == 0 == columns % codes_per_scale  # blocks are parts of rows
-    if whole and x.numel() == columns and not is_batch_invariant():
-        return _row(x, bias, packed, *sizes)
-    return product(x, _weight(packed, *sizes).to(x.dtype), bias)
+    if takes_nf4_row(x, columns, codes_per_scale) and not is_batch_invariant():
+        return nf4_row(x, bias, packed, sizes)
+    return product(x, nf4_dense(packed, sizes, x.dtype), bias)
 
 
 @torch.library.impl(LIBRARY, "nf4_linear_backward", "CompositeExplicitAutograd")
 def _nf4_linear_backward(dy, codes, scales, factors, mean, table, rows, columns, codes_per_scale, scales_per_factor):
-    weight = _weight((codes, scales, factors, mean, table), rows, columns, codes_per_scale, scales_per_factor)
-    return dy @ weight.to(dy.dtype)
+    packed, sizes = (codes, scales, factors, mean, table), (rows, columns, codes_per_scale, scales_per_factor)
+    return dy @ nf4_dense(packed, sizes, dy.dtype)
 
 
 @torch.library.register_fake("liger_models::nf4_linear", lib=LIBRARY)

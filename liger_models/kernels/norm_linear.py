@@ -17,6 +17,10 @@ frozen W and a low-rank term nothing is saved beyond that: the normed rows are r
 that is not needed costs nothing; the others have the dtype of their input. The backward is one op, so that a compiler
 cannot see that it recomputes N(h) and save the forward's instead.
 
+A frozen W may be quantised (`quantized_weight`). It is dequantised right before y and again right before dn, each time
+into a buffer that is freed after the product, or multiplied in float8. What is saved is W as it is stored, which exists
+anyway.
+
 With ``ranks`` each rank has its own rows of W, and dn is summed over the ranks before N'. With ``ranks.sequence`` each
 rank also has its own tokens. N(h) is then gathered before the products with W and dy, dn is reduce-scattered, and y is
 of all tokens. Nothing more is saved.
@@ -26,13 +30,13 @@ https://arxiv.org/abs/2205.05198 for tokens on ranks; https://arxiv.org/abs/2106
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .batch_invariance import is_batch_invariant, product
+from .batch_invariance import is_batch_invariant
 from .checks import check, check_floating
 from .collectives import (
     Group,
@@ -48,6 +52,16 @@ from .collectives import (
 from .dispatch import LIBRARY, use_triton
 from .fused_norm import FusedNorm
 from .linear_cross_entropy import accumulate
+from .quantized_weight import (
+    SCHEMA,
+    QuantizedWeight,
+    Weight,
+    dense,
+    input_product,
+    product,
+    weight_for_op,
+    weight_from_op,
+)
 from .row_linear import row_linear_forward, takes_row
 
 LowRank = tuple[Tensor, Tensor]
@@ -58,7 +72,7 @@ def norm_linear_reference(
     x: Tensor | None,
     residual: Tensor,
     norm: FusedNorm,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     ranks: Group | None = None,
     low_rank: LowRank | None = None,
@@ -73,7 +87,7 @@ def rms_norm_linear_reference(
     x: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
@@ -91,7 +105,7 @@ def layer_norm_linear_reference(
     residual: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor | None,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     eps: float = 1e-6,
     ranks: Group | None = None,
@@ -102,30 +116,38 @@ def layer_norm_linear_reference(
     return norm_linear_reference(x, residual, norm, weight, bias, ranks, low_rank)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
     """``x @ weightᵀ + bias`` and the low-rank term, in the weight's dtype, which the caller casts under autocast."""
-    device = weight.device.type
-    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+    with _no_autocast(weight.device):
         x = x.to(weight.dtype)
-        y = product(x, weight, None if bias is None else bias.to(weight.dtype))
-        return y if low_rank is None else y + product(product(x, low_rank[0]), low_rank[1])
+        y = product(x, dense(weight), None if bias is None else bias.to(weight.dtype))
+        return y if low_rank is None else y + product(product(x, low_rank[0], None), low_rank[1], None)
 
 
-def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def linear_forward(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
     """`linear` without a backward, inside an op: a single row has a kernel of its own."""
     if is_batch_invariant():
         return linear(x, weight, bias, low_rank)
     x, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
-    y = row_linear_forward(x, weight, bias)[0] if takes_row(x, weight, bias) else linear(x, weight, bias)
+    if isinstance(weight, Tensor) and takes_row(x, weight, bias):
+        y = row_linear_forward(x, weight, bias)[0]
+    else:
+        with _no_autocast(weight.device):
+            y = product(x, weight, bias)
     if low_rank is not None:
         A, B = low_rank
         y.view(-1, y.shape[-1]).addmm_(linear_forward(x, A, None).view(-1, A.shape[0]), B.t())
     return y
 
 
-def input_gradient(dy: Tensor, weight: Tensor, low_rank: LowRank | None) -> tuple[Tensor, Tensor | None]:
+def input_gradient(dy: Tensor, weight: Weight, low_rank: LowRank | None) -> tuple[Tensor, Tensor | None]:
     """``dy @ W + g @ A`` and ``g = dy @ B``, the gradient of the low-rank rows, for dy [N, O]."""
-    dx = dy @ weight
+    dx = input_product(dy, weight)
     if low_rank is None:
         return dx, None
     g = dy @ low_rank[1]
@@ -164,12 +186,12 @@ def low_rank_pair(A: Tensor | None, B: Tensor | None) -> LowRank | None:
 LIBRARY.define(
     "norm_linear(Tensor? x, Tensor residual, Tensor norm_weight, Tensor? norm_bias, Tensor weight, Tensor? bias,"
     " Tensor? A, Tensor? B, str norm, float eps, float weight_offset, bool scale_in_fp32, str group='', int ranks=1,"
-    " bool sequence=False) -> (Tensor, Tensor, Tensor)"
+    f" bool sequence=False, {SCHEMA.format('')}) -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "norm_linear_backward(Tensor dy, Tensor? dh, Tensor h, Tensor statistics, Tensor norm_weight, Tensor? norm_bias,"
     " Tensor weight, Tensor? A, Tensor? B, str norm, float eps, float weight_offset, bool scale_in_fp32,"
-    " bool[7] needs, str group='', int ranks=1, bool sequence=False)"
+    f" bool[7] needs, str group='', int ranks=1, bool sequence=False, {SCHEMA.format('')})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -180,14 +202,14 @@ def _norm_linear(
     bias: Tensor | None, A: Tensor | None, B: Tensor | None, kind: str, eps: float, weight_offset: float,
     scale_in_fp32: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    group = ranks_from_op(*rest)
+    group, matrix = ranks_from_op(*rest[:3]), _weight(weight, rest)
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
     normed, h, statistics = norm.forward(x, residual)
     if group is None or not group.sequence_parallel:
-        y = linear_forward(normed, weight, bias, low_rank_pair(A, B))
+        y = linear_forward(normed, matrix, bias, low_rank_pair(A, B))
     else:
         rows = gather_rows(normed.reshape(-1, normed.shape[-1]), group)
-        y = rows_in_order(linear(rows, weight, bias), residual.shape[:-1], group)
+        y = rows_in_order(linear(rows, matrix, bias), residual.shape[:-1], group)
     # An op's output may not be its input: without x the second output is empty.
     return y, residual.new_empty(0) if x is None else h, statistics
 
@@ -198,30 +220,35 @@ def _norm_linear_backward(
     weight: Tensor, A: Tensor | None, B: Tensor | None, kind: str, eps: float, weight_offset: float,
     scale_in_fp32: bool, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    group, low_rank = ranks_from_op(*rest), low_rank_pair(A, B)
+    group, low_rank, matrix = ranks_from_op(*rest[:3]), low_rank_pair(A, B), _weight(weight, rest)
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
     need_stream, need_norm_weight, need_norm_bias, need_weight, need_bias, *need_low_rank = needs
     need_rows = need_weight or any(need_low_rank)
     dy = rows_by_rank(dy, group)
     dx = d_norm_weight = d_norm_bias = g = rows = None
     if need_stream or need_norm_weight or need_norm_bias:
-        dn, g = input_gradient(dy, weight, low_rank)
+        dn, g = input_gradient(dy, matrix, low_rank)
         dx, d_norm_weight, d_norm_bias, rows = norm.backward(
             sum_rows(dn, group).view(h.shape), dh, h, statistics,
-            need_weight=need_norm_weight, need_bias=need_norm_bias, rows_dtype=weight.dtype if need_rows else None,
+            need_weight=need_norm_weight, need_bias=need_norm_bias, rows_dtype=matrix.dtype if need_rows else None,
         )  # fmt: skip
         del dn
     elif need_rows:
-        rows = norm.again(h, statistics, weight.dtype)
+        rows = norm.again(h, statistics, matrix.dtype)
     rows = None if rows is None else gather_rows(rows.view(-1, h.shape[-1]), group)
     d_weight = dy.t() @ rows if need_weight and rows is not None else None
     low_rank_grads = low_rank_gradients((None, None), dy, g, rows, low_rank, need_low_rank)
     d_bias = dy.sum(0) if need_bias else None
     grads = dx if need_stream else None, d_norm_weight, d_norm_bias, d_weight, d_bias, *low_rank_grads
-    return given_or_empty(grads, (h, norm_weight, norm_weight, weight, weight, weight, weight))
+    return given_or_empty(grads, (h, norm_weight, norm_weight, matrix, matrix, matrix, matrix))
 
 
-def given_or_empty(grads: Sequence[Tensor | None], likes: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _weight(weight: Tensor, rest: Sequence[Any]) -> Weight:
+    """The op's weight; ``rest`` are its last arguments, from the group on."""
+    return weight_from_op(weight, rest[3:])
+
+
+def given_or_empty(grads: Sequence[Tensor | None], likes: Sequence[Weight]) -> tuple[Tensor, ...]:
     """Gradients as an op returns them: it must return tensors, so one that is not needed is empty."""
     return tuple(like.new_empty(0) if grad is None else grad for grad, like in zip(grads, likes, strict=True))
 
@@ -232,8 +259,8 @@ def _norm_linear_fake(
     bias: Tensor | None, A: Tensor | None, B: Tensor | None, kind: str, eps: float, weight_offset: float,
     scale_in_fp32: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
-    y = weight.new_empty(*gathered_shape(residual.shape[:-1], ranks_from_op(*rest)), weight.shape[0])
+    norm, matrix = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32), _weight(weight, rest)
+    y = matrix.new_empty(*gathered_shape(residual.shape[:-1], ranks_from_op(*rest[:3])), matrix.shape[0])
     h = residual.new_empty(0 if x is None else residual.shape)
     return y, h, residual.new_empty(norm.statistics_shape(residual.shape[:-1]), dtype=torch.float32)
 
@@ -244,28 +271,32 @@ def _norm_linear_backward_fake(
     weight: Tensor, A: Tensor | None, B: Tensor | None, kind: str, eps: float, weight_offset: float,
     scale_in_fp32: bool, needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    likes = (h, norm_weight, norm_weight, weight, weight[:, 0], *(weight if each is None else each for each in (A, B)))
+    matrix = _weight(weight, rest)
+    bias = matrix.new_empty(matrix.shape[0])
+    likes = (h, norm_weight, norm_weight, matrix, bias, *(matrix if each is None else each for each in (A, B)))
     return tuple(like.new_empty(like.shape if need else 0) for like, need in zip(likes, needs, strict=True))
 
 
 def _setup(ctx, inputs, output):
     x, residual, norm_weight, norm_bias, weight, bias, A, B, *constants = inputs
-    ctx.constants, ctx.ranks = constants[:4], constants[4:]
+    ctx.constants, ctx.ranks, ctx.layout = constants[:4], constants[4:7], constants[11:]
     _, h, statistics = output
     ctx.set_materialize_grads(False)
     ctx.x_dtype = residual.dtype if x is None else x.dtype
     ctx.bias_dtypes = [None if t is None else t.dtype for t in (norm_bias, bias)]
     frozen_stream = x is None or not any(ctx.needs_input_grad[:2])
     ctx.mark_non_differentiable(*((h, statistics) if frozen_stream else (statistics,)))
-    ctx.save_for_backward(residual if x is None else h, statistics, norm_weight, norm_bias, weight, A, B)
+    stream = residual if x is None else h
+    ctx.save_for_backward(stream, statistics, norm_weight, norm_bias, weight, A, B, *constants[7:11])
 
 
 def _backward(ctx, dy, dh, _dstatistics):
     need_x, need_residual, *need_weights = ctx.needs_input_grad[:8]
     if dy is None:  # only the residual stream has a gradient
-        return dh.to(ctx.x_dtype) if need_x and dh is not None else None, dh, *(None,) * 13
+        return dh.to(ctx.x_dtype) if need_x and dh is not None else None, dh, *(None,) * 19
+    saved, needs = ctx.saved_tensors, [need_x or need_residual, *need_weights]
     dx, *grads = torch.ops.liger_models.norm_linear_backward(
-        dy, dh, *ctx.saved_tensors, *ctx.constants, [need_x or need_residual, *need_weights], *ctx.ranks
+        dy, dh, *saved[:7], *ctx.constants, needs, *ctx.ranks, *saved[7:], *ctx.layout
     )
     d_norm_weight, d_norm_bias, d_weight, d_bias, dA, dB = (
         grad if need else None for grad, need in zip(grads, need_weights, strict=True)
@@ -280,16 +311,16 @@ def _backward(ctx, dy, dh, _dstatistics):
         None if d_bias is None else d_bias.to(bias_dtype),
         dA,
         dB,
-        *(None,) * 7,
+        *(None,) * 13,
     )
 
 
 torch.library.register_autograd("liger_models::norm_linear", _backward, setup_context=_setup, lib=LIBRARY)
 
 
-def check_linear(op: str, name: str, weight: Tensor, bias: Tensor | None, in_features: int) -> None:
+def check_linear(op: str, name: str, weight: Weight, bias: Tensor | None, in_features: int) -> None:
     """Raise unless weight is [out, in_features] and bias, if any, [out]."""
-    check_floating(op, **{name: weight, f"{name}'s bias": bias})
+    check_floating(op, **{name: weight if isinstance(weight, Tensor) else None, f"{name}'s bias": bias})
     shape = weight.shape
     if len(shape) == 2 and shape[1] == in_features and (bias is None or bias.shape == shape[:1]):
         return  # the usual case, in which no message has to be made
@@ -303,7 +334,7 @@ def check_linear(op: str, name: str, weight: Tensor, bias: Tensor | None, in_fea
     )
 
 
-def check_low_rank(op: str, name: str, low_rank: LowRank | None, weight: Tensor, ranks: Group | None) -> None:
+def check_low_rank(op: str, name: str, low_rank: LowRank | None, weight: Weight, ranks: Group | None) -> None:
     """Raise unless A is [R, in] and B [out, R], both in the dtype of the weight [out, in], on one rank."""
     if low_rank is None:
         return
@@ -318,11 +349,19 @@ def check_low_rank(op: str, name: str, low_rank: LowRank | None, weight: Tensor,
     check(ranks is None, f"{op}: {name} must be None with ranks.")
 
 
+def check_one_rank(op: str, name: str, weight: Weight, ranks: Group | None) -> None:
+    """Raise if a quantised weight is given with ranks."""
+    check(
+        ranks is None or isinstance(weight, Tensor),
+        f"{op}: {name} must be a tensor with ranks, got a QuantizedWeight. Use one rank.",
+    )
+
+
 def norm_linear(
     x: Tensor | None,
     residual: Tensor,
     norm: FusedNorm,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     ranks: Group | None = None,
     low_rank: LowRank | None = None,
@@ -332,11 +371,14 @@ def norm_linear(
     norm.check(op, x, residual)
     check_linear(op, "weight", weight, bias, residual.shape[-1])
     check_low_rank(op, "low_rank", low_rank, weight, ranks)
+    check_one_rank(op, "weight", weight, ranks)
     if not use_triton(residual):
         return norm_linear_reference(x, residual, norm, weight, bias, ranks, low_rank)
-    A, B = low_rank or (None, None)
+    (A, B), quantized = low_rank or (None, None), ()
+    if isinstance(weight, QuantizedWeight):
+        weight, quantized = weight_for_op(weight)
     y, h, _ = torch.ops.liger_models.norm_linear(
-        x, residual, norm.weight, norm.bias, weight, bias, A, B, *norm.constants, *for_op(ranks)
+        x, residual, norm.weight, norm.bias, weight, bias, A, B, *norm.constants, *for_op(ranks), *quantized
     )
     return y, residual if x is None else h
 
@@ -345,7 +387,7 @@ def rms_norm_linear(
     x: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
@@ -359,10 +401,11 @@ def rms_norm_linear(
         x: [..., C], the output of a branch, which is added to the residual stream; None adds nothing.
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
         norm_weight: [C].
-        weight: [O, C]; its dtype is that of y and may differ from the stream's. Autocast does not change it.
+        weight: [O, C], a tensor or a frozen `QuantizedWeight`; its dtype is that of y and may differ from the stream's.
+            Autocast does not change it.
         bias: [O].
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.
-        ranks: tensor parallel ranks, each with its own rows of weight and bias; None for one rank. With
+        ranks: tensor parallel ranks, each with its own rows of a dense weight and of bias; None for one rank. With
             ``ranks.sequence`` x and residual hold the rank's own tokens, y is of all tokens, and the gradients of the
             norm's weights are the own tokens' share.
         low_rank: ``(A [R, C], B [O, R])`` in the weight's dtype; y gains ``(rms_norm(residual) @ Aᵀ) @ Bᵀ``. Not with
@@ -385,7 +428,7 @@ def layer_norm_linear(
     residual: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor | None,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     eps: float = 1e-6,
     ranks: Group | None = None,

@@ -31,6 +31,7 @@ from liger_models.layers.norm import (
     is_fusible,
     is_plain,
     low_rank_of,
+    weight_of,
 )
 from liger_models.memory.recompute import is_hooked, recomputes, repeats, run_twice
 
@@ -136,15 +137,12 @@ class GatedMLP(Layer):
             normed, residual = add_norm(norm, x, residual)
             return self(normed), residual
         partial = row_parallel(self.down_proj)
-        gate_up, down, gate_up_bias, down_bias = autocast_weights(
+        gate_up, down = weight_of(self.gate_up_proj, residual), weight_of(self.down_proj, residual)
+        gate_up_bias, down_bias = autocast_weights(
             residual,
-            local(self.gate_up_proj.weight),
-            local(self.down_proj.weight),
             local_or_none(self.gate_up_proj.bias),
             None if partial else local_or_none(self.down_proj.bias),
         )
-        assert gate_up is not None
-        assert down is not None
         mlp = functools.partial(
             gated_mlp, x, residual, fused.weight, gate_up, down, gate_up_bias, down_bias,
             act=self.act, eps=fused.eps, weight_offset=fused.weight_offset, scale_in_fp32=fused.scale_in_fp32,

@@ -15,6 +15,7 @@ from liger_models.kernels.layer_norm import (
     layer_norm_reference,
 )
 from liger_models.kernels.norm_linear import LowRank, norm_linear
+from liger_models.kernels.quantized_weight import QuantizedWeight, Weight
 from liger_models.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (
@@ -266,6 +267,14 @@ def low_rank_of(linear: nn.Module, dtype: torch.dtype) -> LowRank | None:
     return None if low_rank is None else low_rank(dtype)
 
 
+def weight_of(linear: nn.Linear, x: Tensor) -> Weight:
+    """What a fused op multiplies by, in autocast's dtype: the rank's part of the weight, or a `QuantizedWeight`."""
+    quantized: QuantizedWeight | None = getattr(linear, "quantized_weight", None)
+    weight = local(linear.weight) if quantized is None else quantized
+    device = x.device.type
+    return weight.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else weight
+
+
 def autocast_weights(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
     """The weights in autocast's dtype for the device of ``x``, or as they are where autocast is off."""
     if not torch.is_autocast_enabled(x.device.type):
@@ -292,6 +301,5 @@ def add_norm_linear(
     if fused is None:
         normed, residual = add_norm(norm, x, residual)
         return linear(normed), residual
-    weight, bias = autocast_weights(residual, local(linear.weight), local_or_none(linear.bias))
-    assert weight is not None
+    weight, (bias,) = weight_of(linear, residual), autocast_weights(residual, local_or_none(linear.bias))
     return norm_linear(x, residual, fused, weight, bias, ranks_of(linear), low_rank_of(linear, weight.dtype))

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from liger_models.adapters.lora_layers import adapted_layers
 from liger_models.adapters.medusa import LigerMedusa
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import group_of
@@ -74,7 +75,8 @@ def apply_fsdp(
         ``model``.
 
     Raises:
-        ValueError: there is no process group, the model is already sharded, or the mesh does not fit.
+        ValueError: there is no process group, the model is already sharded, its weights are quantised, or the mesh does
+            not fit.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
     """
@@ -86,6 +88,12 @@ def apply_fsdp(
     check(
         not isinstance(model, FSDPModule),
         f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is. Call it once for each model.",
+    )
+    quantised = [name for name, layer in adapted_layers(model).items() if getattr(layer, "quantized_weight", None)]
+    check(
+        not quantised,
+        f"apply_fsdp: weights must not be quantised, got {', '.join(quantised[:2])} and others. Use one GPU, or "
+        "leave quantize_base out.",
     )
     if isinstance(model, LigerMedusa):
         _shard_medusa(

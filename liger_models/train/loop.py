@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from liger_models.adapters.lora import apply_lora, language_targets
 from liger_models.adapters.lora_layers import EXPERTS, LoRAConfig
-from liger_models.adapters.nf4 import quantize_base
 from liger_models.adapters.peft_files import save_adapter
+from liger_models.adapters.quantize import quantize_base
 from liger_models.arch.auto import load_by_name
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.vision_language import VisionLanguageModel
@@ -135,6 +135,7 @@ class TrainOptions(ObjectiveOptions):
     lora_tower: bool = option(default=False, metadata={"help": "adapt the vision tower, too"})
     lora_experts: bool = option(default=False, metadata={"help": "adapt the routed experts, too"})
     lora_4bit: bool = option(default=False, metadata={"help": "4-bit weights under the adapters; on one device only"})
+    lora_float8: bool = option(default=False, metadata={"help": "float8 under the adapters; on one device only"})
     tensor_parallel: int = option(default=1, metadata={"help": "GPUs that share the layers, and the batch"})
     context_parallel: int = option(default=1, metadata={"help": "GPUs that share the tokens of a row, and the batch"})
     checkpointing: str | None = option(
@@ -206,6 +207,10 @@ class TrainOptions(ObjectiveOptions):
         for name in TrainOptions.__dataclass_fields__:
             value = name.startswith("lora_") and getattr(self, name)
             check(self.lora_r > 0 or not value, f"TrainOptions: {name} needs lora_r, got {value} and {self.lora_r}.")
+        check(
+            not (self.lora_4bit and self.lora_float8),
+            "TrainOptions: lora_4bit and lora_float8 are two ways to store the same weights, got both. Choose one.",
+        )
         muon = self.optimizer == "muon"
         check(
             muon or self.muon_lr is None,
@@ -480,13 +485,13 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, co
             sizes["target_parameters"] = EXPERTS
         return apply_lora(model, LoRAConfig(target_modules=targets, **sizes))
 
-    if not options.lora_4bit:
+    if not (options.lora_4bit or options.lora_float8):
         return load_by_name(options.model, shard=lambda model: shard(adapt(model)), **given)
-    ranks = dist.get_world_size()
-    check(ranks == 1, f"train: with lora_4bit there must be one rank, got {ranks}. Start one, or leave lora_4bit out.")
-    # Loaded on the CPU: the device need not have room for the weights in more than 4 bits.
+    ranks, name = dist.get_world_size(), "lora_4bit" if options.lora_4bit else "lora_float8"
+    check(ranks == 1, f"train: with {name} there must be one rank, got {ranks}. Start one, or leave {name} out.")
+    # Loaded on the CPU: the device need not have room for the weights in more bits.
     whole = load_by_name(options.model, **given | {"device": "cpu"})
-    return quantize_base(adapt(whole), device)
+    return quantize_base(adapt(whole), device, "nf4" if options.lora_4bit else "float8")
 
 
 def load_frozen(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM:
@@ -499,7 +504,7 @@ def load_frozen(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM
 def estimate_step(options: TrainOptions, model: CausalLM) -> TrainingMemory:
     """The estimate of the memory of a step on this rank."""
     tokens = options.batch_size * options.length // options.sharing
-    kinds = {"four_bit": options.lora_4bit, "moments_8bit": options.moments_8bit}
+    kinds = {"four_bit": options.lora_4bit, "float8": options.lora_float8, "moments_8bit": options.moments_8bit}
     return estimate(model, tokens, muon=options.optimizer == "muon", **kinds)
 
 

@@ -13,7 +13,7 @@ from huggingface_hub.utils.tqdm import tqdm
 
 from liger_models.adapters.lora import apply_lora
 from liger_models.adapters.lora_layers import adapter_config
-from liger_models.adapters.nf4 import nf4_bytes, quantised_layers
+from liger_models.adapters.quantize import quantised_bytes, quantised_layers
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
 from liger_models.generation.options import resolve
@@ -161,18 +161,26 @@ def banner(
 
 
 def estimate(
-    model: CausalLM, tokens: int, *, four_bit: bool = False, moments_8bit: bool = False, muon: bool = False
+    model: CausalLM,
+    tokens: int,
+    *,
+    four_bit: bool = False,
+    float8: bool = False,
+    moments_8bit: bool = False,
+    muon: bool = False,
 ) -> TrainingMemory:
     """Estimate a step's memory on this rank's device, for a model that FSDP shards.
 
     This rank's parameters, gradients and the optimizer's moments are counted as they are. Activations, the head, and
     what FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation. A model with
-    4-bit weights is not sharded: instead of what is gathered, two weights that a product dequantises are counted.
+    quantised weights is not sharded. Instead of what is gathered, what a product makes is counted: of 4-bit weights the
+    dense one; in float8 the transposed weight and the rows that it is multiplied with.
 
     Args:
         model: as it is trained; not sharded by `apply_tp`. It may be on the meta device.
         tokens: tokens of a batch on this rank.
         four_bit: count the weights under the adapters in 4 bits, as after `quantize_base`.
+        float8: count them in float8, as after ``quantize_base(model, dtype="float8")``.
         moments_8bit: count the moments in 8 bits, as ``LigerAdamW(state_dtype=torch.int8)`` has them.
         muon: count what `LigerMuon` holds: one momentum for each matrix.
     """
@@ -181,19 +189,12 @@ def estimate(
         empty = AutoLigerModel.from_config(model.config, device="meta", kernels=model.kernels)
         if adapters is not None:
             apply_lora(empty, adapters)
-    in_4_bits = quantised_layers(empty) if four_bit else []
-    for layer in in_4_bits:
-        layer.fuses = False
-    try:
-        step = training_memory(empty, tokens, torch.bfloat16)
-    finally:
-        for layer in in_4_bits:
-            layer.fuses = True
-    base = {layer.weight for layer in quantised_layers(model)} if four_bit else set()
+    step = training_memory(empty, tokens, torch.bfloat16)
+    base = {layer.weight for layer in quantised_layers(model)} if four_bit or float8 else set()
     matrices = {*model.hidden_matrices().values()} if muon else set()
 
     def bytes_of(each: Any) -> int:
-        return nf4_bytes(each.numel()) if each in base else int(local(each).nbytes)
+        return quantised_bytes(each.shape, "nf4" if four_bit else "float8") if each in base else int(local(each).nbytes)
 
     def moments(each: Any) -> list[int]:
         if each in matrices:
@@ -201,7 +202,9 @@ def estimate(
         return moment_bytes(local(each).shape, moment_dtype(each, torch.int8 if moments_8bit else None))
 
     if four_bit:
-        temporary = 4 * max(each.numel() for each in base)
+        temporary = 2 * max(each.numel() for each in base)
+    elif float8:
+        temporary = max(each.numel() for each in base) + tokens * max(max(each.shape) for each in base)
     else:
         ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
         block = max(sum(each.numel() for each in block.parameters()) for block in empty.layers)

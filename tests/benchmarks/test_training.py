@@ -72,6 +72,7 @@ def test_a_mode_is_parsed():
     assert [mode.blocks(extra, 32) for extra in ("offload", "selective", "full")] == [12, 32, 0]
     assert re.fullmatch(MODE, "ours+adamw+8bit+moments16")
     assert re.fullmatch(MODE, "ours+adamw+plan60")
+    assert re.fullmatch(MODE, "ours+lora+float8")
     assert not re.fullmatch(MODE, "ours+adamw+plan")
     assert Mode.parse("ours+plan60").extras == {"plan": 60}
     assert title("ours+plan60") == "liger_models, planned for 60 GB"

@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 
 import torch
-from torchao.quantization import to_nf4
+from torchao.quantization import Float8Tensor, to_nf4
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -32,6 +32,7 @@ from liger_models.kernels.divergence import (
     linear_divergence,
     logits_divergence,
 )
+from liger_models.kernels.frozen_float8_linear import frozen_float8_linear
 from liger_models.kernels.gated_act import gated_act
 from liger_models.kernels.gated_delta_rule import gated_delta_rule
 from liger_models.kernels.gated_mlp import gated_mlp
@@ -119,6 +120,7 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
         differentiate(act_linear(x, draw_(64, C), draw_(64), act))
     differentiate(nf4_linear(draw_(3, 64), to_nf4(draw_(8, 64).detach(), 64, 1)))
     nf4_linear(draw_(1, 64).detach(), to_nf4(draw_(8, 64).detach(), 64, 1))
+    differentiate(frozen_float8_linear(draw_(3, C), Float8Tensor.from_hp(draw_(64, C).detach())))
     differentiate(rms_norm_linear(x, residual, norm, draw_(64, C)))
     for act in ("silu", "gelu_tanh", "gelu"):
         differentiate(gated_act(draw_(3, 2 * F), act))

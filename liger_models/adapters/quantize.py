@@ -1,0 +1,90 @@
+"""The frozen weights under the adapters are stored in 4 bits (QLoRA) or in float8."""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
+from liger_models.base.causal_lm import CausalLM
+from liger_models.kernels.checks import check
+
+Model = TypeVar("Model", bound=CausalLM)
+
+NF4_BLOCK = 64
+"""Number of weights that share a scale."""
+
+
+def quantize_base(model: Model, device: torch.device | str | None = None, dtype: str = "nf4") -> Model:
+    """Store the frozen weights of the blocks' adapted layers in 4 bits or in float8, in place. Needs torchao.
+
+    The head and routed experts are not quantised.
+
+    Args:
+        model: with adapters.
+        device: the device to move the model to; each weight is quantised there. A model on the CPU then never takes
+            more of the device's memory than the finished model and what quantising one weight takes, which is about 14
+            bytes an element. Default: the model stays where it is.
+        dtype: "nf4" as in QLoRA: a weight takes about 4.1 bits, 64 weights share a scale of 8 bits, and products are
+            computed in the model's dtype. "float8": a weight takes 8 bits (e4m3) with a scale for each row, and a
+            bfloat16 model on a GPU with float8 computes the products of these layers in it, forward and backward.
+
+    Raises:
+        ImportError: torchao is not installed.
+        ValueError: no linear layer of the blocks has adapters, weights are quantised already, ``dtype`` is unknown, or
+            for "nf4" the size of a weight is not a multiple of 64.
+
+    Source: https://arxiv.org/abs/2305.14314 (NF4), https://arxiv.org/abs/2209.05433 (float8).
+    """
+    check(dtype in _FORMATS, f"quantize_base: dtype must be one of {', '.join(_FORMATS)}, got {dtype!r}.")
+    try:
+        import torchao.quantization as torchao
+    except ImportError as error:
+        raise ImportError(
+            "quantize_base: torchao must be installed, got none. Run: pip install 'liger_models[lora]'"
+        ) from error
+    layers = quantised_layers(model)
+    check(
+        bool(layers),
+        f"quantize_base: {type(model).__name__} must have adapters on linear layers, got none. Call apply_lora first.",
+    )
+    for layer in layers:
+        check(
+            layer.quantized_weight is None,
+            "quantize_base: weights must not be quantised yet, got some that are. Call it once.",
+        )
+        values = _FORMATS[dtype](torchao, layer.weight.detach().to(device))
+        layer.weight = nn.Parameter(values, requires_grad=False)
+    return model if device is None else model.to(device)
+
+
+def _nf4(torchao: Any, weight: Tensor) -> Tensor:
+    size = weight.numel()
+    check(
+        size % NF4_BLOCK == 0,
+        f"quantize_base: weights must have a multiple of {NF4_BLOCK} elements, got {list(weight.shape)}.",
+    )
+    values: Tensor = torchao.to_nf4(weight, NF4_BLOCK, math.gcd(size // NF4_BLOCK, 256))
+    return values
+
+
+def _float8(torchao: Any, weight: Tensor) -> Tensor:
+    values: Tensor = torchao.Float8Tensor.from_hp(weight)
+    return values
+
+
+_FORMATS: dict[str, Callable[[Any, Tensor], Tensor]] = {"nf4": _nf4, "float8": _float8}
+
+
+def quantised_layers(model: nn.Module) -> list[LoRALinear]:
+    """The layers whose weights `quantize_base` quantises."""
+    found = adapted_layers(model).items()
+    return [layer for path, layer in found if path != "lm_head" and isinstance(layer, LoRALinear)]
+
+
+def quantised_bytes(shape: torch.Size, dtype: str) -> int:
+    """Bytes of a weight [O, C]. NF4: 4 bits each, and a scale of 8 bits for 64. Float8: 8 bits, and 4 bytes a row."""
+    count = shape.numel()
+    return count // 2 + count // NF4_BLOCK if dtype == "nf4" else count + 4 * shape[0]

@@ -1,0 +1,158 @@
+"""Frozen weights that are stored in fewer bits than they are multiplied in, as ops take them in place of a tensor.
+
+An op dequantises such a weight right before each product, forward and backward, and frees it after it. Only the stored
+tensors are saved, which exist anyway.
+
+    NF4       `nf4_linear`: 4-bit codes with scales of 8 bits
+    float8    `frozen_float8_linear`: e4m3 with a scale for each row, multiplied in float8 where the device can
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import batch_invariance
+from .dispatch import use_triton
+from .frozen_float8_linear import float8_dense, float8_input_product, float8_product
+from .nf4_linear import Packed, nf4_dense, nf4_dense_reference, nf4_row, takes_nf4_row
+
+
+class QuantizedWeight(NamedTuple):
+    """A frozen weight [O, C] in NF4 or float8; it has no gradient.
+
+    Attributes:
+        codes: NF4: uint8 [O · C / 2]. Float8: float8_e4m3fn [O, C].
+        scales: NF4: int8, one for each block. Float8: float32 [O].
+        factors, mean, table: of NF4, as `nf4_linear` describes them; None for float8.
+        layout: O, C, and of NF4 codes for each scale, scales for each factor.
+        dtype: of the dense weight: float32, float16 or bfloat16.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    factors: Tensor | None
+    mean: Tensor | None
+    table: Tensor | None
+    layout: Sequence[int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of_nf4(cls, weight: Any) -> "QuantizedWeight":
+        """Torchao's ``NF4Tensor`` [O, C], in its own dtype. It shares the memory."""
+        return cls(
+            weight.quantized_data, weight.quantized_scalers, weight.quantization_factor, weight.scaler_mean, weight.nf4,
+            [*weight.shape, weight.block_size, weight.scaler_block_size], weight.dtype,
+        )  # fmt: skip
+
+    @classmethod
+    def of_float8(cls, weight: Any) -> "QuantizedWeight":
+        """Torchao's ``Float8Tensor`` [O, C] with a scale for each row, in its own dtype. It shares the memory."""
+        return cls(weight.qdata, weight.scale.view(-1), None, None, None, [*weight.shape], weight.dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[O, C]``."""
+        return torch.Size(self.layout[:2])
+
+    @property
+    def device(self) -> torch.device:
+        """Of the stored tensors."""
+        return self.codes.device
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a dense element."""
+        return self.dtype.itemsize
+
+    @property
+    def requires_grad(self) -> bool:
+        """Always False."""
+        return False
+
+    def dim(self) -> int:
+        """Always 2."""
+        return 2
+
+    def is_floating_point(self) -> bool:
+        """As of the dense weight."""
+        return True
+
+    def to(self, dtype: torch.dtype) -> "QuantizedWeight":
+        """The same weight, which is cast to ``dtype`` when it is dequantised."""
+        return self._replace(dtype=dtype)
+
+    def new_empty(self, *size: Any, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised tensor like the dense weight."""
+        return self.scales.new_empty(*size, dtype=dtype or self.dtype)
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The stored tensors."""
+        return tuple(each for each in self[:5] if each is not None)
+
+    def _nf4(self) -> Packed | None:
+        _, _, factors, mean, table, *_ = self
+        if factors is None or mean is None or table is None:
+            return None
+        return self.codes, self.scales, factors, mean, table
+
+    def dense(self) -> Tensor:
+        """The weight [O, C] in ``dtype``, newly made."""
+        nf4 = self._nf4()
+        if nf4 is None:
+            return float8_dense(self.codes, self.scales, self.dtype)
+        return (nf4_dense if use_triton(nf4[-1]) else nf4_dense_reference)(nf4, self.layout, self.dtype)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ Wᵀ + bias`` inside an op."""
+        nf4 = self._nf4()
+        if nf4 is None:
+            return float8_product(x, self.codes, self.scales, bias)
+        if takes_nf4_row(x, self.layout[1], self.layout[2]):
+            return nf4_row(x, bias, nf4, self.layout)
+        return F.linear(x, self.dense(), bias)
+
+    def input_product(self, dy: Tensor) -> Tensor:
+        """``dy @ W`` inside an op."""
+        is_float8 = self.table is None
+        return float8_input_product(dy, self.codes, self.scales) if is_float8 else dy @ self.dense()
+
+
+Weight = Tensor | QuantizedWeight
+"""What ops multiply by: a dense weight, or one that they dequantise for each product."""
+
+SCHEMA = (
+    "Tensor? {0}scales=None, Tensor? {0}factors=None, Tensor? {0}mean=None, Tensor? {0}table=None, int[] {0}layout=[],"
+    " ScalarType? {0}dtype=None"
+)
+"""What the schema of an op has for a weight besides the weight, which is a tensor of codes if these are given."""
+
+
+def weight_for_op(weight: Weight) -> tuple[Tensor, tuple[Any, ...]]:
+    """A weight as arguments of an op: the tensor, and what `SCHEMA` has besides."""
+    return (weight, (None, None, None, None, [], None)) if isinstance(weight, Tensor) else (weight.codes, weight[1:])
+
+
+def weight_from_op(weight: Tensor, rest: Sequence[Any]) -> Weight:
+    """The inverse of `weight_for_op`; ``rest`` is empty where the dispatcher has left out defaults."""
+    return weight if not rest or rest[0] is None else QuantizedWeight(weight, *rest)
+
+
+def dense(weight: Weight) -> Tensor:
+    """The weight [O, C] as a tensor, to be multiplied with and freed."""
+    return weight if isinstance(weight, Tensor) else weight.dense()
+
+
+def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """``x @ Wᵀ + bias`` inside an op, for x [..., C] and bias in the dtype of the weight."""
+    if isinstance(weight, Tensor) or batch_invariance.is_batch_invariant():
+        return batch_invariance.product(x, dense(weight), bias)
+    return weight.product(x, bias)
+
+
+def input_product(dy: Tensor, weight: Weight) -> Tensor:
+    """``dy @ W`` inside an op, for dy [..., O] in the dtype of the weight."""
+    return dy @ weight if isinstance(weight, Tensor) else weight.input_product(dy)
