@@ -13,7 +13,7 @@ from liger_models.kernels.norm_linear import norm_linear_reference
 
 from .oracle import opcheck, run, wide
 
-N, C, F, O = 21, 32, 48, 64  # no multiple of 16 rows
+N, C, F, OUT = 21, 32, 48, 64  # no multiple of 16 rows
 KINDS = ["rms", "gemma", "layer", "none"]
 CASES = [(False, kind) for kind in KINDS] + [(True, kind) for kind in KINDS]
 NAMES = ["x", "residual", "norm_weight", "norm_bias", "weight", "bias", "down_weight", "down_bias"]
@@ -33,10 +33,10 @@ def make(mlp: bool, kind: str, dtype: torch.dtype, device: str):
         named["norm_weight"] = 1 + draw(C) / 4
     if kind == "layer":
         named["norm_bias"] = draw(C)
-    named |= {"weight": draw(2 * F if mlp else O, C) / C**0.5, "bias": draw(2 * F if mlp else O)}
+    named |= {"weight": draw(2 * F if mlp else OUT, C) / C**0.5, "bias": draw(2 * F if mlp else OUT)}
     if mlp:
-        named |= {"down_weight": draw(O, F) / F**0.5, "down_bias": draw(O)}
-    return named, [draw(3, N // 3, O), draw(3, N // 3, C)]
+        named |= {"down_weight": draw(OUT, F) / F**0.5, "down_bias": draw(OUT)}
+    return named, [draw(3, N // 3, OUT), draw(3, N // 3, C)]
 
 
 def call(function, names, kind, **options):
