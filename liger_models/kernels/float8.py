@@ -218,11 +218,20 @@ def _amax_kernel(
 
 
 @triton.jit
+def _store_columns(pointer, q, row, column, C, padded):
+    """Store q [ROWS, COLUMNS] as columns that are ``padded`` long."""
+    place = column.to(tl.int64)[:, None] * padded + tl.trans(row)
+    tl.store(pointer + place, tl.trans(q), mask=(column < C)[:, None] & tl.trans(row < padded))
+
+
+@triton.jit
 def _round_kernel(
-    x_ptr, other_ptr, rstd_ptr, amax_ptr, rows_ptr, columns_ptr, inverse_ptr, N, C, padded, weight_offset,
+    x_ptr, other_ptr, rstd_ptr, amax_ptr, product_amax_ptr, rows_ptr, columns_ptr, product_ptr, inverse_ptr,
+    product_inverse_ptr, N, C, padded, weight_offset,
     KIND: tl.constexpr, ACT: tl.constexpr, SCALE_IN_FP32: tl.constexpr, PER_COLUMN: tl.constexpr,
-    STORE_ROWS: tl.constexpr, STORE_COLUMNS: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
-    POWER_OF_2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STORE_ROWS: tl.constexpr, STORE_COLUMNS: tl.constexpr, STORE_PRODUCT: tl.constexpr, LIMIT: tl.constexpr,
+    PRODUCT_LIMIT: tl.constexpr, TINY: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     start = tl.program_id(1) * COLUMNS
@@ -239,11 +248,20 @@ def _round_kernel(
             tl.store(inverse_ptr, _inverse(scale))
         x *= scale
     q = x.to(rows_ptr.dtype.element_ty)
+    if STORE_PRODUCT:  # of the same gate and up
+        p = _values(
+            x_ptr, other_ptr, rstd_ptr, row, start // 2, N, C // 2, weight_offset, "product", ACT, SCALE_IN_FP32,
+            ROWS, COLUMNS // 2,
+        )  # fmt: skip
+        scale = _scale(tl.load(product_amax_ptr), PRODUCT_LIMIT, TINY, POWER_OF_2)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(product_inverse_ptr, _inverse(scale))
+        half = start // 2 + tl.arange(0, COLUMNS // 2)
+        _store_columns(product_ptr, (p * scale).to(product_ptr.dtype.element_ty), row, half, C // 2, padded)
     if STORE_ROWS:
         tl.store(rows_ptr + row * C + column[None, :], q, mask=(row < N) & (column < C)[None, :])
     if STORE_COLUMNS:
-        place = column.to(tl.int64)[:, None] * padded + tl.trans(row)
-        tl.store(columns_ptr + place, tl.trans(q), mask=(column < C)[:, None] & tl.trans(row < padded))
+        _store_columns(columns_ptr, q, row, column, C, padded)
 
 
 @triton.jit
@@ -317,12 +335,14 @@ def add_amax(matrix: Matrix, amax: Tensor) -> None:
 
 
 def round_tiles(
-    matrix: Matrix, amax: Tensor, dtype: torch.dtype, power_of_2: bool, *, rows: bool, columns: bool
-) -> tuple[Float8 | None, Float8 | None]:
+    matrix: Matrix, amax: Tensor, dtype: torch.dtype, power_of_2: bool, *, rows: bool, columns: bool,
+    product_amax: Tensor | None = None,
+) -> tuple[Float8 | None, Float8 | None, Float8 | None]:  # fmt: skip
     """The matrix rounded by a known amax, [1] of the tensor or [C] of its columns: by rows and by columns, on request.
 
     The columns are [C, N], where N is padded with zeros to a multiple of 16. With an amax of each column only they may
-    be asked for.
+    be asked for. The third result, for a gradient of gate and up with a ``product_amax`` [1], is the columns of the
+    product of gate and up.
     """
     N, C = matrix.shape
     x = matrix.x
@@ -331,15 +351,24 @@ def round_tiles(
     by_columns = torch.empty((C, padded) if columns else 0, dtype=dtype, device=x.device)
     per_column = amax.numel() > 1
     inverse = torch.ones(C if per_column else (), dtype=torch.float32, device=x.device)
+    product, product_inverse, wants_product = by_columns, inverse, product_amax is not None
+    if wants_product:
+        product = torch.empty(C // 2, padded, dtype=float8_dtype(x.device), device=x.device)
+        product_inverse = torch.ones((), dtype=torch.float32, device=x.device)
     pointers, constants = _arguments(matrix)
     if N * C:
         with on_device_of(x):
             _round_kernel[(triton.cdiv(padded, WRITE_ROWS), triton.cdiv(C, WRITE_COLUMNS))](
-                *pointers, amax, by_rows, by_columns, inverse, N, C, padded, matrix.weight_offset,
-                PER_COLUMN=per_column, STORE_ROWS=rows, STORE_COLUMNS=columns, ROWS=WRITE_ROWS, COLUMNS=WRITE_COLUMNS,
-                num_warps=NUM_WARPS, **_limits(dtype, power_of_2), **constants,
+                *pointers, amax, amax if product_amax is None else product_amax, by_rows, by_columns, product, inverse,
+                product_inverse, N, C, padded, matrix.weight_offset, PER_COLUMN=per_column, STORE_ROWS=rows,
+                STORE_COLUMNS=columns, STORE_PRODUCT=wants_product, PRODUCT_LIMIT=torch.finfo(product.dtype).max,
+                ROWS=WRITE_ROWS, COLUMNS=WRITE_COLUMNS, num_warps=NUM_WARPS, **_limits(dtype, power_of_2), **constants,
             )  # fmt: skip
-    return Float8(by_rows, inverse) if rows else None, Float8(by_columns, inverse) if columns else None
+    return (
+        Float8(by_rows, inverse) if rows else None,
+        Float8(by_columns, inverse) if columns else None,
+        Float8(product, product_inverse) if wants_product else None,
+    )
 
 
 def round_rows(matrix: Matrix, dtype: torch.dtype, power_of_2: bool) -> Float8:
@@ -386,18 +415,50 @@ def round_matrix(
     if recipe.by_row and columns:
         amax = torch.zeros(matrix.shape[1], dtype=torch.float32, device=matrix.x.device)
         add_amax(matrix, amax)
-        _, by_columns = round_tiles(matrix, amax, dtype, recipe.power_of_2, rows=False, columns=True)
+        _, by_columns, _ = round_tiles(matrix, amax, dtype, recipe.power_of_2, rows=False, columns=True)
     if not recipe.by_row and (rows or columns):
         amax = torch.zeros(1, dtype=torch.float32, device=matrix.x.device) if amax is None else amax
         if not known:
             add_amax(matrix, amax)
-        by_rows, by_columns = round_tiles(matrix, amax, dtype, recipe.power_of_2, rows=rows, columns=columns)
+        by_rows, by_columns, _ = round_tiles(matrix, amax, dtype, recipe.power_of_2, rows=rows, columns=columns)
     return by_rows, by_columns  # type: ignore[return-value]
 
 
 def round_columns(matrix: Matrix, recipe: Recipe, amax: Tensor | None = None) -> Float8:
     """`round_matrix` by columns alone; amax, if given, is known."""
     return round_matrix(matrix, recipe, rows=False, columns=True, amax=amax, known=amax is not None)[1]
+
+
+def round_gradient(
+    gate_up: Tensor, d_product: Tensor, act: str, recipe: Recipe, amax: Tensor | None, *,
+    rows: bool, columns: bool, product: bool,
+) -> tuple[Float8, Float8, Float8]:  # fmt: skip
+    """Rounded: the gradient of gate_up by rows and by columns, and the columns of the gated product.
+
+    Args:
+        gate_up: [N, 2 F].
+        d_product: [N, F], the gradient of the product.
+        act: the activation.
+        recipe: one of `RECIPES`.
+        amax: [1], a known bound of the product, as in `round_matrix`; None where it is not known.
+        rows, columns, product: what is asked for; only that may be used.
+    """
+    gradient, of_product = Matrix("gradient", gate_up, d_product, act=act), Matrix("product", gate_up, act=act)
+    parts: tuple[Float8 | None, ...]
+    if recipe.by_row:
+        parts = round_matrix(gradient, recipe, gradient=True, rows=rows, columns=columns)
+        parts = *parts, round_columns(of_product, recipe) if product else None
+    else:
+        bounds = torch.zeros(2, dtype=torch.float32, device=gate_up.device)
+        add_amax(gradient, bounds[:1])
+        if amax is None and product:
+            amax = bounds[1:]
+            add_amax(of_product, amax)
+        parts = round_tiles(
+            gradient, bounds[:1], float8_dtype(gate_up.device, recipe.wide_gradients), recipe.power_of_2,
+            rows=rows, columns=columns, product_amax=amax if product else None,
+        )  # fmt: skip
+    return parts  # type: ignore[return-value]
 
 
 def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor) -> Float8:

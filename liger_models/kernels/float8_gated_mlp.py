@@ -36,6 +36,7 @@ from .float8 import (
     Recipe,
     plain,
     round_columns,
+    round_gradient,
     round_matrix,
     scaled_product,
     weight_columns,
@@ -157,11 +158,7 @@ def _float8_gated_mlp_backward(
     mlp = _MLP(norm, gate_up_weight, down_weight, gate_up_bias, None, act, RECIPES[recipe], amax)
     shape, C = h.shape, h.shape[-1]
     N = shape[:-1].numel()
-    dy, h, statistics = (
-        dy.reshape(N, down_weight.shape[0]),
-        h.reshape(N, C),
-        statistics.reshape(norm.statistics_shape((N,))),
-    )
+    dy, h, statistics = dy.reshape(N, dy.shape[-1]), h.reshape(N, C), statistics.reshape(norm.statistics_shape((N,)))
     dh = None if dh is None else dh.reshape(N, C)
     rows, _ = _split_rows(N, gate_up_weight, None, gate_up is None)
     if rows >= N:
@@ -195,7 +192,8 @@ def _backward_rows(
     need_du = need_dn or need_gate_up or need_gate_up_bias
     norm, act, recipe, amax, dtype = mlp.norm, mlp.act, mlp.recipe, mlp.amax, mlp.gate_up_weight.dtype
     wide = torch.promote_types(dtype, torch.float32) if totals is not None else None
-    dx = d_norm_weight = d_norm_bias = d_gate_up_weight = d_down_weight = d_gate_up_bias = rows = None
+    rounds_dw = recipe.rounds_dw
+    dx = d_norm_weight = d_norm_bias = d_gate_up_weight = d_down_weight = d_gate_up_bias = rows = du = p = None
     own = gate_up is None
     if gate_up is None and (need_du or need_down):
         factors = normed_again(norm, h, statistics, dtype), plain(mlp.gate_up_weight)
@@ -204,54 +202,46 @@ def _backward_rows(
         )
         gate_up = mlp.gate_up(normed, weight)
         del factors, normed, weight
-    gradient = plain(dy)
-    dy_rows, dy_columns = round_matrix(
-        gradient, recipe, gradient=True, rows=need_du, columns=need_down and recipe.rounds_dw
-    )
-    du = product = None
+    of_product = None if own else amax[2:3]
+    dy_rows, dy_columns = round_matrix(plain(dy), recipe, gradient=True, rows=need_du, columns=need_down and rounds_dw)
     if gate_up is not None and need_du:
         d_product = scaled_product(dy_rows, weight_columns(mlp.down_weight, recipe, amax[WEIGHTS[1]]), dtype)
         del dy_rows
-        if recipe.rounds_dw and not need_gate_up_bias:
-            du, product = Matrix("gradient", gate_up, d_product, act=act), Matrix("product", gate_up, act=act)
-        else:
-            d_gate_up, p = gated_act_backward(
-                d_product, gate_up, act, need_down, overwrite_dy=True, overwrite_gate_up=own
+        if rounds_dw and not need_gate_up_bias:
+            du_rows, du_columns, p_columns = round_gradient(
+                gate_up, d_product, act, recipe, of_product, rows=need_dn, columns=need_gate_up, product=need_down
             )
-            d_gate_up_bias = d_gate_up.sum(0, dtype=wide) if need_gate_up_bias else None
-            du, product = plain(d_gate_up), None if p is None else plain(p)
-            del d_gate_up, p
+        else:
+            du, p = gated_act_backward(d_product, gate_up, act, need_down, overwrite_dy=True, overwrite_gate_up=own)
+            d_gate_up_bias = du.sum(0, dtype=wide) if need_gate_up_bias else None
+            du_rows, du_columns = round_matrix(
+                plain(du), recipe, gradient=True, rows=need_dn, columns=need_gate_up and rounds_dw
+            )
         del d_product
     elif gate_up is not None and need_down:
-        product = Matrix("product", gate_up, act=act) if recipe.rounds_dw else plain(gated_act_forward(gate_up, act))
+        p = gated_act_forward(gate_up, act)
     del gate_up
-    if product is not None and need_down and recipe.rounds_dw:
-        p_columns = round_columns(product, recipe, None if own else amax[2:3])
+    if need_down and rounds_dw:
+        p_columns = p_columns if p is None else round_columns(plain(p), recipe, of_product)
         d_down_weight = scaled_product(dy_columns, p_columns, wide or dtype)
         del p_columns
-    elif product is not None and need_down:
-        d_down_weight = weight_gradient(None, dy, product.x, wide is not None)
-    del product, dy_columns
-    if du is not None:
-        du_rows, du_columns = round_matrix(
-            du, recipe, gradient=True, rows=need_dn, columns=need_gate_up and recipe.rounds_dw
-        )
-        if recipe.rounds_dw:
-            du = None
+    elif p is not None:
+        d_down_weight = weight_gradient(None, dy, p, wide is not None)
+    del p, dy_columns
     if need_dn:
         dn = scaled_product(du_rows, weight_columns(mlp.gate_up_weight, recipe, amax[WEIGHTS[0]]), dtype)
         del du_rows
         dx, d_norm_weight, d_norm_bias, rows = norm.backward(
             dn, dh, h, statistics, need_weight=need_norm_weight, need_bias=need_norm_bias,
-            rows_dtype=dtype if need_gate_up and not recipe.rounds_dw else None, sum_dtype=wide,
+            rows_dtype=dtype if need_gate_up and not rounds_dw else None, sum_dtype=wide,
         )  # fmt: skip
         del dn
-    if need_gate_up and recipe.rounds_dw:
+    if need_gate_up and rounds_dw:
         n_columns = round_columns(normed_again(norm, h, statistics, dtype), recipe, amax[:1])
         d_gate_up_weight = scaled_product(du_columns, n_columns, wide or dtype)
     elif need_gate_up and du is not None:
         rows = norm.again(h, statistics, dtype) if rows is None else rows
-        d_gate_up_weight = weight_gradient(None, du.x, rows, wide is not None)
+        d_gate_up_weight = weight_gradient(None, du, rows, wide is not None)
     d_down_bias = dy.sum(0, dtype=wide) if need_down_bias else None
     sums = [d_norm_weight, d_norm_bias, d_gate_up_weight, d_down_weight, d_gate_up_bias, d_down_bias]
     if totals is not None:

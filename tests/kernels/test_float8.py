@@ -13,6 +13,7 @@ from liger_models.kernels.float8 import (
     normed_matrix,
     plain,
     rms_norm_round,
+    round_gradient,
     round_matrix,
     round_reference,
     round_rows,
@@ -117,6 +118,24 @@ def test_norm_rounds_its_rows(kernel_device, recipe, C, poisoned_empty):
             torch.testing.assert_close(again, want)
             assert_equal(rows, round_reference(again, E4M3, options.by_row, options.power_of_2), E4M3)
             assert options.by_row or amax == again.abs().max()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("known", [False, True])
+def test_gradient_and_product_in_one_pass(kernel_device, recipe, known, poisoned_empty):
+    options = RECIPES[recipe]
+    for dtype in dtypes(kernel_device):
+        gate_up = draw(37, 96, device=kernel_device, dtype=dtype)
+        dy = draw(37, 48, device=kernel_device, dtype=dtype)
+        du, p = gated_act_backward(dy, gate_up, "silu", True)
+        amax = p.abs().max()[None].float() if known else None
+        parts = round_gradient(gate_up, dy, "silu", options, amax, rows=True, columns=True, product=True)
+        formats = [float8_dtype(p.device, options.wide_gradients)] * 2 + [float8_dtype(p.device)]
+        for part, want, float8 in zip(parts, (du, du.t(), p.t()), formats, strict=True):
+            assert_equal(part, round_reference(want, float8, options.by_row, options.power_of_2), float8)
+        parts = round_gradient(gate_up, dy, "silu", options, amax, rows=True, columns=False, product=False)
+        assert_equal(parts[0], round_reference(du, formats[0], options.by_row, options.power_of_2), formats[0])
+        assert parts[1:] == (None, None)
 
 
 def test_nan_and_infinity_stay(kernel_device):
