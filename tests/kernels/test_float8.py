@@ -23,7 +23,7 @@ from liger_models.kernels.float8 import (
 from liger_models.kernels.gated_act import ACTIVATIONS, gated_act_backward, gated_act_forward
 from liger_models.kernels.rms_norm import rms_norm_forward, rms_normed
 
-SHAPES = [(1, 16), (37, 48), (130, 80), (5, 2064)]
+SHAPES = [(1, 16), (37, 48), (130, 80), (3, 2064)]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -51,18 +51,18 @@ def assert_equal(got: Float8, want: Float8, dtype: torch.dtype) -> None:
 
 
 def matrices(N: int, C: int, device: str, dtype: torch.dtype):
-    """Matrices that kernels compute, and the same as tensors that other kernels compute."""
+    """Matrices that kernels compute, and the same as tensors that other kernels compute; of large ones not all."""
     x = draw(N, C, device=device, dtype=dtype)
     yield plain(x), x
     weight = draw(1, C, device=device, dtype=dtype)[0] + 1
-    for offset, scale_in_fp32 in ((0.0, False), (1.0, True)):
+    for offset, scale_in_fp32 in ((0.0, False), (1.0, True))[: 2 if N * C < 2000 else 1]:
         _, h, rstd = rms_norm_forward(x, None, weight, 1e-6, offset, scale_in_fp32)
         yield (
             normed_matrix(h, weight, rstd, offset, scale_in_fp32),
             rms_normed(h, weight, rstd, offset, scale_in_fp32, dtype),
         )
     gate_up = draw(N, 2 * C, device=device, dtype=dtype)
-    for act in ACTIVATIONS:
+    for act in ACTIVATIONS if N * C < 2000 else ["silu"]:
         yield Matrix("product", gate_up, act=act), gated_act_forward(gate_up, act)
         yield Matrix("gradient", gate_up, x, act=act), gated_act_backward(x, gate_up, act, False)[0]
 
@@ -75,7 +75,7 @@ def test_rounded_bit_for_bit(kernel_device, size, recipe, poisoned_empty):
     for dtype in dtypes(kernel_device):
         for matrix, x in matrices(*size, kernel_device, dtype):
             assert matrix.shape == x.shape
-            for gradient in (False, True):
+            for gradient in {False, options.wide_gradients}:
                 float8 = float8_dtype(x.device, gradient and options.wide_gradients)
                 reference = lambda x: round_reference(x, float8, options.by_row, options.power_of_2)  # noqa: B023
                 rows, columns = round_matrix(matrix, options, gradient=gradient, columns=True)
