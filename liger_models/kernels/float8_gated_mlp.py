@@ -34,6 +34,7 @@ from .float8 import (
     Float8,
     Matrix,
     Recipe,
+    add_amax,
     plain,
     round_columns,
     round_gradient,
@@ -109,7 +110,12 @@ def _float8_gated_mlp(
     amax = torch.zeros(4, dtype=torch.float32, device=residual.device)
     weights = gate_up_weight, down_weight
     mlp = _MLP(norm, *weights, gate_up_bias, down_bias, act, RECIPES[recipe], amax)
-    rounded = [weight_rows(weight, mlp.recipe, amax[at]) for weight, at in zip(weights, WEIGHTS, strict=True)]
+    rounded = []
+    for weight, at in zip(weights, WEIGHTS, strict=True):
+        if result or not recompute:
+            rounded.append(weight_rows(weight, mlp.recipe, amax[at]))
+        elif not mlp.recipe.by_row:  # the backward reads the maxima
+            add_amax(plain(weight), amax[at])
     C, shape = residual.shape[-1], residual.shape[:-1]
     N = shape.numel()
     x, residual = None if x is None else x.reshape(N, C), residual.reshape(N, C)
