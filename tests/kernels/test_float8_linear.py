@@ -104,7 +104,7 @@ def test_product_alone(backend, recipe):
     assert 0 < (ours[0] - exact[0]).norm() < 0.05 * exact[0].norm()
     for got, want in zip(ours[1:], exact[1:], strict=True):
         assert (got - want).norm() < 0.1 * want.norm()
-    assert torch.equal(ours[-1], dy.sum((0, 1))) or (ours[-1] - exact[-1]).norm() < 1e-5 * exact[-1].norm()
+    torch.testing.assert_close(ours[-1], exact[-1])  # the bias's gradient is not rounded
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
