@@ -28,7 +28,7 @@ START_LOSS = 4.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "llama-3.2-1b")
-    add_modes(parser, "hf,hf+compile,hf+liger,ours,ours+fp8+blocks")
+    add_modes(parser, "hf,hf+compile,hf+liger,ours,ours+fp8")
     add_batch(parser, "8x2048")
     add_steps(parser, 200, "steps of the run")
 

@@ -30,8 +30,6 @@ def import_libraries(mode: Mode) -> None:
         from liger_models import AutoLigerModel  # noqa: F401
     if "liger" in mode:
         import liger_kernel.transformers  # noqa: F401
-    if "fp8" in mode or "fp8rowwise" in mode:
-        import torchao.float8  # noqa: F401
 
 
 def main(function: str, mode_text: str, model: str, batch: str, steps: str) -> None:

@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def speed_up_the_interpreter() -> None:
     """Halve the interpreter's time, which goes into Python objects around the arrays: what is equal is made once.
+
+    Its rounding to float8 is replaced by PyTorch's, because it loses carries.
 
     Each launch patches ``triton.language``. The interpreter patches it again whenever one function of a kernel calls
     another. Only the first call into a module needs that: Triton's own functions find the language under other names.
@@ -76,6 +79,13 @@ def speed_up_the_interpreter() -> None:
                 dtypes[name] = np_dtype(type)
             return dtypes[name]
 
+        def float8(src, source, target, rounding, convert=interpreter._convert_float):
+            dtype = getattr(torch, FLOAT8.get(target.name, ""), None)
+            if dtype is None or source.name != "fp32":
+                return convert(src, source, target, rounding)
+            return torch.from_numpy(np.ascontiguousarray(src)).to(dtype).view(torch.uint8).numpy()
+
+        interpreter._convert_float = float8
         interpreter.InterpretedFunction.__call__ = call
         core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, array_dtype
         implementation.broadcast_impl_value, implementation.binary_op_type_checking_impl = same_shape, same_type
@@ -84,6 +94,9 @@ def speed_up_the_interpreter() -> None:
         # What it finds nobody reads without `debug`.
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
+
+FLOAT8 = {"fp8e4nv": "float8_e4m3fn", "fp8e5": "float8_e5m2"}
+"""Triton's names of the formats -> PyTorch's."""
 
 GROUPS = {"two", "four", "two_with_kernels", "two_gpus"}
 """Fixtures of tests/parallel: processes of a process group."""

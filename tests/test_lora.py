@@ -90,7 +90,7 @@ def with_image(arch: str, model) -> tuple[torch.Tensor, dict[str, Any], dict[str
     if arch == "gemma3":
         ids, types, _, _, pixels = test_gemma3.make(model, [[3, test_gemma3.IMAGE, 9]])
         return ids, {"pixel_values": pixels}, {"pixel_values": pixels, "token_type_ids": types}
-    if arch == "gemma4":
+    if arch in ("gemma4", "gemma4_unified"):
         ids, _, _, images, types = test_gemma4_images.make(model, [[3, (2, 3), 9]])
         return ids, images, images | types
     if arch == "mllama":

@@ -101,6 +101,7 @@ def test_no_kernel_depends_on_the_order_of_programs_or_on_timings():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
         and (node.attr.startswith("atomic_") or node.attr in ("autotune", "do_bench"))
+        and node.attr != "atomic_max"  # the same in any order
     ]
     assert len(files) > 15
     assert found == []

@@ -21,7 +21,7 @@
 | ``selectiveK``, ``fullK`` | ours | the checkpointing policy of the first K blocks, if possible not offloaded ones |
 | ``planG`` | ours | `plan_memory` chooses all of the four above for a budget of G GB |
 | ``blocks`` | ours | each block is compiled by itself |
-| ``fp8``, ``fp8rowwise`` | ours | float8 products by torchao; fast only with ``blocks`` |
+| ``fp8``, ``fp8rowwise`` | ours | float8 products, with one scale for a tensor or one for a row |
 | ``warm`` | ours | `warm_up` before the first step |
 | ``cp`` | ours | context parallel: the GPUs share one sequence |
 
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 MODES = (
     "hf", "hf+ac", "hf+compile", "hf+liger", "hf+liger+ac",
-    "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8+blocks",
+    "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8",
     "hf+liger+lora", "ours+lora", "hf+liger+lora+nf4", "ours+lora+nf4",
     "ours+lora+float8",
 )  # fmt: skip

@@ -57,12 +57,18 @@ def refusal(model: Decoder) -> str | None:
         if not layer.batch_invariant or (layer.attention and not layer.attention.takes_pages):
             return f"layers must be causal softmax attention and MLPs, got layers.{path}: {type(layer).__name__}"
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and type(module).__module__.startswith("torchao."):
+        if isinstance(module, nn.Linear) and _multiplies_in_float8(module):
             return f"linear layers must not be float8, got {path}: {type(module).__name__}"
         plain = not (getattr(module, "kernel", True) and getattr(module, "rope_kernel", True))
         if plain and device in ACCELERATORS:
             return f"fused kernels must be on for {device}, got {path} in plain torch"
     return None
+
+
+def _multiplies_in_float8(linear: nn.Linear) -> bool:
+    """Whether a layer was converted to float8, by this package or by torchao, or has a weight in float8."""
+    converted = hasattr(linear, "float8_recipe") or type(linear).__module__.startswith("torchao.")
+    return converted or type(linear.weight).__name__ == "Float8Tensor"
 
 
 def head_outputs(head: LigerLMHead, hidden: Tensor) -> tuple[Tensor, Tensor]:

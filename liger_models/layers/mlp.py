@@ -1,7 +1,7 @@
 """Gated MLPs on the packed gate and up projection, and the plain MLP of vision towers."""
 
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from liger_models.kernels.act_linear import act_linear, act_reference
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group
 from liger_models.kernels.dispatch import use_triton
+from liger_models.kernels.float8_gated_mlp import float8_gated_mlp
 from liger_models.kernels.fused_norm import FusedNorm
 from liger_models.kernels.gated_act import check_act, gated_act, gated_act_reference
 from liger_models.kernels.gated_mlp import gated_mlp
@@ -27,6 +28,7 @@ from liger_models.layers.norm import (
     add_norm,
     add_norm_linear,
     autocast_weights,
+    float8_recipe,
     fused_norm,
     is_fusible,
     is_plain,
@@ -117,8 +119,9 @@ class GatedMLP(Layer):
         return y if scale == 1.0 else y * scale
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether `gated_mlp` computes the whole MLP."""
-        fusible = self.multipliers == (1.0, 1.0) and is_fusible(self.gate_up_proj, self.down_proj)
+        """Whether `gated_mlp` computes the whole MLP, or `float8_gated_mlp`."""
+        linears = self.gate_up_proj, self.down_proj
+        fusible = self.multipliers == (1.0, 1.0) and (is_fusible(*linears) or float8_recipe(*linears) is not None)
         return self.kernel and fusible and use_triton(x)
 
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,13 +146,22 @@ class GatedMLP(Layer):
             local_or_none(self.gate_up_proj.bias),
             None if partial else local_or_none(self.down_proj.bias),
         )
-        mlp = functools.partial(
-            gated_mlp, x, residual, fused.weight, gate_up, down, gate_up_bias, down_bias,
-            act=self.act, eps=fused.eps, weight_offset=fused.weight_offset, scale_in_fp32=fused.scale_in_fp32,
-            norm=fused.kind, norm_bias=fused.bias, recompute=self.recompute, ranks=partial.group if partial else None,
-            gate_up_low_rank=low_rank_of(self.gate_up_proj, gate_up.dtype),
-            down_low_rank=low_rank_of(self.down_proj, down.dtype),
-        )  # fmt: skip
+        recipe = float8_recipe(self.gate_up_proj, self.down_proj)
+        options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
+        if recipe:
+            assert isinstance(gate_up, Tensor)
+            assert isinstance(down, Tensor)
+            mlp = functools.partial(
+                float8_gated_mlp, x, residual, fused, gate_up, down, gate_up_bias, down_bias, recipe=recipe, **options
+            )
+        else:
+            mlp = functools.partial(
+                gated_mlp, x, residual, fused.weight, gate_up, down, gate_up_bias, down_bias, **options,
+                eps=fused.eps, weight_offset=fused.weight_offset, scale_in_fp32=fused.scale_in_fp32, norm=fused.kind,
+                norm_bias=fused.bias, ranks=partial.group if partial else None,
+                gate_up_low_rank=low_rank_of(self.gate_up_proj, gate_up.dtype),
+                down_low_rank=low_rank_of(self.down_proj, down.dtype),
+            )  # fmt: skip
         if repeats():
             # Recomputation stops in this call if nothing is saved after it; otherwise what follows needs the numbers.
             y, residual = mlp(result=False)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from liger_models.kernels.collectives import Group, sum_gradient
+from liger_models.kernels.float8_linear import float8_norm_linear
 from liger_models.kernels.fused_norm import FusedNorm
 from liger_models.kernels.layer_norm import (
     add_layer_norm,
@@ -261,6 +262,16 @@ def is_fusible(*linears: nn.Module) -> bool:
     return all(is_plain(each) or (getattr(each, "is_low_rank", False) and not is_hooked(each)) for each in linears)
 
 
+def float8_recipe(*linears: nn.Module) -> str | None:
+    """The recipe by which a fused op may compute these layers in float8; None if they have none or several."""
+    recipes = {getattr(each, "float8_recipe", None) for each in linears}
+    if len(recipes) > 1 or None in recipes:
+        return None
+    if any(is_hooked(each) or type(each.weight) not in PLAIN_WEIGHTS for each in linears):
+        return None
+    return recipes.pop()
+
+
 def low_rank_of(linear: nn.Module, dtype: torch.dtype) -> LowRank | None:
     """A and B of a layer's adapters for a fused op that computes in ``dtype``; None without adapters."""
     low_rank: Callable[[torch.dtype], LowRank | None] | None = getattr(linear, "low_rank", None)
@@ -297,9 +308,13 @@ def add_norm_linear(
     Returns:
         ``(y [..., O], residual [..., C])``.
     """
-    fused = fused_norm(norm) if is_fusible(linear) else None
+    recipe = float8_recipe(linear)
+    fused = fused_norm(norm) if recipe or is_fusible(linear) else None
     if fused is None:
         normed, residual = add_norm(norm, x, residual)
         return linear(normed), residual
     weight, (bias,) = weight_of(linear, residual), autocast_weights(residual, local_or_none(linear.bias))
+    if recipe:
+        assert isinstance(weight, Tensor)
+        return float8_norm_linear(x, residual, fused, weight, bias, recipe)
     return norm_linear(x, residual, fused, weight, bias, ranks_of(linear), low_rank_of(linear, weight.dtype))

@@ -32,7 +32,11 @@ from liger_models.kernels.divergence import (
     linear_divergence,
     logits_divergence,
 )
+from liger_models.kernels.float8 import RECIPES
+from liger_models.kernels.float8_gated_mlp import float8_gated_mlp
+from liger_models.kernels.float8_linear import float8_norm_linear
 from liger_models.kernels.frozen_float8_linear import frozen_float8_linear
+from liger_models.kernels.fused_norm import FusedNorm
 from liger_models.kernels.gated_act import gated_act
 from liger_models.kernels.gated_delta_rule import gated_delta_rule
 from liger_models.kernels.gated_mlp import gated_mlp
@@ -224,6 +228,22 @@ def run_wide_heads(dtype: torch.dtype, D: int, window: int | None) -> None:
         differentiate(split if parts else split[0])
 
 
+def run_float8(dtype: torch.dtype) -> None:
+    """With products of nothing: PyTorch's are no kernels of ours, and the CPU would take a minute for them."""
+    for name in ("float8_linear", "float8_gated_mlp"):
+        module = importlib.import_module(f"liger_models.kernels.{name}")
+        module.scaled_product = lambda a, b, dtype, fast=False: torch.zeros(len(a.data), len(b.data), dtype=dtype)
+    x, residual, norm = draw(3, 4096, dtype=dtype), draw(3, 4096, dtype=dtype), draw(4096, dtype=dtype)
+    mlp = draw(1024, 4096, dtype=dtype), draw(4096, 512, dtype=dtype)
+    for recipe in RECIPES:
+        for kind in ("rms_norm", "layer_norm"):
+            rms = kind == "rms_norm"
+            fused = FusedNorm(norm, None, kind, scale_in_fp32=rms)
+            differentiate(float8_norm_linear(x, residual, fused, mlp[0], None, recipe))
+        for act in ("silu", "gelu_tanh", "gelu"):
+            differentiate(float8_gated_mlp(None, x, FusedNorm(norm), *mlp, act=act, recipe=recipe))
+
+
 def run_optimizer() -> None:
     hyper = Hyper(1e-3, 0.9, 0.99, 1e-8, 0.1, False, 1)
     for p, state in ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)):
@@ -271,6 +291,9 @@ if __name__ == "__main__":
     run_experts(8, 2, 512)
     run_experts(128, 8, 256)
     run_sinks()
+    if sys.argv[1] == "gfx942":
+        importlib.import_module("liger_models.kernels.float8").is_fnuz = lambda device: True
+    run_float8(torch.bfloat16)
     run_decoding(torch.bfloat16)
     if sys.argv[1] == "sm_90":
         run_decoding(torch.float32)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from liger_models import AutoLigerModel, LigerAdamW, LigerFusedLinearDPOLoss, step_in_backward
-from liger_models.adapters import apply_lora, quantize_base
+from liger_models.adapters import apply_lora, convert_to_float8, quantize_base
 from liger_models.memory import offload
 from liger_models.parallel import apply_fsdp, compile_blocks, load_state, reshard, save_state
 from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
@@ -41,6 +41,7 @@ CASES = {
     "tied, frozen": {"frozen": ("embed_tokens", "layers.0"), "config": {"tie_word_embeddings": True}},
     "gathered until the backward": {"reshard_after_forward": False},
     "on the CPU": {"cpu_offload": True, "optimizer": "torch"},
+    "float8": {"float8": "rowwise_with_gw_hp", "config": {"intermediate_size": 48}, "policy": "selective"},
 }
 
 
@@ -48,7 +49,7 @@ def prepare(model, case):
     model.set_checkpointing(case.get("policy", "none"), offload_layers=case.get("offload_layers", 0))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(case.get("frozen", ())))
-    return model
+    return convert_to_float8(model, case["float8"]) if "float8" in case else model
 
 
 def train(model, case, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
@@ -90,6 +91,26 @@ def test_as_one_process(two, case):
     expected = train(prepare(tiny(**case.get("config", {})), case), case)
     for got in two(train_sharded, case):
         assert_close(got, expected)
+
+
+def float8_kernels() -> None:
+    """Gradients of fused float8 ops over gathered weights are those of one process, which has the same kernels."""
+    whole_batch = {name: value[:2, :6] for name, value in batch(0).items()}
+    results = []
+    for ranks in (1, 2):
+        model = tiny(intermediate_size=48, num_hidden_layers=2)
+        model.set_checkpointing("selective")
+        convert_to_float8(model, "rowwise_with_gw_hp")
+        model = model if ranks == 1 else apply_fsdp(model, param_dtype=None)
+        rows = slice(None) if ranks == 1 else slice(dist.get_rank(), dist.get_rank() + 1)
+        rank_batch = {name: value[rows] for name, value in whole_batch.items()}
+        model(**rank_batch, num_items_in_batch=10 / ranks).loss.backward()
+        results.append(gradients(model))
+    assert_close(*results)
+
+
+def test_float8_with_kernels(two_with_kernels):
+    two_with_kernels(float8_kernels)
 
 
 @pytest.mark.parametrize("tied", [False, True])
