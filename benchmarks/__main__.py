@@ -42,6 +42,9 @@ def check_modes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         mode = Mode.parse(text)
         if ("moments" in mode or "8bit" in mode) and not ("adamw" in mode or "inbackward" in mode):
             parser.error(f"--modes: moments are LigerAdamW's, add +adamw or +inbackward, got {text!r}")
+        allowed = {"unsloth": ("train",), "titan": ("train", "fsdp")}.get(mode.library, (options.command,))
+        if options.command not in allowed:
+            parser.error(f"--modes: {mode.library} is for {' and '.join(allowed)}, got {text!r} for {options.command}")
         if "plan" in mode and options.command != "train":
             parser.error(f"--modes: plan is for train, got {text!r} for {options.command}")
         if "cp" in mode and (options.command != "longest" or options.gpus == 1):
