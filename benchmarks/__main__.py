@@ -6,7 +6,22 @@ from pathlib import Path
 
 import torch
 
-from . import curves, decode, families, fsdp, images, load, longest, profile, report, train, weights
+from . import (
+    curves,
+    decode,
+    families,
+    fsdp,
+    grpo,
+    images,
+    load,
+    longest,
+    profile,
+    report,
+    rollout,
+    soak,
+    train,
+    weights,
+)
 from .ops import benchmark as ops
 from .rows import RESULTS
 from .training.modes import Mode
@@ -20,6 +35,9 @@ BENCHMARKS = {
     "load": load,
     "images": images,
     "decode": decode,
+    "rollout": rollout,
+    "grpo": grpo,
+    "soak": soak,
     "weights": weights,
     "curves": curves,
     "ops": ops,

@@ -10,22 +10,16 @@ from .build import LORA, build_ours
 from .job import Job
 from .models import read_config
 from .modes import Mode
+from .tokenizer import words_tokenizer
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def save(job: Job) -> dict:
     """Save the model, which Unsloth loads from files alone, and a tokenizer with as many words in $SAVE."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     config, folder = read_config(job.model), Path(os.environ["SAVE"])
     build_ours(config, Mode("ours", {})).save_pretrained(folder)
-    words = {f"t{index}": index for index in range(config["vocab_size"])}
-    PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t3")),
-        bos_token="t0", eos_token="t1", pad_token="t2", unk_token="t3",
-    ).save_pretrained(folder)  # fmt: skip
+    words_tokenizer(config["vocab_size"]).save_pretrained(folder)
     return {}
 
 
