@@ -125,7 +125,10 @@ def test_adapters_alone_have_gradients(device):
 def test_ligers_optimizer_takes_the_gradients(device):
     model, batches = make_model(device), draw(4, device)
     plain = copy.deepcopy(model)
-    step, optimizer, other = model.capture(batches[0]), *(LigerAdamW(m.parameters(), 1e-2) for m in (model, plain))
+    step, optimizer, other = (
+        model.capture(batches[0]),
+        *(LigerAdamW(m.parameters(), 1e-2, eps=1e-2) for m in (model, plain)),
+    )
     for batch in batches:
         step(batch)
         plain(**batch).loss.backward()
@@ -250,6 +253,7 @@ def test_what_cannot_be_captured_is_an_error_that_harms_nothing(dtype, monkeypat
     monkeypatch.undo()
     assert all(parameter.grad is None for parameter in model.parameters())
     torch.randn(5, device="cuda")
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     plain = copy.deepcopy(model)
     step = model.capture(batch)
     torch.testing.assert_close(step(batch), plain(**batch).loss.detach())

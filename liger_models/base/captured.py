@@ -157,14 +157,16 @@ class CapturedStep:
 
     def _record(self, way: str) -> None:
         device, graph = self.model.device, torch.cuda.CUDAGraph()
+        stream = capture_stream(device)
         pool = next((other.pool() for other, _ in self._graphs.values()), None)
         cause = None
         try:
             # Other threads, such as a loader's that pins memory, may call the driver meanwhile.
             with (
                 torch.cuda.device(device),
+                torch.cuda.stream(stream),  # which `graph` does not leave if the capture fails
                 keeps_random_numbers(device),
-                torch.cuda.graph(graph, pool=pool, stream=capture_stream(device), capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             ):
                 try:
                     loss = self._run()
@@ -172,12 +174,13 @@ class CapturedStep:
                     cause = error
                     raise
         except RuntimeError as error:
-            self.model.zero_grad()
+            if way == "set":  # what the capture left there
+                self.model.zero_grad()
             reason = str(cause or error).strip().partition("\n")[0]
             raise RuntimeError(
                 f"capture: forward and backward of {type(self.model).__name__} can't be captured as a CUDA graph: "
-                f"{reason}. A captured step can't wait for the GPU, as those with images do; call the "
-                "model in the ordinary way."
+                f"{reason}. A captured step can't wait for the GPU, as those with images do; call the model in the "
+                "ordinary way."
             ) from (cause or error)
         self._graphs[way] = graph, loss
 
