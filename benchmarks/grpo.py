@@ -170,8 +170,9 @@ def trl_steps(model: Any, mode: Mode, rows: int, length: int, new: int, **option
         arguments = trl.GRPOConfig(
             folder, report_to=[], save_strategy="no", disable_tqdm=True, max_steps=steps, learning_rate=1e-6,
             per_device_train_batch_size=MICRO_BATCH, gradient_accumulation_steps=rows // MICRO_BATCH,
-            num_generations=GROUP, max_completion_length=new, generation_kwargs={"min_new_tokens": new}, beta=0.0,
-            use_liger_kernel="liger" in mode, gradient_checkpointing="ac" in mode, **{"bf16": True, **options},
+            num_generations=GROUP, max_completion_length=new, beta=0.0,
+            generation_kwargs={"min_new_tokens": new, "use_cache": True}, use_liger_kernel="liger" in mode,
+            gradient_checkpointing="ac" in mode, **{"bf16": True, **options},
         )  # fmt: skip
         trainer = Timed(
             model=model,

@@ -29,8 +29,9 @@ HELP = "random work for minutes: memory must not grow"
 WARM_ROUNDS = 12
 """Rounds before the first reading: kernels are compiled, libraries allocate what they keep."""
 
-ALLOWED = {"allocated_mib": 1.0, "tensors": 0, "host_mib": 1024.0}
-"""How much more than at the first reading may be held. Compilers and allocators of the host keep some memory."""
+ALLOWED = {"allocated_mib": 128.0, "tensors": 8, "host_mib": 1024.0}
+"""How much more than at the first reading may be held, however long it runs: workspaces of a product's first use on
+another stream, what compilers keep, and what the host's allocator does not return."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 def test_nothing_grows():
     row = soak.soak(LigerLlama.from_config(LlamaConfig(**SIZES)), 64, 2, 24, rounds=10, new=5)
     assert row["rounds"] == soak.WARM_ROUNDS + 10
-    assert row["tensors_growth"] <= 0
+    assert row["tensors_growth"] <= 0  # nothing at all, where no library has workspaces
     assert row["out_of_memory"] > 0
     names = {"model": "tiny", "batch": "2x24", "mode": "ours"}
     lines = soak.table([names | row, names | {"error": "AssertionError: soak: held after round 20"}]).splitlines()
