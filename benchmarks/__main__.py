@@ -6,7 +6,22 @@ from pathlib import Path
 
 import torch
 
-from . import curves, decode, families, fsdp, images, load, longest, profile, report, train, weights
+from . import (
+    curves,
+    decode,
+    families,
+    fsdp,
+    grpo,
+    images,
+    load,
+    longest,
+    profile,
+    report,
+    rollout,
+    soak,
+    train,
+    weights,
+)
 from .ops import benchmark as ops
 from .rows import RESULTS
 from .training.modes import Mode
@@ -20,6 +35,9 @@ BENCHMARKS = {
     "load": load,
     "images": images,
     "decode": decode,
+    "rollout": rollout,
+    "grpo": grpo,
+    "soak": soak,
     "weights": weights,
     "curves": curves,
     "ops": ops,
@@ -42,6 +60,9 @@ def check_modes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         mode = Mode.parse(text)
         if ("moments" in mode or "8bit" in mode) and not ("adamw" in mode or "inbackward" in mode):
             parser.error(f"--modes: moments are LigerAdamW's, add +adamw or +inbackward, got {text!r}")
+        allowed = {"unsloth": ("train",), "titan": ("train", "fsdp")}.get(mode.library, (options.command,))
+        if options.command not in allowed:
+            parser.error(f"--modes: {mode.library} is for {' and '.join(allowed)}, got {text!r} for {options.command}")
         if "plan" in mode and options.command != "train":
             parser.error(f"--modes: plan is for train, got {text!r} for {options.command}")
         if "cp" in mode and (options.command != "longest" or options.gpus == 1):

@@ -27,7 +27,7 @@ REASON = re.compile(r"(?P<rank>\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\
 
 PACKAGES = (
     "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels",
-    "torchao", "peft", "bitsandbytes",
+    "torchao", "peft", "bitsandbytes", "unsloth", "torchtitan", "trl",
 )  # fmt: skip
 
 
@@ -184,13 +184,17 @@ def measure_on_gpus(plans: list[Plan], gpus: int) -> Rows:
 
 
 @contextmanager
-def common_start(save: str, model: str, batch: str = "", steps: int = 0) -> Iterator[None]:
-    """Let ``save`` write a checkpoint to $SAVE in a process of its own; measurements find it in $START."""
+def common_start(save: str, model: str, batch: str = "", steps: int = 0, variable: str = "START") -> Iterator[None]:
+    """Let ``save`` write a checkpoint to $SAVE in a process of its own; measurements find it in $START.
+
+    Args:
+        variable: another name for $START, which all modes read.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", *worker_command(save, "ours+adamw", model, batch, steps)]
         subprocess.run(command, input="go\n", text=True, check=True, env=os.environ | {"SAVE": folder})
-        os.environ["START"] = folder
+        os.environ[variable] = folder
         try:
             yield
         finally:
-            del os.environ["START"]
+            del os.environ[variable]

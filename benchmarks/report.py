@@ -10,7 +10,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from . import ROOT, curves, decode, families, fsdp, headline, images, load, longest, plots, profile, train, weights
+from . import (
+    ROOT,
+    curves,
+    decode,
+    families,
+    fsdp,
+    grpo,
+    headline,
+    images,
+    load,
+    longest,
+    plots,
+    profile,
+    rollout,
+    soak,
+    train,
+    weights,
+)
 from .ops import benchmark as ops
 from .rows import RESULTS, Rows, distinct, grouped, read
 
@@ -44,6 +61,9 @@ PARTS = {
     "longest": Part(("longest",), longest.table, False),
     "images": Part(("images",), images.table, False),
     "decode": Part(("decode",), decode.table, False),
+    "rollout": Part(("rollout",), rollout.table, False),
+    "grpo": Part(("grpo",), grpo.table, False),
+    "soak": Part(("soak",), soak.table, False),
     "curves": Part(("curves",), curves.table, True),
     "ops": Part(("ops",), ops.best_table, True),
     "ops-all": Part(("ops",), ops.table, False),

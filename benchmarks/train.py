@@ -4,12 +4,13 @@ import argparse
 import os
 import statistics
 import time
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from .options import add_batch, add_model, add_modes, add_steps
-from .processes import measure_all, plan_batch
+from .processes import common_start, measure_all, plan_batch
 from .rows import Row, Rows, grouped
 from .tables import Bar, markdown, mfu, ratios, tokens
 from .training.batches import draw
@@ -42,7 +43,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Rows:
-    return measure_all(plan_batch("train", options))
+    from_files = any(mode.startswith("unsloth") for mode in options.modes)
+    start = common_start("training.unsloth:save", options.model, variable="CHECKPOINT")
+    with start if from_files else nullcontext():
+        return measure_all(plan_batch("train", options))
 
 
 def measure(job: Job) -> Row:

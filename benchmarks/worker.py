@@ -24,7 +24,14 @@ def process_age_s() -> float:
 
 
 def import_libraries(mode: Mode) -> None:
-    if mode.library in ("hf", "error"):
+    if mode.library == "unsloth":  # before transformers, which it patches
+        os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
+        import unsloth  # noqa: F401
+    if mode.library == "trl":
+        import trl  # noqa: F401
+    if mode.library == "titan":
+        import torchtitan.models.llama3  # noqa: F401
+    if mode.library in ("hf", "titan", "trl", "error"):
         from transformers import AutoModelForCausalLM  # noqa: F401
     if mode.library in ("ours", "error"):
         from liger_models import AutoLigerModel  # noqa: F401

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from liger_models.adapters import LoRAConfig, apply_lora
+from liger_models.adapters import LoRAConfig, apply_lora, convert_to_float8
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.generation import deterministic_forward
 from liger_models.generation.rollouts import rollout
@@ -178,6 +178,8 @@ def test_refuses():
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=message), deterministic_forward(model):
         pass
     assert not is_batch_invariant()
+    with pytest.raises(ValueError, match=r"linear layers must not be float8, got layers\.0\.self_attn\.qkv_proj"):
+        rollout(convert_to_float8(llama()), [[3, 4]], max_new_tokens=2, deterministic=True)
     model.compile()
     with pytest.raises(ValueError, match=r"rollout: model must not be compiled"):
         rollout(model, [[3, 4]], max_new_tokens=2, deterministic=True)

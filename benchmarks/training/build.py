@@ -146,12 +146,13 @@ def set_policies(model: nn.Module, mode: Mode) -> None:
     model.set_checkpointing(policies, offload_layers=offloaded)
 
 
-def shard(model: nn.Module, ours: bool, context: bool = False) -> nn.Module:
+def shard(model: nn.Module, ours: bool, context: bool = False, blocks: bool = False) -> nn.Module:
     """Wrap a model with FSDP2: weights in fp32, computation in bf16.
 
     Args:
         ours: it is a model of this package. A model of transformers is wrapped block by block.
         context: context parallel over all GPUs.
+        blocks: compile each block of a model of transformers. What FSDP2 does between them is not compiled.
     """
     model = model.float()
     if ours:
@@ -162,5 +163,7 @@ def shard(model: nn.Module, ours: bool, context: bool = False) -> nn.Module:
         return apply_fsdp(model)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model.model.layers:
+        if blocks:
+            layer.compile()
         fully_shard(layer, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)

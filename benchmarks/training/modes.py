@@ -4,13 +4,15 @@
 | --- | --- | --- |
 | ``hf`` | | transformers |
 | ``ours`` | | this package |
-| ``compile`` | both | torch.compile of the whole model |
-| ``graph`` | both | CUDA graphs of forward and backward |
-| ``lora`` | both | train adapters of rank 16 on all linear layers of the blocks; of transformers by PEFT |
-| ``nf4`` | both | after ``lora``: frozen weights have 4 bits; of transformers by bitsandbytes |
+| ``unsloth`` | | Unsloth, which trains adapters: with ``lora`` |
+| ``titan`` | | torchtitan |
+| ``compile`` | hf, ours, titan | torch.compile: of the whole model, or of each block by torchtitan and under FSDP2 |
+| ``graph`` | hf, ours | CUDA graphs of forward and backward: `CausalLM.capture`, compiled or of hf PyTorch's |
+| ``lora`` | hf, ours, unsloth | train adapters of rank 16 on all linear layers of the blocks; of transformers by PEFT |
+| ``nf4`` | hf, ours, unsloth | after ``lora``: frozen weights have 4 bits; of transformers by bitsandbytes |
 | ``float8`` | ours | after ``lora``: frozen weights are in float8, and so are their products |
 | ``peft`` | ours | after ``lora``: the adapters are PEFT's, on the unpacked model |
-| ``ac`` | hf | activation checkpointing |
+| ``ac`` | hf, unsloth | activation checkpointing |
 | ``static`` | hf | in ``decode``: a static cache, for which transformers compiles the step |
 | ``liger`` | hf | patched by Liger Kernel |
 | ``adamw`` | ours | `LigerAdamW` instead of torch's fused AdamW |
@@ -19,6 +21,7 @@
 | ``momentsK`` | ours | the optimizer moments of K blocks, if possible not offloaded ones, are in host memory |
 | ``offloadK`` | ours | the saved activations of K blocks are in host memory |
 | ``selectiveK``, ``fullK`` | ours | the checkpointing policy of the first K blocks, if possible not offloaded ones |
+| ``selective``, ``full`` | titan | activation checkpointing: by op, or of each block |
 | ``planG`` | ours | `plan_memory` chooses all of the four above for a budget of G GB |
 | ``blocks`` | ours | each block is compiled by itself |
 | ``fp8``, ``fp8rowwise`` | ours | float8 products, with one scale for a tensor or one for a row |
@@ -34,8 +37,8 @@ from dataclasses import dataclass
 MODES = (
     "hf", "hf+ac", "hf+compile", "hf+liger", "hf+liger+ac",
     "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8",
-    "hf+liger+lora", "ours+lora", "hf+liger+lora+nf4", "ours+lora+nf4",
-    "ours+lora+float8",
+    "hf+liger+lora", "ours+lora", "unsloth+lora", "hf+liger+lora+nf4", "ours+lora+nf4", "unsloth+lora+nf4+ac",
+    "ours+lora+float8", "titan+compile", "titan+compile+selective",
 )  # fmt: skip
 """The modes that ``--help`` names."""
 
@@ -43,6 +46,8 @@ MODE = (
     r"hf(\+(ac|compile|graph|liger|lora(\+nf4)?))*"
     r"|ours(\+(8bit|adamw|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+float8|\+nf4|\+peft)?|warm"
     r"|(full|moments|offload|selective)\d*|plan\d+))*"
+    r"|unsloth\+lora(\+nf4)?(\+ac)?"
+    r"|titan(\+compile)?(\+selective|\+full)?"
 )
 """The regular expression of a valid mode."""
 
@@ -50,7 +55,8 @@ COUNTED = re.compile(r"(full|moments|offload|plan|selective)(\d*)")
 """Words that take a number: of blocks, or of GB."""
 
 TITLES = {
-    "hf": "transformers", "ours": "liger_models", "liger": " + Liger Kernel", "ac": ", activation checkpointing",
+    "hf": "transformers", "ours": "liger_models", "unsloth": "Unsloth", "titan": "torchtitan",
+    "liger": " + Liger Kernel", "ac": ", activation checkpointing",
     "selective": ', policy "selective"', "full": ', policy "full"', "compile": ", torch.compile",
     "graph": ", CUDA graphs", "static": ", static cache, compiled",
     "adamw": ", LigerAdamW", "inbackward": ", step in the backward", "offload": ", offload",
@@ -67,7 +73,7 @@ class Mode:
     """A parsed mode.
 
     Args:
-        library: "hf", "ours", or "error", the mode of ``families`` that compares both.
+        library: "hf", "ours", "unsloth", "titan", or "error", the mode of ``families`` that compares both.
         extras: the other words, each with its number, or None where it has none.
     """
 

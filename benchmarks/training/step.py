@@ -21,11 +21,18 @@ class Step:
     optimizer: torch.optim.Optimizer
     plan: Any = None
     """The `MemoryPlan` of a mode with one."""
+    captured: bool = False
+    """Whether forward and backward are one `CapturedStep`."""
+    replay: Any = None
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
-        out = self.forward(**batch)
-        loss: Tensor = out[0] if isinstance(out, tuple) else out.loss
-        loss.backward()
+        if self.captured:
+            self.replay = self.replay or self.model.capture(batch)
+            loss: Tensor = self.replay(batch)
+        else:
+            out = self.forward(**batch)
+            loss = out[0] if isinstance(out, tuple) else out.loss
+            loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
@@ -33,15 +40,32 @@ class Step:
 
 def make_step(mode: Mode, config: dict, lr: float, sharded: bool = False, shape: tuple[int, int] | None = None) -> Step:
     """The step of a mode, on one GPU or ``sharded`` over the process group; ``shape`` of a batch is for its plan."""
-    model = build(config, mode)
-    ours = mode.library == "ours"
-    plan = make_plan(model, mode, *shape) if shape and "plan" in mode else None
-    if sharded:
-        model = shard(model, ours, "cp" in mode)
+    ours, plan = mode.library == "ours", None
+    if mode.library in ("unsloth", "titan"):
+        assert shape is not None
+        model = build_peer(config, mode, sharded, shape[1])
+    else:
+        model = build(config, mode)
+        plan = make_plan(model, mode, *shape) if shape and "plan" in mode else None
+        if sharded:
+            model = shard(model, ours, "cp" in mode, blocks="compile" in mode and not ours)
     model.train()
-    forward = torch.compile(model, fullgraph=ours) if "compile" in mode else model
+    whole = "compile" in mode and (ours or (mode.library == "hf" and not sharded))
+    forward = torch.compile(model, fullgraph=ours) if whole else model
     optimizer = make_optimizer(model, mode, lr, plan)
-    return Step(model, graphed(forward) if "graph" in mode else forward, optimizer, plan)
+    captured = "graph" in mode and ours and not whole
+    return Step(model, graphed(forward) if "graph" in mode and not captured else forward, optimizer, plan, captured)
+
+
+def build_peer(config: dict, mode: Mode, sharded: bool, tokens: int) -> nn.Module:
+    """A module that returns the loss of a batch, of a package that is imported in its own processes only."""
+    if mode.library == "titan":
+        from .titan import TitanLoss
+
+        return TitanLoss(config, mode, sharded, tokens)
+    from .unsloth import UnslothLoss
+
+    return UnslothLoss(mode, tokens)
 
 
 def make_plan(model: nn.Module, mode: Mode, B: int, T: int) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 import torch
 from torch import Tensor
 
+from liger_models.base.captured import CapturedStep
 from liger_models.convert.files import as_dtype
 from liger_models.convert.hub import download, push
 from liger_models.convert.load import load_pretrained
@@ -151,6 +152,28 @@ class CausalLM(Decoder):
         assert budget is not None
         assert tokens is not None
         plan_memory(self, tokens, budget, host_moments=False, in_backward=False).apply(self)
+
+    def capture(self, batch: Mapping[str, Any]) -> CapturedStep:
+        """A training step's forward and backward as a CUDA graph, for batches with the shapes of this one.
+
+        ``loss = step(batch)`` does what ``loss = model(**batch).loss`` and ``loss.backward()`` do, in one launch, which
+        is several times as fast for a few hundred tokens. It knows this model's parameters where they are now: move,
+        freeze and adapt it before. On the CPU the step is an ordinary one.
+
+        Args:
+            batch: the forward's arguments by name, among them ``labels`` [B, T]. Tensors are copied, so that a call may
+                have others of the same shape and dtype; everything else stays as it is here.
+
+        Returns:
+            `CapturedStep`, which is called with a batch and returns the loss, [] fp32. No gradient is set yet.
+
+        Raises:
+            ValueError: the batch has no labels, a gradient is not None, or the model is one of which a graph would miss
+                something: it is sharded, has hooks, is offloaded or recomputed as a whole ("full"), has an optimizer in
+                its backward, or is under autocast or ``no_grad``.
+            RuntimeError: something in the forward or backward cannot be captured, such as a wait for the GPU.
+        """
+        return CapturedStep(self, batch)
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: object = None, *, every_n_layers: int = 1, offload: bool = False

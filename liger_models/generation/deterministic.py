@@ -66,9 +66,9 @@ def refusal(model: Decoder) -> str | None:
 
 
 def _multiplies_in_float8(linear: nn.Linear) -> bool:
-    """Whether a layer was converted to float8, by this package or by torchao, or has a weight in float8."""
+    """Whether a layer was converted to float8, by this package or by torchao, or has a frozen weight in float8."""
     converted = hasattr(linear, "float8_recipe") or type(linear).__module__.startswith("torchao.")
-    return converted or type(linear.weight).__name__ == "Float8Tensor"
+    return converted or getattr(linear, "is_float8", False)
 
 
 def head_outputs(head: LigerLMHead, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,8 +42,21 @@ _kept: WeakKeyDictionary[nn.Module, list["DecodeStep"]] = WeakKeyDictionary()
 
 
 @functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which everything on a GPU is captured."""
     return torch.cuda.Stream(device)
+
+
+@contextmanager
+def keeps_random_numbers(device: torch.device) -> Iterator[None]:
+    """Context that repairs a GPU's random numbers if a capture fails, which leaves them unusable for everybody."""
+    random = torch.cuda.default_generators[device.index]
+    unharmed = random.clone_state()
+    try:
+        yield
+    except BaseException:
+        random.graphsafe_set_state(unharmed)
+        raise
 
 
 def last_logits(model: Decoder, ids: Tensor, **options: Any) -> Tensor:
@@ -152,13 +165,11 @@ class DecodeStep:
 
     def _capture(self, model: Decoder) -> None:
         # Not by `torch.cuda.graph`, which returns all cached memory to the driver first.
-        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self._tokens.device)
-        stream.wait_stream(torch.cuda.current_stream(self._tokens.device))
-        # A capture that fails leaves the device's random numbers in the state of being captured, for everybody.
-        random = torch.cuda.default_generators[stream.device_index]
-        unharmed, cause = random.clone_state(), None
+        device, cause = self._tokens.device, None
+        graph, stream = torch.cuda.CUDAGraph(), capture_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         try:
-            with on_device_of(self._tokens), torch.cuda.stream(stream):
+            with keeps_random_numbers(device), on_device_of(self._tokens), torch.cuda.stream(stream):
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     self._logits = self._run(model)
@@ -169,7 +180,6 @@ class DecodeStep:
                     graph.capture_end()
         except RuntimeError as error:
             self.captured = False
-            random.graphsafe_set_state(unharmed)
             reason = str(cause or error).strip().partition("\n")[0]
             warnings.warn(
                 f"generate: a step of {type(model).__name__} can't be captured as a CUDA graph, so tokens take longer: "

@@ -50,7 +50,7 @@ from .cross_entropy import (
 )
 from .dispatch import LIBRARY
 from .invariant_linear import write_invariant_linear
-from .scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, scaled, without_exponent
+from .scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, scale_, scaled, without_exponent
 
 WORKSPACE_MIB, WORKSPACE_TOKENS = 512, 8192
 """Default budget in MiB for up to WORKSPACE_TOKENS tokens; it grows in proportion to the tokens above that. At V =
@@ -277,6 +277,11 @@ class Gradients:
         if self._need[2]:
             self._dbias += gradient.sum(0, dtype=self._dbias.dtype)
         self._begun = True
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply dweight and dbias of the chunks so far by ``factor`` []."""
+        for each in (*self._sums, self._dbias):
+            scale_(each, factor)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return dx, dweight in the dtype of its sum, and dbias in fp32."""

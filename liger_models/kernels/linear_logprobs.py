@@ -43,7 +43,7 @@ from .linear_cross_entropy import (
     walk_chunks,
     write_logits,
 )
-from .scalar_loss import HandOver, scaled, without_exponent
+from .scalar_loss import HandOver, scale_, scaled, without_exponent
 
 More = TypeVar("More")
 
@@ -51,7 +51,8 @@ MAX_BLOCK = 16384
 
 KEPT = 5 / 8
 """Largest share of all rows whose logits `loss_of_log_probs` keeps at a time, if one sequence or pair exceeds a chunk.
-The peak is then a fifth of plain PyTorch's for a preference loss without a reference model."""
+The peak is then a fifth of plain PyTorch's for a preference loss without a reference model. It is more than half, so
+the second sequence of a single pair fits."""
 
 
 def fused_linear_logprobs_reference(
@@ -380,6 +381,7 @@ def loss_of_log_probs(
     target: Tensor,
     *,
     together: int = 1,
+    uniform: bool = False,
     bias: Tensor | None = None,
     ignore_index: int = -100,
     softcap: float | None = None,
@@ -396,6 +398,8 @@ def loss_of_log_probs(
             log-probabilities of −1 where they are not known yet, and the last time with all of them.
         x: [B, T, C].
         together: how many sequences belong together: b, b + B / together, ... (2: chosen, then rejected sequences).
+        uniform: the loss reads only the sum of each sequence's log-probabilities, or sums of its targets', so that its
+            gradient is the same for all targets of a sequence. No logits of a single pair are then computed twice.
         target: [B, T].
         Others: as in `fused_linear_logprobs`. Without ``workspace_mib`` a chunk holds the logits of whole sequences, if
             need be up to five eighths of all rows; logits beyond that are computed twice.
@@ -428,7 +432,7 @@ def loss_of_log_probs(
 
     def run(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         loss, more, gradients = _loss_and_gradients(
-            loss_of, x, weight, target, bias, together, need,
+            loss_of, x, weight, target, bias, together, uniform, need,
             (ignore_index, 0.0, 0.0, scaled_cap, logit_scale / temperature), workspace_mib,
         )  # fmt: skip
         last[:] = [more]
@@ -445,6 +449,7 @@ def _loss_and_gradients(
     target: Tensor,
     bias: Tensor | None,
     together: int,
+    uniform: bool,
     need: tuple[bool, ...],
     options: tuple[int, float, float, float | None, float],
     workspace_mib: int | None,
@@ -455,6 +460,8 @@ def _loss_and_gradients(
     each = -(-rows // unit) if workspace_mib is None else max(rows // unit, 1)  # sequences (or pairs) per chunk
     room = rows if workspace_mib is not None else max(rows, int(KEPT * N))
     size = min(each * unit, N)
+    if uniform and size > room and workspace_mib is None and B == together <= 2:
+        return _one_unit(loss_of, x.contiguous(), weight, target, bias, need, options, min(rows, T))
     step = size if size <= room else rows
     units = B // together
     x, target = x.contiguous().view(together, units, T, C), target.reshape(together, units, T)
@@ -463,12 +470,6 @@ def _loss_and_gradients(
     dx = gradients.dx.view(x.shape) if need[0] else None
     buffer = logits_buffer(x.view(N, C), V, size if size <= room else room // step * step)
     log_probs = x.new_full(target.shape, -1.0, dtype=torch.promote_types(x.dtype, torch.float32))
-
-    def gradient_of_log_probs() -> Tensor:
-        with torch.enable_grad():
-            leaf = log_probs.view(B, T).detach().clone().requires_grad_()
-            (found,) = torch.autograd.grad(loss_of(leaf)[0], leaf)
-        return found.view(log_probs.shape)
 
     for group in groups:
         rows_x, y = x[:, group].reshape(-1, C), target[:, group].reshape(-1)
@@ -484,7 +485,8 @@ def _loss_and_gradients(
             assert statistics is not None
             found[part], lse[part] = statistics.log_probs, statistics.lse
         log_probs[:, group] = found.view(log_probs[:, group].shape)
-        a = -gradient_of_log_probs()[:, group].reshape(-1)  # upstream gradient of −log p
+        upstream = _upstream(loss_of, log_probs.view(B, T)).view(log_probs.shape)
+        a = upstream[:, group].reshape(-1)
         d_rows = gradients.dx.new_empty(rows_x.shape) if need[0] else gradients.dx
         for number, part in sorted(enumerate(parts), key=lambda each: each[0] < dropped):
             if number < dropped:
@@ -499,3 +501,60 @@ def _loss_and_gradients(
     del logits, buffer
     _, dweight, dbias = gradients.finish()
     return loss, more, (gradients.dx if dx is None else dx.view(B, T, C), dweight, dbias)
+
+
+def _upstream(loss_of: Callable[[Tensor], tuple[Tensor, More]], log_probs: Tensor) -> Tensor:
+    """The gradient of the loss for −log p [B, T]."""
+    with torch.enable_grad():
+        leaf = log_probs.detach().clone().requires_grad_()
+        (found,) = torch.autograd.grad(loss_of(leaf)[0], leaf)
+    return -found
+
+
+def _one_unit(
+    loss_of: Callable[[Tensor], tuple[Tensor, More]],
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    need: tuple[bool, ...],
+    options: tuple[int, float, float, float | None, float],
+    step: int,
+) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
+    """`_loss_and_gradients` of one sequence or pair with the same gradient for all targets of a sequence.
+
+    The gradients of the first sequence are summed before this factor is known, and multiplied by it afterwards. Only
+    the second sequence's logits are kept until then.
+    """
+    (B, T, C), V = x.shape, len(weight)
+    parts = [slice(start, min(start + step, T)) for start in range(0, T, step)]
+    gradients = Gradients(x.view(B * T, C), weight, need, B * len(parts))  # type: ignore[arg-type]
+    dx = gradients.dx.view(x.shape) if need[0] else None
+    buffer = logits_buffer(x.view(B * T, C), V, step if B == 1 else T)
+    log_probs = x.new_empty(B, T, dtype=torch.promote_types(x.dtype, torch.float32))
+    lse = log_probs.new_empty(T, 2)
+    for number in range(B):
+        for part in parts:
+            logits = buffer[part] if number else buffer[: part.stop - part.start]
+            write_logits(x[number, part], weight, bias, logits)
+            statistics = token_statistics(
+                logits, target[number, part], None, *options, gradient=None if number else logits
+            )
+            assert statistics is not None
+            log_probs[number, part], lse[part] = statistics.log_probs, statistics.lse
+            if not number:
+                gradients.add(logits, x[0, part], None if dx is None else dx[0, part])
+    a = _upstream(loss_of, log_probs)
+    first = (target[0] != options[0]).int().argmax(0, keepdim=True)
+    factor = a[0].gather(0, first)[0]  # without waiting for the device
+    gradients.scale(factor)
+    if dx is not None:
+        scale_(dx[0], factor)
+    for part in parts if B == 2 else ():
+        token_statistics(
+            buffer[part], target[1, part], None, *options, lse=lse[part], a=a[1, part], gradient=buffer[part]
+        )
+        gradients.add(buffer[part], x[1, part], None if dx is None else dx[1, part])
+    loss, more = loss_of(log_probs)
+    flat, dweight, dbias = gradients.finish()
+    return loss, more, (flat if dx is None else dx, dweight, dbias)

@@ -233,7 +233,7 @@ class PairLoss(PreferenceLoss, ABC):
         self._check_rows(x, target, paired=True)
         loss, metrics = loss_of_log_probs(
             lambda log_probs: self._from_log_probs(log_probs, target, reference, add_nll),
-            x, weight, target, together=2, bias=bias, **self._head_options,
+            x, weight, target, together=2, uniform=True, bias=bias, **self._head_options,
         )  # fmt: skip
         means = self._mean_logits(x, weight, bias)
         chosen, rejected = means.view(2, len(means) // 2).sum(1) / max(len(target) // 2, 1)

@@ -104,7 +104,7 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
         reference = self._reference(target, ref_log_probs, ref_input, ref_weight, ref_bias)
         loss, metrics = loss_of_log_probs(
             lambda log_probs: self._from_log_probs(log_probs, target, labels, reference, kl),
-            _input, lin_weight, target, bias=bias, **self._head_options,
+            _input, lin_weight, target, uniform=True, bias=bias, **self._head_options,
         )  # fmt: skip
         logits = self._mean_logits(_input, lin_weight, bias) * (target.shape[1] * lin_weight.shape[0])
         chosen, rejected = sums_by_label(logits, labels)

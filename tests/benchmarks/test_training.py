@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from benchmarks.profile import kernel_class
-from benchmarks.training import step
+from benchmarks.training import build, step
 from benchmarks.training.batches import draw_chain, draw_padded_images
 from benchmarks.training.models import FAMILIES, keep_layers, read_config, text_part
 from benchmarks.training.modes import MODE, Mode, title
-from liger_models import AutoLigerModel
+from liger_models import AutoLigerModel, LigerLlama, LlamaConfig
+from liger_models.base import CapturedStep
 
 
-@pytest.mark.parametrize("mode", ["ours+graph", "ours+compile+graph"])
+@pytest.mark.parametrize("mode", ["hf+graph", "ours+compile+graph"])
 def test_graphs_are_of_what_the_mode_names(monkeypatch, mode):
     recorded, compiled = [], torch.nn.Identity()
     monkeypatch.setattr(step, "build", lambda config, mode: torch.nn.Linear(1, 1))
@@ -24,9 +25,35 @@ def test_graphs_are_of_what_the_mode_names(monkeypatch, mode):
     assert (recorded[0].model is compiled) == ("compile" in mode)
 
 
+def test_graphs_of_our_models_are_captured_steps(monkeypatch):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    monkeypatch.setattr(step, "build", lambda *_: LigerLlama.from_config(config))
+    train = step.make_step(Mode.parse("ours+graph"), {}, lr=0.1)
+    ids = torch.arange(20)[None]
+    losses = [train({"input_ids": ids, "labels": ids}).item() for _ in range(3)]
+    assert isinstance(train.replay, CapturedStep)
+    assert losses[2] < losses[1] < losses[0]
+
+
+def test_blocks_of_transformers_are_compiled_before_they_are_sharded(monkeypatch):
+    compiled, sharded = [], []
+    block = torch.nn.Linear(1, 1)
+    monkeypatch.setattr(block, "compile", lambda: compiled.append(len(sharded)))
+    monkeypatch.setattr(build, "fully_shard", lambda module, **options: sharded.append(module) or module)
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.layers = torch.nn.ModuleList([block])
+    build.shard(model, ours=False, blocks=True)
+    assert (compiled, sharded) == ([0], [block, model])
+
+
 def test_modes_have_names():
     assert title("hf+liger+ac") == "transformers + Liger Kernel, activation checkpointing"
     assert title("ours+offload20+new") == "liger_models, offload of 20 blocks, new"
+    assert title("unsloth+lora+nf4+ac") == "Unsloth, LoRA on 4 bits, activation checkpointing"
+    assert title("titan+compile+selective") == 'torchtitan, torch.compile, policy "selective"'
     assert title("ours+fp8+blocks") == "liger_models, float8, blocks compiled"
 
 
@@ -74,6 +101,8 @@ def test_a_mode_is_parsed():
     assert re.fullmatch(MODE, "ours+adamw+plan60")
     assert re.fullmatch(MODE, "ours+lora+float8")
     assert not re.fullmatch(MODE, "ours+adamw+plan")
+    assert re.fullmatch(MODE, "unsloth+lora+nf4+ac")
+    assert re.fullmatch(MODE, "titan+compile+full")
     assert Mode.parse("ours+plan60").extras == {"plan": 60}
     assert title("ours+plan60") == "liger_models, planned for 60 GB"
     assert title("ours+adamw+8bit+moments16") == (

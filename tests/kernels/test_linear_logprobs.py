@@ -182,8 +182,12 @@ def test_memory_stays_within_the_workspace(return_entropy):
     assert torch.cuda.max_memory_allocated() - before <= gradients + (budget + 40) * 2**20
 
 
-SEQUENCES = {"several a chunk": (8, 3, 1), "a pair a chunk": (4, 5, 2), "more than is kept": (2, 9, 2)}
-"""B, T, together: with four rows a chunk, groups of 6, of 10, and of 18 rows, of which the logits of 8 are kept."""
+SEQUENCES = {
+    "several a chunk": (8, 3, 1, False), "a pair a chunk": (4, 5, 2, True), "more than is kept": (2, 9, 2, False),
+    "uniform": (2, 9, 2, True), "uniform, alone": (1, 9, 1, True),
+}  # fmt: skip
+"""B, T, together, uniform: with four rows a chunk, groups of 6, of 10, and of 18 rows, of which the logits of 8 are
+kept; or those of the second sequence, and none of a single one."""
 
 
 def sequences(B, T, device, dtype=torch.float32, ignore_index=-100):
@@ -208,13 +212,14 @@ def loss_of(target, together, ignore_index=-100):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(("B", "T", "together"), SEQUENCES.values(), ids=SEQUENCES)
-def test_a_loss_of_them_matches_fp64(backend, B, T, together, options, poisoned_empty, four_rows_a_chunk):
+@pytest.mark.parametrize(("B", "T", "together", "uniform"), SEQUENCES.values(), ids=SEQUENCES)
+def test_a_loss_of_them_matches_fp64(backend, B, T, together, uniform, options, poisoned_empty, four_rows_a_chunk):
     _, target = sequences(B, T, backend, ignore_index=options.get("ignore_index", -100))
     of_log_probs = loss_of(target, together, options.get("ignore_index", -100))
 
     def ours(x, w, b):
-        return loss_of_log_probs(of_log_probs, x, w, target, together=together, bias=b, **options)[0]
+        how = {"together": together, "uniform": uniform}
+        return loss_of_log_probs(of_log_probs, x, w, target, bias=b, **how, **options)[0]
 
     def theirs(x, w, b):
         return of_log_probs(fused_linear_logprobs_reference(x, w, target.to(x.device), bias=b, **options)[0])[0]
@@ -223,14 +228,17 @@ def test_a_loss_of_them_matches_fp64(backend, B, T, together, options, poisoned_
         assert_close_to_truth(ours, theirs, sequences(B, T, backend, dtype)[0], [torch.tensor(0.37, device=backend)])
 
 
-@pytest.mark.parametrize(("B", "T", "together"), SEQUENCES.values(), ids=SEQUENCES)
-def test_logits_of_a_loss_are_computed_once_if_there_is_room(backend, B, T, together, four_rows_a_chunk, monkeypatch):
+@pytest.mark.parametrize(("B", "T", "together", "uniform"), SEQUENCES.values(), ids=SEQUENCES)
+def test_logits_of_a_loss_are_computed_once_if_there_is_room(
+    backend, B, T, together, uniform, four_rows_a_chunk, monkeypatch
+):
     (x, w, b), target = sequences(B, T, backend)
     seen, write = [], linear_logprobs.write_logits
     monkeypatch.setattr(linear_logprobs, "write_logits", lambda x, *rest: seen.append(len(x)) or write(x, *rest))
     leaves = [t.requires_grad_() for t in (x, w, b)]
-    loss, means = loss_of_log_probs(loss_of(target, together), x, w, target, together=together, bias=b)
-    assert sum(seen) == (B * T if T < 9 else 18 + 12)
+    how = {"together": together, "uniform": uniform}
+    loss, means = loss_of_log_probs(loss_of(target, together), x, w, target, bias=b, **how)
+    assert sum(seen) == (B * T if T < 9 or uniform else 18 + 12)
     assert not means.requires_grad
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     first = [gradient.clone() for gradient in first]
@@ -254,9 +262,13 @@ def test_a_loss_of_strided_inputs_and_of_none(backend, four_rows_a_chunk):
     assert not torch.autograd.grad(loss, w)[0].any()
 
 
-def test_frozen_parts_of_a_loss(backend, four_rows_a_chunk):
-    tensors, target = sequences(4, 5, backend)
-    function = lambda x, w, b: loss_of_log_probs(loss_of(target, 2), x, w, target, together=2, bias=b)[0]
+@pytest.mark.parametrize(("B", "T", "uniform"), [(4, 5, False), (2, 9, True)])
+def test_frozen_parts_of_a_loss(backend, B, T, uniform, four_rows_a_chunk):
+    tensors, target = sequences(B, T, backend)
+
+    def function(x, w, b):
+        return loss_of_log_probs(loss_of(target, 2), x, w, target, together=2, uniform=uniform, bias=b)[0]
+
     every = torch.autograd.grad(function(*[t.requires_grad_() for t in tensors]), tensors)
     for index, want in enumerate(every):
         leaves = [t.detach().requires_grad_(i == index) for i, t in enumerate(tensors)]
@@ -266,6 +278,23 @@ def test_frozen_parts_of_a_loss(backend, four_rows_a_chunk):
         loss = function(*tensors)
     torch.testing.assert_close(loss, function(*tensors))
     assert not loss.requires_grad
+
+
+def test_a_single_pair_without_targets_in_a_sequence(backend, four_rows_a_chunk):
+    """Its factor is any, because it multiplies zeros."""
+    tensors, target = sequences(2, 9, backend)
+    for number in range(2):
+        labels = target.clone()
+        labels[number] = -100
+        every = []
+        for uniform in (False, True):
+            leaves = [t.detach().requires_grad_() for t in tensors]
+            loss, _ = loss_of_log_probs(
+                loss_of(labels, 2), leaves[0], leaves[1], labels, together=2, uniform=uniform, bias=leaves[2]
+            )
+            every.append((loss, *torch.autograd.grad(loss, leaves)))
+        torch.testing.assert_close(*every)
+        assert not every[1][1][number].any()
 
 
 def test_a_loss_under_autocast(backend, four_rows_a_chunk):

@@ -516,23 +516,14 @@ def test_forward_and_backward_as_cuda_graphs(policy):
             torch.testing.assert_close(ours, theirs)
 
 
-def test_the_page_s_loop_over_cuda_graphs(monkeypatch):
-    def record(module, sample):
-        def replay(*given):  # as graphs do: from where they were recorded
-            for recorded, tensor in zip(sample, given, strict=True):
-                recorded.copy_(tensor)
-            return module(*sample)
-
-        return replay
-
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
-    (code,) = (code for _, code in blocks(ROOT / "docs" / "quickstart.md", "py") if "make_graphed_callables" in code)
+def test_the_page_s_loop_over_cuda_graphs():
+    (code,) = (code for _, code in blocks(ROOT / "docs" / "quickstart.md", "py") if "model.capture" in code)
     model = LigerLlama.from_config(CONFIG)
     plain = copy.deepcopy(model)
     optimizer, other = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain))
     drawn = torch.randint(CONFIG.vocab_size, (3, 4, 512))
     batches = [{"input_ids": ids, "labels": ids.where(ids > 4, -100)} for ids in drawn]
-    exec(code, {"torch": torch, "device": "cpu", "model": model, "batches": batches, "optimizer": optimizer})
+    exec(code, {"model": model, "batches": batches, "optimizer": optimizer})
     for batch in batches:
         plain(**batch).loss.backward()
         other.step()

@@ -10,6 +10,8 @@ from liger_models import (
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
 )
+from liger_models.kernels import linear_logprobs
+from liger_models.losses.dpo import DPO_LOSSES
 
 from .plain import T, inputs, plain_log_probs, targets
 from .plain_pairs import PAIRS, ROWS
@@ -81,6 +83,38 @@ def test_a_batch_of_nothing(name, loss, rest, rows, length):
     assert value.isfinite()
     assert all(metric.isfinite().all() for metric in metrics)
     assert all(t.grad.eq(0).all() for t in (x, weight, bias))
+
+
+def losses_of_a_unit():
+    """Losses, and how many sequences one pair or one sequence has."""
+    for name, loss, _ in all_losses():
+        yield name, loss, 1 if name == "kto" else 2
+    for kind in DPO_LOSSES:
+        smooth = {"label_smoothing": 0.1} if kind in ("robust", "exo_pair") else {}
+        yield kind, LigerFusedLinearDPOLoss(use_ref_model=False, loss_type=kind, **smooth), 2
+
+
+@pytest.mark.parametrize(("name", "loss", "rows"), [pytest.param(*each, id=each[0]) for each in losses_of_a_unit()])
+def test_a_single_pair_computes_its_logits_once(backend, name, loss, rows, monkeypatch):
+    """All its logits are more than what is kept."""
+    target = targets(ROWS)[:rows].to(backend)
+    rest = (torch.ones(1, dtype=torch.bool, device=backend),) if name == "kto" else ()
+
+    def run():
+        x, weight, bias = (t.detach().to(backend) for t in inputs(ROWS))
+        leaves = [t.requires_grad_() for t in (x[:rows].contiguous(), weight, bias)]
+        order = leaves[:2] if name == "kto" else leaves[1::-1]
+        value, metrics = loss(*order, target, leaves[2], *rest)
+        return value, metrics, torch.autograd.grad(value, leaves)
+
+    want = run()
+    seen, write = [], linear_logprobs.write_logits
+    monkeypatch.setattr(linear_logprobs, "write_logits", lambda x, *more: seen.append(len(x)) or write(x, *more))
+    monkeypatch.setattr(linear_logprobs, "chunk_rows", lambda *_: 2)
+    got = run()
+    assert sum(seen) == rows * T
+    assert len(seen) > rows
+    torch.testing.assert_close(got, want)
 
 
 def test_accuracies_are_of_the_rewards():

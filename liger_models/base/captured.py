@@ -1,0 +1,229 @@
+"""A training step's forward and backward as one CUDA graph, for batches of one shape.
+
+A step of few tokens takes as long as Python needs to launch its kernels. A graph launches them all at once.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.generation.graphs import capture_stream, keeps_random_numbers
+from liger_models.kernels.checks import check
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.groups import ParallelGroups
+from liger_models.layers.linear import is_sharded
+from liger_models.memory.recompute import is_hooked
+
+WARM_UPS = 3
+"""Ordinary steps before a capture, in which kernels are compiled and libraries allocate what they need."""
+
+
+class CapturedStep:
+    """Forward and backward for batches like one: ``loss = step(batch)`` is the forward and ``loss.backward()``.
+
+    Gradients are summed into ``parameter.grad`` as by ``backward``, and are those of this batch alone where it is None.
+    Their memory belongs to the step, so they must be None or the tensors that the step put there; an optimizer and
+    clipping may change their values. Random numbers (dropout) are new in each call. The optimizer is not part of it.
+
+    On a GPU each of the two ways to leave gradients, set or added, is captured when it is first needed; the second
+    shares the memory of the first. Elsewhere the step is an ordinary one.
+
+    Made by `CausalLM.capture`.
+    """
+
+    def __init__(self, model: Decoder, batch: Mapping[str, Any]) -> None:
+        _check_model(model)
+        self.model = model
+        self.parameters = [each for each in model.parameters() if each.requires_grad]
+        taken = [name for name, each in model.named_parameters() if each.grad is not None]
+        check(
+            not taken,
+            f"capture: all gradients must be None, got those of {', '.join(taken[:3])}. Call model.zero_grad() first.",
+        )
+        check(
+            batch.get("labels") is not None,
+            f"capture: batch must have labels, of whose loss the gradients are, got {', '.join(batch) or 'nothing'}.",
+        )
+        self._batch = {
+            name: each.detach().to(model.device, copy=True) if isinstance(each, Tensor) else each
+            for name, each in batch.items()
+        }
+        self._state = self._model_state()
+        self._gradients: list[Tensor | None] | None = None
+        self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        if can_record(model):
+            self._warm_up()
+            self._record("set")
+            self._gradients = [each.grad for each in self.parameters]
+            model.zero_grad()
+
+    def __call__(self, batch: Mapping[str, Any]) -> Tensor:
+        """Run forward and backward.
+
+        Args:
+            batch: the arguments of the forward, by name. Tensors have the shapes and dtypes of those that the step was
+                made with, on any device; everything else is equal.
+
+        Returns:
+            The loss, [] fp32, without a graph.
+
+        Raises:
+            ValueError: the batch differs; parameters were moved, replaced, frozen or thawed, or the model has changed
+                between training and evaluation, since the capture; or gradients are not those of the step.
+            RuntimeError: a CUDA graph of the summed gradients cannot be captured.
+        """
+        check(
+            self._state == self._model_state(),
+            "step: the parameters must be where they were at the capture, as trainable, and the model in the same mode "
+            "(train or eval), got another state. Call capture again.",
+        )
+        grads = [each.grad for each in self.parameters]
+        fresh = all(each is None for each in grads)
+        check(
+            fresh
+            or self._gradients is None
+            or all(each is ours for each, ours in zip(grads, self._gradients, strict=True)),
+            "step: the gradients must all be None or all be the tensors that the step put there, got others. Call "
+            "model.zero_grad() first.",
+        )
+        self._take(batch)
+        if self._gradients is None:
+            return self._run()
+        way = "set" if fresh else "add"
+        if way not in self._graphs:
+            self._record(way)
+        graph, loss = self._graphs[way]
+        graph.replay()
+        if fresh:
+            for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+                parameter.grad = gradient
+        return loss.clone()  # the next call overwrites it
+
+    def _run(self) -> Tensor:
+        loss: Any = self.model(**self._batch).loss
+        check(
+            isinstance(loss, Tensor) and loss.dim() == 0,
+            f"step: the forward must return a loss [], got {type(loss).__name__}. Leave out return_log_probs, and let "
+            "loss_function return a mean.",
+        )
+        loss.backward()
+        found: Tensor = loss.detach()
+        return found
+
+    def _take(self, batch: Mapping[str, Any]) -> None:
+        """Copy the tensors of a batch to where the graphs read them."""
+        check(
+            batch.keys() == self._batch.keys(),
+            f"step: batch must have {', '.join(self._batch)} as at the capture, got {', '.join(batch)}. Capture a step "
+            "for each kind of batch.",
+        )
+        for name, ours in self._batch.items():
+            given = batch[name]
+            if isinstance(ours, Tensor):
+                same = isinstance(given, Tensor) and given.shape == ours.shape and given.dtype == ours.dtype
+                shown = f"{list(given.shape)} {given.dtype}" if isinstance(given, Tensor) else repr(given)
+                check(
+                    same,
+                    f"step: {name} must be {list(ours.shape)} {ours.dtype} as at the capture, got {shown}. Pad it, or "
+                    "capture a step for each shape.",
+                )
+            else:
+                check(
+                    not isinstance(given, Tensor) and given == ours,
+                    f"step: {name} must be {ours!r} as at the capture, got {given!r}. Pass a tensor at the capture for "
+                    "a number that changes.",
+                )
+        for name, ours in self._batch.items():
+            if isinstance(ours, Tensor):
+                ours.copy_(batch[name], non_blocking=True)
+
+    def _model_state(self) -> list[Any]:
+        parameters = [
+            (id(each), each.data_ptr() if type(each) is nn.Parameter else None, each.requires_grad)
+            for each in self.model.parameters()  # those of 4 bits have no memory of their own
+        ]
+        return [parameters, [module.training for module in self.model.modules()]]
+
+    def _warm_up(self) -> None:
+        device, stream = self.model.device, capture_stream(self.model.device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.random.fork_rng([device]), torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                self._run()
+                self.model.zero_grad()
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+    def _record(self, way: str) -> None:
+        device, graph = self.model.device, torch.cuda.CUDAGraph()
+        stream = capture_stream(device)
+        pool = next((other.pool() for other, _ in self._graphs.values()), None)
+        cause = None
+        try:
+            # Other threads, such as a loader's that pins memory, may call the driver meanwhile.
+            with (
+                torch.cuda.device(device),
+                torch.cuda.stream(stream),  # which `graph` does not leave if the capture fails
+                keeps_random_numbers(device),
+                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                try:
+                    loss = self._run()
+                except RuntimeError as error:
+                    cause = error
+                    raise
+        except RuntimeError as error:
+            if way == "set":  # what the capture left there
+                self.model.zero_grad()
+            reason = str(cause or error).strip().partition("\n")[0]
+            raise RuntimeError(
+                f"capture: forward and backward of {type(self.model).__name__} can't be captured as a CUDA graph: "
+                f"{reason}. A captured step can't wait for the GPU, as those with images do; call the model in the "
+                "ordinary way."
+            ) from (cause or error)
+        self._graphs[way] = graph, loss
+
+
+def can_record(model: Decoder) -> bool:
+    """Whether a step of the model becomes a CUDA graph."""
+    return model.device.type == "cuda"
+
+
+def _check_model(model: Decoder) -> None:
+    """Raise ValueError unless forward and backward are all that a step does, on one device."""
+    name, device = type(model).__name__, model.device.type
+    stepping = [each for each, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
+    hooked = [path or name for path, module in model.named_modules() if is_hooked(module)]
+    for holds, message in (
+        (device in ("cpu", "cuda"), f"the model must be on a CUDA GPU or the CPU, got {device}. Move it."),
+        (any(p.requires_grad for p in model.parameters()), f"{name} must have parameters that train, got none."),
+        (
+            torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
+            "gradients must be enabled, got no_grad or inference_mode. Call it outside of these.",
+        ),
+        (
+            not torch.is_autocast_enabled(device),
+            "autocast must be off, because its casts of the weights are freed when it ends. Load the weights in bf16.",
+        ),
+        (
+            model.groups == ParallelGroups() and not any(is_sharded(p) for p in model.parameters()),
+            "the model must be whole on one device, got one that is sharded or parallel. Train it step by step.",
+        ),
+        (not hooked, f"modules must have no hooks, which a graph would not run, got {', '.join(hooked[:3])}."),
+        (
+            not stepping,
+            f"no optimizer may step in the backward, got one for {', '.join(stepping[:3])}. Step after the backward.",
+        ),
+        (
+            not model.offloaded,
+            f"activations must stay on the device, got offload of {len(model.offloaded)} blocks. Call "
+            'set_checkpointing("none") or "selective" without offload_layers.',
+        ),
+        (
+            not model.recomputed,
+            f'no block may be recomputed as a whole, got policy "full" for {len(model.recomputed)} blocks. Use '
+            '"selective" or "none".',
+        ),
+    ):
+        check(holds, f"capture: {message}")

@@ -1,0 +1,82 @@
+"""Steps of GRPO here and by TRL, on a tiny model."""
+
+import argparse
+
+import pytest
+import torch
+
+from benchmarks import grpo
+from benchmarks.training.modes import Mode
+from benchmarks.training.tokenizer import words_tokenizer
+from liger_models import LigerLlama, LlamaConfig
+from liger_models.adapters import LoRAConfig, apply_lora
+
+from ..late import transformers
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def test_our_step_trains_adapters():
+    model = LigerLlama.from_config(LlamaConfig(**SIZES))
+    apply_lora(model, LoRAConfig(r=4, target_modules="all-linear"))
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    steps = grpo.our_steps(model, 64, 32, 7, 4)
+    times = [next(steps) for _ in range(2)]
+    assert all(seconds > 0 for pair in times for seconds in pair)
+    moved = {name for name, each in model.named_parameters() if not torch.equal(each, before[name])}
+    assert moved == {name for name, each in model.named_parameters() if each.requires_grad}
+
+
+def test_parts_of_a_step_have_the_gradients_of_the_whole():
+    model = LigerLlama.from_config(LlamaConfig(**SIZES))
+    loss = grpo_loss()
+    ids = torch.randint(64, (4, 9))
+    labels = ids.index_fill(1, torch.arange(5), -100)
+    old, advantages = torch.randn(4, 9) - 4, torch.randn(4)
+    grpo.train_on(model, loss, ids, labels, old, advantages, share=1.0)
+    whole = [each.grad.clone() for each in model.parameters()]
+    model.zero_grad()
+    for part in zip(*(each.split(2) for each in (ids, labels, old, advantages)), strict=True):
+        grpo.train_on(model, loss, *part, share=0.5)
+    for each, want in zip(model.parameters(), whole, strict=True):
+        torch.testing.assert_close(each.grad, want)
+
+
+def grpo_loss():
+    from liger_models import LigerFusedLinearGRPOLoss
+
+    return LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # names that TRL's and transformers' next versions drop
+def test_trls_steps_are_timed(monkeypatch):
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    monkeypatch.setattr(grpo, "REPEATS", 1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, max_position_embeddings=64))
+    times = grpo.trl_steps(model, Mode.parse("trl"), 16, 7, 4, bf16=False, use_cpu=True)
+    assert len(times) == 2
+    assert all(seconds > 0 for pair in times for seconds in pair)
+
+
+def test_words_are_their_numbers():
+    tokenizer = words_tokenizer(64)
+    assert tokenizer("t5 t63 t7")["input_ids"] == [5, 63, 7]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (2, 1)
+
+
+def test_answers_in_whole_parts(tmp_path):
+    options = argparse.Namespace(batch="250x8", out=tmp_path)
+    with pytest.raises(argparse.ArgumentError, match="--batch must have a multiple of 16 answers, got 250"):
+        grpo.run(options)
+
+
+def test_table():
+    names = {"model": "llama-3.2-3b", "batch": "256x256"}
+    found = {"new_tokens": 512, "step_s": 60.0, "sampling_s": 40.0, "training_s": 20.0, "peak_gib": 60.0}
+    rows = [names | found | {"mode": "trl+liger+ac"}, names | found | {"mode": "ours", "step_s": 20.0}]
+    lines = grpo.table([*rows, names | {"mode": "trl", "error": "out of memory"}]).splitlines()
+    assert "TRL, Liger Kernel's loss, activation checkpointing" in lines[2]
+    assert "| liger_models | 512 | 20.0 | 40.0 | 20.0 | 60.0 | 3.000 | 1.000 |" in lines[3]
+    assert len({line.count("|") for line in lines}) == 1
