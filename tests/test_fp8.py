@@ -37,7 +37,7 @@ def step(model: CausalLM, ids: torch.Tensor = IDS, **options) -> tuple[torch.Ten
     model.zero_grad()
     loss = model(ids, labels=ids, **options).loss
     loss.backward()
-    return loss.detach(), [parameter.grad for parameter in model.parameters()]
+    return loss.detach(), [parameter.grad.cpu() for parameter in model.parameters()]
 
 
 SIZES = {
@@ -98,7 +98,7 @@ def test_fused_ops_compute_what_the_reference_computes(kernel_device, config, re
         loss, gradients = step(model, ids=ids.to(kernel_device))
         torch.testing.assert_close(loss.cpu(), want[0], rtol=1e-3, atol=0)
         for got, exact in zip(gradients, want[1], strict=True):
-            assert (got.cpu() - exact).norm() < 0.03 * exact.norm()
+            assert (got - exact).norm() < 0.03 * exact.norm()
 
 
 def test_no_layer_is_called(kernel_device, monkeypatch):

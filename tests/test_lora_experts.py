@@ -34,7 +34,7 @@ from liger_models.parallel.state import _describe
 from liger_models.train.loop import TrainOptions, load_model
 
 from .arch.families import LIMIT, error, hf_model, load, make_folder, tiny, tokens
-from .memory.test_estimate import measured_bytes, saved_bytes
+from .memory.test_estimate import DTYPE, TOKENS, measured_bytes, same_bytes, saved_bytes
 from .runs import no_group_is_left
 from .test_lora import (
     IDS,
@@ -213,17 +213,18 @@ def test_the_kernels_are_the_reference(hf, kernel_device):
 @pytest.mark.parametrize("policy", ["none", "selective"])
 def test_a_block_keeps_what_a_trained_one_does(policy, kernel_device):
     """Per token, adapters of experts keep nothing besides; and the estimate counts what is measured."""
-    dtype, size = torch.float32, {"device": kernel_device}
+    tokens, dtype = TOKENS[kernel_device], DTYPE[kernel_device]
+    options = {"device": kernel_device, "dtype": dtype}
 
     def per_token(model):
-        return saved_bytes(model, policy, 24, dtype) - saved_bytes(model, policy, 16, dtype)
+        return saved_bytes(model, policy, tokens + 8, dtype) - saved_bytes(model, policy, tokens, dtype)
 
-    adapted = mixture(config=experts(target_modules=[]), **size)
+    adapted = mixture(config=experts(target_modules=[]), **options)
     adapted.embed_tokens.weight.requires_grad_()  # the first block saves as the others do
-    assert per_token(adapted) == per_token(mixture(**size))
+    assert per_token(adapted) == per_token(mixture(**options))
     adapted.set_checkpointing(policy)
-    ids = torch.arange(16, device=kernel_device)[None] % 3
-    assert saved_bytes(adapted, policy, 16, dtype) == measured_bytes(adapted, ids)
+    ids = torch.arange(tokens, device=kernel_device)[None] % 3
+    assert same_bytes(saved_bytes(adapted, policy, tokens, dtype), measured_bytes(adapted, ids), kernel_device)
     adapted = apply_lora(mixture(dtype=torch.bfloat16), experts())
     memory, count = training_memory(adapted, 16), adapted.num_parameters(only_trainable=True)
     parts = {name: each for name, each in adapted.named_parameters() if ".lora." in name}

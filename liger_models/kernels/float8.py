@@ -356,13 +356,17 @@ def round_tiles(
         product = torch.empty(C // 2, padded, dtype=float8_dtype(x.device), device=x.device)
         product_inverse = torch.ones((), dtype=torch.float32, device=x.device)
     pointers, constants = _arguments(matrix)
-    if N * C:
+    # Where one conversion of fp32 to float8 feeds both stores, the assembler of Triton 3.6 reads some of its results
+    # from another register.
+    launches = [(True, False), (False, True)] if rows and columns and x.dtype == torch.float32 else [(rows, columns)]
+    for store_rows, store_columns in launches if N * C else ():
         with on_device_of(x):
             _round_kernel[(triton.cdiv(padded, WRITE_ROWS), triton.cdiv(C, WRITE_COLUMNS))](
                 *pointers, amax, amax if product_amax is None else product_amax, by_rows, by_columns, product, inverse,
-                product_inverse, N, C, padded, matrix.weight_offset, PER_COLUMN=per_column, STORE_ROWS=rows,
-                STORE_COLUMNS=columns, STORE_PRODUCT=wants_product, PRODUCT_LIMIT=torch.finfo(product.dtype).max,
-                ROWS=WRITE_ROWS, COLUMNS=WRITE_COLUMNS, num_warps=NUM_WARPS, **_limits(dtype, power_of_2), **constants,
+                product_inverse, N, C, padded, matrix.weight_offset, PER_COLUMN=per_column, STORE_ROWS=store_rows,
+                STORE_COLUMNS=store_columns, STORE_PRODUCT=wants_product and store_columns == columns,
+                PRODUCT_LIMIT=torch.finfo(product.dtype).max, ROWS=WRITE_ROWS, COLUMNS=WRITE_COLUMNS,
+                num_warps=NUM_WARPS, **_limits(dtype, power_of_2), **constants,
             )  # fmt: skip
     return (
         Float8(by_rows, inverse) if rows else None,

@@ -52,7 +52,8 @@ TILE_WARPS = 8
 def quantize_rows_reference(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What `quantize_rows` computes, in plain torch."""
     wide = x.float() if factors is None else x.float() * factors
-    scales = (wide.abs().amax(-1) / LARGEST).clamp_min(SMALLEST_SCALE)
+    largest = wide.new_tensor(LARGEST)  # CUDA multiplies by the reciprocal of a number instead
+    scales = (wide.abs().amax(-1) / largest).clamp_min(SMALLEST_SCALE)
     return (wide / scales[..., None]).to(DTYPE), scales
 
 

@@ -79,8 +79,12 @@ def unrounded(mlp: bool, names, kind):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("mlp", "kind"), CASES)
 def test_matches_the_reference_and_fp64(backend, mlp, kind, recipe, poisoned_empty):
-    """The kernels round what the reference rounds; on a GPU sums in another order move a few numbers by a step."""
-    bound = 1e-6 if backend == "cpu" else 0.02
+    """The kernels round what the reference rounds.
+
+    On a GPU sums in another order change the last bit of some numbers in bf16, and one of 64 of these then moves by a
+    step of e5m2, up to a quarter of it: sqrt(1 / 64) / 4 of the norm.
+    """
+    bound = 1e-6 if backend == "cpu" else 64**-0.5 / 4
     for dtype in dtypes(backend):
         named, upstream = make(mlp, kind, dtype, backend)
         for missing in ((), ("x",), ("bias", "down_bias")):
@@ -92,7 +96,8 @@ def test_matches_the_reference_and_fp64(backend, mlp, kind, recipe, poisoned_emp
                 assert got.dtype == want.dtype
                 assert got.shape == want.shape
                 assert (wide(got) - wide(want)).norm() <= bound * wide(want).norm()
-                assert (wide(got) - truth).norm() <= 0.12 * truth.norm()
+                theirs = (wide(want) - truth).norm()
+                assert (wide(got) - truth).norm() <= max(0.12 * truth.norm(), theirs + bound * truth.norm())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
