@@ -42,16 +42,18 @@ class Part(NamedTuple):
     Args:
         benchmarks: whose rows are shown.
         whole: with a line of origin above the table, and a plot below it.
+        summary: of the device with the most rows alone.
     """
 
     benchmarks: tuple[str, ...]
     table: Callable[[Rows], str]
     whole: bool
+    summary: bool = False
 
 
 PARTS = {
-    "headline": Part(("train", "families"), headline.table, False),
-    "train-short": Part(("train",), train.short_table, False),
+    "headline": Part(("train", "families"), headline.table, False, summary=True),
+    "train-short": Part(("train",), train.short_table, False, summary=True),
     "train": Part(("train",), train.table, True),
     "families": Part(("families",), families.table, True),
     "profile": Part(("profile",), profile.table, False),
@@ -85,9 +87,12 @@ def part(name: str, rows: Rows) -> str:
     """The text between the markers of this name."""
     if name not in PARTS:
         raise ValueError(f"report: the parts are {', '.join(PARTS)}, a page asks for {name!r}.")
-    benchmarks, table, whole = PARTS[name]
+    benchmarks, table, whole, summary = PARTS[name]
     pieces = []
     devices = grouped([row for row in rows if row["benchmark"] in benchmarks], "device")
+    if summary and devices:
+        most = max(devices, key=lambda device: len(devices[device]))
+        devices = {most: devices[most]}
     for (device,), group in sorted(devices.items()):
         if whole:
             pieces.append(f"{device}; {origin(group)}")
@@ -112,7 +117,7 @@ def write(results: Path = RESULTS) -> None:
         filled = fill(text, rows)
         if filled != text:
             page.write_text(filled, encoding="utf-8")
-    for name, (benchmarks, _, whole) in PARTS.items():
+    for name, (benchmarks, _, whole, _) in PARTS.items():
         group = [row for row in rows if row["benchmark"] in benchmarks]
         if whole and group:
             try:
