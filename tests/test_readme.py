@@ -190,6 +190,7 @@ def test_every_op_is_documented():
     kernels = ROOT / "liger_models" / "kernels"
     files = {file.relative_to(kernels).as_posix() for file in kernels.rglob("*.py") if file.name != "__init__.py"}
     shared = {
+        "batch_invariance.py",
         "checks.py",
         "dispatch.py",
         "documents.py",
@@ -200,8 +201,9 @@ def test_every_op_is_documented():
         "moe/grouped_mm.py",
         "moe/permutation.py",
     }
+    headings = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("## ")]
     for name in sorted(files - shared):
-        assert f": `{name}`" in text, name
+        assert any(f"`{name}`" in heading for heading in headings), name
 
 
 def test_the_readme_names_every_architecture():

@@ -120,7 +120,14 @@ def test_a_damaged_line_is_named(tmp_path, capsys, line):
 
 def test_tables_of_two_devices_name_them():
     rows = [train_row("hf", 1.0), train_row("hf", 2.0, device="Y")]
-    assert [line for line in report.part("train-short", rows).splitlines() if line.endswith(":")] == ["X:", "Y:"]
+    rows = [{**row, "benchmark": "fsdp", "gpus": 2} for row in rows]
+    assert [line for line in report.part("fsdp", rows).splitlines() if line.endswith(":")] == ["X:", "Y:"]
+    assert not report.part("fsdp", rows[:1]).startswith("X:")
+
+
+def test_summaries_are_of_the_device_with_the_most_rows():
+    rows = [train_row("hf", 1.0), train_row("hf", 2.0, device="Y"), train_row("ours", 3.0, device="Y")]
+    assert report.part("train-short", rows) == report.part("train-short", rows[1:])
     assert report.part("train-short", rows[:1]).startswith("| tokens/step")
 
 
