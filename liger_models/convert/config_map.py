@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from liger_models.convert.format import format_of
+from liger_models.convert.fp8 import block_size
 from liger_models.kernels.checks import check
 from liger_models.layers.config import LAYER_TYPES, check_numbers
 from liger_models.layers.rope import ROPE_TYPES, LongRopeScaling, RopeScaling
@@ -134,12 +135,14 @@ def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bo
     quantization = hf.get("quantization_config") or hf.get("compression_config")
     if quantization:
         method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
-        known = isinstance(method, str) and method in checkpoint.quantised_maps
+        known = isinstance(method, str) and method in {*checkpoint.quantised_maps, "fp8"}
         if not known:
             raise ValueError(
                 f"config.json: the checkpoint must not be quantised, got quantization_config ({method}). "
                 "Load the original checkpoint instead."
             )
+        if method == "fp8":
+            block_size(quantization)
         hf = {key: value for key, value in hf.items() if key != "quantization_config"}
 
     hf = checkpoint.from_json(hf)

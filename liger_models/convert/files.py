@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from liger_models.convert.folder import check_complete
+from liger_models.convert.fp8 import block_size, dequantise
 from liger_models.kernels.checks import check
 from liger_models.text.json_files import parse_json
 
@@ -45,17 +46,41 @@ CODE = "*.py"
 """Code of a checkpoint, which is kept as a file, and never run, if ``auto_map`` in config.json names code."""
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtype of weights in the header of a safetensors file -> PyTorch's."""
+FLOAT8 = "F8_E4M3"
+"""Dtype of weights in float8, likewise; see `convert.fp8`."""
+SCALES = "_scale_inv"
+"""What the name of a weight in float8 is followed by in the name of its scales."""
 DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 DTYPE_NAMES |= {"double": "float64", "float": "float32", "half": "float16"}
 """Short names of dtypes."""
 
 
 class Stored(NamedTuple):
-    """A tensor in a safetensors file, as described by the header of the file."""
+    """A tensor in a safetensors file, as described by the header of the file.
+
+    Attributes:
+        file: the file.
+        shape, dtype: of the tensor.
+        scales: of a tensor in float8, that of its scales; see `convert.fp8`.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    scales: "BlockScales | None" = None
+
+
+class BlockScales(NamedTuple):
+    """The scales of a tensor in float8, one for each block of its last two dimensions.
+
+    Attributes:
+        file, name: where they are stored.
+        block: rows and columns of a block.
+    """
+
+    file: Path
+    name: str
+    block: tuple[int, int]
 
 
 def as_dtype(
@@ -121,6 +146,8 @@ def read_model_type(hf_config: Mapping[str, Any]) -> str:
 def read_headers(folder: Path) -> dict[str, Stored]:
     """The tensors in the safetensors files of a folder, by name. Reads only the headers of the files.
 
+    Scales of tensors in float8 are not among them; they are part of the tensor that they belong to.
+
     Raises:
         FileNotFoundError: there are no safetensors files, or not all that the index names.
         ValueError: a file is truncated or not a safetensors file, the index lacks a tensor or names a file outside the
@@ -178,7 +205,71 @@ def read_headers(folder: Path) -> dict[str, Stored]:
             f"{folder / INDEX}: must name the file of each tensor, got {name} for {key}, which it does not hold. "
             "Download the index and the files of one commit.",
         )
-    return stored
+    return with_scales(stored, folder)
+
+
+def with_scales(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
+    """The tensors of a checkpoint, where those in float8 have their scales.
+
+    Raises:
+        ValueError: there are scales, but config.json does not describe them, or a tensor or its shape does not fit.
+    """
+    names = [name for name in stored if name.endswith(SCALES)]
+    if not names:
+        return stored
+    quantization = read_json_config(folder).get("quantization_config")
+    block = block_size(quantization if isinstance(quantization, Mapping) else {})
+    found = {name: one for name, one in stored.items() if not name.endswith(SCALES)}
+    for name in names:
+        owner, scales = name.removesuffix(SCALES), stored[name]
+        weight = found.get(owner, scales)
+        *before, rows, columns = weight.shape if len(weight.shape) > 1 else (0, 0)
+        wanted = (*before, -(-rows // block[0]), -(-columns // block[1]))
+        check(
+            weight.dtype == FLOAT8 and scales.dtype in FLOATS and scales.shape == wanted,
+            f"{scales.file}: {name} must be floating-point numbers {list(wanted)} for blocks of {list(block)} of "
+            f"{owner} in {FLOAT8}, got {list(scales.shape)} in {scales.dtype}, and {weight.dtype} for {owner}. "
+            "Download the files of one commit.",
+        )
+        found[owner] = weight._replace(scales=BlockScales(scales.file, name, block))
+    return found
+
+
+@contextlib.contextmanager
+def open_all(stored: Iterable[Stored]) -> Iterator[dict[Path, Any]]:
+    """Open the files that hold these tensors and their scales: path -> file."""
+    tensors = [*stored]
+    paths = {one.file for one in tensors} | {one.scales.file for one in tensors if one.scales is not None}
+    with contextlib.ExitStack() as stack:
+        yield {path: stack.enter_context(open_safetensors(path)) for path in paths}
+
+
+def read_rows(files: Mapping[Path, Any], name: str, one: Stored, first: int, last: int) -> torch.Tensor:
+    """Rows of a tensor; of one in float8 the numbers that it stands for, in bfloat16.
+
+    Args:
+        files: the open files.
+        name: its name.
+        one: where it is.
+        first, last: first row, and last row + 1.
+    """
+    rows: torch.Tensor = files[one.file].get_slice(name)[first:last]
+    if one.scales is None:
+        return rows
+    file, scales_name, block = one.scales
+    scales = files[file].get_slice(scales_name)
+    if len(one.shape) > 2:  # whole matrices
+        return dequantise(rows, scales[first:last], block)
+    begin = first // block[0]
+    return dequantise(rows, scales[begin : -(-last // block[0])], block, first - begin * block[0])
+
+
+def read_whole(files: Mapping[Path, Any], name: str, one: Stored) -> torch.Tensor:
+    """A tensor, as `read_rows` reads rows of it."""
+    if one.scales is not None:
+        return read_rows(files, name, one, 0, one.shape[0])
+    tensor: torch.Tensor = files[one.file].get_tensor(name)
+    return tensor
 
 
 def _same(one: Stored, other: Stored, key: str) -> bool:

@@ -19,10 +19,13 @@ from liger_models.convert.files import (
     Stored,
     as_dtype,
     asset_patterns,
+    open_all,
     open_safetensors,
     read_headers,
     read_json_config,
+    read_rows,
     read_tensor,
+    read_whole,
     some,
 )
 from liger_models.convert.format import format_of
@@ -179,14 +182,10 @@ def _load_parts(
                 parameter.copy_(_read(expression, stored, dtype, device))
                 continue
             local = parameter.to_local()
-            with contextlib.ExitStack() as stack:
-                files = {
-                    path: stack.enter_context(open_safetensors(path))
-                    for path in {stored[each].file for each in expression.names()}
-                }
+            with open_all(stored[each] for each in expression.names()) as files:
 
                 def read(name: str, first: int, last: int, files: Mapping[Path, Any] = files) -> Tensor:
-                    return _to(files[stored[name].file].get_slice(name)[first:last], device, dtype)
+                    return _to(read_rows(files, name, stored[name], first, last), device, dtype)
 
                 shapes = {each: stored[each].shape for each in expression.names()}
                 whole = functools.partial(_read, expression, stored, dtype, device)
@@ -262,9 +261,9 @@ def check_tensors(
         raise ValueError(f"{message} Check that {CONFIG} and the weights belong to the same model.")
 
     for name, tensor in expected.items():
-        file, shape, dtype = stored[name]
+        file, shape, dtype, scales = stored[name]
         encoded = tensor.dtype == torch.uint8
-        if dtype not in (("U8",) if encoded else FLOATS):
+        if scales is None and dtype not in (("U8",) if encoded else FLOATS):
             raise ValueError(
                 f"{file}: {name} must have one of the dtypes {'U8' if encoded else ', '.join(FLOATS)}, got "
                 f"{dtype}. If the checkpoint is quantised, load the original instead."
@@ -297,10 +296,9 @@ def _read(
     expression: Expression, stored: Mapping[str, Stored], dtype: torch.dtype | None, device: torch.device | str
 ) -> Tensor:
     names = expression.names()
-    with contextlib.ExitStack() as stack:
-        # Files are opened for each parameter, because the pages of a mapped file count as memory of this process.
-        files = {path: stack.enter_context(open_safetensors(path)) for path in {stored[name].file for name in names}}
-        tensors = {name: files[stored[name].file].get_tensor(name) for name in names}
+    # Files are opened for each parameter, because the pages of a mapped file count as memory of this process.
+    with open_all(stored[name] for name in names) as files:
+        tensors = {name: read_whole(files, name, stored[name]) for name in names}
         packed = expression.pack({name: _to(tensor, device, dtype) for name, tensor in tensors.items()})
         packed = packed.to(dtype).contiguous()
         # Copy what packing has not copied, so that no parameter keeps the file mapped.

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.config_map import read_config
-from liger_models.convert.files import FLOATS, open_safetensors, read_headers
+from liger_models.convert.files import FLOATS, open_all, open_safetensors, read_headers, read_whole
 from liger_models.convert.tensors import as_stored, load_hf_tensors
 from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import OWN, Checkpoint
@@ -78,16 +77,15 @@ class LigerForSequenceClassification(Checkpoint, LigerPreTrainedModel):
         cls, config: PreTrainedConfig, folder: Path, dtype: torch.dtype | str | None, device: torch.device
     ) -> "LigerForSequenceClassification":
         stored = read_headers(folder)
-        own = FLOATS[next(iter(stored.values())).dtype]
+        own = FLOATS.get(next(iter(stored.values())).dtype, torch.bfloat16)
         with device:
             model = cls(config, _decoder(config).to(dtype if isinstance(dtype, torch.dtype) else own))
 
         def read() -> Iterator[tuple[str, Tensor]]:
-            for file, names in groupby(stored, lambda name: stored[name].file):
-                with open_safetensors(file) as opened:
-                    for name in names:
-                        if name != SCORE and not name.endswith("lm_head.weight"):
-                            yield name, opened.get_tensor(name)
+            for name, one in stored.items():
+                if name != SCORE and not name.endswith("lm_head.weight"):
+                    with open_all([one]) as files:
+                        yield name, read_whole(files, name, one)
 
         load_hf_tensors(model.model.decoder, read())
         if SCORE in stored:

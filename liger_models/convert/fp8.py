@@ -1,0 +1,54 @@
+"""Weights in float8 with a scale for each block, as DeepSeek-V3 and Qwen3-FP8 have them.
+
+A weight [..., O, C] is stored as ``NAME`` in e4m3 and ``NAME_scale_inv`` [..., O / 128, C / 128], rounded up; a number
+is its code times the scale of its block. The size of blocks is in ``quantization_config`` of config.json.
+
+Source: https://arxiv.org/abs/2412.19437, section 3.3; transformers ``integrations/finegrained_fp8.py``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.checks import check
+
+
+def block_size(quantization: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale, by the ``quantization_config`` of a checkpoint in float8.
+
+    Raises:
+        ValueError: it describes something else.
+    """
+    block, fmt = quantization.get("weight_block_size"), quantization.get("fmt", "e4m3")
+    known = isinstance(block, list) and len(block) == 2 and all(isinstance(each, int) and each > 0 for each in block)
+    check(
+        quantization.get("quant_method") == "fp8" and known and fmt == "e4m3",
+        "config.json: quantization_config of a checkpoint in float8 must have quant_method 'fp8', fmt 'e4m3' and "
+        f"weight_block_size [rows, columns], got {quantization.get('quant_method')!r}, {fmt!r} and {block!r}. Load the "
+        "original checkpoint instead.",
+    )
+    assert block is not None
+    return block[0], block[1]
+
+
+def dequantise(codes: Tensor, scales: Tensor, block: tuple[int, int], before: int = 0) -> Tensor:
+    """The numbers that codes with scales stand for.
+
+    Args:
+        codes: [..., R, C] in float8.
+        scales: [..., rows of blocks, columns of blocks].
+        block: rows and columns of a block.
+        before: rows of the first block that are not among the codes.
+
+    Returns:
+        [..., R, C] in bfloat16.
+    """
+    dense = torch.empty(codes.shape, dtype=torch.bfloat16)
+    (R, C), (height, width) = codes.shape[-2:], block
+    for number, start in enumerate(range(-before, R, height)):  # by rows of blocks, for the memory
+        rows = slice(max(start, 0), min(start + height, R))
+        factors = scales[..., number, :].float().repeat_interleave(width, -1)[..., :C]
+        dense[..., rows, :] = codes[..., rows, :].float() * factors[..., None, :]
+    return dense
