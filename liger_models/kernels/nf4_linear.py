@@ -27,11 +27,10 @@ from .batch_invariance import is_batch_invariant, product
 from .checks import check
 from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 
-BLOCK = 512
+BLOCK = 1024
 NUM_WARPS = 4
-TILES = 4
-"""Bytes of codes that a program reads in a step, its warps, and its steps. With 4 bytes for a thread, the 8 numbers
-that come of them are what a thread stores at once, so nothing is exchanged between threads."""
+"""Bytes of codes that a program reads, and its warps. A thread stores the numbers of the bytes that it has read, so nothing
+is exchanged between threads."""
 
 ROWS = 8
 ROW_CODES = 512
@@ -51,22 +50,20 @@ def _scale(scale_ptr, factor_ptr, mean, block, inside, dtype: tl.constexpr, SCAL
 def _nf4_weight_kernel(
     code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, w_ptr, pieces,
     PAIRS: tl.constexpr, PIECES_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr, PIECES: tl.constexpr,
-    TILES: tl.constexpr,
 ):  # fmt: skip
     """A piece is PAIRS bytes of codes with one scale, which is read and computed once for the piece."""
     dtype: tl.constexpr = table_ptr.dtype.element_ty
     mean = tl.load(mean_ptr).to(tl.float32)
     pairs, numbers = tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
-    for tile in tl.static_range(TILES):
-        piece = (tl.program_id(0).to(tl.int64) * TILES + tile) * PIECES + tl.arange(0, PIECES)
-        inside = piece < pieces
-        mask = inside[:, None]
-        scale = _scale(scale_ptr, factor_ptr, mean, piece // PIECES_PER_SCALE, inside, dtype, SCALES_PER_FACTOR)
-        pair = tl.load(code_ptr + piece[:, None] * PAIRS + pairs[None, :], mask=mask, other=0).to(tl.int32)
-        first = tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale[:, None]
-        second = tl.load(table_ptr + (pair & 15)).to(tl.float32) * scale[:, None]
-        both = tl.interleave(first, second).to(dtype).to(w_ptr.dtype.element_ty)
-        tl.store(w_ptr + piece[:, None] * (2 * PAIRS) + numbers[None, :], both, mask=mask)
+    piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
+    inside = piece < pieces
+    mask = inside[:, None]
+    scale = _scale(scale_ptr, factor_ptr, mean, piece // PIECES_PER_SCALE, inside, dtype, SCALES_PER_FACTOR)
+    pair = tl.load(code_ptr + piece[:, None] * PAIRS + pairs[None, :], mask=mask, other=0).to(tl.int32)
+    first = tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale[:, None]
+    second = tl.load(table_ptr + (pair & 15)).to(tl.float32) * scale[:, None]
+    both = tl.interleave(first, second).to(dtype).to(w_ptr.dtype.element_ty)
+    tl.store(w_ptr + piece[:, None] * (2 * PAIRS) + numbers[None, :], both, mask=mask)
 
 
 @triton.jit
@@ -120,9 +117,9 @@ def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tens
     pairs = min(bytes_ & -bytes_, BLOCK)  # a power of two that divides the bytes of a scale
     pieces, step = codes.numel() // pairs, BLOCK // pairs
     with on_device_of(codes):
-        _nf4_weight_kernel[(triton.cdiv(pieces, step * TILES),)](
+        _nf4_weight_kernel[(triton.cdiv(pieces, step),)](
             codes, scales, factors, mean, table, weight, pieces, PAIRS=pairs, PIECES_PER_SCALE=bytes_ // pairs,
-            SCALES_PER_FACTOR=per_factor, PIECES=step, TILES=TILES, num_warps=NUM_WARPS,
+            SCALES_PER_FACTOR=per_factor, PIECES=step, num_warps=NUM_WARPS,
         )  # fmt: skip
     return weight
 
