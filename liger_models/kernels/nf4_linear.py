@@ -29,8 +29,8 @@ from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 
 BLOCK = 1024
 NUM_WARPS = 4
-"""Bytes of codes that a program reads, and its warps. A thread stores the numbers of the bytes that it has read, so nothing
-is exchanged between threads."""
+"""Bytes of codes that a program reads, and its warps. A thread stores the numbers of the bytes that it has read, so
+nothing is exchanged between threads."""
 
 ROWS = 8
 ROW_CODES = 512
