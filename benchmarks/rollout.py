@@ -72,7 +72,7 @@ def in_batches(model: Any, rows: int, **options: Any) -> Continue:
 
 
 def continuing(model: Any, mode: str) -> Continue:
-    """What a mode does with a model of its library."""
+    """The function by which a mode samples from a model of its library."""
     if mode == "ours":
         return lambda prompts, limits: [
             row.tokens for row in model.rollout(prompts, max_new_tokens=limits, do_sample=False, eos_token_id=[])

@@ -132,7 +132,7 @@ class Work:
 
 
 def held() -> dict[str, float]:
-    """What is held now: MiB of the GPU, tensors, MiB of the process."""
+    """MiB of the GPU, tensors, and MiB of the process that are held now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "allocated_mib": torch.cuda.memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0,

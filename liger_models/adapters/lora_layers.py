@@ -175,11 +175,8 @@ class LoRALinear(nn.Linear, Layer):
 
     def dense_weight(self) -> Tensor:
         """The frozen weight [O, C], dequantised if it is quantised."""
-        weight: Any = self.weight
-        if self.is_float8:
-            weight = QuantizedWeight.of_float8(weight).dense()
-        dense: Tensor = weight.get_original_weight() if self.is_nf4 else weight
-        return dense
+        quantized = self.quantized_weight
+        return self.weight if quantized is None else quantized.dense()
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A [R, C] and s · B [O, R] of all adapters, concatenated: R is r times the number of adapters.

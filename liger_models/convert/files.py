@@ -49,7 +49,7 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 FLOAT8 = "F8_E4M3"
 """Dtype of weights in float8, likewise; see `convert.fp8`."""
 SCALES = "_scale_inv"
-"""What the name of a weight in float8 is followed by in the name of its scales."""
+"""The scales of a weight in float8 have its name with this at the end."""
 DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 DTYPE_NAMES |= {"double": "float64", "float": "float32", "half": "float16"}
 """Short names of dtypes."""

@@ -72,7 +72,7 @@ def _multiplies_in_float8(linear: nn.Linear) -> bool:
 
 
 def head_outputs(head: LigerLMHead, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """What the products of the head give for hidden states [B, C], [B, V] in their dtype, and the logits, fp32."""
+    """Products [B, V] of hidden states [B, C] with the head, in their dtype, and the logits made of them, in fp32."""
     x, weight = head.operands(hidden)
     raw = logits_buffer(x, len(weight), len(x))
     write_logits(x, weight, None, raw)

@@ -79,7 +79,7 @@ LIBRARY.define(
 
 
 class _MLP(NamedTuple):
-    """What all rows share; ``amax`` [4] in fp32 is of N(h), Wgu, A(u) and Wd."""
+    """Arguments that all rows share; ``amax`` [4] in fp32 has the largest values of N(h), Wgu, A(u) and Wd."""
 
     norm: FusedNorm
     gate_up_weight: Tensor
@@ -189,7 +189,7 @@ def _backward_rows(
     dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, mlp: _MLP,
     needs: list[bool], totals: list[Tensor | None] | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """dx and the weights' gradients. Those of a chunk are in fp32 and added to the ``totals`` of the chunks before it.
+    """dx and the gradients of the weights. Those of a chunk are in fp32, added to ``totals``, the sums so far.
 
     dy [N, O], dh, h [N, C], gate_up [N, 2 F].
     """

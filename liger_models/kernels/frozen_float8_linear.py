@@ -42,7 +42,7 @@ MIN_CAPABILITY = (8, 9)
 """CUDA compute capability of the first GPUs with float8."""
 
 ELEMENTS_PER_WARP = 1024
-"""Of a row that is quantised; at most 16 warps."""
+"""Elements of a row that a warp quantises. A row has at most 16 warps."""
 
 TILE = 128
 TILE_WARPS = 8

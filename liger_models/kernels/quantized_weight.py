@@ -122,13 +122,13 @@ class QuantizedWeight(NamedTuple):
 
 
 Weight = Tensor | QuantizedWeight
-"""What ops multiply by: a dense weight, or one that they dequantise for each product."""
+"""A weight as ops take it: dense, or one that they dequantise for each product."""
 
 SCHEMA = (
     "Tensor? {0}scales=None, Tensor? {0}factors=None, Tensor? {0}mean=None, Tensor? {0}table=None, int[] {0}layout=[],"
     " ScalarType? {0}dtype=None"
 )
-"""What the schema of an op has for a weight besides the weight, which is a tensor of codes if these are given."""
+"""Arguments of an op besides a weight. If they are given, the weight is a tensor of codes."""
 
 
 def weight_for_op(weight: Weight) -> tuple[Tensor, tuple[Any, ...]]:

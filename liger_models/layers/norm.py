@@ -279,7 +279,7 @@ def low_rank_of(linear: nn.Module, dtype: torch.dtype) -> LowRank | None:
 
 
 def weight_of(linear: nn.Linear, x: Tensor) -> Weight:
-    """What a fused op multiplies by, in autocast's dtype: the rank's part of the weight, or a `QuantizedWeight`."""
+    """The weight as fused ops take it, in autocast's dtype: the rank's part of it, or a `QuantizedWeight`."""
     quantized: QuantizedWeight | None = getattr(linear, "quantized_weight", None)
     weight = local(linear.weight) if quantized is None else quantized
     device = x.device.type

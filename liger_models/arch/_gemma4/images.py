@@ -29,7 +29,7 @@ REFUSED = {"input_features": "audio", "input_features_mask": "audio", "pixel_val
 
 @dataclass(frozen=True, kw_only=True)
 class Placeholders:
-    """Token ids of what is not text, and of what stands before and after an image."""
+    """Token ids of the placeholders of images, videos and audio, and of the tokens around an image."""
 
     image_token_id: int = 258880
     boi_token_id: int = 255999
@@ -50,7 +50,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
     """
 
     tower_class: ClassVar[Callable[..., nn.Module]]
-    """What makes image tokens of patches: called with ``vision_config``, the width of a token and ``kernels``."""
+    """Makes the module from patches to image tokens, of ``vision_config``, the width of a token and ``kernels``."""
     processor_class = Gemma4Processor
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "image_position_ids", "mm_token_type_ids", *REFUSED)
 

@@ -1,4 +1,4 @@
-"""What the Gemma 4 Unified families share: the configuration of the language model."""
+"""The configuration of the language model that the Gemma 4 Unified families share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
