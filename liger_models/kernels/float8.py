@@ -483,7 +483,7 @@ def tensor_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
 def transposed(matrix: Float8) -> Float8:
     """A matrix [R, K] with one scale as its columns: [K, R], R a multiple of 16."""
     codes = matrix.data
-    if not use_triton(codes):
+    if not use_triton(matrix.inverse):
         return Float8(codes.view(torch.uint8).t().contiguous().view(codes.dtype), matrix.inverse)
     # An amax that is the largest number of the format makes the scale 1.
     amax = torch.full((1,), torch.finfo(codes.dtype).max, dtype=torch.float32, device=codes.device)

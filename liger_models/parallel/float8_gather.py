@@ -84,9 +84,10 @@ class Float8Gather:
             if _is_eligible(parameter, mesh.size(-1))
         ]
         device = found[0][1].device if found else torch.device(mesh.device_type)
-        self.amax, self.inverse = torch.ones(2, max(len(found), 1), dtype=torch.float32, device=device)
+        # Each number has 16 bytes of its own, as kernels like their pointers.
+        self.amax, self.inverse = torch.ones(2, len(found), 4, dtype=torch.float32, device=device)
         self.weights = [
-            _Weight(linear, parameter, dtype or linear.weight.dtype, self.amax[at : at + 1], self.inverse[at])
+            _Weight(linear, parameter, dtype or linear.weight.dtype, self.amax[at, :1], self.inverse[at, 0])
             for at, (linear, parameter) in enumerate(found)
         ]
 
@@ -101,8 +102,8 @@ class Float8Gather:
         amax = torch.stack([each.to(weight.dtype).float() for each, weight in zip(largest, self.weights, strict=True)])
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
         # The backward of another forward may still have to read them: they are the same then.
-        self.amax.data.copy_(amax)
-        self.inverse.data.copy_(tensor_scale(amax, float8_dtype(amax.device)).reciprocal())
+        self.amax.data[:, 0] = amax
+        self.inverse.data[:, 0] = tensor_scale(amax, float8_dtype(amax.device)).reciprocal()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *_: Any) -> None:
