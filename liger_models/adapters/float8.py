@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.checks import check
-from liger_models.kernels.float8 import MULTIPLE, RECIPES
+from liger_models.kernels.float8 import MULTIPLE, RECIPES, Float8
 from liger_models.kernels.float8_linear import float8_linear
 from liger_models.layers.layer import named_layers
 from liger_models.layers.norm import autocast_weights
@@ -36,9 +36,12 @@ class Float8Linear(nn.Linear):
 
     Attributes:
         float8_recipe: name of one of `liger_models.kernels.float8.RECIPES`.
+        gathered: the rounded weight, where ranks have rounded their shards (`apply_fsdp`). The values of ``weight`` are
+            not known then, while it is gathered.
     """
 
     float8_recipe: str
+    gathered: Float8 | None = None
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: str) -> "Self":
@@ -52,7 +55,7 @@ class Float8Linear(nn.Linear):
         """x [..., C] -> [..., O]."""
         weight, bias = autocast_weights(x, self.weight, self.bias)
         assert weight is not None
-        return float8_linear(x, weight, bias, self.float8_recipe)
+        return float8_linear(x, weight, bias, self.float8_recipe, self.gathered)
 
     def extra_repr(self) -> str:
         """Sizes and recipe, for ``print(model)``."""

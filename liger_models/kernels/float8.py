@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import on_device_of, tl, triton
+from .dispatch import on_device_of, tl, triton, use_triton
 from .gated_act import _activation
 from .rms_norm import _num_warps, _scaled
 
@@ -465,16 +465,54 @@ def round_gradient(
     return parts  # type: ignore[return-value]
 
 
-def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor) -> Float8:
-    """A weight [O, C] as y needs it; amax [1] is raised to its largest absolute value where the recipe uses that."""
-    return round_matrix(plain(weight), recipe, amax=amax)[0]
+def round_known(x: Tensor, dtype: torch.dtype, amax: Tensor) -> Tensor:
+    """x [R, K] rounded with one scale, from a known amax [1] in fp32; in a float8 dtype."""
+    if use_triton(x):
+        by_rows, _, _ = round_tiles(plain(x), amax, dtype, False, rows=True, columns=False)
+        assert by_rows is not None
+        return by_rows.data
+    limit = torch.finfo(dtype).max
+    return (x.float() * tensor_scale(amax, dtype)).clamp(-limit, limit).to(dtype)
 
 
-def weight_columns(weight: Tensor, recipe: Recipe, amax: Tensor) -> Float8:
+def tensor_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale, not a power of 2, of tensors with these maxima, in fp32 and of the shape of amax."""
+    return (torch.finfo(dtype).max / amax.double().clamp_min(TINY)).float()
+
+
+def transposed(matrix: Float8) -> Float8:
+    """A matrix [R, K] with one scale as its columns: [K, R], R a multiple of 16."""
+    codes = matrix.data
+    if not use_triton(matrix.inverse):
+        return Float8(codes.view(torch.uint8).t().contiguous().view(codes.dtype), matrix.inverse)
+    # An amax that is the largest number of the format makes the scale 1.
+    amax = torch.full((1,), torch.finfo(codes.dtype).max, dtype=torch.float32, device=codes.device)
+    _, by_columns, _ = round_tiles(plain(codes), amax, codes.dtype, False, rows=False, columns=True)
+    assert by_columns is not None
+    return Float8(by_columns.data, matrix.inverse)
+
+
+def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
+    """A weight [O, C] as y needs it; amax [1] is raised to its largest absolute value where the recipe uses that.
+
+    ``gathered`` is the weight as ranks have rounded it, each its rows, with one scale. The values of ``weight`` are not
+    read then.
+    """
+    return round_matrix(plain(weight), recipe, amax=amax)[0] if gathered is None else gathered
+
+
+def weight_columns(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
     """A weight [O, C] as dx needs it, [C, O], with the amax that `weight_rows` has found."""
+    if gathered is not None:
+        return transposed(gathered)
     if recipe.by_row and not recipe.rounds_dw:  # one scale, for which the forward has sought no maximum
         return round_columns(plain(weight), recipe._replace(by_row=False))
     return round_columns(plain(weight), recipe, amax)
+
+
+def float8_pair(codes: Tensor | None, inverse: Tensor | None) -> Float8 | None:
+    """What ops take as two tensors."""
+    return None if codes is None or inverse is None else Float8(codes, inverse)
 
 
 def rms_norm_round(

@@ -35,6 +35,7 @@ from .float8 import (
     Matrix,
     Recipe,
     add_amax,
+    float8_pair,
     plain,
     round_columns,
     round_gradient,
@@ -56,30 +57,37 @@ WEIGHTS = slice(1, 2), slice(3, 4)
 def float8_gated_mlp_reference(
     x: Tensor | None, residual: Tensor, norm: FusedNorm, gate_up_weight: Tensor, down_weight: Tensor,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, *, act: str, recipe: str,
+    gathered: tuple[Float8 | None, Float8 | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What `float8_gated_mlp` computes, in plain torch."""
     if x is not None:
         residual = (residual + x).to(residual.dtype)
-    gate_up = float8_linear_reference(norm.reference(residual), gate_up_weight, gate_up_bias, recipe)
-    return float8_linear_reference(gated_act_reference(gate_up, act), down_weight, down_bias, recipe), residual
+    gate_up = float8_linear_reference(norm.reference(residual), gate_up_weight, gate_up_bias, recipe, gathered[0])
+    product = gated_act_reference(gate_up, act)
+    return float8_linear_reference(product, down_weight, down_bias, recipe, gathered[1]), residual
 
 
 LIBRARY.define(
     "float8_gated_mlp(Tensor? x, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, Tensor gate_up_weight,"
     " Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, str norm, float eps, float weight_offset,"
-    " bool scale_in_fp32, str act, str recipe, bool recompute, bool result)"
+    " bool scale_in_fp32, str act, str recipe, bool recompute, bool result,"
+    " Tensor? gate_up_codes, Tensor? gate_up_inverse, Tensor? down_codes, Tensor? down_inverse)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "float8_gated_mlp_backward(Tensor dy, Tensor? dh, Tensor h, Tensor statistics, Tensor? gate_up, Tensor amax,"
     " Tensor? norm_weight, Tensor? norm_bias, Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias,"
-    " str norm, float eps, float weight_offset, bool scale_in_fp32, str act, str recipe, bool[7] needs)"
+    " str norm, float eps, float weight_offset, bool scale_in_fp32, str act, str recipe,"
+    " Tensor? gate_up_codes, Tensor? gate_up_inverse, Tensor? down_codes, Tensor? down_inverse, bool[7] needs)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 class _MLP(NamedTuple):
-    """Arguments that all rows share; ``amax`` [4] in fp32 has the largest values of N(h), Wgu, A(u) and Wd."""
+    """Arguments that all rows share.
+
+    ``amax`` [4] in fp32 has the largest values of N(h), Wgu, A(u) and Wd, and ``gathered`` q(Wgu) and q(Wd) if known.
+    """
 
     norm: FusedNorm
     gate_up_weight: Tensor
@@ -89,6 +97,7 @@ class _MLP(NamedTuple):
     act: str
     recipe: Recipe
     amax: Tensor
+    gathered: tuple[Float8 | None, Float8 | None]
 
     def gate_up(self, rows: Float8, weight: Float8) -> Tensor:
         """u [N, 2 F] of rounded normed rows."""
@@ -105,16 +114,19 @@ def _float8_gated_mlp(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, gate_up_weight: Tensor,
     down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, kind: str, eps: float,
     weight_offset: float, scale_in_fp32: bool, act: str, recipe: str, recompute: bool, result: bool,
+    gate_up_codes: Tensor | None, gate_up_inverse: Tensor | None, down_codes: Tensor | None,
+    down_inverse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
     amax = torch.zeros(4, dtype=torch.float32, device=residual.device)
     weights = gate_up_weight, down_weight
-    mlp = _MLP(norm, *weights, gate_up_bias, down_bias, act, RECIPES[recipe], amax)
+    gathered = float8_pair(gate_up_codes, gate_up_inverse), float8_pair(down_codes, down_inverse)
+    mlp = _MLP(norm, *weights, gate_up_bias, down_bias, act, RECIPES[recipe], amax, gathered)
     rounded = []
-    for weight, at in zip(weights, WEIGHTS, strict=True):
+    for weight, at, known in zip(weights, WEIGHTS, gathered, strict=True):
         if result or not recompute:
-            rounded.append(weight_rows(weight, mlp.recipe, amax[at]))
-        elif not mlp.recipe.by_row:  # the backward reads the maxima
+            rounded.append(weight_rows(weight, mlp.recipe, amax[at], known))
+        elif not mlp.recipe.by_row and known is None:  # the backward reads the maxima
             add_amax(plain(weight), amax[at])
     C, shape = residual.shape[-1], residual.shape[:-1]
     N = shape.numel()
@@ -158,10 +170,12 @@ def _float8_gated_mlp_backward(
     dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, amax: Tensor,
     norm_weight: Tensor | None, norm_bias: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor,
     gate_up_bias: Tensor | None, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool, act: str,
-    recipe: str, needs: list[bool],
+    recipe: str, gate_up_codes: Tensor | None, gate_up_inverse: Tensor | None, down_codes: Tensor | None,
+    down_inverse: Tensor | None, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     norm = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32)
-    mlp = _MLP(norm, gate_up_weight, down_weight, gate_up_bias, None, act, RECIPES[recipe], amax)
+    gathered = float8_pair(gate_up_codes, gate_up_inverse), float8_pair(down_codes, down_inverse)
+    mlp = _MLP(norm, gate_up_weight, down_weight, gate_up_bias, None, act, RECIPES[recipe], amax, gathered)
     shape, C = h.shape, h.shape[-1]
     N = shape[:-1].numel()
     dy, h, statistics = dy.reshape(N, dy.shape[-1]), h.reshape(N, C), statistics.reshape(norm.statistics_shape((N,)))
@@ -202,17 +216,18 @@ def _backward_rows(
     dx = d_norm_weight = d_norm_bias = d_gate_up_weight = d_down_weight = d_gate_up_bias = rows = du = p = None
     own = gate_up is None
     if gate_up is None and (need_du or need_down):
-        factors = normed_again(norm, h, statistics, dtype), plain(mlp.gate_up_weight)
-        normed, weight = (
-            round_matrix(each, recipe, amax=amax[at : at + 1], known=True)[0] for at, each in enumerate(factors)
-        )
+        normed, _ = round_matrix(normed_again(norm, h, statistics, dtype), recipe, amax=amax[:1], known=True)
+        weight = mlp.gathered[0]
+        if weight is None:
+            weight, _ = round_matrix(plain(mlp.gate_up_weight), recipe, amax=amax[WEIGHTS[0]], known=True)
         gate_up = mlp.gate_up(normed, weight)
-        del factors, normed, weight
+        del normed, weight
     of_product = None if own else amax[2:3]
     dy_rows, dy_columns = round_matrix(plain(dy), recipe, gradient=True, rows=need_du, columns=need_down and rounds_dw)
     if gate_up is not None and need_du:
-        d_product = scaled_product(dy_rows, weight_columns(mlp.down_weight, recipe, amax[WEIGHTS[1]]), dtype)
-        del dy_rows
+        columns = weight_columns(mlp.down_weight, recipe, amax[WEIGHTS[1]], mlp.gathered[1])
+        d_product = scaled_product(dy_rows, columns, dtype)
+        del dy_rows, columns
         if rounds_dw and not need_gate_up_bias:
             du_rows, du_columns, p_columns = round_gradient(
                 gate_up, d_product, act, recipe, of_product, rows=need_dn, columns=need_gate_up, product=need_down
@@ -235,8 +250,9 @@ def _backward_rows(
         d_down_weight = weight_gradient(None, dy, p, wide is not None)
     del p, dy_columns
     if need_dn:
-        dn = scaled_product(du_rows, weight_columns(mlp.gate_up_weight, recipe, amax[WEIGHTS[0]]), dtype)
-        del du_rows
+        columns = weight_columns(mlp.gate_up_weight, recipe, amax[WEIGHTS[0]], mlp.gathered[0])
+        dn = scaled_product(du_rows, columns, dtype)
+        del du_rows, columns
         dx, d_norm_weight, d_norm_bias, rows = norm.backward(
             dn, dh, h, statistics, need_weight=need_norm_weight, need_bias=need_norm_bias,
             rows_dtype=dtype if need_gate_up and not rounds_dw else None, sum_dtype=wide,
@@ -263,6 +279,8 @@ def _float8_gated_mlp_fake(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, gate_up_weight: Tensor,
     down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, kind: str, eps: float,
     weight_offset: float, scale_in_fp32: bool, act: str, recipe: str, recompute: bool, result: bool,
+    gate_up_codes: Tensor | None, gate_up_inverse: Tensor | None, down_codes: Tensor | None,
+    down_inverse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     norm, rows = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32), residual.shape[:-1]
     y = down_weight.new_empty(*rows, down_weight.shape[0])
@@ -277,7 +295,8 @@ def _float8_gated_mlp_backward_fake(
     dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, gate_up: Tensor | None, amax: Tensor,
     norm_weight: Tensor | None, norm_bias: Tensor | None, gate_up_weight: Tensor, down_weight: Tensor,
     gate_up_bias: Tensor | None, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool, act: str,
-    recipe: str, needs: list[bool],
+    recipe: str, gate_up_codes: Tensor | None, gate_up_inverse: Tensor | None, down_codes: Tensor | None,
+    down_inverse: Tensor | None, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     likes = _likes(h, norm_weight, gate_up_weight[:, 0], down_weight[:, 0])[:7]
     likes[3:5] = gate_up_weight, down_weight
@@ -286,7 +305,7 @@ def _float8_gated_mlp_backward_fake(
 
 def _setup(ctx, inputs, output):
     x, residual, norm_weight, norm_bias, gate_up_weight, down_weight, gate_up_bias, down_bias, *constants = inputs
-    ctx.constants, recompute = constants[:6], constants[6]
+    ctx.constants, recompute, gathered = constants[:6], constants[6], constants[8:]
     _, h, statistics, gate_up, amax = output
     ctx.set_materialize_grads(False)
     ctx.dtypes = [None if t is None else t.dtype for t in (x, norm_bias, gate_up_bias, down_bias)]
@@ -294,7 +313,7 @@ def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(*((h,) if frozen_stream else ()), statistics, gate_up, amax)
     ctx.save_for_backward(
         residual if x is None else h, statistics, None if recompute else gate_up, amax, norm_weight, norm_bias,
-        gate_up_weight, down_weight, gate_up_bias if recompute else None,
+        gate_up_weight, down_weight, gate_up_bias if recompute else None, *gathered,
     )  # fmt: skip
 
 
@@ -302,9 +321,10 @@ def _backward(ctx, dy, dh, _dstatistics, _dgate_up, _damax):
     need_x, need_residual, *need_weights = ctx.needs_input_grad[:8]
     x_dtype, norm_bias_dtype, gate_up_bias_dtype, down_bias_dtype = ctx.dtypes
     if dy is None:  # only the residual stream has a gradient
-        return dh.to(x_dtype) if need_x and dh is not None else None, dh, *(None,) * 14
+        return dh.to(x_dtype) if need_x and dh is not None else None, dh, *(None,) * 18
+    saved = ctx.saved_tensors
     dx, *grads = torch.ops.liger_models.float8_gated_mlp_backward(
-        dy, dh, *ctx.saved_tensors, *ctx.constants, [need_x or need_residual, *need_weights]
+        dy, dh, *saved[:-4], *ctx.constants, *saved[-4:], [need_x or need_residual, *need_weights]
     )
     d_norm, d_norm_bias, d_gate_up, d_down, d_gate_up_bias, d_down_bias = (
         grad if need else None for grad, need in zip(grads, need_weights, strict=True)
@@ -318,7 +338,7 @@ def _backward(ctx, dy, dh, _dstatistics, _dgate_up, _damax):
         d_down,
         None if d_gate_up_bias is None else d_gate_up_bias.to(gate_up_bias_dtype),
         None if d_down_bias is None else d_down_bias.to(down_bias_dtype),
-        *(None,) * 8,
+        *(None,) * 12,
     )
 
 
@@ -338,6 +358,7 @@ def float8_gated_mlp(
     recipe: str = "tensorwise",
     recompute: bool = False,
     result: bool = True,
+    gathered: tuple[Float8 | None, Float8 | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """``residual = residual + x``, then ``y = gated_act(norm(residual) @ Wguᵀ + bgu) @ Wdᵀ + bd``, products in float8.
 
@@ -353,6 +374,7 @@ def float8_gated_mlp(
         act: "silu", "gelu_tanh" or "gelu".
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
         recompute, result: as in `gated_mlp`.
+        gathered: q(Wgu) and q(Wd) with one scale each, where they are known; the weights' values are not read then.
 
     Returns:
         ``(y, residual)``: [..., O] in the dtype of the weights, and [..., C] in that of the residual (without x, the
@@ -375,10 +397,11 @@ def float8_gated_mlp(
         )
     weights = gate_up_weight, down_weight, gate_up_bias, down_bias
     if not use_triton(residual):
-        return float8_gated_mlp_reference(x, residual, norm, *weights, act=act, recipe=recipe)
+        return float8_gated_mlp_reference(x, residual, norm, *weights, act=act, recipe=recipe, gathered=gathered)
     # Without gradients nothing is saved, and gate and up are freed before the last product.
     recompute = recompute or not torch.is_grad_enabled()
     y, h, *_ = torch.ops.liger_models.float8_gated_mlp(
-        x, residual, norm.weight, norm.bias, *weights, *norm.constants, act, recipe, recompute, result
-    )
+        x, residual, norm.weight, norm.bias, *weights, *norm.constants, act, recipe, recompute, result,
+        *(part for each in gathered for part in each or (None, None)),
+    )  # fmt: skip
     return y, residual if x is None else h

@@ -32,6 +32,7 @@ from .float8 import (
     Matrix,
     Recipe,
     float8_dtype,
+    float8_pair,
     normed_matrix,
     plain,
     rms_norm_round,
@@ -39,6 +40,7 @@ from .float8 import (
     round_matrix,
     round_reference,
     scaled_product,
+    transposed,
     weight_columns,
     weight_rows,
 )
@@ -51,23 +53,26 @@ class _Float8Product(torch.autograd.Function):
     """``q(x) @ q(W)ᵀ`` of x [N, C], in plain torch."""
 
     @staticmethod
-    def forward(ctx, x, weight, recipe):
+    def forward(ctx, x, weight, recipe, codes, inverse):
         ctx.recipe = RECIPES[recipe]
-        ctx.save_for_backward(x, weight)
-        return scaled_product(_rounded(x, ctx.recipe), _rounded(weight, ctx.recipe), weight.dtype, fast=True)
+        ctx.save_for_backward(x, weight, codes, inverse)
+        rows = float8_pair(codes, inverse) or _rounded(weight, ctx.recipe)
+        return scaled_product(_rounded(x, ctx.recipe), rows, weight.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, dy):
-        (x, weight), recipe = ctx.saved_tensors, ctx.recipe
+        (x, weight, codes, inverse), recipe = ctx.saved_tensors, ctx.recipe
+        gathered = float8_pair(codes, inverse)
         dx = d_weight = None
         if ctx.needs_input_grad[0]:
             for_dx = recipe if recipe.rounds_dw else recipe._replace(by_row=False)
-            dx = scaled_product(_rounded(dy, recipe, True), _rounded(weight.t(), for_dx), weight.dtype)
+            columns = transposed(gathered) if gathered else _rounded(weight.t(), for_dx)
+            dx = scaled_product(_rounded(dy, recipe, True), columns, weight.dtype)
         if ctx.needs_input_grad[1] and recipe.rounds_dw:
             d_weight = scaled_product(_rounded(dy.t(), recipe, True), _rounded(x.t(), recipe), weight.dtype)
         elif ctx.needs_input_grad[1]:
             d_weight = dy.t() @ x
-        return dx, d_weight, None
+        return dx, d_weight, None, None, None
 
 
 def _rounded(x: Tensor, recipe: Recipe, gradient: bool = False) -> Float8:
@@ -75,21 +80,24 @@ def _rounded(x: Tensor, recipe: Recipe, gradient: bool = False) -> Float8:
     return round_reference(x.contiguous(), dtype, recipe.by_row, recipe.power_of_2)
 
 
-def float8_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str) -> Tensor:
+def float8_linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, gathered: Float8 | None = None
+) -> Tensor:
     """What `float8_linear` computes, in plain torch."""
     rows = x.to(weight.dtype).reshape(-1, x.shape[-1])
-    y: Tensor = _Float8Product.apply(rows, weight, recipe)
+    y: Tensor = _Float8Product.apply(rows, weight, recipe, *(gathered or (None, None)))
     y = y.view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias.to(y.dtype)
 
 
 def float8_norm_linear_reference(
-    x: Tensor | None, residual: Tensor, norm: FusedNorm, weight: Tensor, bias: Tensor | None, recipe: str
-) -> tuple[Tensor, Tensor]:
+    x: Tensor | None, residual: Tensor, norm: FusedNorm, weight: Tensor, bias: Tensor | None, recipe: str,
+    gathered: Float8 | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What `float8_norm_linear` computes, in plain torch."""
     if x is not None:
         residual = (residual + x).to(residual.dtype)
-    return float8_linear_reference(norm.reference(residual), weight, bias, recipe), residual
+    return float8_linear_reference(norm.reference(residual), weight, bias, recipe, gathered), residual
 
 
 def _rounds_itself(norm: FusedNorm, h: Tensor, dtype: torch.dtype) -> bool:
@@ -121,13 +129,13 @@ def normed_again(norm: FusedNorm, h: Tensor, statistics: Tensor, dtype: torch.dt
 
 LIBRARY.define(
     "float8_norm_linear(Tensor? x, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, Tensor weight,"
-    " Tensor? bias, str norm, float eps, float weight_offset, bool scale_in_fp32, str recipe)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
+    " Tensor? bias, str norm, float eps, float weight_offset, bool scale_in_fp32, str recipe,"
+    " Tensor? codes, Tensor? inverse) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "float8_norm_linear_backward(Tensor dy, Tensor? dh, Tensor h, Tensor statistics, Tensor amax, Tensor? norm_weight,"
     " Tensor? norm_bias, Tensor weight, str norm, float eps, float weight_offset, bool scale_in_fp32, str recipe,"
-    " bool[5] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    " Tensor? codes, Tensor? inverse, bool[5] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -135,11 +143,13 @@ LIBRARY.define(
 def _float8_norm_linear(
     x: Tensor | None, residual: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor,
     bias: Tensor | None, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool, recipe: str,
+    codes: Tensor | None, inverse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     norm, rules = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32), RECIPES[recipe]
     amax = torch.zeros(2, dtype=torch.float32, device=weight.device)
     rows, h, statistics = round_normed(norm, x, residual, weight.dtype, rules, amax[:1])
-    y = scaled_product(rows, weight_rows(weight, rules, amax[1:]), weight.dtype, fast=True)
+    by_rows = weight_rows(weight, rules, amax[1:], float8_pair(codes, inverse))
+    y = scaled_product(rows, by_rows, weight.dtype, fast=True)
     y = y if bias is None else y.add_(bias.to(y.dtype))
     # An op's output may not be its input: without x the second output is empty.
     h = residual.new_empty(0) if x is None else h
@@ -150,7 +160,7 @@ def _float8_norm_linear(
 def _float8_norm_linear_backward(
     dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, amax: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, weight: Tensor, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool,
-    recipe: str, needs: list[bool],
+    recipe: str, codes: Tensor | None, inverse: Tensor | None, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     norm, rules = FusedNorm(norm_weight, norm_bias, kind, eps, weight_offset, scale_in_fp32), RECIPES[recipe]
     need_stream, need_norm_weight, need_norm_bias, need_weight, need_bias = needs
@@ -161,7 +171,7 @@ def _float8_norm_linear_backward(
         gradient, rules, gradient=True, rows=need_dn, columns=need_weight and rules.rounds_dw
     )
     if need_dn:
-        dn = scaled_product(by_rows, weight_columns(weight, rules, amax[1:]), dtype)
+        dn = scaled_product(by_rows, weight_columns(weight, rules, amax[1:], float8_pair(codes, inverse)), dtype)
         del by_rows
         dx, d_norm_weight, d_norm_bias, rows = norm.backward(
             dn.view(h.shape), dh, h, statistics, need_weight=need_norm_weight, need_bias=need_norm_bias,
@@ -197,7 +207,7 @@ def _float8_norm_linear_fake(
 def _float8_norm_linear_backward_fake(
     dy: Tensor, dh: Tensor | None, h: Tensor, statistics: Tensor, amax: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, weight: Tensor, kind: str, eps: float, weight_offset: float, scale_in_fp32: bool,
-    recipe: str, needs: list[bool],
+    recipe: str, codes: Tensor | None, inverse: Tensor | None, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     of_norm = h if norm_weight is None else norm_weight
     likes = (h, of_norm, of_norm, weight, weight[:, 0])
@@ -205,22 +215,24 @@ def _float8_norm_linear_backward_fake(
 
 
 def _setup(ctx, inputs, output):
-    x, residual, norm_weight, norm_bias, weight, bias, *ctx.constants = inputs
+    x, residual, norm_weight, norm_bias, weight, bias, *ctx.constants, codes, inverse = inputs
     _, h, statistics, amax = output
     ctx.set_materialize_grads(False)
     ctx.x_dtype = residual.dtype if x is None else x.dtype
     ctx.bias_dtypes = [None if t is None else t.dtype for t in (norm_bias, bias)]
     frozen_stream = x is None or not any(ctx.needs_input_grad[:2])
     ctx.mark_non_differentiable(*((h,) if frozen_stream else ()), statistics, amax)
-    ctx.save_for_backward(residual if x is None else h, statistics, amax, norm_weight, norm_bias, weight)
+    saved = residual if x is None else h, statistics, amax, norm_weight, norm_bias, weight
+    ctx.save_for_backward(*saved, codes, inverse)
 
 
 def _backward(ctx, dy, dh, _dstatistics, _damax):
     need_x, need_residual, *need_weights = ctx.needs_input_grad[:6]
     if dy is None:  # only the residual stream has a gradient
-        return dh.to(ctx.x_dtype) if need_x and dh is not None else None, dh, *(None,) * 9
+        return dh.to(ctx.x_dtype) if need_x and dh is not None else None, dh, *(None,) * 11
+    *saved, codes, inverse = ctx.saved_tensors
     dx, *grads = torch.ops.liger_models.float8_norm_linear_backward(
-        dy, dh, *ctx.saved_tensors, *ctx.constants, [need_x or need_residual, *need_weights]
+        dy, dh, *saved, *ctx.constants, codes, inverse, [need_x or need_residual, *need_weights]
     )
     d_norm_weight, d_norm_bias, d_weight, d_bias = (
         grad if need else None for grad, need in zip(grads, need_weights, strict=True)
@@ -233,7 +245,7 @@ def _backward(ctx, dy, dh, _dstatistics, _damax):
         None if d_norm_bias is None else d_norm_bias.to(norm_bias_dtype),
         d_weight,
         None if d_bias is None else d_bias.to(bias_dtype),
-        *(None,) * 5,
+        *(None,) * 7,
     )
 
 
@@ -252,8 +264,9 @@ def check_float8(op: str, recipe: str, **weights: Tensor) -> None:
 
 
 def float8_norm_linear(
-    x: Tensor | None, residual: Tensor, norm: FusedNorm, weight: Tensor, bias: Tensor | None, recipe: str
-) -> tuple[Tensor, Tensor]:
+    x: Tensor | None, residual: Tensor, norm: FusedNorm, weight: Tensor, bias: Tensor | None, recipe: str,
+    gathered: Float8 | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``residual = residual + x``, then ``y = norm(residual) @ weightᵀ + bias`` with a product in float8.
 
     Args:
@@ -264,6 +277,7 @@ def float8_norm_linear(
             change it.
         bias: [O] or None.
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
+        gathered: q(W) with one scale, where it is known; the values of the weight are not read then.
 
     Returns:
         ``(y, residual)``: [..., O] in the dtype of the weight, and [..., C] in that of the residual (without x, the
@@ -278,13 +292,15 @@ def float8_norm_linear(
     check_linear(op, "weight", weight, bias, residual.shape[-1])
     check_float8(op, recipe, weight=weight)
     if not use_triton(residual):
-        return float8_norm_linear_reference(x, residual, norm, weight, bias, recipe)
+        return float8_norm_linear_reference(x, residual, norm, weight, bias, recipe, gathered)
     y, h, _, _ = torch.ops.liger_models.float8_norm_linear(
-        x, residual, norm.weight, norm.bias, weight, bias, *norm.constants, recipe
+        x, residual, norm.weight, norm.bias, weight, bias, *norm.constants, recipe, *(gathered or (None, None))
     )
     return y, residual if x is None else h
 
 
-def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str) -> Tensor:
+def float8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, gathered: Float8 | None = None
+) -> Tensor:
     """``x @ weightᵀ + bias`` [..., O] with a product in float8; arguments and errors as of `float8_norm_linear`."""
-    return float8_norm_linear(None, x, FusedNorm(None), weight, bias, recipe)[0]
+    return float8_norm_linear(None, x, FusedNorm(None), weight, bias, recipe, gathered)[0]

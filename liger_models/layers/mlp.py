@@ -30,6 +30,7 @@ from liger_models.layers.norm import (
     autocast_weights,
     float8_recipe,
     fused_norm,
+    gathered_float8,
     is_fusible,
     is_plain,
     low_rank_of,
@@ -152,8 +153,9 @@ class GatedMLP(Layer):
             assert isinstance(gate_up, Tensor)
             assert isinstance(down, Tensor)
             mlp = functools.partial(
-                float8_gated_mlp, x, residual, fused, gate_up, down, gate_up_bias, down_bias, recipe=recipe, **options
-            )
+                float8_gated_mlp, x, residual, fused, gate_up, down, gate_up_bias, down_bias, recipe=recipe, **options,
+                gathered=(gathered_float8(self.gate_up_proj), gathered_float8(self.down_proj)),
+            )  # fmt: skip
         else:
             mlp = functools.partial(
                 gated_mlp, x, residual, fused.weight, gate_up, down, gate_up_bias, down_bias, **options,

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from liger_models.kernels.collectives import Group, sum_gradient
+from liger_models.kernels.float8 import Float8
 from liger_models.kernels.float8_linear import float8_norm_linear
 from liger_models.kernels.fused_norm import FusedNorm
 from liger_models.kernels.layer_norm import (
@@ -272,6 +273,12 @@ def float8_recipe(*linears: nn.Module) -> str | None:
     return recipes.pop()
 
 
+def gathered_float8(linear: nn.Module) -> Float8 | None:
+    """The weight of a float8 layer as ranks have rounded it (`apply_fsdp`), if they have."""
+    gathered: Float8 | None = getattr(linear, "gathered", None)
+    return gathered
+
+
 def low_rank_of(linear: nn.Module, dtype: torch.dtype) -> LowRank | None:
     """A and B of a layer's adapters for a fused op that computes in ``dtype``; None without adapters."""
     low_rank: Callable[[torch.dtype], LowRank | None] | None = getattr(linear, "low_rank", None)
@@ -316,5 +323,5 @@ def add_norm_linear(
     weight, (bias,) = weight_of(linear, residual), autocast_weights(residual, local_or_none(linear.bias))
     if recipe:
         assert isinstance(weight, Tensor)
-        return float8_norm_linear(x, residual, fused, weight, bias, recipe)
+        return float8_norm_linear(x, residual, fused, weight, bias, recipe, gathered_float8(linear))
     return norm_linear(x, residual, fused, weight, bias, ranks_of(linear), low_rank_of(linear, weight.dtype))

@@ -28,6 +28,7 @@ from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.layer import layers_of, routed_layers
 from liger_models.memory.recompute import is_compiled
 from liger_models.parallel.agreement import check_first_forward
+from liger_models.parallel.float8_gather import Float8Gather
 from liger_models.parallel.mesh import data_mesh, group_over
 from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
 
@@ -44,6 +45,7 @@ def apply_fsdp(
     cpu_offload: bool = False,
     reshard_after_forward: bool | int = True,
     prefetch: int = 1,
+    float8_gather: bool = True,
 ) -> Sharded:
     """Shard a model's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
@@ -70,6 +72,9 @@ def apply_fsdp(
         reshard_after_forward: False keeps blocks gathered until their backward (ZeRO-2). A number reshards them over
             that many ranks in between.
         prefetch: number of groups that are gathered ahead of their use.
+        float8_gather: gather weights that one scale rounds to float8 (`convert_to_float8`, recipe "tensorwise") after
+            rounding them. Results are the same. It needs blocks that are either resharded over the whole mesh or not at
+            all, and no ``cpu_offload``; otherwise ``param_dtype`` is gathered.
 
     Returns:
         ``model``.
@@ -98,7 +103,7 @@ def apply_fsdp(
     if isinstance(model, LigerMedusa):
         _shard_medusa(
             model, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype, cpu_offload=cpu_offload,
-            reshard_after_forward=reshard_after_forward, prefetch=prefetch,
+            reshard_after_forward=reshard_after_forward, prefetch=prefetch, float8_gather=float8_gather,
         )  # fmt: skip
         return model
     check(
@@ -141,6 +146,10 @@ def apply_fsdp(
     fully_shard(model, reshard_after_forward=False, **options)
     if param_dtype is not None:
         model.register_forward_pre_hook(_EmbedsCast(param_dtype), with_kwargs=True)
+    if float8_gather and isinstance(reshard_after_forward, bool) and not cpu_offload:
+        gather = Float8Gather(model, mesh, param_dtype)
+        # Before FSDP2's own hook, after which its stream does not wait for the maxima.
+        model.register_forward_pre_hook(gather, prepend=True)
     check_first_forward(model)
 
     order: list[Any] = [model.embed_tokens, *model.blocks, *([] if tied else [model.lm_head])]
@@ -197,12 +206,16 @@ def _shard(modules: nn.Module | list[nn.Module], passes: BackwardPasses, **optio
 
 
 def _shard_medusa(
-    medusa: LigerMedusa, mesh: DeviceMesh | None, *, reshard_after_forward: bool | int, prefetch: int, **given: Any
-) -> None:
+    medusa: LigerMedusa, mesh: DeviceMesh | None, *, reshard_after_forward: bool | int, prefetch: int,
+    float8_gather: bool, **given: Any,
+) -> None:  # fmt: skip
     """`apply_fsdp` on the model, unless it is sharded already, and on the heads."""
     mesh = _all_ranks() if mesh is None else mesh
     if not isinstance(medusa.model, FSDPModule):
-        apply_fsdp(medusa.model, mesh, reshard_after_forward=reshard_after_forward, prefetch=prefetch, **given)
+        apply_fsdp(
+            medusa.model, mesh, reshard_after_forward=reshard_after_forward, prefetch=prefetch,
+            float8_gather=float8_gather, **given,
+        )  # fmt: skip
     passes, options = BackwardPasses(), _options(mesh, **given)
     for head in medusa.heads:
         _shard(head, passes, reshard_after_forward=reshard_after_forward, **options)
@@ -258,6 +271,9 @@ def unsharded(model: Model) -> Iterator[Model]:
         "unsharded: the model must be sharded by apply_fsdp alone, got one that apply_tp, apply_cp or apply_ep has "
         "sharded, too. Generate with the model itself.",
     )
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, Float8Gather):
+            hook.refresh()
     for module in groups:
         module.unshard()
     try:

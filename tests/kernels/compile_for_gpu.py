@@ -32,7 +32,7 @@ from liger_models.kernels.divergence import (
     linear_divergence,
     logits_divergence,
 )
-from liger_models.kernels.float8 import RECIPES
+from liger_models.kernels.float8 import RECIPES, Float8, float8_dtype, round_known, transposed
 from liger_models.kernels.float8_gated_mlp import float8_gated_mlp
 from liger_models.kernels.float8_linear import float8_norm_linear
 from liger_models.kernels.frozen_float8_linear import frozen_float8_linear
@@ -235,6 +235,9 @@ def run_float8(dtype: torch.dtype) -> None:
         module.scaled_product = lambda a, b, dtype, fast=False: torch.zeros(len(a.data), len(b.data), dtype=dtype)
     x, residual, norm = draw(3, 4096, dtype=dtype), draw(3, 4096, dtype=dtype), draw(4096, dtype=dtype)
     mlp = draw(1024, 4096, dtype=dtype), draw(4096, 512, dtype=dtype)
+    for weight in mlp:  # gathered by ranks, for both directions
+        amax = torch.ones(1)
+        transposed(Float8(round_known(weight.detach(), float8_dtype(weight.device), amax), amax[0]))
     for recipe in RECIPES:
         for kind in ("rms_norm", "layer_norm"):
             rms = kind == "rms_norm"

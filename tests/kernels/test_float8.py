@@ -12,11 +12,14 @@ from liger_models.kernels.float8 import (
     plain,
     rms_norm_round,
     round_gradient,
+    round_known,
     round_matrix,
     round_reference,
     round_rows,
     round_tiles,
     scaled_product,
+    tensor_scale,
+    transposed,
 )
 from liger_models.kernels.gated_act import ACTIVATIONS, gated_act_backward, gated_act_forward
 from liger_models.kernels.rms_norm import rms_norm_forward, rms_normed
@@ -96,6 +99,17 @@ def test_parts_and_known_maxima(kernel_device, poisoned_empty):
     per_column = torch.zeros(48, device=kernel_device)
     add_amax(matrix, per_column)
     assert torch.equal(per_column, x.abs().amax(0))
+
+
+def test_a_part_rounded_with_the_scale_of_the_whole_and_transposed(kernel_device, poisoned_empty):
+    for dtype in dtypes(kernel_device):
+        x = draw(48, 272, device=kernel_device, dtype=dtype)
+        want, columns = round_matrix(plain(x), RECIPES["tensorwise"], columns=True)
+        amax = x.abs().max()[None].float()
+        parts = torch.cat([round_known(part, E4M3, amax).view(torch.uint8) for part in x.split(16)])
+        assert torch.equal(parts, want.data.view(torch.uint8))
+        assert torch.equal(tensor_scale(amax, E4M3).reciprocal()[0], want.inverse)
+        assert_equal(transposed(want), columns, E4M3)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

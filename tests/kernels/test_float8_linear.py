@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_models.kernels import gated_mlp as chunks
-from liger_models.kernels.float8 import RECIPES
+from liger_models.kernels.float8 import RECIPES, plain, round_matrix
 from liger_models.kernels.float8_gated_mlp import float8_gated_mlp, float8_gated_mlp_reference
 from liger_models.kernels.float8_linear import float8_linear, float8_norm_linear, float8_norm_linear_reference
 from liger_models.kernels.fused_norm import FusedNorm
@@ -231,22 +231,50 @@ def test_opcheck(kernel_device, mlp, kind):
         weights = t["weight"], t["down_weight"], t["bias"], t["down_bias"]
         for x, recompute in ((t["x"], True), (None, False)):
             arguments = (x, t["residual"], *of_norm, *weights, *constants, "silu", "tensorwise", recompute, True)
+            arguments = *arguments, *(None,) * 4
             opcheck(ops.float8_gated_mlp, arguments)
             _, h, statistics, gate_up, amax = (each.detach() for each in ops.float8_gated_mlp(*arguments))
             h, gate_up = t["residual"].detach() if x is None else h, None if recompute else gate_up
             kept = [None if each is None else each.detach() for each in (h, statistics, gate_up, amax, *of_norm)]
             kept += [each.detach() for each in weights[:3]]
             for needs in ([True] * 2 + [kind == "layer"] + [True] * 4, [False] * 4 + [True] + [False] * 2):
-                opcheck(ops.float8_gated_mlp_backward, (dy, dh, *kept, *constants, "silu", "tensorwise", needs))
+                opcheck(
+                    ops.float8_gated_mlp_backward,
+                    (dy, dh, *kept, *constants, "silu", "tensorwise", *(None,) * 4, needs),
+                )
         return
     for x in (t["x"], None):
-        arguments = (x, t["residual"], *of_norm, t["weight"], t["bias"], *constants, "rowwise")
+        arguments = (x, t["residual"], *of_norm, t["weight"], t["bias"], *constants, "rowwise", None, None)
         opcheck(ops.float8_norm_linear, arguments)
         _, h, statistics, amax = (each.detach() for each in ops.float8_norm_linear(*arguments))
         kept = (t["residual"] if x is None else h, statistics, amax, *of_norm, t["weight"])
         kept = [None if each is None else each.detach() for each in kept]
         for needs in ([True] * 2 + [kind == "layer"] + [True] * 2, [False] * 3 + [True, False]):
-            opcheck(ops.float8_norm_linear_backward, (dy, dh, *kept, *constants, "rowwise", needs))
+            opcheck(ops.float8_norm_linear_backward, (dy, dh, *kept, *constants, "rowwise", None, None, needs))
+
+
+FUNCTIONS = [
+    (float8_norm_linear, {}),
+    (float8_norm_linear_reference, {}),
+    (float8_gated_mlp, {}),
+    (float8_gated_mlp, {"recompute": True}),
+    (float8_gated_mlp_reference, {}),
+]
+
+
+@pytest.mark.parametrize(("function", "options"), FUNCTIONS)
+def test_weights_that_are_rounded_already(kernel_device, function, options):
+    """Bit for bit the same; the weights themselves are not read."""
+    mlp = "mlp" in function.__name__
+    options = options | ({"act": "silu"} if mlp else {})
+    named, upstream = make(mlp, "rms", torch.float32, kernel_device)
+    of = functools.partial(call, function, list(named), "rms", recipe="tensorwise", **options)
+    names = [each for each in ("weight", "down_weight") if each in named]
+    rounded = [round_matrix(plain(named[each]), RECIPES["tensorwise"])[0] for each in names]
+    unknown = {each: torch.full_like(named[each], torch.nan) for each in names}
+    want = run(of(), list(named.values()), upstream)
+    ours = run(of(gathered=tuple(rounded) if mlp else rounded[0]), list((named | unknown).values()), upstream)
+    assert all(torch.equal(*each) for each in zip(ours, want, strict=True))
 
 
 @pytest.mark.compile
