@@ -49,7 +49,9 @@ def test_shared_heads_have_copies_where_all_scores_would_be_kept(monkeypatch, mo
     assert [x.shape[1] for x in sdpa.call_args.args] == [4, heads, heads]
 
 
-@pytest.mark.parametrize(("most", "heads"), [(2 * 6 * 8 * 8, [8]), (2 * 6 * 8 * 8 - 1, [4, 4]), (2 * 6 * 8 * 3, [4, 4])])
+@pytest.mark.parametrize(
+    ("most", "heads"), [(2 * 6 * 8 * 8, [8]), (2 * 6 * 8 * 8 - 1, [4, 4]), (2 * 6 * 8 * 3, [4, 4])]
+)
 def test_many_queries_are_taken_a_few_heads_at_a_time(monkeypatch, most, heads):
     torch.manual_seed(0)
     inputs = [torch.randn(2, 6, each, 8, requires_grad=True) for each in (8, 2, 2)]
