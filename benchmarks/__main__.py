@@ -19,6 +19,7 @@ from . import (
     report,
     rollout,
     soak,
+    task,
     train,
     weights,
 )
@@ -38,6 +39,7 @@ BENCHMARKS = {
     "rollout": rollout,
     "grpo": grpo,
     "soak": soak,
+    "task": task,
     "weights": weights,
     "curves": curves,
     "ops": ops,
@@ -60,9 +62,11 @@ def check_modes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         mode = Mode.parse(text)
         if ("moments" in mode or "8bit" in mode) and not ("adamw" in mode or "inbackward" in mode):
             parser.error(f"--modes: moments are LigerAdamW's, add +adamw or +inbackward, got {text!r}")
-        allowed = {"unsloth": ("train",), "titan": ("train", "fsdp")}.get(mode.library, (options.command,))
+        allowed = {"unsloth": ("train", "longest"), "titan": ("train", "fsdp")}.get(mode.library, (options.command,))
         if options.command not in allowed:
             parser.error(f"--modes: {mode.library} is for {' and '.join(allowed)}, got {text!r} for {options.command}")
+        if "medusa" in mode and options.command != "train":
+            parser.error(f"--modes: medusa is for train, got {text!r} for {options.command}")
         if "plan" in mode and options.command != "train":
             parser.error(f"--modes: plan is for train, got {text!r} for {options.command}")
         if "cp" in mode and (options.command != "longest" or options.gpus == 1):

@@ -25,6 +25,7 @@ from . import (
     profile,
     rollout,
     soak,
+    task,
     train,
     weights,
 )
@@ -66,6 +67,7 @@ PARTS = {
     "rollout": Part(("rollout",), rollout.table, False),
     "grpo": Part(("grpo",), grpo.table, False),
     "soak": Part(("soak",), soak.table, False),
+    "task": Part(("task",), task.table, False),
     "curves": Part(("curves",), curves.table, True),
     "ops": Part(("ops",), ops.best_table, True),
     "ops-all": Part(("ops",), ops.table, False),

@@ -36,8 +36,8 @@ Continue = Callable[[list[Tensor], list[int]], list[Tensor]]
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "llama-3.2-3b")
     add_modes(parser, "hf,ours+generate,ours", MODES, f"comma-separated, of {', '.join(NAMES)}")
-    add_batch(parser, "1024x512", "prompts x tokens of the longest; the shortest has an eighth")
-    add_steps(parser, 1024, "new tokens of the longest answer; the shortest has a quarter")
+    add_batch(parser, "256x512", "prompts x tokens of the longest; the shortest has an eighth")
+    add_steps(parser, 512, "new tokens of the longest answer; the shortest has a quarter")
 
 
 def run(options: argparse.Namespace) -> Rows:

@@ -51,7 +51,7 @@ def parse(file: Path, number: int, line: str) -> Row:
 
 def key_of(row: Row) -> tuple[str, ...]:
     """Rows with the same key are repetitions of one measurement."""
-    names = ("benchmark", "model", "op", "gpus", "batch", "shape", "mode", "device")
+    names = ("benchmark", "model", "op", "gpus", "memory_gb", "layers", "batch", "shape", "mode", "device")
     return (*(row.get(name, "") for name in names), row["commit"] if row["benchmark"] in RUNS else "")
 
 

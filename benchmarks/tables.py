@@ -41,7 +41,7 @@ def mfu(row: Row) -> str:
 
 def adapters(row: Row) -> set[str]:
     """The words of the mode that say what is trained; modes are compared only if these are equal."""
-    return {"lora", "nf4"} & {*row["mode"].split("+")}
+    return {"lora", "medusa", "nf4"} & {*row["mode"].split("+")}
 
 
 def ratios(row: Row, rows: Rows) -> tuple[str, str]:

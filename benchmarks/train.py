@@ -75,7 +75,7 @@ def measure(job: Job) -> Row:
     milliseconds = statistics.median(times)
     rate = B * T / milliseconds * 1e3
     other_products = ("vision_config", "num_experts_per_tok", "top_k_experts", "linear_num_key_heads")
-    counted = not any(config.get(key) for key in other_products) and "lora" not in job.mode
+    counted = not any(config.get(key) for key in other_products) and not {"lora", "medusa"} & job.mode.extras.keys()
     return {
         "tokens_per_s": round(rate, 1),
         "step_ms": round(milliseconds, 2),
@@ -83,6 +83,7 @@ def measure(job: Job) -> Row:
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         **({"mfu": round(rate * flops_per_token(config, T) / PEAK_FLOPS, 4)} if counted else {}),
         "first_step_s": round(first_step_s, 1),
+        "trained": sum(each.numel() for each in train.model.parameters() if each.requires_grad),
         **({"plan": str(train.plan)} if train.plan else {}),
         "losses": losses,
     }

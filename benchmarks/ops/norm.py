@@ -1,8 +1,9 @@
-"""RMSNorm, alone and with the residual addition before it."""
+"""RMSNorm and LayerNorm, alone and with the residual addition before them."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_models.kernels.layer_norm import layer_norm, layer_norm_reference
 from liger_models.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 
 from .op import Op, Peer, liger, liger_peer, load, named, randn
@@ -36,6 +37,17 @@ OPS = (
             "liger": liger_peer(liger("liger_fused_add_rms_norm", EPS)),
             "quack": Peer(lambda x, h, w: load("quack:rmsnorm")(x, w, None, h, eps=EPS, prenorm=True), needs="quack"),
             "ours": Peer(add_rms_norm),
+        },
+    ),
+    Op(
+        name="layer_norm", shapes=tuple({"N": 16384, "C": C} for C in (1024, 2048, 4096, 8192)), check={"N": 512},
+        make=lambda N, C: {"x": randn(N, C), "weight": randn(C), "bias": randn(C)},
+        truth=lambda x, weight, bias: layer_norm_reference(x, weight, bias, EPS),
+        limit="bytes", work=lambda N, C: (4 * N * C, 6 * N * C),
+        peers={
+            "torch": Peer(lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, EPS)),
+            "liger": liger_peer(liger("liger_layer_norm", EPS)),
+            "ours": Peer(lambda x, weight, bias: layer_norm(x, weight, bias, EPS)),
         },
     ),
 )  # fmt: skip

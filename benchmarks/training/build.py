@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from .modes import Mode
 
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+MEDUSA_HEADS = 5
 
 WITHOUT_SDPA = ("gpt_oss",)
 """Families for which transformers has no SDPA."""
@@ -30,6 +31,10 @@ def build(config: dict, mode: Mode) -> nn.Module:
     if mode.library == "ours":
         return build_ours(config, mode)
     model = build_hf(config, liger="liger" in mode, recompute="ac" in mode)
+    if "medusa" in mode:
+        from .medusa import MedusaLoss
+
+        return MedusaLoss(model, liger="liger" in mode)
     return adapt_hf(model, nf4="nf4" in mode) if "lora" in mode else model
 
 
@@ -92,7 +97,28 @@ def adapt_hf(model: nn.Module, nf4: bool) -> nn.Module:
                 folder, dtype=torch.bfloat16, quantization_config=bits, device_map={"": 0}
             )
         model.config.use_cache = False
-    return peft.get_peft_model(model, peft.LoraConfig(**LORA, task_type="CAUSAL_LM"))
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA | hf_targets(model), task_type="CAUSAL_LM"))
+
+
+def hf_targets(model: nn.Module) -> dict:
+    """What PEFT adapts, if that is not all linear layers: not a vision tower, but the experts of a mixture."""
+    if any("language_model." in name for name, _ in model.named_modules()):
+        return {"target_modules": r".*language_model\..*layers\..*(_proj)"}
+    names = ("experts.gate_up_proj", "experts.down_proj")
+    if not all(any(name.endswith(each) for name, _ in model.named_parameters()) for each in names):
+        return {}
+    # From "all-linear" PEFT would infer twice the rank for gate and up, and an adapter of the router.
+    linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    return {"target_modules": sorted(linear - {"lm_head"}), "target_parameters": names}
+
+
+def our_targets(model: nn.Module) -> dict:
+    """The same for this package."""
+    from liger_models.adapters.lora import adaptable_experts, language_targets
+    from liger_models.adapters.lora_layers import EXPERTS
+
+    options: dict = {} if model.visual is None else {"target_modules": language_targets(model)}
+    return options | ({"target_parameters": EXPERTS} if any(adaptable_experts(model).values()) else {})
 
 
 @torch.no_grad()
@@ -118,7 +144,7 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
     if "lora" in mode:
         from liger_models.adapters import LoRAConfig, apply_lora, quantize_base
 
-        apply_lora(model, LoRAConfig(**LORA))
+        apply_lora(model, LoRAConfig(**LORA | our_targets(model)))
         for extra in {"nf4", "float8"} & mode.extras.keys():
             quantize_base(model, dtype=extra)
     set_policies(model, mode)
@@ -129,6 +155,10 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
     if "blocks" in mode:
         for block in model.layers:
             block.compile(fullgraph=True)
+    if "medusa" in mode:
+        from liger_models.adapters.medusa import LigerMedusa
+
+        return LigerMedusa(model, MEDUSA_HEADS)
     return model
 
 

@@ -7,8 +7,10 @@ from benchmarks import ROOT
 CONFIGS = ROOT / "tests" / "data"
 MODELS = {
     "llama-3-8b": ("llama/Meta-Llama-3-8B.json", None),
+    "llama-3-70b": ("llama/Meta-Llama-3.1-70B-Instruct.json", None),
     "llama-3.2-1b": ("llama/Llama-3.2-1B-Instruct.json", None),
     "llama-3.2-3b": ("llama/Llama-3.2-3B.json", None),
+    "qwen2-7b": ("qwen2/Qwen2-7B.json", None),
 }
 """Whole models: the file of the release's config.json, and None for all of its layers."""
 FAMILIES = {

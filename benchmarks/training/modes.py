@@ -8,7 +8,8 @@
 | ``titan`` | | torchtitan |
 | ``compile`` | hf, ours, titan | torch.compile: of the whole model, or of each block by torchtitan and under FSDP2 |
 | ``graph`` | hf, ours | CUDA graphs of forward and backward: `CausalLM.capture`, compiled or of hf PyTorch's |
-| ``lora`` | hf, ours, unsloth | train adapters of rank 16 on all linear layers of the blocks; of transformers by PEFT |
+| ``lora`` | hf, ours, unsloth | train adapters of rank 16 on all linear layers of the text's blocks and on experts |
+| ``medusa`` | hf, ours | train five Medusa heads on the frozen model |
 | ``nf4`` | hf, ours, unsloth | after ``lora``: frozen weights have 4 bits; of transformers by bitsandbytes |
 | ``float8`` | ours | after ``lora``: frozen weights are in float8, and so are their products |
 | ``peft`` | ours | after ``lora``: the adapters are PEFT's, on the unpacked model |
@@ -38,13 +39,13 @@ MODES = (
     "hf", "hf+ac", "hf+compile", "hf+liger", "hf+liger+ac",
     "ours", "ours+selective", "ours+full", "ours+compile", "ours+fp8",
     "hf+liger+lora", "ours+lora", "unsloth+lora", "hf+liger+lora+nf4", "ours+lora+nf4", "unsloth+lora+nf4+ac",
-    "ours+lora+float8", "titan+compile", "titan+compile+selective",
+    "ours+lora+float8", "hf+liger+medusa", "ours+medusa", "titan+compile", "titan+compile+selective",
 )  # fmt: skip
 """The modes that ``--help`` names."""
 
 MODE = (
-    r"hf(\+(ac|compile|graph|liger|lora(\+nf4)?))*"
-    r"|ours(\+(8bit|adamw|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+float8|\+nf4|\+peft)?|warm"
+    r"hf(\+(ac|compile|graph|liger|medusa|lora(\+nf4)?))*"
+    r"|ours(\+(8bit|adamw|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+float8|\+nf4|\+peft)?|medusa|warm"
     r"|(full|moments|offload|selective)\d*|plan\d+))*"
     r"|unsloth\+lora(\+nf4)?(\+ac)?"
     r"|titan(\+compile)?(\+selective|\+full)?"
@@ -63,7 +64,7 @@ TITLES = {
     "8bit": ", moments in 8 bits", "moments": ", host memory for the moments", "warm": ", warmed up",
     "fp8": ", float8", "fp8rowwise": ", float8 by rows", "blocks": ", blocks compiled",
     "cp": ", context parallel", "lora": ", LoRA", "peft": " by PEFT", "nf4": " on 4 bits",
-    "float8": " on float8",
+    "float8": " on float8", "medusa": ", Medusa heads",
 }  # fmt: skip
 """What the tables call each word."""
 

@@ -91,9 +91,10 @@ def make_optimizer(model: nn.Module, mode: Mode, lr: float, plan: Any = None) ->
     from liger_models import LigerAdamW, step_in_backward  # not imported by processes of transformers
     from liger_models.memory.plan import host_blocks
 
-    total = len(model.layers)
-    moments = plan.host_moments if plan else host_blocks(total, mode.blocks("moments", total), model.offloaded)
-    on_host = [each for i in moments for each in model.layers[i].parameters() if each.requires_grad]
+    body = model.model if "medusa" in mode else model
+    total = len(body.layers)
+    moments = plan.host_moments if plan else host_blocks(total, mode.blocks("moments", total), body.offloaded)
+    on_host = [each for i in moments for each in body.layers[i].parameters() if each.requires_grad]
     optimizer = LigerAdamW(trained, lr=lr, offload=on_host, state_dtype=torch.int8 if "8bit" in mode else None)
     if plan.in_backward if plan else "inbackward" in mode:
         step_in_backward(optimizer)

@@ -52,9 +52,10 @@ from .dispatch import LIBRARY
 from .invariant_linear import write_invariant_linear
 from .scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, scale_, scaled, without_exponent
 
-WORKSPACE_MIB, WORKSPACE_TOKENS = 512, 8192
-"""Default budget in MiB for up to WORKSPACE_TOKENS tokens; it grows in proportion to the tokens above that. At V =
-128,256 in bf16 this makes 4 chunks, large enough that reading and writing dweight for each chunk costs little."""
+WORKSPACE_MIB, WORKSPACE_TOKENS, MOST_TOKENS = 512, 8192, 65536
+"""Default budget in MiB for up to WORKSPACE_TOKENS tokens; it grows in proportion to the tokens above that, up to
+MOST_TOKENS. At V = 128,256 in bf16 this makes 4 chunks, large enough that reading and writing dweight for each chunk
+costs little. More tokens make more chunks of the same size, 4 GiB of logits: with 524,288 tokens 32 GiB otherwise."""
 
 ROW_MULTIPLE = 128
 
@@ -64,7 +65,8 @@ few that remain. With V = 100,278 (OLMo 3) or 49,155 (Granite) as a size of the 
 slower."""
 
 BF16_CHUNKS = 8
-"""With up to this many chunks a bf16 dweight is summed in bf16. By default there are never more."""
+"""With up to this many chunks a bf16 dweight is summed in bf16. By default only more than MOST_TOKENS tokens are more
+chunks."""
 
 BLOCK_MIB = 256
 """Otherwise it is summed in fp32, in blocks of about this size, so that the products stay large. Each block is cast and
@@ -167,11 +169,12 @@ IGNORED = -100
 
 def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None) -> int:
     """Rows per chunk: as many as fit the budget, about equal over the chunks, in multiples that suit matmuls."""
-    budget = WORKSPACE_MIB * max(1, N / WORKSPACE_TOKENS) if workspace_mib is None else workspace_mib
+    tokens = min(N, MOST_TOKENS)
+    budget = WORKSPACE_MIB * max(1, tokens / WORKSPACE_TOKENS) if workspace_mib is None else workspace_mib
     limit = max(int(budget * 2**20) // (V * itemsize) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
-    chunks = max(-(-N // limit), 1)
     if workspace_mib is None:
-        chunks = min(chunks, BF16_CHUNKS)
+        limit = max(limit, -(-tokens // BF16_CHUNKS))
+    chunks = max(-(-N // limit), 1)
     return max(-(-N // (chunks * ROW_MULTIPLE)), 1) * ROW_MULTIPLE
 
 

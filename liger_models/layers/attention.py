@@ -30,7 +30,7 @@ from liger_models.layers.layer import AttentionSpec, Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible
 from liger_models.layers.masks import MOST_FLASH_DIM, VARLEN_OPTIONS, Segments, takes_flash, takes_segments
 from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear, is_plain
-from liger_models.memory.recompute import draws, recomputes, run_twice
+from liger_models.memory.recompute import draws, recomputes, repeats, run_twice
 
 CAUSAL_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,  # about a quarter faster than flash on an H200, head dimension 128, S 8192
@@ -55,6 +55,12 @@ attention and cuDNN, both for half precision, support sharing.) Beyond this size
 each head, and a fused kernel runs."""
 
 
+MOST_QUERIES, MOST_RECOMPUTED = 2**31, 2**29
+"""Elements of the queries beyond which attention takes a part of the heads at a time, and beyond which it does so in a
+block that is recomputed. The backward of a fused kernel allocates up to four times the queries' bytes: sums of dq in
+fp32, and where heads share keys also dk and dv of every head. Elsewhere the heads' results would be saved twice."""
+
+
 def _few_scores(q: Tensor, k: Tensor) -> bool:
     return math.prod(q.shape[:3]) * k.shape[2] * q.itemsize <= MOST_SCORES
 
@@ -69,6 +75,17 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     if shared:  # not enable_gqa=shared: in a graph with symbolic numbers of heads that is no bool
         options["enable_gqa"] = True
     return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def _sdpa_by_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """`_sdpa` on [B, T, heads, D], over a part of the heads at a time where the queries are many."""
+    most = MOST_QUERIES if repeats() is None else MOST_RECOMPUTED
+    if torch.compiler.is_compiling() or q.numel() <= most:
+        return _sdpa(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
+    G, parts = k.shape[2], -(-q.numel() // most)
+    each = -(-G // parts)  # KV heads of a part
+    pieces = zip(q.split(q.shape[2] // G * each, 2), k.split(each, 2), v.split(each, 2), strict=True)
+    return torch.cat([_sdpa(*(x.transpose(1, 2) for x in piece), **options).transpose(1, 2) for piece in pieces], 2)
 
 
 def _padded(*heads: Tensor) -> list[Tensor]:
@@ -291,7 +308,7 @@ def attention(
     else:
         with _unmasked(q, T):
             causal = dense is None and layout.causal
-            out = _sdpa(queries, keys, values, attn_mask=dense, dropout_p=dropout, is_causal=causal, scale=scale)
+            return _sdpa_by_heads(q, k, v, attn_mask=dense, dropout_p=dropout, is_causal=causal, scale=scale)
     y: Tensor = out.transpose(1, 2)
     return y
 

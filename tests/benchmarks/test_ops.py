@@ -35,6 +35,7 @@ TINY = {
     "gated_norm": {"N": 37, "C": 64},
     "rms_norm": {"N": 37, "C": 64},
     "add_rms_norm": {"N": 37, "C": 64},
+    "layer_norm": {"N": 37, "C": 64},
     "swiglu": {"N": 33, "F": 48},
     "geglu": {"N": 33, "F": 48},
     "gated_mlp": {"N": 32, "C": 64, "F": 96},

@@ -62,7 +62,7 @@ def test_arguments_that_say_nothing_measurable_are_refused(tmp_path, monkeypatch
         "train --modes hf,ours+moments8": "--modes: moments are LigerAdamW's.*, got 'ours.moments8'",
         "longest --modes ours+cp": "--modes: cp is for longest with --gpus of 2.*, got 'ours.cp' for longest",
         "fsdp --gpus 2 --modes ours+cp": "--modes: cp is for longest .*, got 'ours.cp' for fsdp",
-        "fsdp --gpus 2 --modes unsloth+lora": "--modes: unsloth is for train, got 'unsloth.lora' for fsdp",
+        "fsdp --gpus 2 --modes unsloth+lora": "--modes: unsloth is for train and longest, got 'unsloth.lora' for fsdp",
         "profile --modes titan+compile": "--modes: titan is for train and fsdp, got 'titan.compile' for profile",
         "train --modes unsloth": "--modes: must be hf.*, got 'unsloth'",
         "longest --lengths 128,abc": "--lengths: must be .*, got 'abc'",

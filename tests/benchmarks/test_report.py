@@ -289,9 +289,9 @@ def test_longest_table():
     rows.append(row | {"batch": "1x65536", "mode": "ours+cp", "gpus": 4})
     rows.append(row | {"batch": "1x8", "mode": "hf", "error": "ImportError: none"})
     assert cells(longest.table(rows)) == [
-        ["m", "1", "liger_models", "16,384", "100.0", "32,768"],
-        ["m", "4", "liger_models, context parallel", "65,536", "100.0", ""],
-        ["m", "1", "transformers", "", "", "8: ImportError: none"],
+        ["m", "1", "all", "liger_models", "16,384", "100.0", "32,768"],
+        ["m", "4", "all", "liger_models, context parallel", "65,536", "100.0", ""],
+        ["m", "1", "all", "transformers", "", "", "8: ImportError: none"],
     ]
 
 

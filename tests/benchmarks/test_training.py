@@ -9,10 +9,15 @@ import torch
 from benchmarks.profile import kernel_class
 from benchmarks.training import build, step
 from benchmarks.training.batches import draw_chain, draw_padded_images
+from benchmarks.training.medusa import MedusaLoss
 from benchmarks.training.models import FAMILIES, keep_layers, read_config, text_part
 from benchmarks.training.modes import MODE, Mode, title
 from liger_models import AutoLigerModel, LigerLlama, LlamaConfig
+from liger_models.adapters import LoRAConfig, apply_lora
+from liger_models.adapters.medusa import LigerMedusa
 from liger_models.base import CapturedStep
+
+from ..late import transformers
 
 
 @pytest.mark.parametrize("mode", ["hf+graph", "ours+compile+graph"])
@@ -47,6 +52,39 @@ def test_blocks_of_transformers_are_compiled_before_they_are_sharded(monkeypatch
     model.model.layers = torch.nn.ModuleList([block])
     build.shard(model, ours=False, blocks=True)
     assert (compiled, sharded) == ([0], [block, model])
+
+
+@pytest.mark.filterwarnings("ignore")  # names that transformers' next version drops, which PEFT reads
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3", "qwen2_5_vl"])
+def test_both_libraries_adapt_the_same_matrices(family):
+    """Of the language model alone, and of experts."""
+    peft = pytest.importorskip("peft")
+    config = read_config(family)
+    ours = AutoLigerModel.from_config(config, device="meta")
+    apply_lora(ours, LoRAConfig(**build.LORA | build.our_targets(ours)))
+    kind = "AutoModelForImageTextToText" if "vision_config" in config else "AutoModelForCausalLM"
+    with torch.device("meta"):
+        theirs = getattr(transformers, kind).from_config(transformers.AutoConfig.for_model(**config))
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(**build.LORA | build.hf_targets(theirs)))
+    counts = [sum(each.numel() for each in model.parameters() if each.requires_grad) for model in (ours, theirs)]
+    assert counts[0] == counts[1] > 0
+
+
+def test_medusa_heads_have_the_same_loss(tmp_path):
+    config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **config))
+    theirs.save_pretrained(tmp_path)
+    ours = LigerMedusa(LigerLlama.from_pretrained(tmp_path, progress=False), build.MEDUSA_HEADS)
+    ids = torch.randint(64, (2, 12))
+    theirs = MedusaLoss(theirs, liger=False)
+    results = []
+    for model in (ours, theirs):
+        loss = model(input_ids=ids, labels=ids)[0]
+        loss.backward()
+        gradients = [each.grad.norm() for each in model.parameters() if each.requires_grad]
+        results.append((loss, sorted(gradients)))
+    torch.testing.assert_close(*results)
+    assert len(results[0][1]) == 3 * build.MEDUSA_HEADS
 
 
 def test_modes_have_names():

@@ -408,6 +408,8 @@ def test_chunk_rows():
     assert chunk_rows(8192, 256000, 2, 512) == 1024
     assert chunk_rows(1, 128256, 2, 512) == 128
     assert chunk_rows(5000, 32000, 2, 512) == 5120  # one chunk
+    assert chunk_rows(524288, 128256, 2, None) == 16384  # long sequences have more chunks
+    assert chunk_rows(524288, 512000, 2, None) == 8192
     assert chunk_rows(9000, 128256, 2, 1) == 128  # never fewer
     rows = chunk_rows(8193, 128256, 2, 512)
     assert rows * 128256 * 2 <= 512 * 2**20

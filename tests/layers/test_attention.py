@@ -49,6 +49,24 @@ def test_shared_heads_have_copies_where_all_scores_would_be_kept(monkeypatch, mo
     assert [x.shape[1] for x in sdpa.call_args.args] == [4, heads, heads]
 
 
+@pytest.mark.parametrize(
+    ("most", "heads"), [(2 * 6 * 8 * 8, [8]), (2 * 6 * 8 * 8 - 1, [4, 4]), (2 * 6 * 8 * 3, [4, 4])]
+)
+def test_many_queries_are_taken_a_few_heads_at_a_time(monkeypatch, most, heads):
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 6, each, 8, requires_grad=True) for each in (8, 2, 2)]
+    want = naive(*inputs, torch.ones(6, 6, dtype=torch.bool).tril(), 0.3)
+    sdpa = mock.Mock(side_effect=F.scaled_dot_product_attention)
+    monkeypatch.setattr("liger_models.layers.attention.F.scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr("liger_models.layers.attention.MOST_QUERIES", most)
+    got = attention(*inputs, sequence(2, 6), scale=0.3)
+    assert [call.args[0].shape[1] for call in sdpa.call_args_list] == heads
+    assert got.is_contiguous() or len(heads) == 1
+    torch.testing.assert_close(got, want)
+    dy = torch.randn_like(want)
+    torch.testing.assert_close(torch.autograd.grad(got, inputs, dy), torch.autograd.grad(want, inputs, dy))
+
+
 def sees(T, window, documents=None):
     """[1 or B, 1, T, T]: causal, no further back than the window, in the same document."""
     distance = torch.arange(T)[:, None] - torch.arange(T)

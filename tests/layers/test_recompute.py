@@ -1,5 +1,7 @@
 """Blocks of which only the input is kept."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -59,6 +61,19 @@ def test_a_last_projection_is_made_again_only_where_something_keeps_its_result(
     got = gradients(model, "full", kernel_device)
     chunks = 1 if workspace else 3
     assert made.count(SIZES["intermediate_size"]) == (3 + again) * chunks
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(("policy", "calls"), [("none", 3), ("selective", 3), ("full", 2 * 2 * 3)])
+def test_attention_of_recomputed_blocks_takes_a_few_heads_at_a_time(monkeypatch, policy, calls):
+    """In others the heads' results would be saved twice."""
+    model = build(LigerLlama, "cpu")
+    want = gradients(model, policy, "cpu")
+    sdpa = mock.Mock(side_effect=F.scaled_dot_product_attention)
+    monkeypatch.setattr("liger_models.layers.attention.F.scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr("liger_models.layers.attention.MOST_RECOMPUTED", 2 * 9 * 4 * 8 - 1)
+    got = gradients(model, policy, "cpu")
+    assert sdpa.call_count == calls
     torch.testing.assert_close(got, want)
 
 

@@ -1,0 +1,111 @@
+"""A model with random weights learns to sort, and is evaluated on lists that it has not seen.
+
+Lists of `LENGTH` numbers below `NUMBERS` are followed by the same numbers, sorted. All modes start from the same
+weights and see the same lists. A list counts as sorted if every number of the answer is the most probable one after
+those before it, which is when greedy decoding finds the answer.
+"""
+
+import argparse
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .options import add_batch, add_model, add_modes, add_steps
+from .processes import measure_all, plan_batch
+from .rows import Row, Rows, grouped
+from .tables import markdown, ratio, smallest
+from .training.job import Job
+from .training.models import read_config
+from .training.modes import title
+from .training.step import Step, make_step
+
+HELP = "learning to sort from random weights: accuracy, seconds, memory"
+NUMBERS, LENGTH = 100, 16
+FIRST = 10
+"""Id of the number 0; the id before it stands between a list and its answer."""
+
+EVALUATED = 2048
+WARMUP, SETTLE = 50, 5
+"""Steps in which the learning rate rises, and steps before the timed ones."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "llama")
+    add_modes(parser, "hf,hf+liger,ours+adamw")
+    add_batch(parser, f"512x{2 * LENGTH + 1}", f"lists x {2 * LENGTH + 1} tokens")
+    add_steps(parser, 600, "steps of the run")
+
+
+def run(options: argparse.Namespace) -> Rows:
+    if int(options.batch.partition("x")[2]) != 2 * LENGTH + 1:
+        raise argparse.ArgumentError(None, f"--batch must have {2 * LENGTH + 1} tokens per row, got {options.batch}")
+    if options.steps <= SETTLE:
+        raise argparse.ArgumentError(None, f"--steps must be more than {SETTLE}, got {options.steps}")
+    return measure_all(plan_batch("task", options))
+
+
+def draw_lists(count: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Lists and their answers [count, 2 LENGTH + 1] int64, of which only the answers are labels."""
+    numbers = FIRST + torch.randint(NUMBERS, (count, LENGTH), generator=generator, device=generator.device)
+    ids = torch.cat([numbers, torch.full_like(numbers[:, :1], FIRST - 1), numbers.sort(1).values], 1)
+    return {"input_ids": ids, "labels": ids.clone().index_fill_(1, torch.arange(LENGTH + 1, device=ids.device), -100)}
+
+
+def train_on_lists(train: Step, rows: int, steps: int, device: str) -> tuple[float, list[float]]:
+    """Seconds of the steps after the first `SETTLE`, and the losses."""
+    generator = torch.Generator(device).manual_seed(1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(train.optimizer, lambda done: min((done + 1) / WARMUP, 1.0))
+    losses, begun = [], 0.0
+    for index in range(steps):
+        if index == SETTLE:
+            torch.stack(losses).tolist()  # waits for the device
+            begun = time.monotonic()
+        losses.append(train(draw_lists(rows, generator)))
+        schedule.step()
+    found = torch.stack(losses).tolist()
+    return time.monotonic() - begun, found
+
+
+@torch.no_grad()
+def accuracy(model: Any, rows: int, ours: bool, device: str) -> float:
+    """The part of `EVALUATED` new lists that the model sorts."""
+    model.eval()
+    generator, right = torch.Generator(device).manual_seed(2), 0
+    for start in range(0, EVALUATED, rows):
+        ids = draw_lists(min(rows, EVALUATED - start), generator)["input_ids"]
+        logits = model(ids, return_logits=True).logits if ours else model(input_ids=ids).logits
+        right += int((logits[:, LENGTH:-1].argmax(-1) == ids[:, LENGTH + 1 :]).all(1).sum())
+    return right / EVALUATED
+
+
+def measure(job: Job) -> Row:
+    train = make_step(job.mode, read_config(job.model), lr=3e-4)
+    rows = job.shape[0]
+    seconds, losses = train_on_lists(train, rows, job.steps, "cuda")
+    peak = torch.cuda.max_memory_allocated()
+    begun = time.monotonic()
+    right = accuracy(train.model, rows, job.mode.library == "ours", "cuda")
+    return {
+        "accuracy": right,
+        "seconds": round(seconds, 1),
+        "evaluation_s": round(time.monotonic() - begun, 1),
+        "peak_gib": round(peak / 2**30, 2),
+        "losses": [round(loss, 4) for loss in losses[:: max(len(losses) // 50, 1)]],
+    }
+
+
+def table(rows: Rows) -> str:
+    """One line per mode; ratios are to the fastest mode of transformers."""
+    lines = []
+    for (model, _), group in sorted(grouped(rows, "model", "batch").items()):
+        best = smallest([row for row in group if row["mode"].startswith("hf")], lambda row: row.get("seconds"))
+        for row in group:
+            if "error" in row:
+                lines.append((model, title(row["mode"]), row["error"], "", "", "", "", ""))
+                continue
+            ratios = ratio(best.get("seconds"), row["seconds"]), ratio(row["peak_gib"], best.get("peak_gib"))
+            keys = ("seconds", "evaluation_s", "peak_gib")
+            lines.append((model, title(row["mode"]), f"{row['accuracy']:.4f}", *(row[key] for key in keys), *ratios))
+    return markdown("model||lists sorted|training s|evaluation s|peak GiB|speed ratio|memory ratio", lines)

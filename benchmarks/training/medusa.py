@@ -1,0 +1,57 @@
+"""Medusa heads on a frozen model of transformers, as in Liger Kernel's example of Medusa."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .build import MEDUSA_HEADS
+
+DECAY = 0.8
+
+
+class Head(nn.Module):
+    """``projection(x + SiLU(A · x + b))``; A and b start at 0, the projection as the model's head."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        options = {"device": head.weight.device, "dtype": head.weight.dtype}
+        self.block = nn.Linear(head.in_features, head.in_features, **options)
+        nn.init.zeros_(self.block.weight)
+        nn.init.zeros_(self.block.bias)
+        self.projection = nn.Linear(head.in_features, head.out_features, bias=False, **options)
+        self.projection.weight.data.copy_(head.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.block(x))
+
+
+class MedusaLoss(nn.Module):
+    """The weighted sum of the heads' losses.
+
+    Args:
+        model: a model of transformers.
+        liger: by Liger Kernel's fused linear cross entropy, without logits; otherwise by cross entropy of all logits.
+    """
+
+    def __init__(self, model: nn.Module, liger: bool) -> None:
+        super().__init__()
+        self.model = model.requires_grad_(False)
+        self.heads = nn.ModuleList(Head(model.lm_head) for _ in range(MEDUSA_HEADS))
+        self.fused = None
+        if liger:
+            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+            self.fused = LigerFusedLinearCrossEntropyLoss()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor]:
+        hidden = self.model.model(input_ids=input_ids).last_hidden_state
+        losses = []
+        for k, head in enumerate(self.heads, 1):
+            rows = head(hidden[:, : -(k + 1)]).flatten(0, 1)
+            target = labels[:, k + 1 :].flatten()
+            if self.fused is None:
+                loss = F.cross_entropy(head.projection(rows).float(), target)
+            else:
+                loss = self.fused(head.projection.weight, rows, target)
+            losses.append(DECAY**k * loss)
+        return (torch.stack(losses).sum(),)
