@@ -20,14 +20,17 @@ from .training.models import read_config
 from .training.modes import title
 
 HELP = "decoding: milliseconds a token, beside the time to read the weights"
-MODES = r"hf(\+static)?|ours"
+MODES = r"hf(\+static)?|ours(\+lora(\+nf4|\+float8)?)?"
 REPEATS = 5
 """Timed calls, after one that compiles, captures and tunes what a mode has."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "llama-3.2-3b")
-    add_modes(parser, "hf,hf+static,ours", MODES, "comma-separated, of hf, hf+static and ours")
+    add_modes(
+        parser, "hf,hf+static,ours", MODES,
+        "comma-separated, of hf, hf+static, ours, ours+lora, ours+lora+nf4 and ours+lora+float8",
+    )  # fmt: skip
     add_batch(parser, "1x512", "prompts x tokens per prompt")
     add_steps(parser, 128, "new tokens")
 
@@ -59,18 +62,26 @@ def generating(job: Job, config: dict[str, Any]) -> Callable[[int], Tensor]:
     return lambda new: model.generate(prompts, max_new_tokens=new, **options)
 
 
-def bytes_of_step(config: dict[str, Any]) -> int:
-    """Bytes of the bf16 weights that every step of a dense model reads: all but the embedding's, if it is not tied."""
+def bytes_of_step(config: dict[str, Any], dtype: str | None = None) -> int:
+    """Bytes of the weights that every step of a dense model reads: all but the embedding's, if it is not tied, and but
+    adapters. They are in bf16, and those of the blocks' linear layers in ``dtype``, if "nf4" or "float8"."""
     from liger_models import AutoLigerModel
+    from liger_models.adapters import apply_lora
+    from liger_models.adapters.quantize import quantised_bytes, quantised_layers
 
     model = AutoLigerModel.from_config(config, device="meta")
-    return 2 * model.num_parameters(exclude_embeddings=not config.get("tie_word_embeddings"))
+    total = 2 * model.num_parameters(exclude_embeddings=not config.get("tie_word_embeddings"))
+    if dtype is not None:
+        shapes = [layer.weight.shape for layer in quantised_layers(apply_lora(model))]
+        total -= sum(2 * shape.numel() - quantised_bytes(shape, dtype) for shape in shapes)
+    return total
 
 
 def measure(job: Job) -> Row:
     """The time of N new tokens without that of the first, which includes the prompts', divided by N − 1."""
     config = read_config(job.model)
     config["eos_token_id"] = None
+    dtype = next((each for each in ("nf4", "float8") if each in job.mode), None)
     copy = ceilings("cuda", copied=2**31)["copy_gbs"]
     generate = generating(job, config)
     with torch.no_grad():
@@ -85,7 +96,7 @@ def measure(job: Job) -> Row:
         "new_tokens": job.steps,
         "step_ms": round(statistics.median(times), 3),
         "step_ms_range": [round(min(times), 3), round(max(times), 3)],
-        "floor_ms": round(bytes_of_step(config) / copy / 1e6, 3),
+        "floor_ms": round(bytes_of_step(config, dtype) / copy / 1e6, 3),
         "prompts_ms": round(1e3 * prompts, 1),
         "first_call_s": round(first, 1),
         "peak_gib": round(peak / 2**30, 2),

@@ -23,7 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def speed_up_the_interpreter() -> None:
     """Halve the interpreter's time, which goes into Python objects around the arrays: what is equal is made once.
 
-    Its rounding to float8 is replaced by PyTorch's, because it loses carries.
+    Its rounding to float8 is replaced by PyTorch's, because it loses carries. Products of bfloat16 are computed in
+    float32, because it multiplies the bits as integers.
 
     Each launch patches ``triton.language``. The interpreter patches it again whenever one function of a kernel calls
     another. Only the first call into a module needs that: Triton's own functions find the language under other names.
@@ -85,7 +86,12 @@ def speed_up_the_interpreter() -> None:
                 return convert(src, source, target, rounding)
             return torch.from_numpy(np.ascontiguousarray(src)).to(dtype).view(torch.uint8).numpy()
 
+        def dot(self, a, b, *rest, multiply=interpreter.InterpreterBuilder.create_dot):
+            a, b = (self.cast_impl(x, core.float32) if x.dtype.scalar == core.bfloat16 else x for x in (a, b))
+            return multiply(self, a, b, *rest)
+
         interpreter._convert_float = float8
+        interpreter.InterpreterBuilder.create_dot = dot
         interpreter.InterpretedFunction.__call__ = call
         core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, array_dtype
         implementation.broadcast_impl_value, implementation.binary_op_type_checking_impl = same_shape, same_type

@@ -66,8 +66,7 @@ from .norm_linear import (
     low_rank_pair,
     weight_gradient,
 )
-from .quantized_weight import SCHEMA, QuantizedWeight, Weight, weight_for_op, weight_from_op
-from .row_linear import row_linear_forward, takes_row
+from .quantized_weight import SCHEMA, QuantizedWeight, Weight, gated_row, weight_for_op, weight_from_op
 
 WORKSPACE_MIB = 1024
 """Rows whose u fits into this workspace are one chunk: 18,724 rows of Llama-3-8B in bf16. The fp32 sums of several
@@ -191,12 +190,9 @@ def _forward_rows(
         return y, h, statistics, gate_up_weight.new_empty(0)
     rows = gather_rows(normed, group).to(gate_up_weight.dtype)
     gate_up_low_rank, down_low_rank = low_ranks
-    if (
-        isinstance(gate_up_weight, Tensor)
-        and gate_up_low_rank is None
-        and takes_row(rows, gate_up_weight, gate_up_bias)
-    ):
-        gate_up, product = row_linear_forward(rows, gate_up_weight, gate_up_bias, act)
+    both = None if gate_up_low_rank else gated_row(rows, gate_up_weight, gate_up_bias, act)
+    if both is not None:
+        gate_up, product = both
     else:
         gate_up = linear_forward(rows, gate_up_weight, gate_up_bias, gate_up_low_rank)
         del normed, rows

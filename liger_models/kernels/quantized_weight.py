@@ -1,7 +1,8 @@
 """Frozen weights that are stored in fewer bits than they are multiplied in, as ops take them in place of a tensor.
 
-An op dequantises such a weight right before each product, forward and backward, and frees it after it. Only the stored
-tensors are saved, which exist anyway.
+An op dequantises such a weight right before each product, forward and backward, and frees it after it. A forward of
+few rows, as in a step of decoding, multiplies with the codes instead. Only the stored tensors are saved, which exist
+anyway.
 
     NF4       `nf4_linear`: 4-bit codes with scales of 8 bits
     float8    `frozen_float8_linear`: e4m3 with a scale for each row, multiplied in float8 where the device can
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from . import batch_invariance
 from .dispatch import use_triton
-from .frozen_float8_linear import float8_dense, float8_input_product, float8_product
-from .nf4_linear import Packed, nf4_dense, nf4_dense_reference, nf4_row, takes_nf4_row
+from .frozen_float8_linear import float8_dense, float8_input_product, float8_product, float8_rows, takes_float8_rows
+from .nf4_linear import Packed, nf4_dense, nf4_dense_reference, nf4_rows, takes_nf4_rows
+from .row_linear import row_linear_forward, takes_row
 
 
 class QuantizedWeight(NamedTuple):
@@ -111,9 +113,16 @@ class QuantizedWeight(NamedTuple):
         nf4 = self._nf4()
         if nf4 is None:
             return float8_product(x, self.codes, self.scales, bias)
-        if takes_nf4_row(x, self.layout[1], self.layout[2]):
-            return nf4_row(x, bias, nf4, self.layout)
+        if takes_nf4_rows(x, nf4, self.layout):
+            return nf4_rows(x, bias, nf4, self.layout)[0]
         return F.linear(x, self.dense(), bias)
+
+    def gated_row(self, x: Tensor, bias: Tensor | None, act: str) -> tuple[Tensor, Tensor] | None:
+        """As the function `gated_row`."""
+        nf4 = self._nf4()
+        if nf4 is None:
+            return float8_rows(x, self.codes, self.scales, bias, act) if takes_float8_rows(x, self.codes) else None
+        return nf4_rows(x, bias, nf4, self.layout, act) if takes_nf4_rows(x, nf4, self.layout) else None
 
     def input_product(self, dy: Tensor) -> Tensor:
         """``dy @ W`` inside an op."""
@@ -151,6 +160,15 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor) or batch_invariance.is_batch_invariant():
         return batch_invariance.product(x, dense(weight), bias)
     return weight.product(x, bias)
+
+
+def gated_row(x: Tensor, weight: Weight, bias: Tensor | None, act: str) -> tuple[Tensor, Tensor] | None:
+    """`product` and ``act(gate) · up`` of it by one kernel; None if x is not a single row for which there is one."""
+    if x.numel() != x.shape[-1] or not use_triton(x):
+        return None
+    if isinstance(weight, Tensor):
+        return row_linear_forward(x, weight, bias, act) if takes_row(x, weight, bias) else None
+    return weight.gated_row(x, bias, act)
 
 
 def input_product(dy: Tensor, weight: Weight) -> Tensor:

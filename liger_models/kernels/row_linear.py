@@ -30,9 +30,27 @@ def row_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 
 @triton.jit
+def store_row(
+    y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Store a program's ROWS sums of a row, with the bias, and the products of gates and ups if there is an ACT."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
+    y = y.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row, y, mask=row < N)
+    if ACT != "":
+        gate, up = tl.split(tl.reshape(y.to(tl.float32), [ROWS // 2, 2]))
+        a, _ = _activation(gate, ACT)
+        result = tl.program_id(0).to(tl.int64) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        product = a.to(product_ptr.dtype.element_ty).to(tl.float32) * up
+        tl.store(product_ptr + result, product.to(product_ptr.dtype.element_ty), mask=2 * result < N)
+
+
+@triton.jit
 def _row_linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, product_ptr, N, K, weight_n,
-    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, product_ptr, N, K, weight_n,
+    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -45,16 +63,9 @@ def _row_linear_kernel(
         x = tl.load(x_ptr + start + column, mask=inside, other=0.0)
         total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
     y = tl.sum(total, 1)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
-    y = y.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row, y, mask=row < N)
-    if ACT != "":
-        gate, up = tl.split(tl.reshape(y.to(tl.float32), [ROWS // 2, 2]))
-        a, _ = _activation(gate, ACT)
-        result = tl.program_id(0).to(tl.int64) * (ROWS // 2) + tl.arange(0, ROWS // 2)
-        product = a.to(product_ptr.dtype.element_ty).to(tl.float32) * up
-        tl.store(product_ptr + result, product.to(product_ptr.dtype.element_ty), mask=2 * result < N)
+    if HAS_SCALE:
+        y *= tl.load(scale_ptr + row, mask=row < N, other=0.0)
+    store_row(y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
 
 
 def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -73,16 +84,22 @@ def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def row_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, act: str = "") -> tuple[Tensor, Tensor]:
-    """Launch the kernel: ``(y [..., N], act(gate) · up [..., N / 2])``; the second is empty without an activation."""
+def row_linear_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, act: str = "", scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel: ``(y [..., N], act(gate) · up [..., N / 2])``; the second is empty without an activation.
+
+    ``scales`` [N] in fp32 are factors of the rows of a weight in float8.
+    """
     N, K = weight.shape
     y = x.new_empty(*x.shape[:-1], N)
     product = x.new_empty(*x.shape[:-1], N // 2) if act else x.new_empty(0)
     columns = min(max(triton.next_power_of_2(K), 32), COLUMNS)
     with on_device_of(x):
         _row_linear_kernel[(triton.cdiv(N, ROWS),)](
-            x.contiguous(), weight, weight if bias is None else bias.contiguous(), y, product, N, K, weight.stride(0),
-            HAS_BIAS=bias is not None, ACT=act, ROWS=ROWS, COLUMNS=columns, num_warps=NUM_WARPS,
+            x.contiguous(), weight, scales, None if bias is None else bias.contiguous(), y, product, N, K,
+            weight.stride(0), HAS_SCALE=scales is not None, HAS_BIAS=bias is not None, ACT=act, ROWS=ROWS,
+            COLUMNS=columns, num_warps=NUM_WARPS,
         )  # fmt: skip
     return y, product
 

@@ -53,6 +53,7 @@ from liger_models.kernels.nf4_linear import nf4_linear
 from liger_models.kernels.norm_linear import layer_norm_linear, rms_norm_linear
 from liger_models.kernels.qk_norm_rope import qk_norm_rope
 from liger_models.kernels.qkv_norm_rope import qkv_norm_rope
+from liger_models.kernels.quantized_weight import QuantizedWeight
 from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.rope import rope, rope_qkv
 from liger_models.kernels.row_linear import row_linear, row_linear_forward
@@ -123,8 +124,13 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     for act in ACTIVATIONS:
         differentiate(act_linear(x, draw_(64, C), draw_(64), act))
     differentiate(nf4_linear(draw_(3, 64), to_nf4(draw_(8, 64).detach(), 64, 1)))
-    nf4_linear(draw_(1, 64).detach(), to_nf4(draw_(8, 64).detach(), 64, 1))
-    differentiate(frozen_float8_linear(draw_(3, C), Float8Tensor.from_hp(draw_(64, C).detach())))
+    codes, rounded = to_nf4(draw_(8, 512).detach(), 64, 1), Float8Tensor.from_hp(draw_(64, C).detach())
+    for rows in (1, 3, 20):
+        nf4_linear(draw_(rows, 512).detach(), codes)
+        frozen_float8_linear(draw_(rows, C).detach(), rounded)
+    differentiate(frozen_float8_linear(draw_(64, C), rounded))
+    gated_mlp(None, draw_(1, 512), draw_(512), QuantizedWeight.of_nf4(codes), draw_(8, 4))
+    gated_mlp(None, draw_(1, C), norm, QuantizedWeight.of_float8(rounded), draw_(8, 32))
     differentiate(rms_norm_linear(x, residual, norm, draw_(64, C)))
     for act in ("silu", "gelu_tanh", "gelu"):
         differentiate(gated_act(draw_(3, 2 * F), act))
@@ -276,6 +282,7 @@ if __name__ == "__main__":
     JITFunction.__getitem__ = compile_instead
     dispatch.INTERPRET = True  # ops on the CPU take the way of the kernels
     torch.manual_seed(0)
+    importlib.import_module("liger_models.kernels.nf4_linear").has_ptx = lambda x: sys.argv[1] == "sm_90"
     # The other targets have 64 KB and 160 KB of shared memory.
     tier = (lambda x: x.element_size()) if sys.argv[1] == "sm_90" else (lambda x: 4)
     importlib.import_module("liger_models.kernels.causal_attention")._tier = tier

@@ -3,14 +3,20 @@ import torch
 import torch.nn.functional as F
 
 from liger_models.kernels import frozen_float8_linear as module
+from liger_models.kernels.batch_invariance import batch_invariant
 from liger_models.kernels.frozen_float8_linear import (
     DTYPE,
+    MOST_ROWS,
     float8_dense,
+    float8_product,
+    float8_rows,
     frozen_float8_linear,
     quantize_rows,
     quantize_rows_reference,
+    takes_float8_rows,
     transposed,
 )
+from liger_models.kernels.gated_act import gated_act_reference
 
 from ..late import Late
 
@@ -80,7 +86,7 @@ def test_the_dense_weight_is_torchaos(backend):
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("shape", "out"), [((7, 64), 48), ((2, 3, 128), 16), ((1, 1, 64), 32)], ids=str)
+@pytest.mark.parametrize(("shape", "out"), [((37, 64), 48), ((2, 17, 128), 16)], ids=str)
 def test_float8_products_match_fp64(kernel_device, casts, shape, out, with_bias, poisoned_empty):
     """Those of the operands that are rounded to float8: the rest is one rounding to bfloat16."""
     weight = make((out, shape[-1]), device=kernel_device)
@@ -103,9 +109,44 @@ def test_float8_products_match_fp64(kernel_device, casts, shape, out, with_bias,
         torch.testing.assert_close(bias.grad, dy.flatten(0, -2).sum(0))
 
 
+@pytest.mark.parametrize("act", ["", "silu"])
+@pytest.mark.parametrize("shape", [(5, 7), (48, 96), (20, 1100)], ids=str)
+def test_few_rows_match_fp64(kernel_device, shape, act, poisoned_empty):
+    """No activation is rounded: what is left is the sum in fp32 and one rounding of the result."""
+    codes, scales = draw(*shape, device=kernel_device).to(DTYPE), draw(shape[0], device=kernel_device).abs()
+    for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if kernel_device == "cuda" else [])):
+        limits = torch.finfo(dtype)
+        for rows in (1,) if dtype == torch.float32 or act else (1, 2, 9, MOST_ROWS):
+            if act and shape[0] % 2:
+                continue
+            x, bias = ((draw(*size, device=kernel_device) / 8).to(dtype) for size in ((rows, 1, shape[1]), shape[:1]))
+            assert takes_float8_rows(x, codes)
+            for b in (None, bias):
+                want, terms = (
+                    F.linear(f(x.double()), f(codes.double()) * scales.double()[:, None],
+                             None if b is None else f(b.double()))
+                    for f in (torch.Tensor.clone, torch.abs)
+                )  # fmt: skip
+                y, product = float8_rows(x, codes, scales, b, act)
+                assert ((y.double() - want).abs() <= limits.eps / 2 * want.abs() + 2e-6 * terms + limits.tiny).all()
+                assert torch.equal(y, float8_product(x, codes, scales, b))
+                if act:
+                    torch.testing.assert_close(product, gated_act_reference(y, act), rtol=2 * limits.eps, atol=1e-6)
+
+
+def test_few_rows_are_not_taken_where_bits_must_not_depend_on_the_batch(kernel_device):
+    codes, x = draw(48, 96, device=kernel_device).to(DTYPE), draw(2, 96, device=kernel_device, dtype=torch.float16)
+    assert takes_float8_rows(x, codes)
+    assert not takes_float8_rows(draw(MOST_ROWS + 1, 96, device=kernel_device, dtype=torch.float16), codes)
+    assert not takes_float8_rows(x.float(), codes)
+    with batch_invariant():
+        assert not takes_float8_rows(x, codes)
+        assert not takes_float8_rows(x[:1], codes)
+
+
 def test_other_products_are_those_of_the_dequantised_weight(backend):
     """Other dtypes, odd sizes, no rows; and the reference backend, always."""
-    cases = [((5, 64), 48, dtype) for dtype in ODD] + [((5, 60), 48, torch.bfloat16), ((0, 64), 48, torch.bfloat16)]
+    cases = [((35, 64), 48, dtype) for dtype in ODD] + [((35, 60), 48, torch.bfloat16), ((0, 64), 48, torch.bfloat16)]
     for shape, out, dtype in cases:
         weight = make((out, shape[1]), dtype, backend)
         dense = float8_dense(weight.qdata, weight.scale.view(-1), dtype)

@@ -2,7 +2,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_models.kernels.nf4_linear import BLOCK, nf4_linear
+from liger_models.kernels.batch_invariance import batch_invariant
+from liger_models.kernels.invariant_linear import invariant_linear
+from liger_models.kernels.nf4_linear import BLOCK, MOST_ROWS, nf4_linear
 
 from ..late import Late
 from .oracle import opcheck
@@ -37,14 +39,72 @@ def test_a_single_row_is_multiplied_by_the_same_weight(kernel_device, shape, per
             x = torch.zeros(1, 1, shape[1], device=kernel_device, dtype=dtype)
             x[..., column] = 1
             assert nf4_linear(x, weight).equal(original[:, column].view(1, 1, -1))
-        generator = torch.Generator().manual_seed(1)
-        x, bias = (torch.randn(size, generator=generator).to(kernel_device, dtype) for size in reversed(shape))
-        for b in (None, bias):
-            exact, terms = (
-                F.linear(f(x.double()), f(original.double()), None if b is None else f(b.double()))
-                for f in (torch.Tensor.clone, torch.abs)
-            )
-            assert ((nf4_linear(x, weight, b).double() - exact).abs() <= torch.finfo(dtype).eps * terms).all()
+
+
+def unrounded(weight):
+    """The weight in fp64, whose scales are rounded as torchao's, and the products with the table are not."""
+    codes, per_factor = weight.quantized_data, weight.scaler_block_size
+    scales = weight.quantized_scalers.view(-1, per_factor) / weight.quantization_factor[:, None]
+    scales = (scales.to(weight.dtype) + weight.scaler_mean).double().view(-1, 1)
+    numbers = weight.nf4.double()[torch.stack([codes >> 4, codes & 15], -1).long()]
+    return (numbers.view(-1, weight.block_size) * scales).view(weight.shape)
+
+
+@pytest.mark.parametrize(("shape", "per_factor"), [*SIZES[:3], ((20, 1088), 20)], ids=str)
+def test_few_rows_match_fp64(kernel_device, shape, per_factor, poisoned_empty):
+    """Numbers of the weight are not rounded: what is left is the sum in fp32 and one rounding of the result."""
+    for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if kernel_device == "cuda" else [])):
+        weight = make(shape, per_factor, dtype, kernel_device)
+        exact, limits = unrounded(weight), torch.finfo(dtype)
+        for rows in (1,) if dtype == torch.float32 else (1, 2, 9, MOST_ROWS):
+            generator = torch.Generator().manual_seed(rows)
+            sizes = (rows, 1, shape[1]), shape[:1]
+            x, bias = (torch.randn(size, generator=generator).to(kernel_device, dtype) for size in sizes)
+            for b in (None, bias):
+                want, terms = (
+                    F.linear(f(x.double()), f(exact), None if b is None else f(b.double()))
+                    for f in (torch.Tensor.clone, torch.abs)
+                )
+                error = (nf4_linear(x, weight, b).double() - want).abs()
+                assert (error <= limits.eps / 2 * want.abs() + 2e-6 * terms + limits.tiny).all()
+
+
+def test_many_rows_are_multiplied_by_the_dense_weight(kernel_device):
+    dtype = torch.float16
+    weight = make((96, 192), 36, dtype, kernel_device)
+    x = torch.randn(MOST_ROWS + 1, 192, device=kernel_device).to(dtype)
+    dense = weight.get_original_weight()
+    assert torch.equal(nf4_linear(x, weight), F.linear(x, dense))
+    with batch_invariant():
+        for rows in (1, 3):
+            assert torch.equal(nf4_linear(x[:rows], weight), invariant_linear(x[:rows], dense))
+
+
+@pytest.mark.gpu
+def test_ptx_looks_up_what_other_devices_do(monkeypatch):
+    for dtype in (torch.float16, torch.bfloat16):
+        weight = make((96, 1088), 102, dtype, "cuda")
+        for rows in (1, 2, 16, MOST_ROWS):
+            x = torch.randn(rows, 1088, device="cuda").to(dtype)
+            got = nf4_linear(x, weight)
+            with monkeypatch.context() as patch:
+                patch.setattr("liger_models.kernels.nf4_linear.has_ptx", lambda x: False)
+                torch.testing.assert_close(got, nf4_linear(x, weight))
+            eye = torch.eye(1088, device="cuda", dtype=dtype)
+            for start in (0, 512, 1088 - rows):
+                got = nf4_linear(eye[start : start + rows], weight)
+                assert torch.equal(got, weight.get_original_weight()[:, start : start + rows].T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (3072, 2048)], ids=str)
+def test_real_sizes(shape):
+    weight = make(shape, 256, torch.bfloat16, "cuda")
+    exact = unrounded(weight)
+    for rows in (1, 2, 4, 8, 16, MOST_ROWS):
+        x = torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16)
+        want = x.double() @ exact.T
+        assert (nf4_linear(x, weight).double() - want).norm() <= 2e-3 * want.norm()
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

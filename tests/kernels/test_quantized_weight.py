@@ -5,8 +5,9 @@ import functools
 import pytest
 import torch
 
+from liger_models.kernels import gated_mlp as module
 from liger_models.kernels.collectives import Group
-from liger_models.kernels.frozen_float8_linear import frozen_float8_linear, quantize_rows_reference
+from liger_models.kernels.frozen_float8_linear import MOST_ROWS, frozen_float8_linear, quantize_rows_reference
 from liger_models.kernels.gated_act import gated_act
 from liger_models.kernels.gated_mlp import gated_mlp
 from liger_models.kernels.norm_linear import layer_norm_linear, rms_norm_linear
@@ -123,6 +124,30 @@ def test_without_a_low_rank_term_and_gradients(backend, op):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@MAKERS
+@MODES
+def test_few_rows_are_multiplied_with_codes(kernel_device, make, recompute, monkeypatch, poisoned_empty):
+    """As in decoding: no weight is made dense, and a single row has its activation in the same kernel."""
+    half = {"device": kernel_device, "dtype": torch.bfloat16 if kernel_device == "cuda" else torch.float16}
+    weights = make(2 * 128, C, **half), make(C, 128, **half)
+    wide, norm, bias = [dense(each).float() for each in weights], draw(C, **half), draw(2 * 128, **half)
+    for name in ("nf4_dense", "float8_dense", "nf4_dense_reference"):
+        monkeypatch.delattr(f"liger_models.kernels.quantized_weight.{name}")
+    activations = []
+    original = module.gated_act_forward
+    monkeypatch.setattr(module, "gated_act_forward", lambda *args: activations.append(1) or original(*args))
+    for rows in (1, 2, 5):
+        x, residual = draw(1, rows, C, **half), draw(rows, 1, C, **half).view(1, rows, C)
+        y, _ = gated_mlp(x, residual, norm, *weights, bias, recompute=recompute)
+        want, _ = gated_mlp(x.float(), residual.float(), norm.float(), *wide, bias.float(), recompute=recompute)
+        assert (y.double() - want.double()).norm() <= 8e-3 * want.double().norm()
+        assert len(activations) == (0 if rows == 1 else 2)
+        activations.clear()
+        out, _ = rms_norm_linear(x, residual, norm, weights[0], bias)
+        want, _ = rms_norm_linear(x.float(), residual.float(), norm.float(), wide[0], bias.float())
+        assert (out.double() - want.double()).norm() <= 8e-3 * want.double().norm()
+
+
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 def test_float8_products_in_ops_are_those_of_the_layers(kernel_device, recompute, monkeypatch, poisoned_empty):
     """In bfloat16 the ops multiply in float8, as norm, `frozen_float8_linear`, activation and adapters do in turn."""
@@ -131,8 +156,9 @@ def test_float8_products_in_ops_are_those_of_the_layers(kernel_device, recompute
     half = {"device": kernel_device, "dtype": torch.bfloat16}
     make = lambda *size: quantization.Float8Tensor.from_hp(draw(*size, **half) / size[-1] ** 0.5)
     first, second, norm = make(2 * F, C), make(C, F), draw(C, **half)
-    inputs = [draw(6, C, **half), *pair(2 * F, C, **half), *pair(C, F, **half)]
-    upstream = [draw(6, C, **half), draw(3, 2, C, **half).view(6, C)]
+    rows = MOST_ROWS + 2
+    inputs = [draw(rows, C, **half), *pair(2 * F, C, **half), *pair(C, F, **half)]
+    upstream = [draw(rows, C, **half), draw(2, rows // 2, C, **half).view(rows, C)]
     low_rank = lambda x, A, B: torch.nn.functional.linear(torch.nn.functional.linear(x, A), B)
 
     def fused(x, *low_ranks):
