@@ -29,12 +29,13 @@ from liger_models.convert.files import (
     some,
 )
 from liger_models.convert.format import format_of
-from liger_models.convert.sharded import Part, read_part
+from liger_models.convert.sharded import fill_part
 from liger_models.convert.weight_map import Expression, WeightMap
 from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of
+from liger_models.layers.stored import stored_weights
 from liger_models.parallel.groups import raise_on_all_ranks, rank
 
 Model = TypeVar("Model", bound=Decoder)
@@ -172,16 +173,15 @@ def _load_parts(
     shard(model)
     model.to_empty(device=device)
     bar: Any = tqdm
-    parameters = dict(model.named_parameters())
+    parameters, quantised = dict(model.named_parameters()), stored_weights(model)
     with torch.no_grad(), raise_on_all_ranks():
         for name, parameter in bar(parameters.items(), desc="Loading weights", disable=not (progress and rank() == 0)):
             if name not in weights.entries:  # added by `shard`
                 continue
             expression = weights.entries[name]
-            if not hasattr(parameter, "to_local"):
+            if not hasattr(parameter, "to_local") and name not in quantised:
                 parameter.copy_(_read(expression, stored, dtype, device))
                 continue
-            local = parameter.to_local()
             with open_all(stored[each] for each in expression.names()) as files:
 
                 def read(name: str, first: int, last: int, files: Mapping[Path, Any] = files) -> Tensor:
@@ -189,7 +189,9 @@ def _load_parts(
 
                 shapes = {each: stored[each].shape for each in expression.names()}
                 whole = functools.partial(_read, expression, stored, dtype, device)
-                local.copy_(read_part(expression, Part.of(parameter), shapes, read, whole))
+                fill_part(parameter, quantised.get(name), expression, shapes, read, whole)
+    for weight in quantised.values():
+        weight.finish()
     for layer in layers_of(model):
         layer.reset_adapters()
 

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from liger_models.convert.files import FLOATS, as_dtype, some
 from liger_models.convert.format import format_of
-from liger_models.convert.sharded import Part, read_part
+from liger_models.convert.sharded import Part, fill_part
 from liger_models.convert.weight_map import Expression, WeightMap
 from liger_models.kernels.checks import check
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import Layer, named_layers
 from liger_models.layers.linear import is_sharded
+from liger_models.layers.stored import StoredWeight, stored_weight, stored_weights
 from liger_models.parallel.groups import raise_on_all_ranks
 
 
@@ -135,7 +136,8 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
     """
     stored = as_stored("load_hf_tensors", model, merge=False)
     config = stored.config
-    names = _Names(format_of(type(model)).weight_maps(config), stored.parameters)
+    quantised = stored_weights(model)
+    names = _Names(format_of(type(model)).weight_maps(config), {n: stored.dense(n) for n in stored.parameters})
     agreed = raise_on_all_ranks if stored.is_sharded else contextlib.nullcontext
     if isinstance(tensors, Mapping):
         with agreed():
@@ -158,7 +160,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
                 ours, count = names.parameter_of(name)
                 held.setdefault(ours, {})[name] = tensor
                 if len(held[ours]) == count:
-                    _place(stored.parameters[ours], weights.entries[ours], held.pop(ours))
+                    _place(stored.parameters[ours], quantised.get(ours), weights.entries[ours], held.pop(ours))
                     loaded.add(ours)
             names.check_complete()
             for name, head in heads.items():
@@ -170,6 +172,8 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
                 f"{error} {len(loaded)} of {len(stored.parameters)} parameters hold new weights already: load all "
                 "again before you use the model."
             ) from error
+    for each in quantised.values():
+        each.finish()
 
 
 class Stored(NamedTuple):
@@ -196,10 +200,14 @@ class Stored(NamedTuple):
 
     def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """The checkpoint's tensors on the meta device, in ``dtype`` or in that of each parameter."""
-        parameters = self.parameters.items()
-        return self.weights.shapes(
-            {name: torch.empty(each.shape, dtype=dtype or each.dtype, device="meta") for name, each in parameters}
-        )
+        return self.weights.shapes({name: self.dense(name, dtype) for name in self.parameters})
+
+    def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A parameter on the meta device, in ``dtype`` or its own; of one that holds codes, what they stand for."""
+        like: Any = self.parameters[name]
+        layer = self.adapted.get(name)
+        like = (stored_weight(layer) if layer is not None else None) or like
+        return torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """Our name of each parameter and its value, gathered from all ranks and with merged adapters."""
@@ -209,7 +217,11 @@ class Stored(NamedTuple):
                 yield name, _full(parameter.detach())
             else:
                 own = name.rpartition(".")[2]
-                used = ((each, p) for each, p in layer.named_parameters() if each == own or each.startswith("lora."))
+                used = (
+                    (each, p)
+                    for each, p in layer.named_parameters()
+                    if each == own or each.startswith(("lora.", "stored."))
+                )
                 given = {f"layer.{each}": _full(p.detach()) for each, p in used if is_sharded(p)}
                 yield name, torch.func.functional_call(_AdaptedWeight(layer, own, self.merge), given, ())
 
@@ -281,7 +293,7 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
     if tied:
         stored.pop("lm_head.weight", None)
     weights = format_of(type(model)).weight_map(config)
-    added = tuple(f"{path}.lora." for path in layers)
+    added = tuple(f"{path}.{part}." for path in layers for part in ("lora", "stored"))
     stored = {
         name: each
         for name, each in stored.items()
@@ -375,23 +387,26 @@ def _full(tensor: Any) -> Tensor:
     return whole
 
 
-def _place(parameter: Any, expression: Expression, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the checkpoint's tensors into a parameter, or this rank's rows of them into its shard of it."""
+def _place(parameter: Any, weight: StoredWeight | None, expression: Expression, tensors: Mapping[str, Tensor]) -> None:
+    """Copy the checkpoint's tensors into a parameter, or this rank's rows of them into its shard of it.
+
+    If ``weight`` is given, they are quantised, and the parameter holds codes.
+    """
     local = _local(parameter)
+    dtype = local.dtype if weight is None else None
 
     def whole() -> Tensor:
-        return expression.pack({name: tensor.to(local.device, local.dtype) for name, tensor in tensors.items()})
+        return expression.pack({name: tensor.to(local.device, dtype) for name, tensor in tensors.items()})
 
-    if not is_sharded(parameter):
+    if not is_sharded(parameter) and weight is None:
         quantise = getattr(local, "from_hp", None)  # torchao's weights in float8, whose copy_ does not quantise
         local.copy_(whole() if quantise is None else quantise(whole()))
         return
 
     def read(name: str, first: int, last: int) -> Tensor:
-        return tensors[name][first:last].to(local.device, local.dtype)
+        return tensors[name][first:last].to(local.device, dtype)
 
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    local.copy_(read_part(expression, Part.of(parameter), shapes, read, whole))
+    fill_part(parameter, weight, expression, {name: tensor.shape for name, tensor in tensors.items()}, read, whole)
 
 
 def _check_head(name: str, head: Tensor, embedding: Any) -> None:

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import batch_invariance
-from .dispatch import use_triton
+from .checks import check
+from .dispatch import LIBRARY, use_triton
 from .frozen_float8_linear import float8_dense, float8_input_product, float8_product
 from .nf4_linear import Packed, nf4_dense, nf4_dense_reference, nf4_row, takes_nf4_row
 
@@ -156,3 +157,72 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 def input_product(dy: Tensor, weight: Weight) -> Tensor:
     """``dy @ W`` inside an op, for dy [..., O] in the dtype of the weight."""
     return dy @ weight if isinstance(weight, Tensor) else weight.input_product(dy)
+
+
+LIBRARY.define(f"quantized_linear(Tensor x, Tensor weight, Tensor? bias, {SCHEMA.format('')}) -> Tensor")
+LIBRARY.define(f"quantized_linear_backward(Tensor dy, Tensor weight, {SCHEMA.format('')}) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "quantized_linear", "CompositeExplicitAutograd")
+def _quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    return product(x, weight_from_op(weight, rest), bias)
+
+
+@torch.library.impl(LIBRARY, "quantized_linear_backward", "CompositeExplicitAutograd")
+def _quantized_linear_backward(dy: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return input_product(dy, weight_from_op(weight, rest))
+
+
+@torch.library.register_fake("liger_models::quantized_linear", lib=LIBRARY)
+def _quantized_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight_from_op(weight, rest).shape[0])
+
+
+@torch.library.register_fake("liger_models::quantized_linear_backward", lib=LIBRARY)
+def _quantized_linear_backward_fake(dy: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return dy.new_empty(*dy.shape[:-1], weight_from_op(weight, rest).shape[1])
+
+
+def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, codes, bias, *rest = inputs
+    ctx.has_bias, ctx.constants = bias is not None, rest[4:]
+    ctx.save_for_backward(codes, *rest[:4])
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    needs_x, _, needs_bias, *_ = ctx.needs_input_grad
+    weight = *ctx.saved_tensors, *ctx.constants
+    dx = torch.ops.liger_models.quantized_linear_backward(dy, *weight) if needs_x else None
+    return dx, None, dy.flatten(0, -2).sum(0) if ctx.has_bias and needs_bias else None, *[None] * 6
+
+
+torch.library.register_autograd("liger_models::quantized_linear", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """``x @ Wᵀ + bias`` with a frozen weight in fewer bits.
+
+    Args:
+        x: [..., C]; under autocast it is cast to autocast's dtype.
+        weight: [O, C], which gets no gradient.
+        bias: [O] or None.
+
+    Returns:
+        [..., O] in the dtype of x.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+    rows, columns = weight.shape
+    check(
+        x.shape[-1] == columns,
+        f"quantized_linear: x must be [..., {columns}] for a weight [{rows}, {columns}], got {list(x.shape)}.",
+    )
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if not use_triton(x):
+        return F.linear(x, weight.dense(), bias)
+    codes, rest = weight_for_op(weight)
+    y: Tensor = torch.ops.liger_models.quantized_linear(x, codes, bias, *rest)
+    return y

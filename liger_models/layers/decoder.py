@@ -29,6 +29,7 @@ from liger_models.layers.layer import (
 from liger_models.layers.lm_head import LigerLMHead, LossFunction, Targets
 from liger_models.layers.masks import takes_segments
 from liger_models.layers.norm import Norm, add_norm
+from liger_models.layers.stored import stored_weights
 from liger_models.lazy.foreign import foreign_arguments
 from liger_models.memory.offload import Offload, offloaded_blocks
 from liger_models.memory.recompute import is_compiled, run_again
@@ -315,7 +316,9 @@ class Decoder(nn.Module):
         """Number of parameters, or of trainable ones, with or without the embedding's; tied parameters count once."""
         excluded = self.embed_tokens.weight if exclude_embeddings else None
         counted = [each for each in self.parameters() if each.requires_grad or not only_trainable]
-        return sum(each.numel() for each in counted if each is not excluded)
+        in_bytes = [] if only_trainable else [each.shape.numel() for each in stored_weights(self).values()]
+        dense = [each.numel() for each in counted if each is not excluded and each.is_floating_point()]
+        return sum(dense) + sum(in_bytes)
 
     def hidden_matrices(self) -> dict[str, nn.Parameter]:
         """The weights of all linear layers but the head, and the stacked weights of experts, by name."""
