@@ -29,7 +29,7 @@ from liger_models.layers.layer import Layer
 from liger_models.layers.linear import is_sharded, local
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.norm import PLAIN_WEIGHTS
-from liger_models.layers.stored import StoredWeight, stored_weight
+from liger_models.layers.stored import StoredLinear, StoredWeight, stored_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -123,9 +123,11 @@ class LoRALinear(nn.Linear, Layer):
     def of(cls, linear: nn.Linear, expression: Expression, names: Sequence[str], config: LoRAConfig) -> "Self":
         """A layer with the parameters of ``linear`` and new adapters for the checkpoint's matrices ``names``."""
         layer = cls.__new__(cls)
-        layer.__dict__ = {**linear.__dict__, "_parameters": dict(linear._parameters), "_modules": {}}
-        plain = type(linear).__new__(type(linear))
-        plain.__dict__ = {**linear.__dict__, "_parameters": dict.fromkeys(linear._parameters)}
+        own = {"_parameters": dict(linear._parameters), "_modules": dict(linear._modules)}
+        layer.__dict__ = {**linear.__dict__, **own}
+        kind = nn.Linear if isinstance(linear, StoredLinear) else type(linear)
+        plain = kind.__new__(kind)
+        plain.__dict__ = {**linear.__dict__, "_parameters": dict.fromkeys(linear._parameters), "_modules": {}}
         layer.__dict__["plain"] = plain
         layer.config, layer.expression = config, expression
         rows = expression.unpack(torch.empty(linear.out_features, device="meta"))
@@ -170,9 +172,9 @@ class LoRALinear(nn.Linear, Layer):
 
     @property
     def is_float8(self) -> bool:
-        """Whether the frozen weight is stored in float8; see `quantize_base`."""
+        """Whether the frozen weight is stored in float8 with a scale for each row; see `quantize_base`."""
         stored = stored_weight(self)
-        return hasattr(self.weight, "qdata") if stored is None else stored.factors is None
+        return hasattr(self.weight, "qdata") if stored is None else stored.factors is None and not stored.has_blocks
 
     def dense_weight(self) -> Tensor:
         """The frozen weight [O, C], dequantised if it is quantised."""
@@ -315,7 +317,11 @@ class LoRALMHead(LoRALinear, LigerLMHead):
         return torch.cat([x, F.linear(self.dropout(x), A).to(x.dtype)], -1), weight
 
 
-ADAPTED: dict[type[nn.Linear], type[LoRALinear]] = {nn.Linear: LoRALinear, LigerLMHead: LoRALMHead}
+ADAPTED: dict[type[nn.Linear], type[LoRALinear]] = {
+    nn.Linear: LoRALinear,
+    StoredLinear: LoRALinear,
+    LigerLMHead: LoRALMHead,
+}
 """The linear layers that can have adapters -> what they become. Subclasses compute something else and cannot."""
 
 

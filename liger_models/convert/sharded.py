@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from einops import EinopsError
 from torch import Tensor
 
 from liger_models.convert.weight_map import Cat, Expression, Name, Rearrange, Split, Stack, _same_dtype
@@ -115,6 +116,15 @@ def read_part(
     for dim in range(1, len(part.shape)):
         taken = taken.narrow(dim, part.offset[dim], part.shape[dim])
     return taken
+
+
+def moves_rows(expression: Expression, weight: Tensor) -> bool:
+    """Whether a weight consists of whole rows of the checkpoint's matrices. A patch embedding, stored as a convolution,
+    does not."""
+    try:
+        return all(part.dim() == 1 for part in expression.unpack(weight.new_empty(len(weight))).values())
+    except (EinopsError, IndexError):
+        return False
 
 
 def keeps_rows(expression: Expression) -> bool:

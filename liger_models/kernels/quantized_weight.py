@@ -5,6 +5,7 @@ tensors are saved, which exist anyway.
 
     NF4       `nf4_linear`: 4-bit codes with scales of 8 bits
     float8    `frozen_float8_linear`: e4m3 with a scale for each row, multiplied in float8 where the device can
+    blocks    `float8_blocks`: e4m3 with the scales of a checkpoint, for blocks of it
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 from . import batch_invariance
 from .checks import check
 from .dispatch import LIBRARY, use_triton
+from .float8_blocks import blocks_dense
 from .frozen_float8_linear import float8_dense, float8_input_product, float8_product
 from .nf4_linear import Packed, nf4_dense, nf4_dense_reference, nf4_row, takes_nf4_row
 
@@ -26,9 +28,9 @@ class QuantizedWeight(NamedTuple):
 
     Attributes:
         codes: NF4: uint8 [O · C / 2]. Float8: float8_e4m3fn [O, C].
-        scales: NF4: int8, one for each block. Float8: float32 [O].
+        scales: NF4: int8, one for each block. Float8: float32 [O], or [O, C / width], rounded up, for blocks.
         factors, mean, table: of NF4, as `nf4_linear` describes them; None for float8.
-        layout: O, C, and of NF4 codes for each scale, scales for each factor.
+        layout: O, C, and of NF4 codes for each scale, scales for each factor; of blocks the width of one.
         dtype: of the dense weight: float32, float16 or bfloat16.
     """
 
@@ -100,9 +102,16 @@ class QuantizedWeight(NamedTuple):
             return None
         return self.codes, self.scales, factors, mean, table
 
+    @property
+    def multiplies_in_float8(self) -> bool:
+        """Whether products are those of `frozen_float8_linear`, not those with the dense weight."""
+        return self.table is None and len(self.layout) == 2
+
     def dense(self) -> Tensor:
         """The weight [O, C] in ``dtype``, newly made."""
         nf4 = self._nf4()
+        if nf4 is None and not self.multiplies_in_float8:
+            return blocks_dense(self.codes, self.scales, self.layout[2], self.dtype)
         if nf4 is None:
             return float8_dense(self.codes, self.scales, self.dtype)
         return (nf4_dense if use_triton(nf4[-1]) else nf4_dense_reference)(nf4, self.layout, self.dtype)
@@ -110,16 +119,17 @@ class QuantizedWeight(NamedTuple):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ Wᵀ + bias`` inside an op."""
         nf4 = self._nf4()
-        if nf4 is None:
+        if self.multiplies_in_float8:
             return float8_product(x, self.codes, self.scales, bias)
-        if takes_nf4_row(x, self.layout[1], self.layout[2]):
+        if nf4 is not None and takes_nf4_row(x, self.layout[1], self.layout[2]):
             return nf4_row(x, bias, nf4, self.layout)
         return F.linear(x, self.dense(), bias)
 
     def input_product(self, dy: Tensor) -> Tensor:
         """``dy @ W`` inside an op."""
-        is_float8 = self.table is None
-        return float8_input_product(dy, self.codes, self.scales) if is_float8 else dy @ self.dense()
+        if self.multiplies_in_float8:
+            return float8_input_product(dy, self.codes, self.scales)
+        return dy @ self.dense()
 
 
 Weight = Tensor | QuantizedWeight

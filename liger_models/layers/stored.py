@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.quantized_weight import QuantizedWeight
+from liger_models.kernels.quantized_weight import QuantizedWeight, quantized_linear
+from liger_models.layers.layer import Layer
 from liger_models.layers.linear import is_sharded, local
 
 TABLE = 16
@@ -33,6 +34,7 @@ class StoredWeight(nn.Module):
         super().__init__()
         self.layout, self.dtype = list(weight.layout), weight.dtype
         self.scales = _as_bytes(weight.scales, len(weight.scales))
+        self.own = weight.scales.dtype
         self.factors: nn.Parameter | None = None
         self._largest: Tensor | None = None
         if weight.factors is not None and weight.mean is not None and weight.table is not None:
@@ -45,6 +47,11 @@ class StoredWeight(nn.Module):
         return _as_bytes(weight.codes, len(weight.codes if weight.factors is None else weight.scales))
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether it is in float8 with the scales of a checkpoint, which is read as it is."""
+        return self.factors is None and len(self.layout) == 3
+
+    @property
     def shape(self) -> torch.Size:
         """``[O, C]``."""
         return torch.Size(self.layout[:2])
@@ -53,14 +60,19 @@ class StoredWeight(nn.Module):
         """The weight as ops take it, from the parameter ``weight`` of the layer; gathered from all ranks if sharded."""
         codes, scales = _whole(codes), _whole(self.scales)
         if self.factors is None:
-            found = scales.view(torch.float32)
-            found = found.flatten() if len(self.layout) == 2 else found
+            found = scales.view(self.own)
+            found = found if self.has_blocks else found.flatten()
             return QuantizedWeight(codes.view(torch.float8_e4m3fn), found, None, None, None, self.layout, self.dtype)
         numbers = _whole(self.factors).view(self.own).flatten()
         return QuantizedWeight(
             codes.flatten(), scales.view(torch.int8).flatten(), numbers[: -TABLE - 1], numbers[-TABLE - 1],
             numbers[-TABLE:], self.layout, self.dtype,
         )  # fmt: skip
+
+    def parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a weight in float8, with their own dtypes; gathered from all ranks if sharded."""
+        weight = self.join(codes.detach())
+        return weight.codes, weight.scales.detach()
 
     @torch.no_grad()
     def quantise(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> None:
@@ -72,7 +84,7 @@ class StoredWeight(nn.Module):
         """
         import torchao.quantization as torchao
 
-        start, own = _first_row(codes), local(codes)
+        start, own = first_row(codes), local(codes)
         count, (_, columns) = len(own), self.layout[:2]
         if self.factors is None and count > 0:
             rows = QuantizedWeight.of_float8(torchao.Float8Tensor.from_hp(read(start, start + count)))
@@ -108,8 +120,34 @@ class StoredWeight(nn.Module):
         scales = (centred * factors[:, None]).round().clamp(-128, 127).to(torch.int8).flatten()
         numbers = torch.cat([factors, mean.view(1), nf4_table(factors)])
         for parameter, values in ((self.scales, scales), (self.factors, numbers)):
-            start, own = _first_row(parameter), local(parameter)
+            start, own = first_row(parameter), local(parameter)
             own.copy_(_as_bytes(values, len(values))[start : start + len(own)])
+
+
+class StoredLinear(nn.Linear, Layer):
+    """A linear layer with a frozen weight [O, C] in fewer bits.
+
+    Args:
+        linear: the layer that it replaces, whose bias it takes.
+        weight: its weight.
+    """
+
+    is_low_rank = True
+    """Fused ops take the weight, see `QuantizedWeight`."""
+
+    def __init__(self, linear: nn.Linear, weight: QuantizedWeight) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias, self.stored = StoredWeight.codes_of(weight), linear.bias, StoredWeight(weight)
+
+    @property
+    def quantized_weight(self) -> QuantizedWeight:
+        """The weight as fused ops take it."""
+        return self.stored.join(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> [..., O]."""
+        return quantized_linear(x, self.quantized_weight, self.bias)
 
 
 def stored_weight(layer: nn.Module) -> StoredWeight | None:
@@ -118,10 +156,24 @@ def stored_weight(layer: nn.Module) -> StoredWeight | None:
     return found if isinstance(found, StoredWeight) else None
 
 
+def stored_linears(model: nn.Module) -> list[StoredLinear]:
+    """All of a model."""
+    return [each for each in model.modules() if isinstance(each, StoredLinear)]
+
+
 def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
     """All of a model, by the names of the parameters that hold their codes."""
     found = ((path, stored_weight(layer)) for path, layer in model.named_modules())
     return {f"{path}.weight": stored for path, stored in found if stored is not None}
+
+
+def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
+    """A module's own parameters, and the number of elements of each: of one that holds codes, those of the weight."""
+    stored, found = stored_weight(module), {}
+    for name, each in module.named_parameters(recurse=False):
+        if not isinstance(module, StoredWeight):
+            found[each] = each.numel() if stored is None or name != "weight" else stored.shape.numel()
+    return found
 
 
 def nf4_table(like: Tensor) -> Tensor:
@@ -141,8 +193,8 @@ def _whole(tensor: Any) -> Tensor:
     return whole
 
 
-def _first_row(parameter: Any) -> int:
-    """The first row of this rank's part."""
+def first_row(parameter: Any) -> int:
+    """The first row of this rank's part of a parameter."""
     if not is_sharded(parameter):
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import

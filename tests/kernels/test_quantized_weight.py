@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from liger_models.kernels.collectives import Group
+from liger_models.kernels.float8_blocks import blocks_dense_reference
 from liger_models.kernels.frozen_float8_linear import frozen_float8_linear, quantize_rows_reference
 from liger_models.kernels.gated_act import gated_act
 from liger_models.kernels.gated_mlp import gated_mlp
@@ -36,7 +37,14 @@ def float8(*size, device="cpu", dtype=torch.float32):
     return QuantizedWeight.of_float8(quantization.Float8Tensor.from_hp(weight))
 
 
-MAKERS = pytest.mark.parametrize("make", [nf4, float8])
+def blocks(*size, device="cpu", dtype=torch.float32, width=24):
+    """Scales are powers of 2, so that nothing is rounded to bfloat16: the interpreter truncates."""
+    codes = draw(*size, device=device).mul_(64).to(torch.float8_e4m3fn)
+    scales = draw(size[0], -(-size[1] // width), device=device).mul_(2).floor().exp2() / 512
+    return QuantizedWeight(codes, scales, None, None, None, [*size, width], dtype)
+
+
+MAKERS = pytest.mark.parametrize("make", [nf4, float8, blocks])
 
 
 def pair(out, width, device, dtype=torch.float32):
@@ -52,6 +60,21 @@ def test_dense_weight_is_torchaos_bit_for_bit(backend, size, block, poisoned_emp
         assert torch.equal(dense(ours), weight.get_original_weight())
         for other in (torch.float16, torch.float32):
             assert torch.equal(dense(ours.to(other)), weight.get_original_weight().to(other))
+
+
+@pytest.mark.parametrize("size", [(3, 24), (9, 100), (5, 2050)], ids=str)
+@pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
+def test_dense_weight_of_blocks(backend, size, number, poisoned_empty):
+    weight = blocks(*size, device=backend)
+    weight = weight._replace(scales=weight.scales.to(number))
+    exact = weight.codes.double() * weight.scales.double().repeat_interleave(24, 1)[:, : size[1]]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert dense(weight.to(dtype)).dtype == dtype
+        assert torch.equal(dense(weight.to(dtype)).double(), exact)
+    if backend == "cuda":  # which rounds as the reference does
+        weight = weight._replace(scales=draw(*weight.scales.shape, device=backend))
+        wanted = blocks_dense_reference(weight.codes, weight.scales, 24, torch.float32)
+        assert torch.equal(dense(weight.to(torch.float32)), wanted)
 
 
 def norm_linear_case(op, device):
