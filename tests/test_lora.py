@@ -549,6 +549,42 @@ def test_quantised_weights_can_be_loaded_again():
     assert not all(torch.equal(again[name], tensor) for name, tensor in dense.items())
 
 
+@pytest.mark.parametrize("dtype", ["nf4", "float8"])
+def test_weights_that_are_quantised_as_they_are_read(dtype, tmp_path):
+    """What the model is, computes, generates and merges to is as if it had been quantised afterwards."""
+    pytest.importorskip("torchao")
+    from liger_models.train.report import estimate
+
+    config = LoRAConfig(r=4)
+    llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    read = lambda shard: LigerLlama.from_pretrained(tmp_path, progress=False, shard=shard)
+    want = quantize_base(stir(apply_lora(read(None), config)), dtype=dtype)
+    model = stir(read(lambda model: quantize_base(apply_lora(model, config), dtype=dtype)))
+    for name, parameter in want.named_parameters():
+        if ".lora." in name:
+            model.get_parameter(name).data.copy_(parameter)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (".lora." in name)
+    kinds = {"four_bit": dtype == "nf4", "float8": dtype == "float8"}
+    counted, expected = (estimate(each, 64, **kinds) for each in (model, want))
+    assert counted._replace(weights=0) == expected._replace(weights=0)
+    assert abs(counted.weights / expected.weights - 1) < 0.01  # factors of scales
+    assert model.num_parameters() == want.num_parameters()
+    outputs = [each(IDS, labels=IDS) for each in (model, want)]
+    for each in outputs:
+        each.loss.backward()
+    assert torch.equal(outputs[0].loss, outputs[1].loss)
+    assert all(torch.equal(gradient, gradients(want)[name]) for name, gradient in gradients(model).items())
+    ids = [each.generate(IDS[:, :8], max_new_tokens=4, eos_token_id=[]) for each in (model, want)]
+    assert torch.equal(*ids)
+    frozen = {name: each.clone() for name, each in model.named_parameters()}
+    for merged, other in zip(hf_tensors(merge_lora(model, reversible=True)), hf_tensors(want), strict=True):
+        assert merged[0] == other[0]
+        assert torch.equal(merged[1], other[1])
+    for name, parameter in unmerge_lora(model).named_parameters():
+        assert torch.equal(parameter, frozen[name])
+
+
 def test_4_bits_without_torchao(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ImportError, match=r"quantize_base: .*pip install 'liger_models\[lora\]'"):

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from einops import EinopsError
 from torch import Tensor, nn
 
 from liger_models.adapters.lora_layers import (
@@ -22,6 +21,7 @@ from liger_models.adapters.lora_layers import (
 )
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.format import format_of
+from liger_models.convert.sharded import moves_rows
 from liger_models.convert.weight_map import Expression, Name
 from liger_models.kernels.checks import check
 from liger_models.layers.layer import layers_of, named_layers
@@ -221,7 +221,7 @@ def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]
         for path, layer in model.named_modules()
         if isinstance(layer, nn.Linear) and type(layer) in ADAPTED and id(layer) not in routers
     }
-    return {path: pair for path, pair in found.items() if _consists_of_rows(*pair)}
+    return {path: pair for path, pair in found.items() if moves_rows(pair[1], pair[0].weight)}
 
 
 def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Expression]]]:
@@ -271,15 +271,6 @@ def _expert_names(model: CausalLM) -> dict[str, str]:
                 found.update(dict.fromkeys((each.removesuffix(".weight") for each in called), name))
             found[name] = name
     return found
-
-
-def _consists_of_rows(linear: nn.Linear, expression: Expression) -> bool:
-    """Whether a weight consists of whole rows of the checkpoint's matrices. A patch embedding, stored as a convolution,
-    does not."""
-    try:
-        return all(part.dim() == 1 for part in expression.unpack(linear.weight.new_empty(len(linear.weight))).values())
-    except (EinopsError, IndexError):
-        return False
 
 
 def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:

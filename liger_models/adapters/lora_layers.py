@@ -10,7 +10,7 @@ several of these matrices; the weight map says which rows belong to which.
 Source: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732, https://arxiv.org/abs/2402.09353.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +22,14 @@ from liger_models.convert.weight_map import Expression
 from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group
-from liger_models.kernels.frozen_float8_linear import frozen_float8_linear
-from liger_models.kernels.nf4_linear import nf4_linear
 from liger_models.kernels.norm_linear import LowRank, low_rank_pair
-from liger_models.kernels.quantized_weight import QuantizedWeight
+from liger_models.kernels.quantized_weight import QuantizedWeight, quantized_linear
 from liger_models.layers.derived import derive
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import is_sharded, local
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.norm import PLAIN_WEIGHTS
+from liger_models.layers.stored import StoredLinear, StoredWeight, stored_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -124,9 +123,11 @@ class LoRALinear(nn.Linear, Layer):
     def of(cls, linear: nn.Linear, expression: Expression, names: Sequence[str], config: LoRAConfig) -> "Self":
         """A layer with the parameters of ``linear`` and new adapters for the checkpoint's matrices ``names``."""
         layer = cls.__new__(cls)
-        layer.__dict__ = {**linear.__dict__, "_parameters": dict(linear._parameters), "_modules": {}}
-        plain = type(linear).__new__(type(linear))
-        plain.__dict__ = {**linear.__dict__, "_parameters": dict.fromkeys(linear._parameters)}
+        own = {"_parameters": dict(linear._parameters), "_modules": dict(linear._modules)}
+        layer.__dict__ = {**linear.__dict__, **own}
+        kind = nn.Linear if isinstance(linear, StoredLinear) else type(linear)
+        plain = kind.__new__(kind)
+        plain.__dict__ = {**linear.__dict__, "_parameters": dict.fromkeys(linear._parameters), "_modules": {}}
         layer.__dict__["plain"] = plain
         layer.config, layer.expression = config, expression
         rows = expression.unpack(torch.empty(linear.out_features, device="meta"))
@@ -165,13 +166,15 @@ class LoRALinear(nn.Linear, Layer):
 
     @property
     def is_nf4(self) -> bool:
-        """Whether the frozen weight is stored in 4 bits (torchao's NF4Tensor); see `quantize_base`."""
-        return hasattr(self.weight, "get_original_weight")
+        """Whether the frozen weight is stored in 4 bits; see `quantize_base`."""
+        stored = stored_weight(self)
+        return hasattr(self.weight, "get_original_weight") if stored is None else stored.factors is not None
 
     @property
     def is_float8(self) -> bool:
-        """Whether the frozen weight is stored in float8 (torchao's Float8Tensor); see `quantize_base`."""
-        return hasattr(self.weight, "qdata")
+        """Whether the frozen weight is stored in float8 with a scale for each row; see `quantize_base`."""
+        stored = stored_weight(self)
+        return hasattr(self.weight, "qdata") if stored is None else stored.factors is None and not stored.has_blocks
 
     def dense_weight(self) -> Tensor:
         """The frozen weight [O, C], dequantised if it is quantised."""
@@ -236,9 +239,23 @@ class LoRALinear(nn.Linear, Layer):
     @property
     def quantized_weight(self) -> QuantizedWeight | None:
         """The frozen weight as fused ops take it if it is quantised; None for a dense one."""
+        stored = stored_weight(self)
+        if stored is not None:
+            return stored.join(self.weight)
         if self.is_float8:
             return QuantizedWeight.of_float8(self.weight)
         return QuantizedWeight.of_nf4(self.weight) if self.is_nf4 else None
+
+    def store(self, weight: QuantizedWeight | None = None) -> None:
+        """Store the frozen weight as parameters of bytes.
+
+        Args:
+            weight: to be stored. Default: the quantised weight that the layer has; nothing changes for a dense one.
+        """
+        weight = weight or (None if stored_weight(self) else self.quantized_weight)
+        if weight is not None:
+            self.stored = StoredWeight(weight)
+            self.weight = StoredWeight.codes_of(weight)
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """A [R, C] and s · B [O, R] in ``dtype``, for a layer that `is_low_rank`; None while they are switched off."""
@@ -246,13 +263,10 @@ class LoRALinear(nn.Linear, Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., O]."""
-        product: Callable[..., Tensor] = F.linear
-        if self.is_nf4 or self.is_float8:
-            product = nf4_linear if self.is_nf4 else frozen_float8_linear
         if not self.active:
-            return product(x, self.weight, self.bias)
+            return self.base_product(x, self.bias)
         A, B, scale = self.derived(x.dtype)
-        y = product(x, self.weight, self.bias if scale is None else None)
+        y = self.base_product(x, self.bias if scale is None else None)
         low = F.linear(self.dropout(x), A).to(y.dtype)
         if is_batch_invariant():
             y = y + F.linear(low, B.to(y.dtype))
@@ -262,6 +276,11 @@ class LoRALinear(nn.Linear, Layer):
             y = y * scale.to(y.dtype)
             y = y if self.bias is None else y + self.bias.to(y.dtype)
         return y
+
+    def base_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ Wᵀ + bias`` with the frozen weight."""
+        quantized = self.quantized_weight
+        return F.linear(x, self.weight, bias) if quantized is None else quantized_linear(x, quantized, bias)
 
     @torch.no_grad()
     def adapted_weight(self, name: str, *, merge: bool) -> Tensor:
@@ -298,7 +317,11 @@ class LoRALMHead(LoRALinear, LigerLMHead):
         return torch.cat([x, F.linear(self.dropout(x), A).to(x.dtype)], -1), weight
 
 
-ADAPTED: dict[type[nn.Linear], type[LoRALinear]] = {nn.Linear: LoRALinear, LigerLMHead: LoRALMHead}
+ADAPTED: dict[type[nn.Linear], type[LoRALinear]] = {
+    nn.Linear: LoRALinear,
+    StoredLinear: LoRALinear,
+    LigerLMHead: LoRALMHead,
+}
 """The linear layers that can have adapters -> what they become. Subclasses compute something else and cannot."""
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.checks import check
+from liger_models.kernels.quantized_weight import QuantizedWeight
 
 Model = TypeVar("Model", bound=CausalLM)
 
@@ -55,18 +56,42 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
             layer.quantized_weight is None,
             "quantize_base: weights must not be quantised yet, got some that are. Call it once.",
         )
-        values = _FORMATS[dtype](torchao, layer.weight.detach().to(device))
-        layer.weight = nn.Parameter(values, requires_grad=False)
+        weight = layer.weight.detach()
+        if weight.is_meta:
+            layer.store(_empty(weight, dtype))
+        else:
+            layer.weight = nn.Parameter(_FORMATS[dtype](torchao, weight.to(device)), requires_grad=False)
     return model if device is None else model.to(device)
 
 
-def _nf4(torchao: Any, weight: Tensor) -> Tensor:
-    size = weight.numel()
+def _empty(weight: Tensor, dtype: str) -> QuantizedWeight:
+    """A weight on the meta device in fewer bits, likewise without values."""
+    size, shape = weight.numel(), list(weight.shape)
+    new = weight.new_empty
+    if dtype == "float8":
+        scales = new(shape[0], dtype=torch.float32)
+        return QuantizedWeight(new(shape, dtype=torch.float8_e4m3fn), scales, None, None, None, shape, weight.dtype)
+    scales, per_factor = new(_nf4_blocks(weight), dtype=torch.int8), _scales_per_factor(weight)
+    return QuantizedWeight(
+        new(size // 2, dtype=torch.uint8), scales, new(len(scales) // per_factor), new([]), new(16),
+        [*shape, NF4_BLOCK, per_factor], weight.dtype,
+    )  # fmt: skip
+
+
+def _nf4_blocks(weight: Tensor) -> int:
     check(
-        size % NF4_BLOCK == 0,
+        weight.numel() % NF4_BLOCK == 0,
         f"quantize_base: weights must have a multiple of {NF4_BLOCK} elements, got {list(weight.shape)}.",
     )
-    values: Tensor = torchao.to_nf4(weight, NF4_BLOCK, math.gcd(size // NF4_BLOCK, 256))
+    return weight.numel() // NF4_BLOCK
+
+
+def _scales_per_factor(weight: Tensor) -> int:
+    return math.gcd(_nf4_blocks(weight), 256)
+
+
+def _nf4(torchao: Any, weight: Tensor) -> Tensor:
+    values: Tensor = torchao.to_nf4(weight, NF4_BLOCK, _scales_per_factor(weight))
     return values
 
 

@@ -313,14 +313,15 @@ class CausalLM(Decoder):
         local_files_only: bool = False,
         force_download: bool = False,
         shard: Callable[["Self"], object] | None = None,
+        keep_float8: bool = False,
     ) -> "Self":
         """Load a Hugging Face checkpoint from a local folder, or as `from_hub` if its name is no folder.
 
         Args:
             folder: folder with config.json and safetensors; or a text ``owner/name`` that is no folder here, for a
                 repository of the hub.
-            dtype, device, kernels, strict, progress, shard: see `liger_models.convert.load.load_pretrained`, which also
-                says what is raised.
+            dtype, device, kernels, strict, progress, shard, keep_float8: see
+                `liger_models.convert.load.load_pretrained`, which also says what is raised.
             revision, cache_dir, token, local_files_only, force_download: as for `from_hub`; a folder has no use for
                 them.
         """
@@ -328,11 +329,14 @@ class CausalLM(Decoder):
             return cls.from_hub(
                 str(folder), revision=revision, dtype=dtype, device=device, kernels=kernels, strict=strict,
                 progress=progress, cache_dir=cache_dir, token=token, local_files_only=local_files_only,
-                force_download=force_download, shard=shard,
+                force_download=force_download, shard=shard, keep_float8=keep_float8,
             )  # fmt: skip
         chosen = cls._class_at(folder)
         load = partial(load_pretrained, cls) if chosen is cls else chosen.from_pretrained
-        return load(folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard)
+        return load(
+            folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard,
+            keep_float8=keep_float8,
+        )  # fmt: skip
 
     @classmethod
     @foreign_arguments("from_hub")
@@ -351,6 +355,7 @@ class CausalLM(Decoder):
         local_files_only: bool = False,
         force_download: bool = False,
         shard: Callable[["Self"], object] | None = None,
+        keep_float8: bool = False,
     ) -> "Self":
         """Download a checkpoint from the Hugging Face hub, unless it is in the local cache, and load it.
 
@@ -365,6 +370,8 @@ class CausalLM(Decoder):
             cache_dir, token, local_files_only, force_download: as in huggingface_hub.
             shard: function that distributes the parameters of the model before they are loaded, such as
                 `parallel.apply_fsdp`.
+            keep_float8: keep weights in float8 with scales of blocks as they are, frozen; see
+                `liger_models.convert.load.load_pretrained`.
         """
         folder = download(
             repo_id,
@@ -378,8 +385,9 @@ class CausalLM(Decoder):
             progress=progress,
         )
         return cls._class_at(folder).from_pretrained(
-            folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard
-        )
+            folder, dtype=dtype, device=device, kernels=kernels, strict=strict, progress=progress, shard=shard,
+            keep_float8=keep_float8,
+        )  # fmt: skip
 
     @classmethod
     def _class_for(cls, hf_config: Mapping[str, Any]) -> type["Self"]:

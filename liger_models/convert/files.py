@@ -74,12 +74,13 @@ class BlockScales(NamedTuple):
     """The scales of a tensor in float8, one for each block of its last two dimensions.
 
     Attributes:
-        file, name: where they are stored.
+        file, name, dtype: where they are stored, and as what.
         block: rows and columns of a block.
     """
 
     file: Path
     name: str
+    dtype: str
     block: tuple[int, int]
 
 
@@ -231,7 +232,7 @@ def with_scales(stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:
             f"{owner} in {FLOAT8}, got {list(scales.shape)} in {scales.dtype}, and {weight.dtype} for {owner}. "
             "Download the files of one commit.",
         )
-        found[owner] = weight._replace(scales=BlockScales(scales.file, name, block))
+        found[owner] = weight._replace(scales=BlockScales(scales.file, name, scales.dtype, block))
     return found
 
 
@@ -256,12 +257,27 @@ def read_rows(files: Mapping[Path, Any], name: str, one: Stored, first: int, las
     rows: torch.Tensor = files[one.file].get_slice(name)[first:last]
     if one.scales is None:
         return rows
-    file, scales_name, block = one.scales
+    file, scales_name, _, block = one.scales
     scales = files[file].get_slice(scales_name)
     if len(one.shape) > 2:  # whole matrices
         return dequantise(rows, scales[first:last], block)
     begin = first // block[0]
     return dequantise(rows, scales[begin : -(-last // block[0])], block, first - begin * block[0])
+
+
+def read_codes(files: Mapping[Path, Any], name: str, one: Stored, first: int, last: int) -> torch.Tensor:
+    """Rows of a tensor [O, C] in float8 as its codes: bytes [n, C]."""
+    codes: torch.Tensor = files[one.file].get_slice(name)[first:last]
+    return codes.view(torch.uint8)
+
+
+def read_scales(files: Mapping[Path, Any], one: Stored, first: int, last: int) -> torch.Tensor:
+    """The scales of rows of a tensor [O, C] in float8, those of its block for every row: [n, C / width], rounded up."""
+    assert one.scales is not None
+    file, name, _, (height, _) = one.scales
+    begin = first // height
+    scales: torch.Tensor = files[file].get_slice(name)[begin : -(-last // height)]
+    return scales.repeat_interleave(height, 0)[first - begin * height :][: last - first]
 
 
 def read_whole(files: Mapping[Path, Any], name: str, one: Stored) -> torch.Tensor:

@@ -21,20 +21,31 @@ from liger_models.convert.files import (
     asset_patterns,
     open_all,
     open_safetensors,
+    read_codes,
     read_headers,
     read_json_config,
     read_rows,
+    read_scales,
     read_tensor,
     read_whole,
     some,
 )
 from liger_models.convert.format import format_of
-from liger_models.convert.sharded import Part, read_part
+from liger_models.convert.sharded import Part, fill_part, moves_rows, read_part
 from liger_models.convert.weight_map import Expression, WeightMap
 from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
+from liger_models.kernels.quantized_weight import QuantizedWeight
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of
+from liger_models.layers.linear import local
+from liger_models.layers.stored import (
+    StoredLinear,
+    StoredWeight,
+    first_row,
+    stored_linears,
+    stored_weights,
+)
 from liger_models.parallel.groups import raise_on_all_ranks, rank
 
 Model = TypeVar("Model", bound=Decoder)
@@ -50,6 +61,7 @@ def load_pretrained(
     progress: bool = True,
     kernels: KernelOptions | None = None,
     shard: Callable[[Model], object] | None = None,
+    keep_float8: bool = False,
     hf_config: Mapping[str, Any] | None = None,
 ) -> Model:
     """Load a model from a folder.
@@ -70,6 +82,8 @@ def load_pretrained(
         kernels: which parts run on fused kernels.
         shard: called with the model on the meta device, to distribute its parameters in place:
             ``parallel.apply_fsdp``, or a function that calls it.
+        keep_float8: keep the weights of linear layers that the checkpoint has in float8 with scales of blocks as they
+            are, frozen: 8 bits each in memory, dequantised for each product. Routed experts become bfloat16.
         hf_config: replaces the content of config.json.
 
     Returns:
@@ -78,7 +92,7 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError: the folder or a file in it is missing.
-        ValueError: the content of a file does not match the model.
+        ValueError: the content of a file does not match the model, or there are no weights for ``keep_float8``.
         OSError: another process has saved to the folder in the meantime.
     """
     target = None if dtype is None or dtype == "auto" else as_dtype("load_pretrained: dtype", dtype)
@@ -98,6 +112,8 @@ def load_pretrained(
         check_tensors(str(folder), weights, parameters, stored)
         if config.tie_word_embeddings:
             _check_head(weights, stored)
+        if keep_float8:
+            _keep_float8(model, weights, stored, target)
     if shard is not None:
         _load_parts(model, shard, weights, stored, target, device, progress)
     else:
@@ -145,9 +161,15 @@ def _load_whole(
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    parameters = dict(model.named_parameters())
+    parameters, kept = dict(model.named_parameters()), stored_weights(model)
+    for layer in stored_linears(model):
+        layer.to_empty(device=device)
     bar: Any = tqdm  # not typed
     for name, parameter in bar(parameters.items(), desc="Loading weights", disable=not (progress and rank() == 0)):
+        if name in kept:
+            _fill_codes(model.get_parameter(name), kept[name], weights.entries[name], stored)
+        if name in kept or name not in weights.entries:
+            continue
         packed = _read(weights.entries[name], stored, dtype, device)
         loaded = nn.Parameter(packed, requires_grad=parameter.requires_grad)
         for alias in aliases[id(parameter)]:
@@ -167,21 +189,24 @@ def _load_parts(
 ) -> None:
     """Shard the model, and load this rank's shard of each parameter (all of it if the parameter is not sharded)."""
     for name, parameter in model.named_parameters():
-        own = stored[weights.entries[name].names()[0]].dtype
-        parameter.data = parameter.data.to(dtype or FLOATS.get(own, torch.bfloat16))
+        if parameter.is_floating_point():
+            own = stored[weights.entries[name].names()[0]].dtype
+            parameter.data = parameter.data.to(dtype or FLOATS.get(own, torch.bfloat16))
     shard(model)
     model.to_empty(device=device)
     bar: Any = tqdm
-    parameters = dict(model.named_parameters())
+    parameters, quantised = dict(model.named_parameters()), stored_weights(model)
     with torch.no_grad(), raise_on_all_ranks():
         for name, parameter in bar(parameters.items(), desc="Loading weights", disable=not (progress and rank() == 0)):
             if name not in weights.entries:  # added by `shard`
                 continue
             expression = weights.entries[name]
-            if not hasattr(parameter, "to_local"):
+            if name in quantised and quantised[name].has_blocks:
+                _fill_codes(parameter, quantised[name], expression, stored)
+                continue
+            if not hasattr(parameter, "to_local") and name not in quantised:
                 parameter.copy_(_read(expression, stored, dtype, device))
                 continue
-            local = parameter.to_local()
             with open_all(stored[each] for each in expression.names()) as files:
 
                 def read(name: str, first: int, last: int, files: Mapping[Path, Any] = files) -> Tensor:
@@ -189,9 +214,63 @@ def _load_parts(
 
                 shapes = {each: stored[each].shape for each in expression.names()}
                 whole = functools.partial(_read, expression, stored, dtype, device)
-                local.copy_(read_part(expression, Part.of(parameter), shapes, read, whole))
+                fill_part(parameter, quantised.get(name), expression, shapes, read, whole)
+    for weight in quantised.values():
+        weight.finish()
     for layer in layers_of(model):
         layer.reset_adapters()
+
+
+def _keep_float8(model: Decoder, weights: WeightMap, stored: Mapping[str, Stored], dtype: torch.dtype | None) -> None:
+    """Replace the linear layers of a model on the meta device whose weights are in float8 by `StoredLinear`."""
+    for path, linear in [*model.named_modules()]:
+        expression = weights.entries.get(f"{path}.weight")
+        if type(linear) is not nn.Linear or expression is None:
+            continue
+        scales = [stored[name].scales for name in expression.names()]
+        first = scales[0]
+        alike = first is not None and all(each is not None and each[2:] == first[2:] for each in scales)
+        if (
+            first is None
+            or not alike
+            or first.dtype not in ("BF16", "F32")
+            or not moves_rows(expression, linear.weight)
+        ):
+            continue
+        (rows, columns), width = linear.weight.shape, first.block[1]
+        codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device="meta")
+        numbers = torch.empty(rows, -(-columns // width), dtype=FLOATS[first.dtype], device="meta")
+        layout = [rows, columns, width]
+        weight = QuantizedWeight(codes, numbers, None, None, None, layout, dtype or torch.bfloat16)
+        model.set_submodule(path, StoredLinear(linear, weight))
+    check(
+        len(stored_linears(model)) > 0,
+        "load_pretrained: keep_float8 needs linear layers in float8 with scales of blocks, got a checkpoint without "
+        "any. Leave it out.",
+    )
+    model.float8_tensors = frozenset(name for name, one in stored.items() if one.scales is not None)
+
+
+def _fill_codes(parameter: Tensor, weight: StoredWeight, expression: Expression, stored: Mapping[str, Stored]) -> None:
+    """Read this rank's rows of the codes and the scales of a weight that is kept in float8."""
+    with torch.no_grad(), open_all(stored[name] for name in expression.names()) as files:
+
+        def codes(name: str, first: int, last: int) -> Tensor:
+            return read_codes(files, name, stored[name], first, last)
+
+        def scales(name: str, first: int, last: int) -> Tensor:
+            return read_scales(files, stored[name], first, last)
+
+        def fill(bytes_of_rows: Tensor, width: int, read: Callable[[str, int, int], Tensor]) -> None:
+            start, own = first_row(bytes_of_rows), local(bytes_of_rows)
+            shapes = {name: (stored[name].shape[0], width) for name in expression.names()}
+            whole = lambda: expression.pack({name: read(name, 0, rows) for name, (rows, _) in shapes.items()})
+            taken = read_part(expression, Part((start, 0), (len(own), width)), shapes, read, whole)
+            own.copy_(taken.contiguous().view(torch.uint8))
+
+        columns = weight.shape[1]
+        fill(parameter, columns, codes)
+        fill(weight.scales, -(-columns // weight.layout[2]), scales)
 
 
 def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from liger_models.convert.files import (
 )
 from liger_models.convert.folder import write_folder
 from liger_models.convert.format import format_of
+from liger_models.convert.fp8 import block_size
 from liger_models.convert.mxfp4 import with_scales
 from liger_models.convert.tensors import as_stored
 from liger_models.convert.weight_map import WeightMap
@@ -59,7 +60,8 @@ def save_pretrained(
     Args:
         model: the model; its ``hf_config`` and ``assets`` are saved, too.
         folder: created if it does not exist.
-        dtype: dtype of the saved tensors; None for that of each parameter.
+        dtype: dtype of the saved tensors; None for that of each parameter. Weights that were kept in float8 are then
+            saved as they were, bit for bit, if all of the checkpoint were kept, and none was merged with adapters.
         max_shard_size: maximum size of a file, in bytes or as "5GB".
         auto_map: add a small file of code, and name it in config.json, so that transformers' auto classes with
             ``trust_remote_code=True`` return this package's model; see `liger_models.hf`.
@@ -92,6 +94,15 @@ def save_pretrained(
     if mxfp4 is not None:
         weights, quantised = read_mxfp4(type(model), stored.config, Path(mxfp4))
         stored = stored._replace(weights=weights)
+    kept = {
+        theirs
+        for name, weight in stored.quantised.items()
+        if weight.has_blocks
+        for theirs in stored.weights.entries[name].names()
+    }
+    if dtype is None and kept and kept == model.float8_tensors:
+        quantised = {"quantization_config": model.hf_config["quantization_config"]}
+        stored = stored._replace(height=block_size(quantised["quantization_config"])[0])
     plan = split_state_dict_into_shards_factory(
         stored.shapes(dtype) | model.kept_tensors,
         get_storage_size=lambda tensor: tensor.nbytes,

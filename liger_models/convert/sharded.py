@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from einops import EinopsError
 from torch import Tensor
 
 from liger_models.convert.weight_map import Cat, Expression, Name, Rearrange, Split, Stack, _same_dtype
+from liger_models.layers.linear import local
+from liger_models.layers.stored import StoredWeight
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -48,6 +51,34 @@ class Rows(NamedTuple):
     order: Tensor | None
 
 
+def fill_part(
+    parameter: Tensor,
+    stored: StoredWeight | None,
+    expression: Expression,
+    shapes: Mapping[str, Sequence[int]],
+    read: Callable[[str, int, int], Tensor],
+    read_whole: Callable[[], Tensor],
+) -> None:
+    """Read this rank's shard of a parameter into it. If it holds codes, the shard is quantised; `finish` must follow.
+
+    Args:
+        parameter: a DTensor, or the codes of ``stored``.
+        stored: what belongs to the codes; None for a dense parameter.
+        expression, shapes, read, read_whole: of the dense parameter, as in `read_part`.
+    """
+
+    def rows(first: int, last: int) -> Tensor:
+        assert stored is not None
+        part = Part((first, 0), (last - first, stored.layout[1]))
+        return read_part(expression, part, shapes, read, read_whole)
+
+    if stored is None:
+        sharded: Any = parameter
+        local(parameter).copy_(read_part(expression, Part.of(sharded), shapes, read, read_whole))
+    else:
+        stored.quantise(parameter, rows)
+
+
 def read_part(
     expression: Expression,
     part: Part,
@@ -85,6 +116,15 @@ def read_part(
     for dim in range(1, len(part.shape)):
         taken = taken.narrow(dim, part.offset[dim], part.shape[dim])
     return taken
+
+
+def moves_rows(expression: Expression, weight: Tensor) -> bool:
+    """Whether a weight consists of whole rows of the checkpoint's matrices. A patch embedding, stored as a convolution,
+    does not."""
+    try:
+        return all(part.dim() == 1 for part in expression.unpack(weight.new_empty(len(weight))).values())
+    except (EinopsError, IndexError):
+        return False
 
 
 def keeps_rows(expression: Expression) -> bool:

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.files import FLOATS, as_dtype, some
+from liger_models.convert.files import FLOATS, SCALES, as_dtype, some
 from liger_models.convert.format import format_of
-from liger_models.convert.sharded import Part, read_part
+from liger_models.convert.sharded import Part, fill_part
 from liger_models.convert.weight_map import Expression, WeightMap
 from liger_models.kernels.checks import check
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import Layer, named_layers
 from liger_models.layers.linear import is_sharded
+from liger_models.layers.stored import StoredWeight, stored_weights
 from liger_models.parallel.groups import raise_on_all_ranks
 
 
@@ -27,9 +28,9 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights under the names and in the layout of a Hugging Face checkpoint, one tensor at a time.
 
-    The tensors are those that `save_pretrained` writes, bit for bit: a vision tower first, then the embedding, the
-    layers in order, the norm and the head, which a model with tied weights leaves out. vLLM's and SGLang's
-    ``load_weights`` take such an iterator.
+    The tensors are those that `save_pretrained` writes, bit for bit, but weights that were kept in float8 are
+    dequantised: a vision tower first, then the embedding, the layers in order, the norm and the head, which a model
+    with tied weights leaves out. vLLM's and SGLang's ``load_weights`` take such an iterator.
 
     If the model is sharded, all ranks must call this function and read to the end: each parameter is gathered when its
     first tensor is read, on every rank. Besides the parameters, one of them (the experts of one layer, at most) and the
@@ -135,7 +136,13 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
     """
     stored = as_stored("load_hf_tensors", model, merge=False)
     config = stored.config
-    names = _Names(format_of(type(model)).weight_maps(config), stored.parameters)
+    quantised = stored.quantised
+    check(
+        not any(each.has_blocks for each in quantised.values()),
+        "load_hf_tensors: weights must not be kept in float8, got a model that was loaded with keep_float8. Load it "
+        "without.",
+    )
+    names = _Names(format_of(type(model)).weight_maps(config), {n: stored.dense(n) for n in stored.parameters})
     agreed = raise_on_all_ranks if stored.is_sharded else contextlib.nullcontext
     if isinstance(tensors, Mapping):
         with agreed():
@@ -158,7 +165,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
                 ours, count = names.parameter_of(name)
                 held.setdefault(ours, {})[name] = tensor
                 if len(held[ours]) == count:
-                    _place(stored.parameters[ours], weights.entries[ours], held.pop(ours))
+                    _place(stored.parameters[ours], quantised.get(ours), weights.entries[ours], held.pop(ours))
                     loaded.add(ours)
             names.check_complete()
             for name, head in heads.items():
@@ -170,6 +177,8 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
                 f"{error} {len(loaded)} of {len(stored.parameters)} parameters hold new weights already: load all "
                 "again before you use the model."
             ) from error
+    for each in quantised.values():
+        each.finish()
 
 
 class Stored(NamedTuple):
@@ -181,6 +190,8 @@ class Stored(NamedTuple):
         parameters: those that the checkpoint has, by name and in the order in which they are stored.
         adapted: name of a parameter -> the layer whose adapters belong to it.
         merge: whether adapters are added to the weights.
+        quantised: name of a parameter that holds codes -> what belongs to it.
+        height: rows of a block, to store weights that are kept in float8 as they are; None to store them dequantised.
     """
 
     config: Any
@@ -188,6 +199,8 @@ class Stored(NamedTuple):
     parameters: dict[str, Tensor]
     adapted: dict[str, Layer]
     merge: bool
+    quantised: dict[str, StoredWeight]
+    height: int | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -196,27 +209,48 @@ class Stored(NamedTuple):
 
     def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """The checkpoint's tensors on the meta device, in ``dtype`` or in that of each parameter."""
-        parameters = self.parameters.items()
-        return self.weights.shapes(
-            {name: torch.empty(each.shape, dtype=dtype or each.dtype, device="meta") for name, each in parameters}
-        )
+        found = self.weights.shapes({name: self.dense(name, dtype) for name in self.parameters})
+        if self.height is not None:
+            for name, weight in self.quantised.items():
+                codes, scales = (torch.empty_like(each, device="meta") for each in weight.parts(self.parameters[name]))
+                found |= self.weights.entries[name].unpack(codes)
+                for theirs, rows in self.weights.entries[name].unpack(scales).items():
+                    found[theirs + SCALES] = rows[:: self.height]
+        return found
+
+    def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A parameter on the meta device, in ``dtype`` or its own; of one that holds codes, what they stand for."""
+        like = self.quantised.get(name) or self.parameters[name]
+        return torch.empty(like.shape, dtype=dtype or like.dtype, device="meta")
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """Our name of each parameter and its value, gathered from all ranks and with merged adapters."""
         for name, parameter in self.parameters.items():
-            layer = self.adapted.get(name)
-            if layer is None:
+            layer, weight = self.adapted.get(name), self.quantised.get(name)
+            if layer is None and weight is not None and self.height is not None:
+                codes, scales = weight.parts(parameter)
+                yield name, codes
+                yield name + SCALES, scales
+            elif layer is None and weight is not None:
+                yield name, weight.join(parameter).dense()
+            elif layer is None:
                 yield name, _full(parameter.detach())
             else:
                 own = name.rpartition(".")[2]
-                used = ((each, p) for each, p in layer.named_parameters() if each == own or each.startswith("lora."))
+                used = (
+                    (each, p)
+                    for each, p in layer.named_parameters()
+                    if each == own or each.startswith(("lora.", "stored."))
+                )
                 given = {f"layer.{each}": _full(p.detach()) for each, p in used if is_sharded(p)}
                 yield name, torch.func.functional_call(_AdaptedWeight(layer, own, self.merge), given, ())
 
     def unpack(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors, contiguous and in ``dtype``, from what `gather` yields."""
         for ours, whole in gathered:
-            tensors = self.weights.entries[ours].unpack(whole)
+            tensors = self.weights.entries[ours.removesuffix(SCALES)].unpack(whole)
+            if ours.endswith(SCALES):
+                tensors = {name + SCALES: rows[:: self.height] for name, rows in tensors.items()}
             del whole
             while tensors:
                 name = next(iter(tensors))
@@ -281,7 +315,9 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
     if tied:
         stored.pop("lm_head.weight", None)
     weights = format_of(type(model)).weight_map(config)
+    quantised = {} if parameters is not None else stored_weights(model)
     added = tuple(f"{path}.lora." for path in layers)
+    added += tuple(f"{name.removesuffix('weight')}stored." for name in quantised)
     stored = {
         name: each
         for name, each in stored.items()
@@ -294,7 +330,7 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
         "Save LoRA adapters with save_adapter, or merge them with merge_lora; remove other additions.",
     )
     adapted = {f"{path}.{name}": layer for path, layer in layers.items() for name in layer.adapted}
-    return Stored(config, weights, stored, adapted, merge)
+    return Stored(config, weights, stored, adapted, merge, quantised)
 
 
 class _AdaptedWeight(nn.Module):
@@ -375,23 +411,26 @@ def _full(tensor: Any) -> Tensor:
     return whole
 
 
-def _place(parameter: Any, expression: Expression, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the checkpoint's tensors into a parameter, or this rank's rows of them into its shard of it."""
+def _place(parameter: Any, weight: StoredWeight | None, expression: Expression, tensors: Mapping[str, Tensor]) -> None:
+    """Copy the checkpoint's tensors into a parameter, or this rank's rows of them into its shard of it.
+
+    If ``weight`` is given, they are quantised, and the parameter holds codes.
+    """
     local = _local(parameter)
+    dtype = local.dtype if weight is None else None
 
     def whole() -> Tensor:
-        return expression.pack({name: tensor.to(local.device, local.dtype) for name, tensor in tensors.items()})
+        return expression.pack({name: tensor.to(local.device, dtype) for name, tensor in tensors.items()})
 
-    if not is_sharded(parameter):
+    if not is_sharded(parameter) and weight is None:
         quantise = getattr(local, "from_hp", None)  # torchao's weights in float8, whose copy_ does not quantise
         local.copy_(whole() if quantise is None else quantise(whole()))
         return
 
     def read(name: str, first: int, last: int) -> Tensor:
-        return tensors[name][first:last].to(local.device, local.dtype)
+        return tensors[name][first:last].to(local.device, dtype)
 
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    local.copy_(read_part(expression, Part.of(parameter), shapes, read, whole))
+    fill_part(parameter, weight, expression, {name: tensor.shape for name, tensor in tensors.items()}, read, whole)
 
 
 def _check_head(name: str, head: Tensor, embedding: Any) -> None:

@@ -6,6 +6,7 @@ anyway.
 
     NF4       `nf4_linear`: 4-bit codes with scales of 8 bits
     float8    `frozen_float8_linear`: e4m3 with a scale for each row, multiplied in float8 where the device can
+    blocks    `float8_blocks`: e4m3 with the scales of a checkpoint, for blocks of it
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import batch_invariance
-from .dispatch import use_triton
+from .checks import check
+from .dispatch import LIBRARY, use_triton
+from .float8_blocks import blocks_dense
 from .frozen_float8_linear import float8_dense, float8_input_product, float8_product, float8_rows, takes_float8_rows
 from .nf4_linear import Packed, nf4_dense, nf4_dense_reference, nf4_rows, takes_nf4_rows
 from .row_linear import row_linear_forward, takes_row
@@ -27,9 +30,9 @@ class QuantizedWeight(NamedTuple):
 
     Attributes:
         codes: NF4: uint8 [O · C / 2]. Float8: float8_e4m3fn [O, C].
-        scales: NF4: int8, one for each block. Float8: float32 [O].
+        scales: NF4: int8, one for each block. Float8: float32 [O], or [O, C / width], rounded up, for blocks.
         factors, mean, table: of NF4, as `nf4_linear` describes them; None for float8.
-        layout: O, C, and of NF4 codes for each scale, scales for each factor.
+        layout: O, C, and of NF4 codes for each scale, scales for each factor; of blocks the width of one.
         dtype: of the dense weight: float32, float16 or bfloat16.
     """
 
@@ -101,9 +104,16 @@ class QuantizedWeight(NamedTuple):
             return None
         return self.codes, self.scales, factors, mean, table
 
+    @property
+    def multiplies_in_float8(self) -> bool:
+        """Whether products are those of `frozen_float8_linear`, not those with the dense weight."""
+        return self.table is None and len(self.layout) == 2
+
     def dense(self) -> Tensor:
         """The weight [O, C] in ``dtype``, newly made."""
         nf4 = self._nf4()
+        if nf4 is None and not self.multiplies_in_float8:
+            return blocks_dense(self.codes, self.scales, self.layout[2], self.dtype)
         if nf4 is None:
             return float8_dense(self.codes, self.scales, self.dtype)
         return (nf4_dense if use_triton(nf4[-1]) else nf4_dense_reference)(nf4, self.layout, self.dtype)
@@ -111,23 +121,26 @@ class QuantizedWeight(NamedTuple):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ Wᵀ + bias`` inside an op."""
         nf4 = self._nf4()
-        if nf4 is None:
+        if self.multiplies_in_float8:
             return float8_product(x, self.codes, self.scales, bias)
-        if takes_nf4_rows(x, nf4, self.layout):
+        if nf4 is not None and takes_nf4_rows(x, nf4, self.layout):
             return nf4_rows(x, bias, nf4, self.layout)[0]
         return F.linear(x, self.dense(), bias)
 
     def gated_row(self, x: Tensor, bias: Tensor | None, act: str) -> tuple[Tensor, Tensor] | None:
         """As the function `gated_row`."""
         nf4 = self._nf4()
-        if nf4 is None:
+        if self.multiplies_in_float8:
             return float8_rows(x, self.codes, self.scales, bias, act) if takes_float8_rows(x, self.codes) else None
+        if nf4 is None:
+            return None
         return nf4_rows(x, bias, nf4, self.layout, act) if takes_nf4_rows(x, nf4, self.layout) else None
 
     def input_product(self, dy: Tensor) -> Tensor:
         """``dy @ W`` inside an op."""
-        is_float8 = self.table is None
-        return float8_input_product(dy, self.codes, self.scales) if is_float8 else dy @ self.dense()
+        if self.multiplies_in_float8:
+            return float8_input_product(dy, self.codes, self.scales)
+        return dy @ self.dense()
 
 
 Weight = Tensor | QuantizedWeight
@@ -174,3 +187,72 @@ def gated_row(x: Tensor, weight: Weight, bias: Tensor | None, act: str) -> tuple
 def input_product(dy: Tensor, weight: Weight) -> Tensor:
     """``dy @ W`` inside an op, for dy [..., O] in the dtype of the weight."""
     return dy @ weight if isinstance(weight, Tensor) else weight.input_product(dy)
+
+
+LIBRARY.define(f"quantized_linear(Tensor x, Tensor weight, Tensor? bias, {SCHEMA.format('')}) -> Tensor")
+LIBRARY.define(f"quantized_linear_backward(Tensor dy, Tensor weight, {SCHEMA.format('')}) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "quantized_linear", "CompositeExplicitAutograd")
+def _quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    return product(x, weight_from_op(weight, rest), bias)
+
+
+@torch.library.impl(LIBRARY, "quantized_linear_backward", "CompositeExplicitAutograd")
+def _quantized_linear_backward(dy: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return input_product(dy, weight_from_op(weight, rest))
+
+
+@torch.library.register_fake("liger_models::quantized_linear", lib=LIBRARY)
+def _quantized_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight_from_op(weight, rest).shape[0])
+
+
+@torch.library.register_fake("liger_models::quantized_linear_backward", lib=LIBRARY)
+def _quantized_linear_backward_fake(dy: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return dy.new_empty(*dy.shape[:-1], weight_from_op(weight, rest).shape[1])
+
+
+def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, codes, bias, *rest = inputs
+    ctx.has_bias, ctx.constants = bias is not None, rest[4:]
+    ctx.save_for_backward(codes, *rest[:4])
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    needs_x, _, needs_bias, *_ = ctx.needs_input_grad
+    weight = *ctx.saved_tensors, *ctx.constants
+    dx = torch.ops.liger_models.quantized_linear_backward(dy, *weight) if needs_x else None
+    return dx, None, dy.flatten(0, -2).sum(0) if ctx.has_bias and needs_bias else None, *[None] * 6
+
+
+torch.library.register_autograd("liger_models::quantized_linear", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """``x @ Wᵀ + bias`` with a frozen weight in fewer bits.
+
+    Args:
+        x: [..., C]; under autocast it is cast to autocast's dtype.
+        weight: [O, C], which gets no gradient.
+        bias: [O] or None.
+
+    Returns:
+        [..., O] in the dtype of x.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+    rows, columns = weight.shape
+    check(
+        x.shape[-1] == columns,
+        f"quantized_linear: x must be [..., {columns}] for a weight [{rows}, {columns}], got {list(x.shape)}.",
+    )
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if not use_triton(x):
+        return F.linear(x, weight.dense(), bias)
+    codes, rest = weight_for_op(weight)
+    y: Tensor = torch.ops.liger_models.quantized_linear(x, codes, bias, *rest)
+    return y

@@ -29,6 +29,7 @@ from liger_models.layers.layer import (
 from liger_models.layers.lm_head import LigerLMHead, LossFunction, Targets
 from liger_models.layers.masks import takes_segments
 from liger_models.layers.norm import Norm, add_norm
+from liger_models.layers.stored import own_parameters
 from liger_models.lazy.foreign import foreign_arguments
 from liger_models.memory.offload import Offload, offloaded_blocks
 from liger_models.memory.recompute import is_compiled, run_again
@@ -185,6 +186,8 @@ class Decoder(nn.Module):
         """Name -> content of files saved with the checkpoint unchanged: generation_config.json, tokenizer files."""
         self.kept_tensors: dict[str, Tensor] = {}
         """Name -> tensor of the checkpoint that belongs to no parameter, saved unchanged; in host memory, on rank 0."""
+        self.float8_tensors: frozenset[str] = frozenset()
+        """The checkpoint's tensors in float8, of a model that was loaded with ``keep_float8``."""
 
     def post_init(self) -> None:
         """Check the attributes, tie and initialise the weights. Call it last in the constructor of a subclass.
@@ -314,8 +317,9 @@ class Decoder(nn.Module):
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Number of parameters, or of trainable ones, with or without the embedding's; tied parameters count once."""
         excluded = self.embed_tokens.weight if exclude_embeddings else None
-        counted = [each for each in self.parameters() if each.requires_grad or not only_trainable]
-        return sum(each.numel() for each in counted if each is not excluded)
+        counted = {each: size for module in self.modules() for each, size in own_parameters(module).items()}
+        kept = (each for each in counted if each.requires_grad or not only_trainable)
+        return sum(counted[each] for each in kept if each is not excluded)
 
     def hidden_matrices(self) -> dict[str, nn.Parameter]:
         """The weights of all linear layers but the head, and the stacked weights of experts, by name."""

@@ -172,7 +172,9 @@ def training_memory(
         "training_memory: moments_8bit are AdamW's, got muon with them. Leave one of them out.",
     )
     size, adapters = dtype.itemsize, _adapter_parameters(model)
-    kinds = {each: each.dtype if each in adapters else dtype for each in model.parameters()}
+    kinds = {
+        each: dtype if each.is_floating_point() and each not in adapters else each.dtype for each in model.parameters()
+    }
     weights = {each: each.numel() * kind.itemsize for each, kind in kinds.items()}
     matrices = {*model.hidden_matrices().values()} if muon else set()
     matrix = model.lm_head.weight

@@ -17,6 +17,7 @@ from liger_models.kernels.checks import check
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.decoder import Decoder, check_policy
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, Layer, is_replayable, set_policy
+from liger_models.layers.stored import own_parameters
 from liger_models.memory.estimate import TrainingMemory, training_memory
 from liger_models.memory.offload import COMING, offloaded_blocks
 from liger_models.memory.recompute import is_compiled, run_again
@@ -283,14 +284,14 @@ def _count(model: Decoder, memory: TrainingMemory, tokens: int, length: int, acc
 
 def _operations(module: nn.Module, tokens: int, length: int) -> tuple[float, float]:
     """Floating-point operations of a module's own forward and backward, without its submodules'."""
-    matrices = [each for each in module.parameters(recurse=False) if each.dim() > 1]
+    matrices = {each: size for each, size in own_parameters(module).items() if each.dim() > 1}
     active, other = 1.0, 0.0
     if isinstance(module, Layer):
         active, other, spec = module.active_share, float(module.token_flops), module.attention
         if spec is not None:
             window = length if spec.window is None else min(spec.window, length)
             other += spec.pair_flops * window * (1 - window / (2 * length))
-    once = [2.0 * active * each.numel() * tokens for each in matrices]
+    once = [2.0 * active * size * tokens for size in matrices.values()]
     twice = [work * (1 + each.requires_grad) for work, each in zip(once, matrices, strict=True)]
     return sum(once) + other * tokens, sum(twice) + 2 * other * tokens
 

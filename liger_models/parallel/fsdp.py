@@ -1,9 +1,10 @@
 """FSDP2: parameters are sharded over the ranks, and each block is gathered only for its own forward and backward."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,13 +20,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from liger_models.adapters.lora_layers import adapted_layers
+from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.adapters.medusa import LigerMedusa
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import group_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.layer import layers_of, routed_layers
+from liger_models.layers.stored import stored_weights
 from liger_models.memory.recompute import is_compiled
 from liger_models.parallel.agreement import check_first_forward
 from liger_models.parallel.float8_gather import Float8Gather
@@ -53,7 +55,8 @@ def apply_fsdp(
     head, which stays gathered until its backward. If embedding and head are tied they form one group, which stays
     gathered from its first to its last use. The final norm and a tower's parameters outside its blocks form the group
     of the model itself. Experts sharded by `apply_ep` form one group per layer, sharded over the ranks that hold the
-    same experts. Parameters keep their dtype (fp32 for master weights); the computation uses ``param_dtype``.
+    same experts. Parameters keep their dtype (fp32 for master weights); the computation uses ``param_dtype``. Weights
+    that `quantize_base` has quantised are sharded and gathered as they are stored.
 
     Create the optimizer afterwards, because it must hold the sharded parameters.
 
@@ -80,8 +83,7 @@ def apply_fsdp(
         ``model``.
 
     Raises:
-        ValueError: there is no process group, the model is already sharded, its weights are quantised, or the mesh does
-            not fit.
+        ValueError: there is no process group, the model is already sharded, or the mesh does not fit.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
     """
@@ -94,12 +96,11 @@ def apply_fsdp(
         not isinstance(model, FSDPModule),
         f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is. Call it once for each model.",
     )
-    quantised = [name for name, layer in adapted_layers(model).items() if getattr(layer, "quantized_weight", None)]
-    check(
-        not quantised,
-        f"apply_fsdp: weights must not be quantised, got {', '.join(quantised[:2])} and others. Use one GPU, or "
-        "leave quantize_base out.",
-    )
+    for adapted in adapted_layers(model).values():
+        if isinstance(adapted, LoRALinear):
+            adapted.store()
+    for stored in stored_weights(model).values():
+        stored.dtype = param_dtype or stored.dtype
     if isinstance(model, LigerMedusa):
         _shard_medusa(
             model, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype, cpu_offload=cpu_offload,
@@ -197,12 +198,21 @@ def _shard(modules: nn.Module | list[nn.Module], passes: BackwardPasses, **optio
     each = modules if isinstance(modules, list) else [modules]
     group, dtype = each[0], policy.param_dtype
     assert isinstance(group, FSDPModule)
+    parameters: Any = group._get_fsdp_state()._fsdp_param_group
+    for parameter in parameters.fsdp_params if parameters else ():
+        if not parameter.sharded_param.dtype.is_floating_point:  # PyTorch before 2.13 would cast it to param_dtype
+            parameter.init_dtype_attrs = partial(_keep_dtype, parameter.init_dtype_attrs)
     # Without param_dtype the gradients may have several dtypes. For other reductions FSDP2 divides before it sends.
     narrow = dtype in (torch.bfloat16, torch.float16) and policy.reduce_dtype == torch.float32
     if narrow and passes.on_one_host(mesh.get_group(mesh.ndim - 1)):
         group.set_custom_reduce_scatter(ReduceScatter(passes, dtype))  # type: ignore[arg-type]  # no public name to inherit
         for module in each:
             module.register_forward_hook(passes.watch)
+
+
+def _keep_dtype(init_dtype_attrs: Callable[[MixedPrecisionPolicy], None], _: MixedPrecisionPolicy) -> None:
+    """Let FSDP gather a parameter in its own dtype, instead of one by the policy of its group."""
+    init_dtype_attrs(MixedPrecisionPolicy())
 
 
 def _shard_medusa(

@@ -134,8 +134,8 @@ class TrainOptions(ObjectiveOptions):
     )
     lora_tower: bool = option(default=False, metadata={"help": "adapt the vision tower, too"})
     lora_experts: bool = option(default=False, metadata={"help": "adapt the routed experts, too"})
-    lora_4bit: bool = option(default=False, metadata={"help": "4-bit weights under the adapters; on one device only"})
-    lora_float8: bool = option(default=False, metadata={"help": "float8 under the adapters; on one device only"})
+    lora_4bit: bool = option(default=False, metadata={"help": "4-bit weights under the adapters"})
+    lora_float8: bool = option(default=False, metadata={"help": "float8 weights under the adapters"})
     tensor_parallel: int = option(default=1, metadata={"help": "GPUs that share the layers, and the batch"})
     context_parallel: int = option(default=1, metadata={"help": "GPUs that share the tokens of a row, and the batch"})
     checkpointing: str | None = option(
@@ -485,13 +485,15 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, co
             sizes["target_parameters"] = EXPERTS
         return apply_lora(model, LoRAConfig(target_modules=targets, **sizes))
 
-    if not (options.lora_4bit or options.lora_float8):
-        return load_by_name(options.model, shard=lambda model: shard(adapt(model)), **given)
-    ranks, name = dist.get_world_size(), "lora_4bit" if options.lora_4bit else "lora_float8"
-    check(ranks == 1, f"train: with {name} there must be one rank, got {ranks}. Start one, or leave {name} out.")
-    # Loaded on the CPU: the device need not have room for the weights in more bits.
-    whole = load_by_name(options.model, **given | {"device": "cpu"})
-    return quantize_base(adapt(whole), device, "nf4" if options.lora_4bit else "float8")
+    if options.lora_4bit or options.lora_float8:
+        kind, alone = "nf4" if options.lora_4bit else "float8", dist.get_world_size() == 1
+
+        def shard_quantised(model: CausalLM) -> CausalLM:
+            quantize_base(adapt(model), dtype=kind)
+            return model if alone else shard(model)
+
+        return load_by_name(options.model, shard=shard_quantised, **given)
+    return load_by_name(options.model, shard=lambda model: shard(adapt(model)), **given)
 
 
 def load_frozen(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM:

@@ -14,6 +14,7 @@ from torch import nn
 from liger_models.data.batch import Batch
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import AttentionSpec, layers_of
+from liger_models.layers.stored import own_parameters
 from liger_models.parallel.groups import rank, world_size
 from liger_models.train.report import Lines, say
 
@@ -52,14 +53,10 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
             inside = (each for name, each in module.named_parameters() if not name.startswith(("o_proj", "out_proj")))
             backward = before or any(each.requires_grad for each in inside)
             total += (3.0 if backward else 1.0) * work
-        for each in module.parameters(recurse=False):
+        for each, size in own_parameters(module).items():
             if module in rows and each.dim() > 1:
-                total += (
-                    (2.0 + 2.0 * before + 2.0 * each.requires_grad)
-                    * active.get(module, 1.0)
-                    * each.numel()
-                    * rows[module]
-                )
+                products = 2.0 + 2.0 * before + 2.0 * each.requires_grad
+                total += products * active.get(module, 1.0) * size * rows[module]
             before = before or each.requires_grad
     return total
 

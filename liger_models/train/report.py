@@ -18,7 +18,8 @@ from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
 from liger_models.generation.options import resolve
 from liger_models.kernels.moments import moment_bytes
-from liger_models.layers.linear import local
+from liger_models.layers.linear import is_sharded, local
+from liger_models.layers.stored import stored_weight
 from liger_models.memory.estimate import TrainingMemory, training_memory, with_parameters
 from liger_models.parallel.fsdp import reshard
 from liger_models.parallel.groups import rank
@@ -172,9 +173,9 @@ def estimate(
     """Estimate a step's memory on this rank's device, for a model that FSDP shards.
 
     This rank's parameters, gradients and the optimizer's moments are counted as they are. Activations, the head, and
-    what FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation. A model with
-    quantised weights is not sharded. Instead of what is gathered, what a product makes is counted: of 4-bit weights the
-    dense one; in float8 the transposed weight and the rows that it is multiplied with.
+    what FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation, but quantised
+    weights as they are stored. For these, what a product makes is counted besides: of 4-bit weights the dense one; in
+    float8 the transposed weight and the rows that it is multiplied with. On one device nothing is gathered.
 
     Args:
         model: as it is trained; not sharded by `apply_tp`. It may be on the meta device.
@@ -190,27 +191,32 @@ def estimate(
         if adapters is not None:
             apply_lora(empty, adapters)
     step = training_memory(empty, tokens, torch.bfloat16)
-    base = {layer.weight for layer in quantised_layers(model)} if four_bit or float8 else set()
+    kind = "nf4" if four_bit else "float8"
+    layers = quantised_layers(empty) if four_bit or float8 else []
+    shapes = {layer.weight: layer.weight.shape for layer in layers}
+    base = {each.weight for each in quantised_layers(model) if stored_weight(each) is None} if layers else set()
     matrices = {*model.hidden_matrices().values()} if muon else set()
 
     def bytes_of(each: Any) -> int:
-        return quantised_bytes(each.shape, "nf4" if four_bit else "float8") if each in base else int(local(each).nbytes)
+        return quantised_bytes(each.shape, kind) if each in base else int(local(each).nbytes)
 
     def moments(each: Any) -> list[int]:
         if each in matrices:
             return [bytes_of(each)]
         return moment_bytes(local(each).shape, moment_dtype(each, torch.int8 if moments_8bit else None))
 
-    if four_bit:
-        temporary = 2 * max(each.numel() for each in base)
-    elif float8:
-        temporary = max(each.numel() for each in base) + tokens * max(max(each.shape) for each in base)
-    else:
-        ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
-        block = max(sum(each.numel() for each in block.parameters()) for block in empty.layers)
-        temporary = 2 * (sum(ends.values()) + 2 * block)
+    ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
+    gathered = 2 * (sum(ends.values()) + 2 * max(sum(p.numel() for p in block.parameters()) for block in empty.layers))
+    if layers:
+        saved = [
+            [2 * p.numel() - quantised_bytes(p.shape, kind) for p in block.parameters() if p in shapes]
+            for block in empty.layers
+        ]
+        gathered = gathered - 2 * max(map(sum, saved)) if any(map(is_sharded, model.parameters())) else 0
+        largest = max(shape.numel() for shape in shapes.values())
+        gathered += 2 * largest if four_bit else largest + tokens * max(map(max, shapes.values()))
     of_rank = with_parameters(step, model, {each: bytes_of(each) for each in model.parameters()}, moments)
-    return of_rank._replace(temporary=temporary)
+    return of_rank._replace(temporary=gathered)
 
 
 def check_turn_end(model: CausalLM) -> str | None:

@@ -19,8 +19,13 @@ from .conftest import assert_same_bits, edit_json, read_tensors
 CASES = ["llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3", "qwen3_next"]
 
 
-def quantised(arch: str, to: Path, block: tuple[int, int]) -> tuple[Path, Path]:
-    """A checkpoint in float8, and one in bfloat16 with the numbers that it stands for."""
+def quantised(
+    arch: str, to: Path, block: tuple[int, int], number: torch.dtype = torch.float32, *, powers: bool = False
+) -> tuple[Path, Path]:
+    """A checkpoint in float8, and one in bfloat16 with the numbers that it stands for.
+
+    With ``powers`` the scales are powers of 2, so that nothing is rounded to bfloat16: Triton's interpreter truncates.
+    """
     folder = make_folder(arch, next(iter(tiny(arch))), to)
     codes, dense = {}, {}
     for name, weight in read_tensors(folder).items():
@@ -28,13 +33,17 @@ def quantised(arch: str, to: Path, block: tuple[int, int]) -> tuple[Path, Path]:
         if not re.search(r"(_proj|experts\.\d+\.\w+)\.weight$", name):
             continue
         codes[name] = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-        scales = torch.empty([-(-size // each) for size, each in zip(weight.shape, block, strict=True)])
+        blocks = [-(-size // each) for size, each in zip(weight.shape, block, strict=True)]
+        scales = torch.empty(blocks, dtype=number)
         for i in range(scales.shape[0]):
             for j in range(scales.shape[1]):
                 place = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
                 scales[i, j] = weight[place].abs().max() / 448
-                codes[name][place] = (weight[place] / scales[i, j]).to(torch.float8_e4m3fn)
-                dense[name][place] = (codes[name][place].float() * scales[i, j]).bfloat16()
+                if powers:
+                    scales[i, j] = scales[i, j].log2().ceil().exp2()
+                scale = scales[i, j].float()
+                codes[name][place] = (weight[place] / scale).to(torch.float8_e4m3fn)
+                dense[name][place] = (codes[name][place].float() * scale).bfloat16()
         codes[f"{name}_scale_inv"] = scales
     assert len(codes) > len(dense)
     for name, tensors in (("codes", codes), ("dense", dense)):

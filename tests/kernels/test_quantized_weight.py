@@ -7,11 +7,12 @@ import torch
 
 from liger_models.kernels import gated_mlp as module
 from liger_models.kernels.collectives import Group
+from liger_models.kernels.float8_blocks import blocks_dense_reference
 from liger_models.kernels.frozen_float8_linear import MOST_ROWS, frozen_float8_linear, quantize_rows_reference
 from liger_models.kernels.gated_act import gated_act
 from liger_models.kernels.gated_mlp import gated_mlp
 from liger_models.kernels.norm_linear import layer_norm_linear, rms_norm_linear
-from liger_models.kernels.quantized_weight import QuantizedWeight, dense, weight_for_op
+from liger_models.kernels.quantized_weight import QuantizedWeight, dense, quantized_linear, weight_for_op
 from liger_models.kernels.rms_norm import add_rms_norm
 
 from ..late import Late
@@ -37,7 +38,14 @@ def float8(*size, device="cpu", dtype=torch.float32):
     return QuantizedWeight.of_float8(quantization.Float8Tensor.from_hp(weight))
 
 
-MAKERS = pytest.mark.parametrize("make", [nf4, float8])
+def blocks(*size, device="cpu", dtype=torch.float32, width=24):
+    """Scales are powers of 2, so that nothing is rounded to bfloat16: the interpreter truncates."""
+    codes = draw(*size, device=device).mul_(64).to(torch.float8_e4m3fn)
+    scales = draw(size[0], -(-size[1] // width), device=device).mul_(2).floor().exp2() / 512
+    return QuantizedWeight(codes, scales, None, None, None, [*size, width], dtype)
+
+
+MAKERS = pytest.mark.parametrize("make", [nf4, float8, blocks])
 
 
 def pair(out, width, device, dtype=torch.float32):
@@ -53,6 +61,21 @@ def test_dense_weight_is_torchaos_bit_for_bit(backend, size, block, poisoned_emp
         assert torch.equal(dense(ours), weight.get_original_weight())
         for other in (torch.float16, torch.float32):
             assert torch.equal(dense(ours.to(other)), weight.get_original_weight().to(other))
+
+
+@pytest.mark.parametrize("size", [(3, 24), (9, 100), (5, 2050)], ids=str)
+@pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
+def test_dense_weight_of_blocks(backend, size, number, poisoned_empty):
+    weight = blocks(*size, device=backend)
+    weight = weight._replace(scales=weight.scales.to(number))
+    exact = weight.codes.double() * weight.scales.double().repeat_interleave(24, 1)[:, : size[1]]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert dense(weight.to(dtype)).dtype == dtype
+        assert torch.equal(dense(weight.to(dtype)).double(), exact)
+    if backend == "cuda":  # which rounds as the reference does
+        weight = weight._replace(scales=draw(*weight.scales.shape, device=backend))
+        wanted = blocks_dense_reference(weight.codes, weight.scales, 24, torch.float32)
+        assert torch.equal(dense(weight.to(torch.float32)), wanted)
 
 
 def norm_linear_case(op, device):
@@ -90,6 +113,22 @@ def test_norm_linear(backend, op, make, poisoned_empty):
     call, inputs, upstream = norm_linear_case(op, backend)
     same(call, make(F, C, device=backend), inputs, upstream)
     same(call, make(F, C, device=backend, dtype=torch.float16).to(torch.float32), inputs, upstream)
+
+
+@MAKERS
+def test_linear(backend, make, poisoned_empty):
+    weight, inputs = make(F, C, device=backend), [draw(2, 3, C, device=backend), draw(F, device=backend)]
+    whole, upstream = dense(weight), draw(2, 3, F, device=backend)
+    got = run(lambda x, bias: quantized_linear(x, weight, bias), inputs, [upstream])
+    want = run(lambda x, bias: torch.nn.functional.linear(x, whole, bias), inputs, [upstream])
+    doubles, up = [x.double() for x in inputs], [upstream.double()]
+    exact = run(lambda x, bias: torch.nn.functional.linear(x, whole.double(), bias), doubles, up)
+    for found, expected, true in zip(got, want, exact, strict=True):
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(found.double(), true, rtol=1e-5, atol=1e-5)
+    message = r"quantized_linear: x must be \[..., 64\] for a weight \[96, 64\], got \[2, 5\]"
+    with pytest.raises(ValueError, match=message):
+        quantized_linear(draw(2, 5, device=backend), weight)
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
@@ -234,6 +273,7 @@ def test_opcheck(kernel_device, recompute):
     constants = "rms_norm", 1e-6, 0.0, False
     op = torch.ops.liger_models.norm_linear
     opcheck(op, (*stream, norm, None, codes, None, *leaves, *constants, *ranks, *stored))
+    opcheck(torch.ops.liger_models.quantized_linear, (stream[0], codes, None, *stored))
     weights = nf4(2 * F, C, device=kernel_device), nf4(C, F, device=kernel_device)
     (gate_up, of_gate_up), (down, of_down) = map(weight_for_op, weights)
     leaves = [each.requires_grad_() for each in (*pair(2 * F, C, kernel_device), *pair(C, F, kernel_device))]
@@ -250,7 +290,7 @@ def test_compiles_without_graph_breaks(kernel_device, make):
 
     def function(x, residual, A, B):
         y, residual = rms_norm_linear(x, residual, norm, weight, low_rank=(A, B))
-        return gated_mlp(y, residual, norm, *weights)
+        return gated_mlp(quantized_linear(y, weight), residual, norm, *weights)
 
     inputs = [
         draw(6, C, device=kernel_device),

@@ -1,0 +1,115 @@
+"""Weights in float8 with scales of blocks that stay as they are: what they compute is what the dequantised ones do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_models import AutoLigerModel
+from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter, unmerge_lora
+from liger_models.convert import get_hf_state_dict, load_hf_tensors
+from liger_models.layers.stored import StoredLinear, stored_weights
+from liger_models.train.metrics import flops
+
+from .conftest import assert_same_bits, read_tensors
+from .test_fp8 import quantised
+
+BLOCK = 24, 20
+"""Blocks end within rows, columns, heads, and the parts of fused tensors."""
+IDS = torch.arange(2, 14).view(2, 6)
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return AutoLigerModel.from_pretrained(folder, progress=False, **options)
+
+
+def stirred(model: Any) -> Any:
+    """With adapters away from where they start."""
+    torch.manual_seed(3)
+    apply_lora(model, LoRAConfig(r=4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn_like(parameter) / 10)
+    return model
+
+
+def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    ids = IDS.to(model.device)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3", "qwen3_next"])
+def test_computes_as_the_dequantised_model(arch: str, tmp_path: Path) -> None:
+    codes, _ = quantised(arch, tmp_path, BLOCK)
+    dense, kept = load(codes), load(codes, keep_float8=True)
+    assert len(stored_weights(kept)) > 0
+    assert kept.num_parameters() == dense.num_parameters()
+    for path, layer in kept.named_modules():
+        if isinstance(layer, StoredLinear):
+            assert torch.equal(layer.quantized_weight.dense(), dense.get_submodule(path).weight)
+            assert layer.weight.nbytes == layer.in_features * layer.out_features
+    assert_same_bits(get_hf_state_dict(kept), get_hf_state_dict(dense))
+    assert torch.equal(kept(IDS).logits, dense(IDS).logits)
+    if arch != "qwen3_next":
+        made = [each.generate(IDS, max_new_tokens=4, eos_token_id=[]) for each in (kept, dense)]
+        assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_adapters_train_as_on_the_dequantised_model(policy: str, tmp_path: Path, kernel_device: str) -> None:
+    codes, _ = quantised("qwen3", tmp_path, BLOCK, powers=True)
+    options = {"dtype": "float32", "device": kernel_device}
+    dense, kept = stirred(load(codes, **options)), stirred(load(codes, keep_float8=True, **options))
+    batch = {"input_ids": IDS, "labels": IDS, "cu_seqlens": torch.tensor([0, 6, 12])}
+    assert flops(kept, [batch]) == flops(dense, [batch])
+    found = []
+    for model in (dense, kept):
+        model.set_checkpointing(policy)
+        found.append(step(model))
+    (want, expected), (loss, gradients) = found
+    assert torch.equal(loss, want)
+    assert gradients.keys() == expected.keys()
+    assert len(gradients) > 0
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients.items())
+
+    save_adapter(kept, tmp_path / "adapter")
+    again = load_adapter(load(codes, keep_float8=True, **options), tmp_path / "adapter")
+    ids = IDS.to(kernel_device)
+    assert torch.equal(again(ids).logits, kept(ids).logits)
+    frozen = {name: each.clone() for name, each in kept.named_parameters()}
+    assert_same_bits(
+        dict(merge_lora(kept, reversible=True).named_parameters()), dict(merge_lora(dense).named_parameters())
+    )
+    kept.save_pretrained(tmp_path / "merged")
+    assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
+    assert torch.equal(load(tmp_path / "merged", device=kernel_device)(ids).logits, kept(ids).logits)
+    assert_same_bits(dict(unmerge_lora(kept).named_parameters()), frozen)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
+def test_saved_as_it_was(arch: str, number: torch.dtype, tmp_path: Path) -> None:
+    """Bit for bit, with its scales; in a mixture, whose experts are not kept, as the numbers that it stands for."""
+    codes, dense = quantised(arch, tmp_path, BLOCK, number)
+    model = load(codes, keep_float8=True)
+    model.save_pretrained(tmp_path / "saved", max_shard_size=20_000)
+    kept = arch != "qwen3_moe"
+    assert_same_bits(read_tensors(tmp_path / "saved"), read_tensors(codes if kept else dense))
+    assert ("quantization_config" in (tmp_path / "saved" / "config.json").read_text()) == kept
+    assert torch.equal(load(tmp_path / "saved")(IDS).logits, model(IDS).logits)
+    model.save_pretrained(tmp_path / "dense", dtype="bfloat16")
+    assert_same_bits(read_tensors(tmp_path / "dense"), read_tensors(dense))
+
+
+def test_what_does_not_work_is_named(tmp_path: Path) -> None:
+    codes, dense = quantised("qwen3", tmp_path, BLOCK)
+    with pytest.raises(ValueError, match=r"keep_float8 needs linear layers in float8 .* got a checkpoint without any"):
+        load(dense, keep_float8=True)
+    with pytest.raises(ValueError, match="load_hf_tensors: weights must not be kept in float8"):
+        load_hf_tensors(load(codes, keep_float8=True), get_hf_state_dict(load(dense)))

@@ -1,0 +1,187 @@
+"""Frozen weights in fewer bits under FSDP2: loss, gradients and files are those of one device with the same weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_models import LigerLlama
+from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, quantize_base, save_adapter
+from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
+from liger_models.convert import get_hf_state_dict, load_hf_tensors
+from liger_models.layers.linear import local
+from liger_models.layers.stored import stored_weights
+from liger_models.parallel import apply_fsdp, compile_blocks, load_state, save_state, unsharded
+
+from ..late import Late
+from .models import batch, share, tiny, whole
+from .test_lora import run, stir, trained
+
+quantization = Late("torchao.quantization", "quantised weights need torchao")
+pytestmark = pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning")
+
+CONFIG: dict[str, Any] = {"r": 4, "target_modules": "all-linear"}
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
+"""Ranks share 4-bit blocks, and factors of them, unevenly."""
+
+DTYPES = pytest.mark.parametrize("dtype", ["nf4", "float8"])
+
+
+def adapted(**config: Any) -> LigerLlama:
+    return stir(apply_lora(tiny(**SIZES), LoRAConfig(**CONFIG, **config)))
+
+
+def sharded(dtype: str, config: dict[str, Any], policy: str, compiled: bool, folder: str, **options: Any):
+    model = apply_fsdp(quantize_base(adapted(**config), dtype=dtype), **{"param_dtype": None, **options})
+    model.set_checkpointing(policy)
+    if compiled:
+        compile_blocks(model, backend="eager")
+    count = model.num_parameters()
+    got = run(model, dist.get_rank(), dist.get_world_size())
+    save_adapter(model, folder)
+    frozen = [each for each in model.parameters() if not each.requires_grad and each.dtype == torch.uint8]
+    assert all(each.grad is None for each in frozen)
+    return got, [(each.nbytes, local(each).nbytes) for each in frozen], count, get_hf_state_dict(model)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("dtype", "config", "policy", "compiled", "options"),
+    [
+        ("nf4", {}, "none", False, {}),
+        ("nf4", {"use_dora": True}, "selective", False, {"reshard_after_forward": False}),
+        ("float8", {}, "full", False, {"cpu_offload": True}),
+        ("float8", {}, "none", True, {}),
+    ],
+)
+def test_two_ranks_are_one(two, dtype, config, policy, compiled, options, tmp_path):
+    one = quantize_base(adapted(**config), dtype=dtype)
+    count, want = one.num_parameters(), run(one, 0, 1)
+    tensors = get_hf_state_dict(one)
+    for got, sizes, counted, merged in two(with_options, (dtype, config, policy, compiled, str(tmp_path)), options):
+        assert counted == count
+        assert len(sizes) == 3 * 4 * (3 if dtype == "nf4" else 2)
+        assert sum(part for _, part in sizes) <= 0.51 * sum(size for size, _ in sizes)
+        assert got.keys() == want.keys()
+        for name, gradient in want.items():
+            torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6)
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(merged[name], tensor, rtol=1e-4, atol=1e-5)
+    loaded = load_adapter(tiny(**SIZES), tmp_path)
+    for name, parameter in one.named_parameters():
+        if ".lora." in name:
+            torch.testing.assert_close(loaded.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
+
+
+def with_options(arguments: tuple[Any, ...], options: dict[str, Any]):
+    return sharded(*arguments, **options)
+
+
+def in_bfloat16(dtype: str, older: bool) -> tuple[Tensor, bool]:
+    """Loss of a model in fp32 that computes in bfloat16, and whether gathered codes are bytes."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    def init_dtype_attrs(self: Any, policy: Any) -> None:
+        """As PyTorch 2.11 has it, for parameters that are not trained."""
+        self.orig_dtype = self.sharded_param.dtype
+        self.param_dtype = None if policy.param_dtype == self.orig_dtype else policy.param_dtype
+        self.reduce_dtype = None if policy.reduce_dtype == policy.param_dtype else policy.reduce_dtype
+
+    before = FSDPParam.init_dtype_attrs
+    try:
+        if older:
+            FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[method-assign]
+        model = apply_fsdp(quantize_base(adapted(), dtype=dtype))
+        loss = model(**batch(0)).loss.detach()
+        with unsharded(model) as gathered:
+            return loss, all(each.dtype == torch.uint8 for n, each in gathered.named_parameters() if ".stored." in n)
+    finally:
+        FSDPParam.init_dtype_attrs = before  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_gathered_codes_are_bytes_whatever_the_others_are_cast_to(two, older):
+    (loss, are_bytes), (other, _) = two(in_bfloat16, "nf4", older)
+    want = quantize_base(adapted())(**batch(0)).loss
+    assert are_bytes
+    assert loss.equal(other)
+    torch.testing.assert_close(loss.float(), want.detach(), rtol=0.02, atol=0)
+
+
+def loaded(folder: str, dtype: str, shard: bool) -> dict[str, Tensor]:
+    """The dequantised weights."""
+
+    def prepare(model: LigerLlama) -> None:
+        quantize_base(apply_lora(model, LoRAConfig(**CONFIG)), dtype=dtype)
+        if shard:
+            apply_fsdp(model, param_dtype=None)
+
+    model = LigerLlama.from_pretrained(folder, progress=False, shard=prepare)
+    assert len(stored_weights(model)) == 12
+    weights = dense(model)
+    tensors = {name: tensor * 2 for name, tensor in get_hf_state_dict(model, merge=False).items()}
+    load_hf_tensors(model, tensors)
+    return weights | {f"twice {name}": each for name, each in dense(model).items()}
+
+
+def dense(model: LigerLlama) -> dict[str, Tensor]:
+    found = {name: layer for name, layer in adapted_layers(model).items() if isinstance(layer, LoRALinear)}
+    return {name: layer.dense_weight().detach().clone() for name, layer in found.items()}
+
+
+@DTYPES
+@pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [SIZES, {"hidden_size": 40, "intermediate_size": 56}], ids=str)
+def test_each_rank_quantises_its_part_to_the_same_weights(two, dtype, number, sizes, tmp_path):
+    """Also where blocks of 64 go over the ends of rows."""
+    quantization.to_nf4  # noqa: B018  skips without torchao
+    model = tiny(**sizes).to(number)
+    model.save_pretrained(tmp_path)
+    want = dense(quantize_base(apply_lora(model, LoRAConfig(**CONFIG)), dtype=dtype))
+    assert len(want) == 12
+    for found in [*two(loaded, str(tmp_path), dtype, True), loaded(str(tmp_path), dtype, False)]:
+        for name, weight in want.items():
+            assert found[name].equal(weight), name
+            assert found[f"twice {name}"].equal(2 * weight) or dtype == "nf4", name
+
+
+def resumed(folder: str, dtype: str) -> bool:
+    rows, results = share(batch(0), dist.get_rank(), 2), []
+    for start in (None, 1):
+        model = apply_fsdp(quantize_base(adapted(), dtype=dtype), param_dtype=None)
+        optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
+        assert load_state(Path(folder), model, optimizer) == start
+        for step in range(start or 0, 2):
+            model(**rows).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if start is None and step == 0:
+                save_state(Path(folder), 1, model, optimizer)
+        results.append(whole(model.named_parameters()))
+    return all(value.equal(results[1][name]) for name, value in results[0].items())
+
+
+@DTYPES
+def test_a_run_goes_on_from_its_state(two, dtype, tmp_path):
+    quantization.to_nf4  # noqa: B018
+    assert all(two(resumed, str(tmp_path), dtype))
+
+
+def generated(dtype: str) -> tuple[Tensor, Tensor]:
+    model = apply_fsdp(quantize_base(adapted(), dtype=dtype), param_dtype=None).eval()
+    ids = batch(0)["input_ids"][:1, :5]
+    whole = model.generate(ids, max_new_tokens=4, eos_token_id=[])
+    with unsharded(model) as gathered:
+        return whole, gathered.generate(ids, max_new_tokens=4, eos_token_id=[])
+
+
+@DTYPES
+def test_generates_as_one(two, dtype):
+    quantization.to_nf4  # noqa: B018
+    want = quantize_base(adapted(), dtype=dtype).eval()
+    ids = want.generate(batch(0)["input_ids"][:1, :5], max_new_tokens=4, eos_token_id=[])
+    for found in two(generated, dtype):
+        assert all(each.equal(ids) for each in found)
