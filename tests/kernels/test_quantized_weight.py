@@ -163,7 +163,7 @@ def test_without_a_low_rank_term_and_gradients(backend, op):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@MAKERS
+@pytest.mark.parametrize("make", [nf4, float8])
 @MODES
 def test_few_rows_are_multiplied_with_codes(kernel_device, make, recompute, monkeypatch, poisoned_empty):
     """As in decoding: no weight is made dense, and a single row has its activation in the same kernel."""
