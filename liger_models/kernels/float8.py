@@ -31,11 +31,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import on_device_of, tl, triton, use_triton
-from .gated_act import _activation
+from .gated_act import _activation, _load_pairs
 from .rms_norm import _num_warps, _scaled
 
 ROWS, COLUMNS, TILES = 64, 128, 4
-"""Tile of a program, and the number of tiles that a program takes one after the other to find a maximum."""
+"""Tile of a program, and the number of tiles that a program takes one after the other to find maxima of columns."""
+
+FLAT, FLAT_BLOCKS = 2048, 4
+"""Elements of a block, which are neighbours, and blocks of a program that finds the maximum of a tensor."""
 
 WRITE_ROWS, WRITE_COLUMNS = 128, 64
 """Tile of a program that rounds: with columns as rows, 128 bytes of each are neighbours."""
@@ -218,6 +221,33 @@ def _amax_kernel(
 
 
 @triton.jit
+def _flat_amax_kernel(
+    x_ptr, other_ptr, amax_ptr, count, KIND: tl.constexpr, ACT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    # In the order of memory, which reads faster than tiles. BLOCK elements of x are that many values, or pairs.
+    dtype = x_ptr.dtype.element_ty
+    amax = tl.zeros([BLOCK if KIND == "plain" else BLOCK // 2], tl.float32)
+    for block in range(BLOCKS):
+        start = (tl.program_id(0).to(tl.int64) * BLOCKS + block) * BLOCK
+        if KIND == "plain":
+            element = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + element, mask=element < count, other=0.0).to(tl.float32)
+            amax = tl.maximum(amax, tl.abs(x))
+        else:
+            gate, up = _load_pairs(x_ptr + start, (count - start) // 2, BLOCK // 2)
+            a, slope = _activation(gate, ACT)
+            a = a.to(dtype).to(tl.float32)
+            if KIND == "product":
+                amax = tl.maximum(amax, tl.abs((a * up).to(dtype).to(tl.float32)))
+            else:
+                pair = start // 2 + tl.arange(0, BLOCK // 2)
+                dy = tl.load(other_ptr + pair, mask=pair < count // 2, other=0.0).to(tl.float32)
+                amax = tl.maximum(amax, tl.abs((dy * up * slope).to(dtype).to(tl.float32)))
+                amax = tl.maximum(amax, tl.abs((dy * a).to(dtype).to(tl.float32)))
+    tl.atomic_max(amax_ptr, tl.max(amax, 0).to(tl.int32, bitcast=True))
+
+
+@triton.jit
 def _store_columns(pointer, q, row, column, C, padded):
     """Store q [ROWS, COLUMNS] as columns that are ``padded`` long."""
     place = column.to(tl.int64)[:, None] * padded + tl.trans(row)
@@ -326,7 +356,14 @@ def add_amax(matrix: Matrix, amax: Tensor) -> None:
     """Raise amax in fp32, [1] or [C], to the largest absolute value of the matrix, or of each column."""
     N, C = matrix.shape
     pointers, constants = _arguments(matrix)
-    if N * C:
+    count = matrix.x.numel()
+    if N * C and amax.numel() == 1 and matrix.rstd is None:
+        with on_device_of(matrix.x):
+            _flat_amax_kernel[(triton.cdiv(count, FLAT * FLAT_BLOCKS),)](
+                *pointers[:2], amax.view(torch.int32), count, KIND=matrix.kind, ACT=matrix.act, BLOCKS=FLAT_BLOCKS,
+                BLOCK=FLAT, num_warps=NUM_WARPS,
+            )  # fmt: skip
+    elif N * C:
         with on_device_of(matrix.x):
             _amax_kernel[(triton.cdiv(N, ROWS * TILES), triton.cdiv(C, COLUMNS))](
                 *pointers, amax.view(torch.int32), N, C, matrix.weight_offset, PER_COLUMN=amax.numel() > 1,
