@@ -40,8 +40,9 @@ ROWS, COLUMNS, TILES = 64, 128, 4
 FLAT, FLAT_BLOCKS = 2048, 4
 """Elements of a block, which are neighbours, and blocks of a program that finds the maximum of a tensor."""
 
-WRITE_ROWS, WRITE_COLUMNS = 128, 64
-"""Tile of a program that rounds: with columns as rows, 128 bytes of each are neighbours."""
+WRITE_ROWS, WRITE_COLUMNS, WRITE_TILES = 128, 64, 8
+"""Tile of a program that rounds, and tiles beside each other that run together. With columns as rows, 128 bytes of each
+are neighbours."""
 
 ROW_BLOCK = 2048
 """Columns of a row that a program rounds at a time. It reads the row twice, the second time from the cache."""
@@ -263,18 +264,20 @@ def _round_kernel(
     PRODUCT_LIMIT: tl.constexpr, TINY: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    start = tl.program_id(1) * COLUMNS
+    # Programs that run together take tiles beside each other, so that they read neighbours in memory.
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    start = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * COLUMNS
+    is_first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0
     column = start + tl.arange(0, COLUMNS)
     x = _values(x_ptr, other_ptr, rstd_ptr, row, start, N, C, weight_offset, KIND, ACT, SCALE_IN_FP32, ROWS, COLUMNS)
     if PER_COLUMN:
         scale = _scale(tl.load(amax_ptr + column, mask=column < C, other=0.0), LIMIT, TINY, POWER_OF_2)
-        if tl.program_id(0) == 0:
+        if tl.program_id(1) == 0:
             tl.store(inverse_ptr + column, _inverse(scale), mask=column < C)
         x *= scale[None, :]
     else:
         scale = _scale(tl.load(amax_ptr), LIMIT, TINY, POWER_OF_2)
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        if is_first:
             tl.store(inverse_ptr, _inverse(scale))
         x *= scale
     q = x.to(rows_ptr.dtype.element_ty)
@@ -284,7 +287,7 @@ def _round_kernel(
             ROWS, COLUMNS // 2,
         )  # fmt: skip
         scale = _scale(tl.load(product_amax_ptr), PRODUCT_LIMIT, TINY, POWER_OF_2)
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        if is_first:
             tl.store(product_inverse_ptr, _inverse(scale))
         half = start // 2 + tl.arange(0, COLUMNS // 2)
         _store_columns(product_ptr, (p * scale).to(product_ptr.dtype.element_ty), row, half, C // 2, padded)
@@ -398,7 +401,9 @@ def round_tiles(
     launches = [(True, False), (False, True)] if rows and columns and x.dtype == torch.float32 else [(rows, columns)]
     for store_rows, store_columns in launches if N * C else ():
         with on_device_of(x):
-            _round_kernel[(triton.cdiv(padded, WRITE_ROWS), triton.cdiv(C, WRITE_COLUMNS))](
+            tiles = triton.cdiv(C, WRITE_COLUMNS)
+            beside = min(tiles, WRITE_TILES)
+            _round_kernel[(beside, triton.cdiv(padded, WRITE_ROWS), triton.cdiv(tiles, beside))](
                 *pointers, amax, amax if product_amax is None else product_amax, by_rows, by_columns, product, inverse,
                 product_inverse, N, C, padded, matrix.weight_offset, PER_COLUMN=per_column, STORE_ROWS=store_rows,
                 STORE_COLUMNS=store_columns, STORE_PRODUCT=wants_product and store_columns == columns,
