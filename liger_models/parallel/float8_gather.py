@@ -37,8 +37,7 @@ class _Weight:
         self.linear, self.parameter, self.dtype, self.amax, self.inverse = linear, parameter, dtype, amax, inverse
         shape, device = linear.weight.shape, amax.device
         unknown = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
-        self.attach()
-        parameter._init_extensions()
+        self.attach()  # FSDP2 looks for the methods before its first gather
         # FSDP2 would make it from a tensor that has memory for all values.
         parameter._unsharded_param = nn.Parameter(unknown, requires_grad=linear.weight.requires_grad)
 
