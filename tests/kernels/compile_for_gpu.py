@@ -33,6 +33,7 @@ from liger_models.kernels.divergence import (
     logits_divergence,
 )
 from liger_models.kernels.float8 import RECIPES
+from liger_models.kernels.float8_blocks import blocks_dense
 from liger_models.kernels.float8_gated_mlp import float8_gated_mlp
 from liger_models.kernels.float8_linear import float8_norm_linear
 from liger_models.kernels.frozen_float8_linear import frozen_float8_linear
@@ -124,6 +125,7 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
         differentiate(act_linear(x, draw_(64, C), draw_(64), act))
     differentiate(nf4_linear(draw_(3, 64), to_nf4(draw_(8, 64).detach(), 64, 1)))
     nf4_linear(draw_(1, 64).detach(), to_nf4(draw_(8, 64).detach(), 64, 1))
+    blocks_dense(draw_(64, 300).detach().to(torch.float8_e4m3fn), draw_(64, 3).detach(), 128, torch.bfloat16)
     differentiate(frozen_float8_linear(draw_(3, C), Float8Tensor.from_hp(draw_(64, C).detach())))
     differentiate(rms_norm_linear(x, residual, norm, draw_(64, C)))
     for act in ("silu", "gelu_tanh", "gelu"):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_models import LigerLlama
+from liger_models import AutoLigerModel, LigerLlama
 from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, quantize_base, save_adapter
 from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
@@ -16,8 +16,10 @@ from liger_models.layers.linear import local
 from liger_models.layers.stored import stored_weights
 from liger_models.parallel import apply_fsdp, compile_blocks, load_state, save_state, unsharded
 
+from ..convert.conftest import assert_same_bits, read_tensors
+from ..convert.test_fp8 import quantised
 from ..late import Late
-from .models import batch, share, tiny, whole
+from .models import batch, gradients, share, tiny, whole
 from .test_lora import run, stir, trained
 
 quantization = Late("torchao.quantization", "quantised weights need torchao")
@@ -185,3 +187,39 @@ def test_generates_as_one(two, dtype):
     ids = want.generate(batch(0)["input_ids"][:1, :5], max_new_tokens=4, eos_token_id=[])
     for found in two(generated, dtype):
         assert all(each.equal(ids) for each in found)
+
+
+def step_on_float8(folder: str, saved: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of adapters on weights that ranks have read as they are; the base is saved as it was."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    shard = lambda model: apply_fsdp(model, param_dtype=None) if ranks > 1 else model
+    read = lambda prepare: AutoLigerModel.from_pretrained(folder, progress=False, keep_float8=True, shard=prepare)
+    if saved:
+        read(shard).save_pretrained(saved)
+    model = stir_sharded(read(lambda model: shard(apply_lora(model, LoRAConfig(r=4)))))
+    assert len(stored_weights(model)) > 0
+    ids = torch.arange(2, 14).view(2, 6)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def stir_sharded(model: Any) -> Any:
+    """Adapters of 1 / 8, on every rank."""
+    with torch.no_grad():
+        for parameter in trained(model):
+            parameter.fill_(0.125)
+    return model
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "phi3"])
+def test_float8_of_a_checkpoint_on_ranks(two, arch, tmp_path):
+    """Shards end within blocks, whose scales are those of their rows."""
+    codes, _ = quantised(arch, tmp_path, (24, 20))
+    want, expected = step_on_float8(str(codes), "")
+    for loss, found in two(step_on_float8, str(codes), str(tmp_path / "saved")):
+        torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+    assert_same_bits(read_tensors(tmp_path / "saved"), read_tensors(codes))
