@@ -26,7 +26,6 @@ from liger_models.convert.files import (
     read_json_config,
     read_rows,
     read_scales,
-    read_tensor,
     read_whole,
     some,
 )
@@ -119,9 +118,9 @@ def load_pretrained(
     else:
         _load_whole(model, weights, stored, target, device, progress)
     if rank() == 0:  # which saves
-        model.kept_tensors = {
-            name: read_tensor(stored[name].file, name) for name in stored if name.startswith(weights.kept)
-        }
+        for name in (each for each in stored if each.startswith(weights.kept)):
+            with open_all([stored[name]]) as files:
+                model.kept_tensors[name] = read_whole(files, name, stored[name]).clone()
     model.hf_config = hf_config
     model.assets = read_assets(folder, hf_config)
     if not (folder / CONFIG).is_file() or (folder / CONFIG).stat().st_mtime_ns != written:

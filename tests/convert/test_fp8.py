@@ -73,6 +73,18 @@ def test_read_and_saved_as_what_it_stands_for(arch: str, tmp_path: Path) -> None
     assert_same_bits({n: p.bfloat16() for n, p in in_fp32.named_parameters()}, dict(want.named_parameters()))
 
 
+def test_tensors_of_no_parameter_are_dequantised_too(tmp_path: Path) -> None:
+    codes, dense = quantised("qwen3_next", tmp_path, (24, 20))
+    for folder, suffixes in ((codes, ("", "_scale_inv")), (dense, ("",))):
+        tensors = read_tensors(folder)
+        other = "model.layers.0.mlp.shared_expert.gate_proj.weight"
+        own = {f"mtp.fc.weight{each}": tensors[other + each].clone() for each in suffixes}
+        save_file(tensors | own, folder / "model.safetensors", {"format": "pt"})
+    got, want = (AutoLigerModel.from_pretrained(folder, progress=False) for folder in (codes, dense))
+    assert got.kept_tensors.keys() == {"mtp.fc.weight"}
+    assert_same_bits(got.kept_tensors, want.kept_tensors)
+
+
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_shards_are_parts_of_it(arch: str, tmp_path: Path) -> None:
     codes, dense = quantised(arch, tmp_path, (24, 20))

@@ -33,6 +33,7 @@ from liger_models.kernels.divergence import (
     logits_divergence,
 )
 from liger_models.kernels.float8 import RECIPES, Float8, float8_dtype, round_known, transposed
+from liger_models.kernels.float8_blocks import blocks_dense
 from liger_models.kernels.float8_gated_mlp import float8_gated_mlp
 from liger_models.kernels.float8_linear import float8_norm_linear
 from liger_models.kernels.frozen_float8_linear import frozen_float8_linear
@@ -131,6 +132,7 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     differentiate(frozen_float8_linear(draw_(64, C), rounded))
     gated_mlp(None, draw_(1, 512), draw_(512), QuantizedWeight.of_nf4(codes), draw_(8, 4))
     gated_mlp(None, draw_(1, C), norm, QuantizedWeight.of_float8(rounded), draw_(8, 32))
+    blocks_dense(draw_(64, 300).detach().to(torch.float8_e4m3fn), draw_(64, 3).detach(), 128, torch.bfloat16)
     differentiate(rms_norm_linear(x, residual, norm, draw_(64, C)))
     for act in ("silu", "gelu_tanh", "gelu"):
         differentiate(gated_act(draw_(3, 2 * F), act))
