@@ -58,8 +58,9 @@ def key_of(row: Row) -> tuple[str, ...]:
 def read(folder: Path) -> Rows:
     """The latest row of each measurement; of `RUNS` only the rows of the last run.
 
-    A run is named by its commit. The last run is the one with the latest row of transformers that is not an error. Old
-    rows of early failures have no device; they count for the device of the row before them.
+    A run is named by its commit. The last run is the one with the latest row of transformers that is not an error. Of
+    ``train`` every mode of this package has a last run, which may measure a few modes beside their peer. Old rows of
+    early failures have no device; they count for the device of the row before them.
     """
     latest: dict[tuple[str, ...], Row] = {}
     for file in sorted(folder.glob("*.jsonl")):
@@ -78,8 +79,14 @@ def read(folder: Path) -> Rows:
                 latest[key] = row
     shown = [row for row in latest.values() if row["benchmark"] not in RUNS]
     of_runs = [row for row in latest.values() if row["benchmark"] in RUNS]
-    for group in grouped(of_runs, "benchmark", "model", "gpus", "batch", "device").values():
+    for (benchmark, *_), group in grouped(of_runs, "benchmark", "model", "gpus", "batch", "device").items():
         peers = [row for row in group if of_transformers(row) and "error" not in row] or group
         last = sorted(peers, key=lambda row: row["date"])[-1]["commit"]
-        shown += [row for row in group if row["commit"] == last]
+        runs = {last}
+        if benchmark == "train":
+            with_peer = {row["commit"] for row in peers}
+            modes = {row["mode"]: row for row in group if row["commit"] in with_peer and row["mode"].startswith("ours")}
+            runs |= {row["commit"] for row in modes.values()}
+            group = [row for row in group if row is modes.get(row["mode"], row)]
+        shown += [row for row in group if row["commit"] in runs]
     return shown

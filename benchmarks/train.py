@@ -29,7 +29,7 @@ PEAK_FLOPS = 989e12
 
 SHORT_MODES = """
 hf hf+liger hf+liger+ac ours ours+adamw ours+adamw+offload10+selective12
-ours+adamw+inbackward+moments16+offload12+selective5 ours+adamw+fp8+blocks
+ours+adamw+inbackward+moments16+offload12+selective5 ours+adamw+plan80 ours+adamw+plan30 ours+adamw+fp8
 """
 SHORT = ("llama-3-8b", tuple(SHORT_MODES.split()))
 """Model and modes of the short table."""
@@ -91,7 +91,9 @@ def measure(job: Job) -> Row:
 
 def table(rows: Rows) -> str:
     lines = []
-    for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
+    for (model, batch, _), group in sorted(
+        grouped(rows, "model", "batch", "commit").items(), key=lambda run: run[0][:2]
+    ):
         for row in sorted(group, key=lambda row: row["mode"]):
             names = (model, tokens(batch), row["commit"], title(row["mode"]))
             if "error" in row:
@@ -108,11 +110,14 @@ def table(rows: Rows) -> str:
 
 
 def short_table(rows: Rows) -> str:
-    """The modes of `SHORT` alone."""
+    """The modes of `SHORT` alone; of each run, beside its transformers."""
     model, modes = SHORT
     lines = []
-    for (batch,), group in sorted(grouped([row for row in rows if row["model"] == model], "batch").items()):
-        by_mode = {row["mode"]: row for row in group if "error" not in row}
+    shown = [row for row in rows if row["model"] == model and "error" not in row]
+    for (batch, _), group in sorted(grouped(shown, "batch", "commit").items(), key=lambda run: run[0][0]):
+        by_mode = {row["mode"]: row for row in group}
+        if not any(mode.startswith("ours") for mode in modes if mode in by_mode):
+            continue
         for index, row in enumerate(by_mode[mode] for mode in modes if mode in by_mode):
             where = "" if index else tokens(batch)
             rate, speed, memory = f"{row['tokens_per_s']:,.0f}", *ratios(row, group)
