@@ -13,7 +13,7 @@ from huggingface_hub.utils.tqdm import tqdm
 
 from liger_models.adapters.lora import apply_lora
 from liger_models.adapters.lora_layers import adapter_config
-from liger_models.adapters.quantize import quantised_bytes, quantised_layers
+from liger_models.adapters.quantize import quantised_bytes, quantised_experts, quantised_layers
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
 from liger_models.generation.options import resolve
@@ -173,13 +173,13 @@ def estimate(
 
     This rank's parameters, gradients and the optimizer's moments are counted as they are. Activations, the head, and
     what FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation. A model with
-    quantised weights is not sharded. Instead of what is gathered, what a product makes is counted: of 4-bit weights the
-    dense one; in float8 the transposed weight and the rows that it is multiplied with.
+    quantised weights is not sharded. Instead of what is gathered, what a product makes is counted: of 4-bit weights and
+    of quantised experts the dense ones; in float8 the transposed weight and the rows that it is multiplied with.
 
     Args:
         model: as it is trained; not sharded by `apply_tp`. It may be on the meta device.
         tokens: tokens of a batch on this rank.
-        four_bit: count the weights under the adapters in 4 bits, as after `quantize_base`.
+        four_bit: count the weights under the adapters, and experts, in 4 bits, as after `quantize_base`.
         float8: count them in float8, as after ``quantize_base(model, dtype="float8")``.
         moments_8bit: count the moments in 8 bits, as ``LigerAdamW(state_dtype=torch.int8)`` has them.
         muon: count what `LigerMuon` holds: one momentum for each matrix.
@@ -190,22 +190,26 @@ def estimate(
         if adapters is not None:
             apply_lora(empty, adapters)
     step = training_memory(empty, tokens, torch.bfloat16)
-    base = {layer.weight for layer in quantised_layers(model)} if four_bit or float8 else set()
+    linear = {layer.weight for layer in quantised_layers(model)} if four_bit or float8 else set()
+    experts = {*quantised_experts(model)} if four_bit or float8 else set()
     matrices = {*model.hidden_matrices().values()} if muon else set()
 
     def bytes_of(each: Any) -> int:
-        return quantised_bytes(each.shape, "nf4" if four_bit else "float8") if each in base else int(local(each).nbytes)
+        kind = "nf4" if four_bit else "float8"
+        return quantised_bytes(each, kind) if each in linear or each in experts else int(local(each).nbytes)
 
     def moments(each: Any) -> list[int]:
         if each in matrices:
             return [bytes_of(each)]
         return moment_bytes(local(each).shape, moment_dtype(each, torch.int8 if moments_8bit else None))
 
-    if four_bit:
-        temporary = 2 * max(each.numel() for each in base)
-    elif float8:
-        temporary = max(each.numel() for each in base) + tokens * max(max(each.shape) for each in base)
-    else:
+    if four_bit or float8:
+        dense = [*experts, *(linear if four_bit else ())]
+        temporary = max((2 * local(each).numel() for each in dense), default=0)
+    if float8 and linear:
+        rows = tokens * max(max(each.shape) for each in linear)
+        temporary = max(temporary, max(each.numel() for each in linear) + rows)
+    if not (four_bit or float8):
         ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
         block = max(sum(each.numel() for each in block.parameters()) for block in empty.layers)
         temporary = 2 * (sum(ends.values()) + 2 * block)
