@@ -25,7 +25,8 @@ from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import group_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.groups import ParallelGroups
-from liger_models.layers.layer import layers_of, routed_layers
+from liger_models.layers.layer import layers_of, named_layers, routed_layers
+from liger_models.layers.moe import LigerMoE
 from liger_models.memory.recompute import is_compiled
 from liger_models.parallel.agreement import check_first_forward
 from liger_models.parallel.mesh import data_mesh, group_over
@@ -90,10 +91,12 @@ def apply_fsdp(
         f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is. Call it once for each model.",
     )
     quantised = [name for name, layer in adapted_layers(model).items() if getattr(layer, "quantized_weight", None)]
+    mixtures = {name: layer for name, layer in named_layers(model) if isinstance(layer, LigerMoE)}
+    quantised += [name for name, layer in mixtures.items() if layer.quantized_weights and layer.groups.expert is None]
     check(
         not quantised,
-        f"apply_fsdp: weights must not be quantised, got {', '.join(quantised[:2])} and others. Use one GPU, or "
-        "leave quantize_base out.",
+        f"apply_fsdp: weights must not be quantised, but for experts after apply_ep, got {', '.join(quantised[:2])} "
+        "and others. Use one GPU, or leave quantize_base out.",
     )
     if isinstance(model, LigerMedusa):
         _shard_medusa(
@@ -116,6 +119,9 @@ def apply_fsdp(
         balance=group_over(mesh) if routed_layers(model) and mesh.size() > 1 else model.groups.balance,
     )
     passes, options = BackwardPasses(), _options(mesh, param_dtype, reduce_dtype, cpu_offload)
+    # Quantised experts are frozen, and already distributed by apply_ep.
+    frozen = {getattr(layer, name) for layer in mixtures.values() for name in layer.quantized_weights}
+    options["ignored_params"] = frozen or None
     tied = model.lm_head.weight is model.embed_tokens.weight
     if tied:
         _shard([model.embed_tokens, model.lm_head], passes, reshard_after_forward=False, **options)
