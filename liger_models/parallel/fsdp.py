@@ -95,8 +95,8 @@ def apply_fsdp(
     quantised += [name for name, layer in mixtures.items() if layer.quantized_weights and layer.groups.expert is None]
     check(
         not quantised,
-        f"apply_fsdp: weights must not be quantised, but for experts after apply_ep, got {', '.join(quantised[:2])} "
-        "and others. Use one GPU, or leave quantize_base out.",
+        f"apply_fsdp: weights must not be quantised, got {', '.join(quantised[:2])} and others. Use one GPU, leave "
+        "quantize_base out, or, for experts, call apply_ep before.",
     )
     if isinstance(model, LigerMedusa):
         _shard_medusa(

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from liger_models import AutoLigerModel, LigerAdamW, LigerFusedLinearDPOLoss, step_in_backward
-from liger_models.adapters import apply_lora, convert_to_float8, quantize_base
+from liger_models.adapters import LoRAConfig, apply_lora, convert_to_float8, quantize_base
 from liger_models.memory import offload
 from liger_models.parallel import apply_fsdp, compile_blocks, load_state, reshard, save_state
 from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
@@ -417,6 +417,9 @@ def refuse() -> None:
     if importlib.util.find_spec("torchao"):
         with pytest.raises(ValueError, match="weights must not be quantised, got layers"):
             apply_fsdp(quantize_base(apply_lora(tiny()), dtype="float8"))
+        config = LoRAConfig(target_modules=[], target_parameters=["experts.down_proj"])
+        with pytest.raises(ValueError, match=r"must not be quantised, got layers\.0\.mlp, .* call apply_ep before"):
+            apply_fsdp(quantize_base(apply_lora(mixture(), config), dtype="float8"))
 
 
 def test_errors(two):
