@@ -17,13 +17,15 @@ from liger_models.adapters import (
     apply_lora,
     load_adapter,
     merge_lora,
+    quantize_base,
     save_adapter,
     unmerge_lora,
     without_adapters,
 )
 from liger_models.adapters.lora import language_targets
 from liger_models.adapters.lora_layers import EXPERTS, LoRAExperts, adapted_layers
-from liger_models.convert import get_hf_state_dict
+from liger_models.adapters.quantize import quantised_bytes, quantised_experts, quantised_layers
+from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.generation.loop import generate
 from liger_models.generation.rollouts import rollout
 from liger_models.kernels import dispatch
@@ -32,6 +34,7 @@ from liger_models.layers.layer import CHECKPOINTING_POLICIES, routed_layers
 from liger_models.memory.estimate import training_memory
 from liger_models.parallel.state import _describe
 from liger_models.train.loop import TrainOptions, load_model
+from liger_models.train.report import estimate
 
 from .arch.families import LIMIT, error, hf_model, load, make_folder, tiny, tokens
 from .memory.test_estimate import DTYPE, TOKENS, measured_bytes, same_bytes, saved_bytes
@@ -346,3 +349,156 @@ def test_adapters_of_experts_are_not_sharded_by_width():
     model = mixture(config=experts())
     with pytest.raises(ValueError, match="experts with adapters must not be sharded by apply_tp"):
         routed_layers(model)[0].shard(Group("", 2, 0))
+
+
+WIDE = MIXTURE | {"hidden_size": 64, "intermediate_size": 64}
+QUANTISED = pytest.mark.parametrize("dtype", ["nf4", "float8"])
+
+
+def with_dense_weights(model):
+    """The same model after `quantize_base`, with the numbers that its codes stand for."""
+    for layer in routed_layers(model):
+        for name, weight in layer.quantized_weights.items():
+            setattr(layer, name, torch.nn.Parameter(weight.dense(), requires_grad=False))
+    for layer in adapted_layers(model).values():
+        if not isinstance(layer, LoRAExperts):
+            layer.weight = torch.nn.Parameter(layer.dense_weight().detach(), requires_grad=False)
+    return model
+
+
+def quantised(config, dtype, hf=WIDE, **options):
+    pytest.importorskip("torchao")
+    return quantize_base(mixture(hf, config, **options), dtype=dtype)
+
+
+@QUANTISED
+@pytest.mark.parametrize(
+    ("arch", "variant"),
+    [("mixtral", None), ("qwen3_moe", None), ("gpt_oss", None), ("gemma4", "experts"), ("qwen3_5_moe", None)],
+)
+def test_quantised_experts_of_every_family(arch, variant, dtype, root):
+    pytest.importorskip("torchao")
+    folder, found = make_folder(arch, variant or next(iter(tiny(arch))), root), []
+    for change in (lambda model: model, with_dense_weights):
+        torch.manual_seed(0)
+        model = stir(apply_lora(load(arch, folder), experts(target_modules=[])))
+        plain = get_hf_state_dict(model, merge=False)
+        model = change(quantize_base(model, dtype=dtype))
+        ids, inputs, _ = with_image(arch, model)
+        loss = model(ids, labels=ids, **inputs).loss
+        loss.backward()
+        found.append((loss, gradients(model), get_hf_state_dict(model, merge=False)))
+    (loss, got, stored), (want, expected, dense) = found
+    assert error(loss, want) <= LIMIT
+    assert all(error(got[name], gradient) <= LIMIT for name, gradient in expected.items())
+    assert all(tensor.equal(dense[name]) for name, tensor in stored.items())
+    changed = [name for name, tensor in stored.items() if not tensor.equal(plain[name])]
+    assert changed
+    assert all("experts" in name and error(stored[name], plain[name]) < 0.15 for name in changed)
+
+
+@QUANTISED
+@pytest.mark.parametrize("parameters", [EXPERTS, EXPERTS[1:], ()], ids=str)
+def test_merge_and_unmerge_quantised_experts(parameters, dtype, tmp_path):
+    """Frozen experts are quantised with adapters and without; merging makes all of them dense."""
+    model = quantised(experts(target_parameters=parameters), dtype)
+    assert all(len(layer.quantized_weights) == 2 for layer in routed_layers(model))
+    logits, tensors = model(IDS).logits, get_hf_state_dict(model)
+    save_adapter(model, tmp_path / "adapter")
+    merge_lora(model, reversible=True)
+    assert {type(each) for each in model.parameters()} == {torch.nn.Parameter}
+    torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-4, atol=1e-5)
+    assert all(tensor.equal(tensors[name]) for name, tensor in get_hf_state_dict(model).items())
+    model.save_pretrained(tmp_path / "merged")
+    assert unmerge_lora(model)(IDS).logits.equal(logits)
+    assert all(len(layer.quantized_weights) == 2 for layer in routed_layers(model))
+    again = load_adapter(mixture(WIDE), tmp_path / "adapter")
+    assert quantize_base(again, dtype=dtype)(IDS).logits.equal(logits)
+
+
+def test_quantised_experts_can_be_loaded_again():
+    model = quantised(experts(target_modules=[]), "float8")
+    before, dense = get_hf_state_dict(model, merge=False), get_hf_state_dict(mixture(WIDE))
+    load_hf_tensors(model, {name: tensor * 0 for name, tensor in dense.items()})
+    assert not any(get_hf_state_dict(model, merge=False)[name].any() for name in before if "experts" in name)
+    load_hf_tensors(model, dense)
+    assert all(tensor.equal(before[name]) for name, tensor in get_hf_state_dict(model, merge=False).items())
+    with pytest.raises(ValueError, match="must not be quantised yet"):
+        quantize_base(model)
+
+
+@QUANTISED
+def test_decoding_with_quantised_experts(dtype):
+    model, prompts = quantised(experts(), dtype).eval(), [[5, 3, 9], [7, 8, 2, 4, 1]]
+    options = {"max_new_tokens": 5, "eos_token_id": []}
+    got = generate(model, prompts, **options)
+    rolled = rollout(model, prompts, batch_size=2, chunk_size=4, **options)
+    assert [row.tokens.tolist() for row in rolled] == [row[-5:].tolist() for row in got]
+    assert got.equal(generate(with_dense_weights(model), prompts, **options))
+
+
+@QUANTISED
+@pytest.mark.parametrize("policy", ["none", "selective"])
+def test_a_block_on_quantised_experts_keeps_what_a_dense_one_does(policy, dtype, kernel_device):
+    """Also with dropout, of which two seeds a layer are kept."""
+
+    def measured(tokens, config, dense):
+        model = quantised(config, dtype)
+        model = (with_dense_weights(model) if dense else model).to(kernel_device)
+        model.set_checkpointing(policy)
+        return measured_bytes(model, torch.ones(1, tokens, dtype=torch.int64, device=kernel_device))
+
+    dense, plain, dropped = (
+        [measured(tokens, experts(target_modules=[], lora_dropout=dropout), each) for tokens in (16, 48)]
+        for each, dropout in ((True, 0.0), (False, 0.0), (False, 0.3))
+    )
+    assert plain[1] - plain[0] == dropped[1] - dropped[0] == dense[1] - dense[0] > 0
+
+
+@QUANTISED
+def test_memory_of_quantised_experts_is_counted(dtype):
+    model = mixture(WIDE, experts(), dtype=torch.bfloat16)
+    kinds = {"four_bit": dtype == "nf4", "float8": dtype == "float8"}
+    found = estimate(model, 64, **kinds)
+    pytest.importorskip("torchao")
+    quantize_base(model, dtype=dtype)
+    parts = [part for layer in routed_layers(model) for part in layer.quantized_weights.values()]
+    assert sum(each.nbytes for each in parts) == sum(quantised_bytes(each, dtype) for each in quantised_experts(model))
+    linear = sum(quantised_bytes(each.weight, dtype) for each in quantised_layers(model))
+    quantised_ones = {*quantised_experts(model), *(each.weight for each in quantised_layers(model))}
+    others = sum(each.nbytes for each in model.parameters() if each not in quantised_ones)
+    assert found.weights == others + linear + sum(each.nbytes for each in parts)
+    assert found.temporary == 2 * 4 * 128 * 64  # gate and up of one layer, in 16 bits
+    assert estimate(model, 64, **kinds).weights == found.weights
+
+
+@pytest.mark.compile
+@QUANTISED
+def test_blocks_with_quantised_experts_compile(dtype):
+    model = quantised(experts(target_modules=[]), dtype, WIDE | {"num_hidden_layers": 1})
+    model(IDS, labels=IDS).loss.backward()
+    want = gradients(model)
+    model.zero_grad()
+    torch._dynamo.reset()
+    for block in model.layers:
+        block.compile(fullgraph=True, backend="aot_eager")
+    model(IDS, labels=IDS).loss.backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, want[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+@QUANTISED
+@pytest.mark.parametrize("policy", ["none", "selective"])
+def test_quantised_experts_on_a_gpu_are_those_of_the_cpu(policy, dtype):
+    found = []
+    for device in ("cpu", "cuda"):
+        model = quantised(experts(), dtype).to(device)
+        model.set_checkpointing(policy)
+        ids = IDS.to(device)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        found.append((loss, gradients(model)))
+    (want, expected), (loss, got) = found
+    assert error(loss, want) <= LIMIT
+    assert all(error(got[name], gradient) <= 1e-4 for name, gradient in expected.items())

@@ -27,7 +27,7 @@ from liger_models.kernels.checks import check
 from liger_models.layers.layer import layers_of, named_layers
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.lm_head import LigerLMHead
-from liger_models.layers.moe import LigerMoE
+from liger_models.layers.moe import MATRICES, LigerMoE
 
 Model = TypeVar("Model", bound=CausalLM)
 
@@ -159,18 +159,19 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
         not any(is_sharded(parameter) for parameter in model.parameters()),
         "merge_lora: the model must not be sharded. Save the adapters, and merge them in a process without sharding.",
     )
-    kept: dict[str, tuple[LoRALinear | LoRAExperts, dict[str, Tensor]]] = {}
+    kept: dict[str, tuple[LoRALinear | LoRAExperts | None, dict[str, Tensor]]] = {}
     config = model.config
+    for path, moe in _experts(model).items():
+        adapters, names = moe.lora, {*moe.adapted, *moe.quantized_weights}
+        weights = {name: getattr(moe, name).detach() for name in names}
+        for name in names:
+            merged = moe.adapted_weight(name, merge=name in moe.adapted)
+            setattr(moe, name, nn.Parameter(merged, requires_grad=False))
+        moe.lora = None
+        if reversible and names:
+            kept[path] = adapters, {name: weight.cpu() for name, weight in weights.items()}
     for path, layer in adapted_layers(model).items():
-        if isinstance(layer, LoRAExperts):
-            moe: Any = model.get_submodule(path.rpartition(".")[0])
-            weights = {name: getattr(moe, name).detach() for name in layer.names}
-            for name, weight in weights.items():
-                setattr(moe, name, nn.Parameter(layer.merged(name, weight), requires_grad=False))
-            moe.lora = None
-            if reversible:
-                kept[path] = layer, {name: weight.cpu() for name, weight in weights.items()}
-            continue
+        assert isinstance(layer, LoRALinear)
         merged = layer.merged()
         plain = layer.plain
         plain.weight = nn.Parameter(merged, requires_grad=False)
@@ -195,14 +196,14 @@ def unmerge_lora(model: Model) -> Model:
     check(bool(kept), "unmerge_lora: the model must come from merge_lora(model, reversible=True), got another.")
     model.config = config
     for path, (layer, weights) in kept.items():
-        if isinstance(layer, LoRAExperts):
-            moe: Any = model.get_submodule(path.rpartition(".")[0])
-            for name, weight in weights.items():
-                device = getattr(moe, name).device
-                setattr(moe, name, nn.Parameter(weight.to(device), requires_grad=False))
-            moe.lora = layer.to(moe.down_weight.device)
-            continue
         plain = model.get_submodule(path)
+        if isinstance(plain, LigerMoE):
+            device = plain.down_weight.device
+            for name, weight in weights.items():
+                setattr(plain, name, nn.Parameter(weight.to(device), requires_grad=False))
+            plain.lora = layer and layer.to(device)
+            continue
+        assert isinstance(layer, LoRALinear)
         assert isinstance(plain, nn.Linear)
         layer.to(plain.weight.device)
         layer.weight = nn.Parameter(weights["weight"].to(plain.weight.device), requires_grad=False)
@@ -229,14 +230,16 @@ def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Express
     that parameter in transformers, and its entry in the weight map."""
     entries = format_of(type(model)).expert_map(model.config).entries
     found: dict[str, dict[str, tuple[str, Expression]]] = {}
-    for path, layer in named_layers(model):
-        if isinstance(layer, LigerMoE):
-            both = {name: entries.get(f"{path}.{name}") for name in ("gate_up_weight", "down_weight")}
-            # A map of a user's own may know the experts only one by one; PEFT has no names for their adapters.
-            found[path] = {
-                name: (each.names()[0], each) for name, each in both.items() if each and len(each.names()) == 1
-            }
+    for path in _experts(model):
+        both = {name: entries.get(f"{path}.{name}") for name in MATRICES}
+        # A map of a user's own may know the experts only one by one; PEFT has no names for their adapters.
+        found[path] = {name: (each.names()[0], each) for name, each in both.items() if each and len(each.names()) == 1}
     return found
+
+
+def _experts(model: CausalLM) -> dict[str, LigerMoE]:
+    """The layers with routed experts, by their path."""
+    return {path: layer for path, layer in named_layers(model) if isinstance(layer, LigerMoE)}
 
 
 def matches(module: str, target: str) -> bool:

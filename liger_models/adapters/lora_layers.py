@@ -22,12 +22,14 @@ from liger_models.convert.weight_map import Expression
 from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group
+from liger_models.kernels.moe.quantized import dense
 from liger_models.kernels.norm_linear import LowRank, low_rank_pair
 from liger_models.kernels.quantized_weight import QuantizedWeight, quantized_linear
 from liger_models.layers.derived import derive
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import is_sharded, local
 from liger_models.layers.lm_head import LigerLMHead
+from liger_models.layers.moe import MATRICES
 from liger_models.layers.norm import PLAIN_WEIGHTS
 from liger_models.layers.stored import StoredLinear, StoredWeight, stored_weight
 
@@ -396,7 +398,7 @@ class LoRAExperts(Layer):
 
         def compute() -> tuple[Tensor | None, ...]:
             tensors: list[Tensor | None] = []
-            for name in ("gate_up_weight", "down_weight"):
+            for name in MATRICES:
                 adapter: Any = self._modules.get(name)
                 if adapter is None:
                     tensors += [None, None]
@@ -416,8 +418,8 @@ class LoRAExperts(Layer):
         adapter: Any = self.get_submodule(name)
         wide = torch.promote_types(weight.dtype, torch.float32)
         B = adapter.lora_B.to(wide) * self.config.scaling
-        each = zip(weight, B, adapter.lora_A.to(wide), strict=True)
-        return torch.stack([torch.addmm(W.to(wide), b, a).to(weight.dtype) for W, b, a in each])
+        each = zip(weight.split(1), B, adapter.lora_A.to(wide), strict=True)
+        return torch.cat([torch.baddbmm(dense(W).to(wide), b[None], a[None]).to(weight.dtype) for W, b, a in each])
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts]:

@@ -1,4 +1,4 @@
-"""The frozen weights under the adapters are stored in 4 bits (QLoRA) or in float8."""
+"""Frozen weights of a model with adapters are stored in 4 bits (QLoRA) or in float8."""
 
 import math
 from collections.abc import Callable
@@ -7,10 +7,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
+from liger_models.adapters.lora_layers import LoRALinear, adapted_layers, adapter_config
 from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.checks import check
+from liger_models.kernels.moe.quantized import quantize_experts, quantized_bytes
 from liger_models.kernels.quantized_weight import QuantizedWeight
+from liger_models.layers.linear import is_sharded, local
+from liger_models.layers.moe import MATRICES, LigerMoE
 
 Model = TypeVar("Model", bound=CausalLM)
 
@@ -19,23 +22,25 @@ NF4_BLOCK = 64
 
 
 def quantize_base(model: Model, device: torch.device | str | None = None, dtype: str = "nf4") -> Model:
-    """Store the frozen weights of the blocks' adapted layers in 4 bits or in float8, in place. Needs torchao.
+    """Store the frozen weights of adapted layers and of all routed experts in 4 bits or in float8, in place.
 
-    The head and routed experts are not quantised.
+    Experts are quantised whether they have adapters or not: they are almost all weights of a mixture. The head is not
+    quantised. Needs torchao.
 
     Args:
-        model: with adapters.
-        device: the device to move the model to; each weight is quantised there. A model on the CPU then never takes
-            more of the device's memory than the finished model and what quantising one weight takes, which is about 14
-            bytes an element. Default: the model stays where it is.
+        model: with adapters. After `apply_ep` each rank quantises its experts.
+        device: the device to move the model to; each weight is quantised there, one expert after the other. A model on
+            the CPU then never takes more of the device's memory than the finished model and what quantising one weight
+            takes, which is about 14 bytes an element. Default: the model stays where it is.
         dtype: "nf4" as in QLoRA: a weight takes about 4.1 bits, 64 weights share a scale of 8 bits, and products are
             computed in the model's dtype. "float8": a weight takes 8 bits (e4m3) with a scale for each row, and a
-            bfloat16 model on a GPU with float8 computes the products of these layers in it, forward and backward.
+            bfloat16 model on a GPU with float8 computes the products of linear layers in it, forward and backward.
+            Experts are dequantised.
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: no linear layer of the blocks has adapters, weights are quantised already, ``dtype`` is unknown, or
-            for "nf4" the size of a weight is not a multiple of 64.
+        ValueError: there are no adapters, or only those of a head, weights are quantised already, ``dtype`` is unknown,
+            or for "nf4" the size of a weight is not a multiple of 64.
 
     Source: https://arxiv.org/abs/2305.14314 (NF4), https://arxiv.org/abs/2209.05433 (float8).
     """
@@ -46,22 +51,36 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
         raise ImportError(
             "quantize_base: torchao must be installed, got none. Run: pip install 'liger_models[lora]'"
         ) from error
-    layers = quantised_layers(model)
+    layers, mixtures = quantised_layers(model), _quantised_mixtures(model)
     check(
-        bool(layers),
-        f"quantize_base: {type(model).__name__} must have adapters on linear layers, got none. Call apply_lora first.",
+        bool(layers or mixtures),
+        f"quantize_base: {type(model).__name__} must have adapters on layers of the blocks, got none. Call apply_lora "
+        "first.",
+    )
+    check(
+        not any(each.quantized_weight for each in layers) and not any(each.quantized_weights for each in mixtures),
+        "quantize_base: weights must not be quantised yet, got some that are. Call it once.",
     )
     for layer in layers:
-        check(
-            layer.quantized_weight is None,
-            "quantize_base: weights must not be quantised yet, got some that are. Call it once.",
-        )
         weight = layer.weight.detach()
         if weight.is_meta:
             layer.store(_empty(weight, dtype))
         else:
             layer.weight = nn.Parameter(_FORMATS[dtype](torchao, weight.to(device)), requires_grad=False)
+    for mixture in mixtures:
+        for name in MATRICES:
+            weight = getattr(mixture, name).detach()
+            setattr(mixture, name, nn.Parameter(_quantised_experts(weight, dtype, device), requires_grad=False))
     return model if device is None else model.to(device)
+
+
+def _quantised_experts(weight: Any, dtype: str, device: torch.device | str | None) -> Tensor:
+    if not is_sharded(weight):
+        return quantize_experts(weight, dtype, device)
+    part = quantize_experts(weight.to_local(), dtype, device)
+    sizes = {"shape": weight.shape, "stride": weight.stride()}
+    sharded: Tensor = weight.from_local(part, weight.device_mesh, weight.placements, run_check=False, **sizes)
+    return sharded
 
 
 def _empty(weight: Tensor, dtype: str) -> QuantizedWeight:
@@ -104,12 +123,29 @@ _FORMATS: dict[str, Callable[[Any, Tensor], Tensor]] = {"nf4": _nf4, "float8": _
 
 
 def quantised_layers(model: nn.Module) -> list[LoRALinear]:
-    """The layers whose weights `quantize_base` quantises."""
+    """The linear layers whose weights `quantize_base` quantises."""
     found = adapted_layers(model).items()
     return [layer for path, layer in found if path != "lm_head" and isinstance(layer, LoRALinear)]
 
 
-def quantised_bytes(shape: torch.Size, dtype: str) -> int:
-    """Bytes of a weight [O, C]. NF4: 4 bits each, and a scale of 8 bits for 64. Float8: 8 bits, and 4 bytes a row."""
-    count = shape.numel()
-    return count // 2 + count // NF4_BLOCK if dtype == "nf4" else count + 4 * shape[0]
+def _quantised_mixtures(model: nn.Module) -> list[LigerMoE]:
+    """The layers whose experts `quantize_base` quantises: all routed experts of a model with adapters."""
+    if adapter_config(model) is None:
+        return []
+    return [each for each in model.modules() if isinstance(each, LigerMoE)]
+
+
+def quantised_experts(model: nn.Module) -> list[Tensor]:
+    """The matrices of experts that `quantize_base` quantises, [X, O, C] each."""
+    return [getattr(each, name) for each in _quantised_mixtures(model) for name in MATRICES]
+
+
+def quantised_bytes(weight: Tensor, dtype: str) -> int:
+    """Bytes of a weight [O, C] or of experts [X, O, C].
+
+    NF4: 4 bits each, and a scale of 8 bits for 64. Float8: 8 bits, and 4 bytes a row.
+    """
+    if weight.dim() == 3:
+        return quantized_bytes(local(weight), dtype)
+    count = weight.numel()
+    return count // 2 + count // NF4_BLOCK if dtype == "nf4" else count + 4 * weight.shape[0]

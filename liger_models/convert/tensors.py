@@ -16,6 +16,7 @@ from liger_models.convert.format import format_of
 from liger_models.convert.sharded import Part, fill_part
 from liger_models.convert.weight_map import Expression, WeightMap
 from liger_models.kernels.checks import check
+from liger_models.kernels.moe.quantized import QuantizedExperts, dense
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import Layer, named_layers
 from liger_models.layers.linear import is_sharded
@@ -403,11 +404,15 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _full(tensor: Any) -> Tensor:
-    """A DTensor gathered on the device of its mesh; any other tensor unchanged."""
+    """A DTensor gathered on the device of its mesh; any other tensor unchanged. Quantised experts are dequantised."""
     if not is_sharded(tensor):
-        whole: Tensor = tensor
-    else:  # FSDP with cpu_offload keeps it on the CPU, where the mesh's backend may not communicate
-        whole = tensor.to(tensor.device_mesh.device_type).full_tensor()
+        return dense(tensor)
+    part = tensor.to_local()
+    if isinstance(part, QuantizedExperts):
+        sizes = {"shape": tensor.shape, "stride": tensor.stride()}
+        tensor = tensor.from_local(part.dense(), tensor.device_mesh, tensor.placements, run_check=False, **sizes)
+    # FSDP with cpu_offload keeps it on the CPU, where the mesh's backend may not communicate.
+    whole: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
     return whole
 
 

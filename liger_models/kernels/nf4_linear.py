@@ -128,15 +128,18 @@ def _scale(scale_ptr, factor_ptr, mean, block, inside, dtype: tl.constexpr, SCAL
 @triton.jit
 def _nf4_weight_kernel(
     code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, w_ptr, pieces,
-    PAIRS: tl.constexpr, PIECES_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr, PIECES: tl.constexpr,
+    PAIRS: tl.constexpr, PIECES_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr,
+    PIECES_PER_MEAN: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """A piece is PAIRS bytes of codes with one scale, which is read and computed once for the piece."""
     dtype: tl.constexpr = table_ptr.dtype.element_ty
-    mean = tl.load(mean_ptr).to(tl.float32)
     pairs, numbers = tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
     piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
     inside = piece < pieces
     mask = inside[:, None]
+    if PIECES_PER_MEAN:
+        mean_ptr += piece // PIECES_PER_MEAN
+    mean = tl.load(mean_ptr, mask=inside if PIECES_PER_MEAN else None).to(tl.float32)
     scale = _scale(scale_ptr, factor_ptr, mean, piece // PIECES_PER_SCALE, inside, dtype, SCALES_PER_FACTOR)
     pair = tl.load(code_ptr + piece[:, None] * PAIRS + pairs[None, :], mask=mask, other=0).to(tl.int32)
     first = tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale[:, None]
@@ -264,7 +267,7 @@ def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tens
     """Launch the kernel: the weight [rows, columns], rounded to the dtype of the table and then cast to ``dtype``.
 
     Args:
-        packed: codes, scales, factors, mean, table.
+        packed: codes, scales, factors, mean, table. Several means are those of equal parts of the rows.
         layout: rows, columns, codes for each scale, scales for each factor.
         dtype: float32, float16 or bfloat16.
     """
@@ -277,7 +280,8 @@ def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tens
     with on_device_of(codes):
         _nf4_weight_kernel[(triton.cdiv(pieces, step),)](
             codes, scales, factors, mean, table, weight, pieces, PAIRS=pairs, PIECES_PER_SCALE=bytes_ // pairs,
-            SCALES_PER_FACTOR=per_factor, PIECES=step, num_warps=NUM_WARPS,
+            SCALES_PER_FACTOR=per_factor, PIECES_PER_MEAN=pieces // mean.numel() if mean.numel() > 1 else 0,
+            PIECES=step, num_warps=NUM_WARPS,
         )  # fmt: skip
     return weight
 
@@ -286,7 +290,8 @@ def nf4_dense_reference(packed: Packed, layout: Sequence[int], dtype: torch.dtyp
     """What `nf4_dense` computes, in plain torch."""
     codes, scales, factors, mean, table = packed
     rows, columns, codes_per_scale, per_factor = layout
-    scale = (scales.view(-1, per_factor) / factors[:, None]).to(table.dtype) + mean
+    scale = (scales.view(-1, per_factor) / factors.view(-1, 1)).to(table.dtype)
+    scale = scale.view(mean.numel(), -1) + mean.view(-1, 1)
     numbers = table[torch.stack([codes >> 4, codes & 15], -1).long()]
     return (numbers.view(-1, codes_per_scale) * scale.view(-1, 1)).view(rows, columns).to(dtype)
 

@@ -19,12 +19,16 @@ from liger_models.kernels.collectives import (
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.moe.expert_parallel import moe_mlp_over
 from liger_models.kernels.moe.experts import check_expert_act, moe_mlp, moe_mlp_reference
+from liger_models.kernels.moe.quantized import QuantizedExperts, dense
 from liger_models.kernels.moe.routing import route, route_reference
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights
 from liger_models.memory.recompute import run_twice
+
+MATRICES = ("gate_up_weight", "down_weight")
+"""The parameters of `LigerMoE` that hold the experts' matrices."""
 
 
 class LigerMoE(Layer):
@@ -102,8 +106,14 @@ class LigerMoE(Layer):
 
     def adapted_weight(self, name: str, *, merge: bool) -> Tensor:
         """See `Layer.adapted_weight`."""
-        weight: Tensor = self.lora.merged(name, getattr(self, name)) if merge else getattr(self, name).detach()
-        return weight
+        weight = getattr(self, name).detach()
+        return self.lora.merged(name, weight) if merge else dense(weight)
+
+    @property
+    def quantized_weights(self) -> dict[str, QuantizedExperts]:
+        """The names of the parameters whose matrices are quantised, and this rank's part of them."""
+        parts = {name: local(getattr(self, name)) for name in MATRICES}
+        return {name: each for name, each in parts.items() if isinstance(each, QuantizedExperts)}
 
     def set_policy(self, policy: str) -> None:
         """Recompute gate and up under every policy but "none"."""
@@ -232,17 +242,17 @@ class LigerMoE(Layer):
         assert gate_up_weight is not None
         assert down_weight is not None
         inputs = rows, weights, experts, gate_up_weight, down_weight
-        options: dict[str, Any] = {"act": self.act, "limit": self.limit}
         dropout = 0.0 if self.lora is None else self.lora.dropout
+        options: dict[str, Any] = {"act": self.act, "limit": self.limit, "dropout": dropout}
         others = *biases, *low_ranks
         if expert is not None:
-            y = moe_mlp_over(*inputs, expert, *others, recompute=self.recompute, dropout=dropout, **options)
-        elif fused and dropout == 0:
+            y = moe_mlp_over(*inputs, expert, *others, recompute=self.recompute, **options)
+        elif fused:
             y = moe_mlp(*inputs, *others, recompute=self.recompute, **options)
         elif self.recompute and torch.is_grad_enabled():
-            y = run_twice(partial(moe_mlp_reference, dropout=dropout, **options), *inputs, *others)
+            y = run_twice(partial(moe_mlp_reference, **options), *inputs, *others)
         else:
-            y = moe_mlp_reference(*inputs, *others, dropout=dropout, **options)
+            y = moe_mlp_reference(*inputs, *others, **options)
         return reduce_from_region(y.view(x.shape), group), logits
 
     def _of_all_tokens(

@@ -26,7 +26,8 @@ from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import group_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.groups import ParallelGroups
-from liger_models.layers.layer import layers_of, routed_layers
+from liger_models.layers.layer import layers_of, named_layers, routed_layers
+from liger_models.layers.moe import LigerMoE
 from liger_models.layers.stored import stored_weights
 from liger_models.memory.recompute import is_compiled
 from liger_models.parallel.agreement import check_first_forward
@@ -96,6 +97,12 @@ def apply_fsdp(
         not isinstance(model, FSDPModule),
         f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is. Call it once for each model.",
     )
+    mixtures = {name: layer for name, layer in named_layers(model) if isinstance(layer, LigerMoE)}
+    quantised = [name for name, layer in mixtures.items() if layer.quantized_weights and layer.groups.expert is None]
+    check(
+        not quantised,
+        f"apply_fsdp: experts must not be quantised, got {', '.join(quantised[:2])} and others. Call apply_ep before.",
+    )
     for adapted in adapted_layers(model).values():
         if isinstance(adapted, LoRALinear):
             adapted.store()
@@ -122,6 +129,9 @@ def apply_fsdp(
         balance=group_over(mesh) if routed_layers(model) and mesh.size() > 1 else model.groups.balance,
     )
     passes, options = BackwardPasses(), _options(mesh, param_dtype, reduce_dtype, cpu_offload)
+    # Quantised experts are frozen, and already distributed by apply_ep.
+    frozen = {getattr(layer, name) for layer in mixtures.values() for name in layer.quantized_weights}
+    options["ignored_params"] = frozen or None
     tied = model.lm_head.weight is model.embed_tokens.weight
     if tied:
         _shard([model.embed_tokens, model.lm_head], passes, reshard_after_forward=False, **options)

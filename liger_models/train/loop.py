@@ -134,8 +134,8 @@ class TrainOptions(ObjectiveOptions):
     )
     lora_tower: bool = option(default=False, metadata={"help": "adapt the vision tower, too"})
     lora_experts: bool = option(default=False, metadata={"help": "adapt the routed experts, too"})
-    lora_4bit: bool = option(default=False, metadata={"help": "4-bit weights under the adapters"})
-    lora_float8: bool = option(default=False, metadata={"help": "float8 weights under the adapters"})
+    lora_4bit: bool = option(default=False, metadata={"help": "4-bit weights of adapted layers and of experts"})
+    lora_float8: bool = option(default=False, metadata={"help": "float8 weights of adapted layers and of experts"})
     tensor_parallel: int = option(default=1, metadata={"help": "GPUs that share the layers, and the batch"})
     context_parallel: int = option(default=1, metadata={"help": "GPUs that share the tokens of a row, and the batch"})
     checkpointing: str | None = option(

@@ -13,7 +13,7 @@ from huggingface_hub.utils.tqdm import tqdm
 
 from liger_models.adapters.lora import apply_lora
 from liger_models.adapters.lora_layers import adapter_config
-from liger_models.adapters.quantize import quantised_bytes, quantised_layers
+from liger_models.adapters.quantize import quantised_bytes, quantised_experts, quantised_layers
 from liger_models.arch.auto import AutoLigerModel
 from liger_models.base.causal_lm import CausalLM
 from liger_models.generation.options import resolve
@@ -174,13 +174,14 @@ def estimate(
 
     This rank's parameters, gradients and the optimizer's moments are counted as they are. Activations, the head, and
     what FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation, but quantised
-    weights as they are stored. For these, what a product makes is counted besides: of 4-bit weights the dense one; in
-    float8 the transposed weight and the rows that it is multiplied with. On one device nothing is gathered.
+    weights as they are stored. For these, what a product makes is counted besides: of 4-bit weights and of experts the
+    dense ones; in float8 the transposed weight and the rows that it is multiplied with. On one device nothing is
+    gathered.
 
     Args:
         model: as it is trained; not sharded by `apply_tp`. It may be on the meta device.
         tokens: tokens of a batch on this rank.
-        four_bit: count the weights under the adapters in 4 bits, as after `quantize_base`.
+        four_bit: count the weights under the adapters, and experts, in 4 bits, as after `quantize_base`.
         float8: count them in float8, as after ``quantize_base(model, dtype="float8")``.
         moments_8bit: count the moments in 8 bits, as ``LigerAdamW(state_dtype=torch.int8)`` has them.
         muon: count what `LigerMuon` holds: one momentum for each matrix.
@@ -191,14 +192,15 @@ def estimate(
         if adapters is not None:
             apply_lora(empty, adapters)
     step = training_memory(empty, tokens, torch.bfloat16)
-    kind = "nf4" if four_bit else "float8"
-    layers = quantised_layers(empty) if four_bit or float8 else []
+    quantised, kind = four_bit or float8, "nf4" if four_bit else "float8"
+    layers = quantised_layers(empty) if quantised else []
     shapes = {layer.weight: layer.weight.shape for layer in layers}
+    experts = {*quantised_experts(model)} if quantised else set()
     base = {each.weight for each in quantised_layers(model) if stored_weight(each) is None} if layers else set()
     matrices = {*model.hidden_matrices().values()} if muon else set()
 
     def bytes_of(each: Any) -> int:
-        return quantised_bytes(each.shape, kind) if each in base else int(local(each).nbytes)
+        return quantised_bytes(each, kind) if each in base or each in experts else int(local(each).nbytes)
 
     def moments(each: Any) -> list[int]:
         if each in matrices:
@@ -207,14 +209,19 @@ def estimate(
 
     ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
     gathered = 2 * (sum(ends.values()) + 2 * max(sum(p.numel() for p in block.parameters()) for block in empty.layers))
-    if layers:
+    if quantised:
+        own = {*quantised_experts(empty)}  # of a rank, never gathered
         saved = [
-            [2 * p.numel() - quantised_bytes(p.shape, kind) for p in block.parameters() if p in shapes]
+            [2 * p.numel() - (0 if p in own else quantised_bytes(p, kind)) for p in block.parameters() if p in all_of]
+            for all_of in [shapes.keys() | own]
             for block in empty.layers
         ]
         gathered = gathered - 2 * max(map(sum, saved)) if any(map(is_sharded, model.parameters())) else 0
-        largest = max(shape.numel() for shape in shapes.values())
-        gathered += 2 * largest if four_bit else largest + tokens * max(map(max, shapes.values()))
+        made = [2 * local(each).numel() for each in experts]
+        if layers:
+            largest = max(shape.numel() for shape in shapes.values())
+            made.append(2 * largest if four_bit else largest + tokens * max(map(max, shapes.values())))
+        gathered += max(made, default=0)
     of_rank = with_parameters(step, model, {each: bytes_of(each) for each in model.parameters()}, moments)
     return of_rank._replace(temporary=gathered)
 

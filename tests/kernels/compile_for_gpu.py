@@ -49,6 +49,7 @@ from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_models.kernels.linear_kl_div import linear_kl_div
 from liger_models.kernels.linear_logprobs import fused_linear_logprobs
 from liger_models.kernels.moe import moe_mlp, route
+from liger_models.kernels.moe.quantized import quantize_experts
 from liger_models.kernels.newton_schulz import newton_schulz
 from liger_models.kernels.nf4_linear import nf4_linear
 from liger_models.kernels.norm_linear import layer_norm_linear, rms_norm_linear
@@ -201,7 +202,10 @@ def run_experts(X: int, K: int, F: int) -> None:
         pairs = {"gate_up_low_rank": (draw(X, 16, 256), draw(X, 2 * F, 16))}
         pairs["down_low_rank"] = draw(X, 16, F), draw(X, 256, 16)
         frozen = weights.detach(), experts, *(each.detach() for each in matrices)
-        differentiate(moe_mlp(x, *frozen, *biases, **pairs, act=act, limit=7.0))
+        differentiate(moe_mlp(x, *frozen, *biases, **pairs, act=act, limit=7.0, dropout=0.1))
+        for kind in ("nf4", "float8"):
+            stored = [quantize_experts(each.detach(), kind) for each in matrices]
+            differentiate(moe_mlp(x, *frozen[:2], *stored, *biases, **pairs, act=act, limit=7.0))
 
 
 def run_sinks() -> None:

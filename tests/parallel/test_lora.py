@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from liger_models import LigerLlama, LigerMixtral
-from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, lora_layers, merge_lora, save_adapter
+from liger_models.adapters import (
+    LoRAConfig,
+    apply_lora,
+    load_adapter,
+    lora_layers,
+    merge_lora,
+    quantize_base,
+    save_adapter,
+)
 from liger_models.convert import get_hf_state_dict
 from liger_models.parallel import apply_ep, apply_fsdp, compile_blocks, load_state, save_state, targets_per_rank
 
@@ -232,3 +240,41 @@ def experts_resumed(folder: str) -> bool:
 
 def test_a_run_with_experts_goes_on_from_its_state(two, tmp_path):
     assert all(two(experts_resumed, str(tmp_path)))
+
+
+def quantised_experts(dtype: str, quantise_first: bool, policy: str, folder: str) -> tuple[dict[str, Tensor], Any, Any]:
+    """Experts alone have adapters: linear layers in fewer bits are not sharded."""
+    model = stir(apply_lora(mixture(), LoRAConfig(**EXPERTS | {"target_modules": []})))
+    if quantise_first:
+        quantize_base(model, dtype=dtype)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks > 1:
+        mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "ep"))
+        apply_ep(model, mesh["ep"])
+    if not quantise_first:
+        quantize_base(model, dtype=dtype)
+    if ranks > 1:
+        apply_fsdp(model, mesh, param_dtype=None)
+    model.set_checkpointing(policy)
+    got = run_experts(model, dist.get_rank() if ranks > 1 else 0, ranks)
+    save_adapter(model, folder)
+    stored = [each.shape[0] for each in model.layers[0].mlp.quantized_weights.values()]
+    return got, get_hf_state_dict(model), stored
+
+
+@pytest.mark.parametrize(("dtype", "first"), [("nf4", True), ("float8", False)])
+def test_quantised_experts_on_ranks_are_one(two, dtype, first, tmp_path):
+    """Quantised before they are distributed, or on each rank: gradients, files and merged tensors of one process."""
+    pytest.importorskip("torchao")
+    want, merged, stored = quantised_experts(dtype, True, "none", str(tmp_path / "one"))
+    assert stored == [4, 4]
+    for got, tensors, part in two(quantised_experts, dtype, first, "selective", str(tmp_path / "two")):
+        assert part == [2, 2]
+        assert got.keys() == want.keys()
+        for name, gradient in want.items():
+            torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6)
+        for name, tensor in merged.items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-4, atol=1e-5)
+    one, other = (load_adapter(mixture(), tmp_path / name) for name in ("one", "two"))
+    for name, parameter in one.named_parameters():
+        torch.testing.assert_close(other.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)

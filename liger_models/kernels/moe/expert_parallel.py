@@ -10,7 +10,7 @@ from liger_models.kernels.collectives import Group, all_to_all
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.norm_linear import LowRank
 
-from .experts import moe_mlp, moe_mlp_reference
+from .experts import moe_mlp
 from .permutation import permute, unpermute
 
 
@@ -84,8 +84,7 @@ def moe_mlp_over(
         ranks: the process group, of size R.
         gate_up_bias, down_bias: [X / R, 2 F] and [X / R, C], this rank's; None for none.
         gate_up_low_rank, down_low_rank: as in `moe_mlp`, of this rank's experts.
-        act, limit, recompute: as in `moe_mlp`.
-        dropout: as in `moe_mlp_reference`, which then runs.
+        act, limit, recompute, dropout: as in `moe_mlp`.
 
     Returns:
         [N, C] in the dtype of the weights.
@@ -107,8 +106,5 @@ def moe_mlp_over(
     local_experts = local_experts.repeat_interleave(incoming.reshape(-1), output_size=sum(received)).unsqueeze(1)
     low_ranks = gate_up_low_rank, down_low_rank
     inputs = rows, factors, local_experts, gate_up_weight, down_weight, gate_up_bias, down_bias, *low_ranks
-    if use_triton(rows) and dropout == 0:
-        y = moe_mlp(*inputs, act=act, limit=limit, recompute=recompute)
-    else:
-        y = moe_mlp_reference(*inputs, act=act, limit=limit, dropout=dropout)
+    y = moe_mlp(*inputs, act=act, limit=limit, recompute=recompute, dropout=dropout)
     return _Unpermute.apply(all_to_all(y, received, sent, ranks), order, slot, K)  # type: ignore[no-any-return]

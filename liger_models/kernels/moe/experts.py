@@ -27,14 +27,23 @@ their own, and the backward recomputes A_e · r_j::
     dB_e = Σ_j du_j ⊗ (A_e · r_j),   dA_e = Σ_j (B_eᵀ · du_j) ⊗ r_j     gate and up
     dB_e = Σ_j d_j ⊗ (A_e · p_j),    dA_e = Σ_j (B_eᵀ · d_j) ⊗ p_j      down
 
-Saved: x (unless no backward needs it), the weights, order, slot, ends, and u (without its bias). With ``recompute`` u
-is not saved: the backward recomputes it bit for bit, and du overwrites it. The sorted copies of x and the gated product
-are never saved. Gradients that nobody needs cost nothing; every gradient has the dtype of its input. The backward is
-one op, so a compiler cannot see what it recomputes and save the forward's instead.
+Their inputs r_j and A(u_j) may have dropout (`dropout`), whose elements are drawn again wherever they are needed.
+
+Frozen matrices may be quantised (`quantized`). They are dequantised right before each product, gate and up apart from
+down, and freed after it.
+
+Saved: x (unless no backward needs it), the weights as they are stored, order, slot, ends, and u (without its bias).
+With ``recompute`` u is not saved: the backward recomputes it bit for bit, and du overwrites it. The sorted copies of x
+and the gated product are never saved. Gradients that nobody needs cost nothing; every gradient has the dtype of its
+input. The backward is one op, so a compiler cannot see what it recomputes and save the forward's instead.
 
 Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841; the gradient of the routing weights without
 the experts' outputs: https://arxiv.org/abs/2512.14080.
 """
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +59,10 @@ from liger_models.kernels.gated_act import (
 )
 from liger_models.kernels.norm_linear import LowRank, given_or_empty, low_rank_pair
 
+from .dropout import draw_seed, drop
 from .grouped_mm import grouped_mm, grouped_outer, grouped_sum, library_runs
 from .permutation import MAX_COPIES, MAX_EXPERTS, permute, sort_by_expert, unpermute
+from .quantized import SCHEMA, dense, experts_for_op, experts_from_op, few_product, takes_few
 
 ACT_BLOCK = 1024
 """Gate and up pairs per step of the activation's backward. A program walks a whole row: its dot product is one sum."""
@@ -95,9 +106,9 @@ def moe_mlp_reference(
     """`moe_mlp` in plain torch (differentiable; fp64 stays fp64).
 
     The loop over the experts is an op of its own, so a compiler need not trace it: the host must wait for the experts'
-    row counts. ``dropout`` is the probability of dropping an element of the low-rank terms' input, which `moe_mlp` does
-    not have.
+    row counts. Quantised matrices are dequantised first, both of them. Dropout draws other elements than `moe_mlp`.
     """
+    gate_up_weight, down_weight = dense(gate_up_weight), dense(down_weight)
     N, K = experts.shape
     chosen = experts.reshape(-1)
     order = chosen.argsort(stable=True)
@@ -270,11 +281,28 @@ def _low_rank_library(library: bool, A: Tensor, B: Tensor) -> bool:
     return library and A.shape[1] % 8 == 0 and A.data_ptr() % 16 == 0 and B.data_ptr() % 16 == 0
 
 
-def _product(rows: Tensor, weight: Tensor, low_rank: LowRank | None, ends: Tensor, library: bool) -> Tensor:
+Drop = Callable[[Tensor], Tensor]
+"""Dropout of sorted rows."""
+
+
+def _drops(order: Tensor, seed: Tensor | None, dropout: float, K: int) -> tuple[Drop, Drop]:
+    """Dropout of the low-rank inputs of gate and up, and of down; copies of a token share that of gate and up."""
+    if seed is None:
+        return (lambda rows: rows), (lambda rows: rows)
+    options: dict[str, Any] = {"order": order, "seed": seed, "dropout": dropout}
+    return partial(drop, K=K, number=0, **options), partial(drop, K=1, number=1, **options)
+
+
+def _product(
+    rows: Tensor, weight: Tensor, low_rank: LowRank | None, ends: Tensor, library: bool, drop_rows: Drop
+) -> Tensor:
     """Each row times the transposed matrix of its expert: [S, in], [X, out, in] -> [S, out]."""
-    out = grouped_mm(rows, weight.transpose(1, 2), ends, library)
+    if takes_few(rows, weight):
+        out = few_product(rows, weight, ends)
+    else:
+        out = grouped_mm(rows, dense(weight).transpose(1, 2), ends, library)
     if low_rank is not None:
-        library = _low_rank_library(library, *low_rank)
+        rows, library = drop_rows(rows), _low_rank_library(library, *low_rank)
         for matrix in low_rank:
             rows = grouped_mm(rows, matrix.transpose(1, 2), ends, library)
         out += rows
@@ -282,27 +310,27 @@ def _product(rows: Tensor, weight: Tensor, low_rank: LowRank | None, ends: Tenso
 
 
 def _input_gradient(
-    d_out: Tensor, weight: Tensor, low_rank: LowRank | None, ends: Tensor, library: bool
+    d_out: Tensor, weight: Tensor, low_rank: LowRank | None, ends: Tensor, library: bool, drop_rows: Drop
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of the rows [S, in] of `_product`, and that of the low-rank rows [S, R] if there are any."""
-    d_rows = grouped_mm(d_out, weight, ends, library)
+    d_rows = grouped_mm(d_out, dense(weight), ends, library)
     if low_rank is None:
         return d_rows, None
     A, B = low_rank
     library = _low_rank_library(library, A, B)
     h = grouped_mm(d_out, B, ends, library)
-    d_rows += grouped_mm(h, A, ends, library)
+    d_rows += drop_rows(grouped_mm(h, A, ends, library))
     return d_rows, h
 
 
 def _low_rank_gradients(
     d_out: Tensor, h: Tensor | None, rows: Tensor | None, low_rank: LowRank | None, ends: Tensor, library: bool,
-    needs: list[bool],
+    needs: list[bool], drop_rows: Drop,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """dA and dB of `_product`, each None unless it is needed; ``h`` is from `_input_gradient`."""
-    if low_rank is None or rows is None:
+    if low_rank is None or rows is None or not any(needs):
         return None, None
-    A, B = low_rank
+    (A, B), rows = low_rank, drop_rows(rows)
     library = _low_rank_library(library, A, B)
     dA = dB = None
     if needs[0]:
@@ -312,16 +340,18 @@ def _low_rank_gradients(
     return dA, dB
 
 
+_OTHERS = f"Tensor? seed=None, float dropout=0.0, {SCHEMA.format('gate_up_')}, {SCHEMA.format('down_')}"
 LIBRARY.define(
     "moe_mlp(Tensor x, Tensor weights, Tensor experts, Tensor gate_up_weight, Tensor down_weight, str act,"
     " bool recompute, Tensor? gate_up_bias=None, Tensor? down_bias=None, float limit=0.0, Tensor? gate_up_A=None,"
-    " Tensor? gate_up_B=None, Tensor? down_A=None, Tensor? down_B=None)"
+    f" Tensor? gate_up_B=None, Tensor? down_A=None, Tensor? down_B=None, {_OTHERS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "moe_mlp_backward(Tensor dy, Tensor? x, Tensor weights, Tensor order, Tensor slot, Tensor ends, Tensor? gate_up,"
     " Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_A,"
-    " Tensor? gate_up_B, Tensor? down_A, Tensor? down_B, str act, float limit, ScalarType x_dtype, bool[10] needs)"
+    " Tensor? gate_up_B, Tensor? down_A, Tensor? down_B, str act, float limit, ScalarType x_dtype, bool[10] needs,"
+    f" {_OTHERS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -331,26 +361,33 @@ def _moe_mlp(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor, act: str, recompute: bool,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float = 0.0,
     gate_up_A: Tensor | None = None, gate_up_B: Tensor | None = None, down_A: Tensor | None = None,
-    down_B: Tensor | None = None,
+    down_B: Tensor | None = None, seed: Tensor | None = None, dropout: float = 0.0, *stored: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    gate_up_weight, down_weight = gate_up_weight.contiguous(), down_weight.contiguous()
-    X, dtype = gate_up_weight.shape[0], gate_up_weight.dtype
+    gate_up_weight, down_weight = _matrices(gate_up_weight, down_weight, stored)
+    (X, width, _), dtype = gate_up_weight.shape, gate_up_weight.dtype
     if weights.numel() == 0:
         empty = experts.new_zeros(0, dtype=torch.int32)
-        gate_up = gate_up_weight.new_empty(0) if recompute else gate_up_weight.new_empty(0, gate_up_weight.shape[1])
+        gate_up = x.new_empty(0 if recompute else (0, width), dtype=dtype)
         return x.new_empty(x.shape, dtype=dtype), empty, empty.clone(), empty.new_zeros(X), gate_up
     library = library_runs(gate_up_weight, down_weight)
     order, slot, ends = sort_by_expert(experts, X)
+    drop_in, drop_out = _drops(order, seed, dropout, experts.shape[1])
     rows = permute(x, slot, dtype)
-    gate_up = _product(rows, gate_up_weight, _contiguous_pair(gate_up_A, gate_up_B), ends, library)
+    gate_up = _product(rows, gate_up_weight, _contiguous_pair(gate_up_A, gate_up_B), ends, library, drop_in)
     del rows
-    product = _act(gate_up, _contiguous(gate_up_bias), ends, act, limit)
+    gated = _act(gate_up, _contiguous(gate_up_bias), ends, act, limit)
     if recompute:
         gate_up = gate_up.new_empty(0)
-    rows = _product(product, down_weight, _contiguous_pair(down_A, down_B), ends, library)
-    del product
+    rows = _product(gated, down_weight, _contiguous_pair(down_A, down_B), ends, library, drop_out)
+    del gated
     y = unpermute(rows, slot, weights.contiguous(), x.shape[0], dtype, _contiguous(down_bias), experts)
     return y, order, slot, ends, gate_up
+
+
+def _matrices(gate_up_weight: Tensor, down_weight: Tensor, stored: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """The matrices of gate and up, and of down, of the arguments of an op."""
+    gate_up_weight = experts_from_op(gate_up_weight.contiguous(), stored[:5])
+    return gate_up_weight, experts_from_op(down_weight.contiguous(), stored[5:])
 
 
 def _contiguous(bias: Tensor | None) -> Tensor | None:
@@ -366,13 +403,13 @@ def _moe_mlp_backward(
     dy: Tensor, x: Tensor | None, weights: Tensor, order: Tensor, slot: Tensor, ends: Tensor, gate_up: Tensor | None,
     gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, act: str,
-    limit: float, x_dtype: torch.dtype, needs: list[bool],
+    limit: float, x_dtype: torch.dtype, needs: list[bool], seed: Tensor | None = None, dropout: float = 0.0,
+    *stored: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias, *need_low_ranks = needs
     need_pair, need_down_pair = need_low_ranks[:2], need_low_ranks[2:]
     need_rows = need_gate_up or any(need_pair)
     need_d_gate_up = need_x or need_rows or need_gate_up_bias
-    N, dtype = dy.shape[0], gate_up_weight.dtype
     optional = gate_up_bias, down_bias, gate_up_A, gate_up_B, down_A, down_B
     given = (dy if each is None else each for each in optional)
     likes = dy.new_empty(0, dtype=x_dtype), weights, gate_up_weight, down_weight, *given
@@ -380,7 +417,9 @@ def _moe_mlp_backward(
         shapes = dy.shape, *(like.shape for like in likes[1:])
         shaped = zip(likes, shapes, needs, strict=True)
         return tuple(like.new_zeros(shape if need else 0) for like, shape, need in shaped)
-    gate_up_weight, down_weight = gate_up_weight.contiguous(), down_weight.contiguous()
+    gate_up_weight, down_weight = _matrices(gate_up_weight, down_weight, stored)
+    N, dtype = dy.shape[0], gate_up_weight.dtype
+    drop_in, drop_out = _drops(order, seed, dropout, weights.shape[1])
     low_rank, down_low_rank = _contiguous_pair(gate_up_A, gate_up_B), _contiguous_pair(down_A, down_B)
     library = library_runs(gate_up_weight, down_weight)
     dx = d_gate_up_weight = d_down_weight = d_gate_up_bias = d_down_bias = rows = g = h = None
@@ -389,13 +428,13 @@ def _moe_mlp_backward(
     if gate_up is None:
         assert x is not None
         rows = permute(x, slot, dtype)
-        gate_up = _product(rows, gate_up_weight, low_rank, ends, library)
+        gate_up = _product(rows, gate_up_weight, low_rank, ends, library, drop_in)
         if not need_rows:
             rows = None
     d_rows = permute(dy, slot, dtype)
     if need_d_gate_up or need_weights:
-        g, h = _input_gradient(d_rows, down_weight, down_low_rank, ends, library)
-    d_gate_up, product, d_weights = _act_backward(
+        g, h = _input_gradient(d_rows, down_weight, down_low_rank, ends, library, drop_out)
+    d_gate_up, gated, d_weights = _act_backward(
         g, gate_up, weights.contiguous(), order, ends, d_rows, _contiguous(gate_up_bias), _contiguous(down_bias), act,
         limit, need_d_gate_up=need_d_gate_up, need_product=need_down or any(need_down_pair),
         need_d_weights=need_weights, overwrite_gate_up=own,
@@ -403,10 +442,10 @@ def _moe_mlp_backward(
     del g, gate_up
     if down_bias is not None and need_down_bias:
         d_down_bias = grouped_sum(d_rows, ends, down_bias.dtype, weights.contiguous(), order)
-    if product is not None and need_down:
-        d_down_weight = grouped_outer(d_rows, product, ends, library)
-    d_down_pair = _low_rank_gradients(d_rows, h, product, down_low_rank, ends, library, need_down_pair)
-    del d_rows, product, h
+    if gated is not None and need_down:
+        d_down_weight = grouped_outer(d_rows, gated, ends, library)
+    d_down_pair = _low_rank_gradients(d_rows, h, gated, down_low_rank, ends, library, need_down_pair, drop_out)
+    del d_rows, gated, h
     if d_gate_up is not None and gate_up_bias is not None and need_gate_up_bias:
         d_gate_up_bias = grouped_sum(d_gate_up, ends, gate_up_bias.dtype)
     if d_gate_up is not None:
@@ -420,8 +459,8 @@ def _moe_mlp_backward(
             rows = None
         h = dx_rows = None
         if need_x:
-            dx_rows, h = _input_gradient(d_gate_up, gate_up_weight, low_rank, ends, library)
-        d_pair = _low_rank_gradients(d_gate_up, h, rows, low_rank, ends, library, need_pair)
+            dx_rows, h = _input_gradient(d_gate_up, gate_up_weight, low_rank, ends, library, drop_in)
+        d_pair = _low_rank_gradients(d_gate_up, h, rows, low_rank, ends, library, need_pair, drop_in)
         del d_gate_up, rows, h
         if dx_rows is not None:
             dx = unpermute(dx_rows, slot, None, N, x_dtype)
@@ -432,13 +471,14 @@ def _moe_mlp_backward(
 @torch.library.register_fake("liger_models::moe_mlp", lib=LIBRARY)
 def _moe_mlp_fake(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor, act: str, recompute: bool,
-    *rest: object,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     X, width, _ = gate_up_weight.shape
+    dtype = (rest[13] if len(rest) > 13 else None) or gate_up_weight.dtype
     copies = experts.numel()
     order = experts.new_empty(copies, dtype=torch.int32)
-    gate_up = gate_up_weight.new_empty(0 if recompute else (copies, width))
-    return gate_up_weight.new_empty(x.shape), order, torch.empty_like(order), order.new_empty(X), gate_up
+    gate_up = x.new_empty(0 if recompute else (copies, width), dtype=dtype)
+    return x.new_empty(x.shape, dtype=dtype), order, torch.empty_like(order), order.new_empty(X), gate_up
 
 
 @torch.library.register_fake("liger_models::moe_mlp_backward", lib=LIBRARY)
@@ -446,7 +486,7 @@ def _moe_mlp_backward_fake(
     dy: Tensor, x: Tensor | None, weights: Tensor, order: Tensor, slot: Tensor, ends: Tensor, gate_up: Tensor | None,
     gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None, act: str,
-    limit: float, x_dtype: torch.dtype, needs: list[bool],
+    limit: float, x_dtype: torch.dtype, needs: list[bool], *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     optional = gate_up_bias, down_bias, gate_up_A, gate_up_B, down_A, down_B
     given = (dy if each is None else each for each in optional)
@@ -456,7 +496,8 @@ def _moe_mlp_backward_fake(
 
 def _setup(ctx, inputs, output):
     x, weights, _, gate_up_weight, down_weight, ctx.act, recompute, *biases, ctx.limit = inputs[:10]
-    low_ranks = inputs[10:]
+    low_ranks, (seed, ctx.dropout), stored = inputs[10:14], inputs[14:16], inputs[16:]
+    ctx.dtypes = stored[4], stored[9]
     _, order, slot, ends, gate_up = output
     ctx.set_materialize_grads(False)
     ctx.x_dtype = x.dtype
@@ -465,25 +506,32 @@ def _setup(ctx, inputs, output):
     need_rows = recompute or every[3] or every[10] or every[11]
     ctx.save_for_backward(
         x if need_rows else None, weights, order, slot, ends, None if recompute else gate_up,
-        gate_up_weight, down_weight, *biases, *low_ranks,
+        gate_up_weight, down_weight, *biases, *low_ranks, seed, *stored[:4], *stored[5:9],
     )  # fmt: skip
 
 
+ARGUMENTS = 26
+"""Of the op."""
+
+
 def _every_need(ctx) -> list[bool]:
-    """``needs_input_grad`` of all 14 arguments: those that have their default are left out of it."""
-    return [*ctx.needs_input_grad, *[False] * (14 - len(ctx.needs_input_grad))]
+    """``needs_input_grad`` of all arguments: those that have their default are left out of it."""
+    return [*ctx.needs_input_grad, *[False] * (ARGUMENTS - len(ctx.needs_input_grad))]
 
 
 def _backward(ctx, dy, *_):
     if dy is None:
-        return (None,) * 14
+        return (None,) * ARGUMENTS
     every = _every_need(ctx)
     needs = [every[i] for i in (0, 1, 3, 4, 7, 8, 10, 11, 12, 13)]
-    grads = torch.ops.liger_models.moe_mlp_backward(dy, *ctx.saved_tensors, ctx.act, ctx.limit, ctx.x_dtype, needs)
+    *tensors, seed = ctx.saved_tensors[:15]
+    stored = ctx.saved_tensors[15:]
+    rest = seed, ctx.dropout, *stored[:4], ctx.dtypes[0], *stored[4:], ctx.dtypes[1]
+    grads = torch.ops.liger_models.moe_mlp_backward(dy, *tensors, ctx.act, ctx.limit, ctx.x_dtype, needs, *rest)
     dx, d_weights, d_gate_up, d_down, *others = (
         grad if need else None for grad, need in zip(grads, needs, strict=True)
     )
-    return dx, d_weights, None, d_gate_up, d_down, None, None, *others[:2], None, *others[2:]
+    return dx, d_weights, None, d_gate_up, d_down, None, None, *others[:2], None, *others[2:], *[None] * 12
 
 
 torch.library.register_autograd("liger_models::moe_mlp", _backward, setup_context=_setup, lib=LIBRARY)
@@ -503,6 +551,7 @@ def moe_mlp(
     act: str = "silu",
     limit: float = 0.0,
     recompute: bool = False,
+    dropout: float = 0.0,
 ) -> Tensor:
     """``y[n] = Σ_k weights[n, k] · (act(x[n] @ Wguᵀ + bgu) @ Wdᵀ + bd)`` with the matrices of expert ``experts[n, k]``.
 
@@ -510,7 +559,8 @@ def moe_mlp(
         x: [N, C], float32, float16 or bfloat16.
         weights: [N, K], from `route`.
         experts: [N, K] int64, in 0 to X − 1.
-        gate_up_weight: [X, 2 F, C]; in each expert row 2f is gate f and row 2f + 1 is up f.
+        gate_up_weight: [X, 2 F, C]; in each expert row 2f is gate f and row 2f + 1 is up f. It and the next may be
+            frozen `QuantizedExperts`.
         down_weight: [X, C, F], in the dtype of gate_up_weight. That is also the dtype of y; it may differ from x's, and
             autocast does not change it.
         gate_up_bias: [X, 2 F], ordered as the rows of gate_up_weight; None for none.
@@ -523,6 +573,8 @@ def moe_mlp(
         limit: of "clamped_swiglu", positive; other activations ignore it.
         recompute: do not save gate and up; the backward recomputes them at the cost of one more grouped product. The
             gradients are the same. The reference backend ignores it.
+        dropout: probability of dropping an element of the low-rank terms' inputs. The copies of a token drop the same
+            elements of x.
 
     Returns:
         [N, C] in the dtype of the weights.
@@ -573,13 +625,17 @@ def moe_mlp(
     if not (use_triton(x) and use_triton(gate_up_weight)):
         return moe_mlp_reference(
             x, weights, experts, gate_up_weight, down_weight, gate_up_bias, down_bias, gate_up_low_rank, down_low_rank,
-            act=act, limit=limit,
+            act=act, limit=limit, dropout=dropout,
         )  # fmt: skip
     # Without gradients nothing is saved: gate and up are freed before the last product.
     recompute = recompute or not torch.is_grad_enabled()
-    inputs = x, weights, experts, gate_up_weight, down_weight
+    (gate_up_weight, of_gate_up), (down_weight, of_down) = map(experts_for_op, (gate_up_weight, down_weight))
     low_ranks = *(gate_up_low_rank or (None, None)), *(down_low_rank or (None, None))
-    y: Tensor = torch.ops.liger_models.moe_mlp(*inputs, act, recompute, gate_up_bias, down_bias, limit, *low_ranks)[0]
+    seed = draw_seed(x.device) if dropout > 0 and low_ranks != (None,) * 4 else None
+    y: Tensor = torch.ops.liger_models.moe_mlp(
+        x, weights, experts, gate_up_weight, down_weight, act, recompute, gate_up_bias, down_bias, limit, *low_ranks,
+        seed, dropout, *of_gate_up, *of_down,
+    )[0]  # fmt: skip
     return y
 
 

@@ -81,22 +81,26 @@ torch.library.register_autograd(
 
 
 @triton.jit
+def _rows_of_tile(tile, ends_ptr, X, BLOCK_X: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """The expert whose rows a tile covers (X or more for none), its first row, and where the expert's rows end."""
+    lanes = tl.arange(0, BLOCK_X)
+    ends = tl.load(ends_ptr + lanes, mask=lanes < X, other=0)
+    starts = tl.load(ends_ptr + lanes - 1, mask=(lanes > 0) & (lanes < X), other=0)
+    tiles = (ends - starts + BLOCK_ROWS - 1) // BLOCK_ROWS  # each expert has as many tiles as its rows need
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    first = tl.sum(tl.where(lanes == expert, starts, 0), 0)
+    first += (tile - tl.sum(tl.where(lanes < expert, tiles, 0), 0)) * BLOCK_ROWS
+    return expert, first, tl.sum(tl.where(lanes == expert, ends, 0), 0)
+
+
+@triton.jit
 def _product_kernel(
     rows_ptr, weight_ptr, ends_ptr, out_ptr, X, IN, OUT, stride_x, stride_in, stride_out, PRECISION: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
     tiles_out = tl.cdiv(OUT, BLOCK_OUT)
-    tile = tl.program_id(0) // tiles_out
-    # Find the expert whose rows the tile covers: each expert has as many tiles as its rows need.
-    lanes = tl.arange(0, BLOCK_X)
-    ends = tl.load(ends_ptr + lanes, mask=lanes < X, other=0)
-    starts = tl.load(ends_ptr + lanes - 1, mask=(lanes > 0) & (lanes < X), other=0)
-    tiles = (ends - starts + BLOCK_ROWS - 1) // BLOCK_ROWS
-    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    expert, first, end = _rows_of_tile(tl.program_id(0) // tiles_out, ends_ptr, X, BLOCK_X, BLOCK_ROWS)
     if expert < X:
-        first = tl.sum(tl.where(lanes == expert, starts, 0), 0)
-        end = tl.sum(tl.where(lanes == expert, ends, 0), 0)
-        first += (tile - tl.sum(tl.where(lanes < expert, tiles, 0), 0)) * BLOCK_ROWS
         rows = first + tl.arange(0, BLOCK_ROWS)
         columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         row_starts = rows_ptr + rows.to(tl.int64)[:, None] * IN
@@ -206,6 +210,11 @@ def _tile(rows: Tensor) -> tuple[tuple[int, int, int], dict[str, Any]]:
     }
 
 
+def most_tiles(S: int, X: int, block_rows: int) -> int:
+    """Bound on the tiles that S rows of X experts need: the full ones, and a partial one of each expert with rows."""
+    return S // block_rows + min(S, X)
+
+
 def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, library: bool) -> Tensor:
     """Rows of each expert times its matrix: [S, in], [X, in, out] -> [S, out]. The weight may be a transposed view."""
     if library:
@@ -214,9 +223,8 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, library: bool) -> Ten
     S, X, width = rows.shape[0], weight.shape[0], weight.shape[2]
     out = torch.empty(S, width, dtype=rows.dtype, device=rows.device)
     (block_rows, block_out, block_in), constants = _tile(rows)
-    tiles = S // block_rows + min(S, X)  # at most: full tiles, plus a partial one per expert with rows
     with on_device_of(rows):
-        _product_kernel[(tiles * triton.cdiv(width, block_out),)](
+        _product_kernel[(most_tiles(S, X, block_rows) * triton.cdiv(width, block_out),)](
             rows, weight, ends, out, X, weight.shape[1], width, *weight.stride(),
             BLOCK_X=max(triton.next_power_of_2(X), 2), BLOCK_ROWS=block_rows, BLOCK_OUT=block_out, BLOCK_IN=block_in,
             **constants,

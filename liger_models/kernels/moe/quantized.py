@@ -1,0 +1,350 @@
+"""Frozen matrices of experts that are stored in fewer bits than they are multiplied in, and their grouped products.
+
+    NF4       codes of 4 bits, a scale of 8 bits for 64 of them, a factor for 256 scales, and a mean for each expert
+    float8    codes in e4m3, and a scale for each row of each expert's matrix
+
+Each expert is quantised by itself, so that every stored tensor has experts in its first dimension and shards over it.
+
+For rows that are sorted by expert, `moe_mlp` dequantises the matrices of all experts in one pass, multiplies dense ones
+and frees them. With few rows, as in a step of decoding, `few_product` reads the codes of the experts that have rows,
+and dequantises a tile right before it is multiplied. Both multiply the same numbers.
+
+Source: https://arxiv.org/abs/2305.14314 (NF4), https://arxiv.org/abs/2209.05433 (float8).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.batch_invariance import is_batch_invariant
+from liger_models.kernels.checks import check
+from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.frozen_float8_linear import quantize_rows_reference
+from liger_models.kernels.nf4_linear import _scale, nf4_dense, nf4_dense_reference
+
+from .grouped_mm import _rows_of_tile, _tile, most_tiles
+
+NF4_BLOCK = 64
+SCALES_PER_FACTOR = 256
+"""Numbers with one scale, and at most so many scales with one factor."""
+
+DENSE_BLOCK = 2048
+"""Codes in float8 that a program dequantises at a time."""
+
+FEW_ROWS = 16
+"""Rows of a tile of the kernel for few rows. It runs as long as an expert has no more rows than that on average."""
+
+FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128)}
+FEW_WARPS = 4
+FEW_STAGES = 4
+"""Of the kernel for few rows: results of a tile, codes of each that a step reads (in NF4 those of a scale), warps and
+pipeline stages."""
+
+ATTRIBUTES = ("codes", "scales", "factors", "means", "table")
+
+
+class QuantizedExperts(Tensor):
+    """Frozen matrices [X, O, C] of X experts in NF4 or float8, as a tensor that stands for the dense one.
+
+    It can be moved, copied, cast, saved, and split by experts. Casting changes the dtype of `dense` alone. Whatever
+    else needs numbers calls `dense`.
+
+    Attributes:
+        codes: NF4: uint8 [X, O, C / 2], the first of two in the upper half. Float8: float8_e4m3fn [X, O, C].
+        scales: NF4: int8 [X, blocks]. Float8: float32 [X, O].
+        factors, means: of NF4, [X, factors] and [X] in the dtype that was quantised; None for float8.
+        table: of NF4, the numbers [16] that the codes stand for; None for float8.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    factors: Tensor | None
+    means: Tensor | None
+    table: Tensor | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls: type["QuantizedExperts"],
+        codes: Tensor,
+        scales: Tensor,
+        factors: Tensor | None,
+        means: Tensor | None,
+        table: Tensor | None,
+        dtype: torch.dtype,
+    ) -> "QuantizedExperts":
+        X, out, width = codes.shape
+        width = width if table is None else 2 * width
+        made = torch.Tensor._make_wrapper_subclass(cls, (X, out, width), dtype=dtype, device=codes.device)
+        for name, value in zip(ATTRIBUTES, (codes, scales, factors, means, table), strict=True):
+            setattr(made, name, value)
+        return made
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """The stored tensors."""
+        return [each for name in ATTRIBUTES if (each := getattr(self, name)) is not None]
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the stored tensors."""
+        return sum(each.nbytes for each in self.stored)
+
+    def dense(self) -> Tensor:
+        """The matrices [X, O, C] in ``dtype``, newly made."""
+        X, out, width = self.shape
+        if self.factors is None or self.means is None or self.table is None:
+            make_float8 = float8_dense if use_triton(self.scales) else float8_dense_reference
+            return make_float8(self.codes, self.scales, self.dtype)
+        packed = self.codes.view(-1), self.scales.view(-1), self.factors.view(-1), self.means, self.table
+        layout = X * out, width, out * width // self.scales.shape[1], self.scales.shape[1] // self.factors.shape[1]
+        make_nf4 = nf4_dense if use_triton(self.table) else nf4_dense_reference
+        return make_nf4(packed, layout, self.dtype).view(X, out, width)
+
+    def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "QuantizedExperts":
+        """``function`` of each stored tensor, and of nothing for what is None."""
+        kept = {name: each for name in ATTRIBUTES if (each := getattr(self, name)) is not None}
+        return self.__tensor_unflatten__({name: function(each) for name, each in kept.items()}, dtype or self.dtype)
+
+    def of_experts(self, function: Callable[[Tensor], Tensor]) -> "QuantizedExperts":
+        """``function`` of each stored tensor that has experts in its first dimension."""
+        return self.map(lambda each: each if each is self.table else function(each))
+
+    @property
+    def kind(self) -> str:
+        """ "nf4" or "float8"."""
+        return "float8" if self.table is None else "nf4"
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"QuantizedExperts({self.kind}, {list(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return [name for name in ATTRIBUTES if getattr(self, name) is not None], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, Tensor], dtype: torch.dtype, *_: Any) -> "QuantizedExperts":
+        codes, scales, factors, means, table = (tensors.get(name) for name in ATTRIBUTES)
+        assert codes is not None
+        assert scales is not None
+        return QuantizedExperts(codes, scales, factors, means, table, dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, aten, (self, *rest) = kwargs or {}, torch.ops.aten, args
+        if func in (aten.detach.default, aten.alias.default, aten.clone.default):
+            return self.map(func)
+        if func in (aten._to_copy.default, aten.empty_like.default):
+            kept = {key: kwargs[key] for key in ("device", "non_blocking", "pin_memory") if key in kwargs}
+            return self.map(lambda each: func(each, **kept), kwargs.get("dtype"))
+        if func is aten.view.default and torch.Size(rest[0]) == self.shape:
+            return self.map(aten.alias.default)
+        if func is aten.split.Tensor and rest[1:] in ([], [0]):
+            starts = range(0, self.shape[0], rest[0])
+            return [self.of_experts(lambda each, first=first: each[first : first + rest[0]]) for first in starts]
+        if func is aten.copy_.default and isinstance(self, cls):
+            other = rest[0] if isinstance(rest[0], cls) else quantize_experts(rest[0], self.kind)
+            for mine, its in zip(self.stored, other.stored, strict=True):
+                mine.copy_(its)
+            return self
+        raise TypeError(f"QuantizedExperts: {func} has no meaning for codes. Call dense() for the numbers.")
+
+
+def dense(weight: Tensor) -> Tensor:
+    """The matrices as an ordinary tensor, whatever they are stored in."""
+    return weight.dense() if isinstance(weight, QuantizedExperts) else weight
+
+
+def quantize_experts(weight: Tensor, kind: str, device: torch.device | str | None = None) -> QuantizedExperts:
+    """Matrices [X, O, C] in NF4, with torchao's numbers for each expert, or in float8.
+
+    Args:
+        weight: [X, O, C], floating-point.
+        kind: "nf4" or "float8".
+        device: the device to which the matrices are moved, one after the other, and where they are quantised. Default:
+            that of weight.
+
+    Raises:
+        ImportError: torchao is not installed, for "nf4".
+        ValueError: for "nf4" the size of an expert's matrix is not a multiple of 64.
+    """
+    check(
+        kind == "float8" or weight.shape[1:].numel() % NF4_BLOCK == 0,
+        f"quantize_base: weights must have a multiple of {NF4_BLOCK} elements, got {list(weight.shape[1:])}.",
+    )
+    if weight.is_meta:
+        return _empty_experts(weight, kind)
+    if kind == "float8":
+        codes, scales = map(torch.stack, zip(*(quantize_rows_reference(m.to(device)) for m in weight), strict=True))
+        return QuantizedExperts(codes, scales, None, None, None, weight.dtype)
+    import torchao.quantization as torchao
+
+    X, out, width = weight.shape
+    size = out * width
+    scales_per_factor = math.gcd(size // NF4_BLOCK, SCALES_PER_FACTOR)
+    each = [torchao.to_nf4(matrix.to(device), NF4_BLOCK, scales_per_factor) for matrix in weight]
+    found = ([m.quantized_data, m.quantized_scalers, m.quantization_factor, m.scaler_mean] for m in each)
+    codes, scales, factors, means = map(torch.stack, zip(*found, strict=True))
+    return QuantizedExperts(codes.view(X, out, width // 2), scales, factors, means, each[0].nf4, weight.dtype)
+
+
+def _empty_experts(weight: Tensor, kind: str) -> QuantizedExperts:
+    """What `quantize_experts` makes of matrices on the meta device, likewise without values."""
+    X, out, width = weight.shape
+    if kind == "float8":
+        codes, rows = torch.empty_like(weight, dtype=torch.float8_e4m3fn), weight.new_empty(X, out, dtype=torch.float32)
+        return QuantizedExperts(codes, rows, None, None, None, weight.dtype)
+    blocks = out * width // NF4_BLOCK
+    codes = weight.new_empty(X, out, width // 2, dtype=torch.uint8)
+    scales, factors = weight.new_empty(X, blocks, dtype=torch.int8), blocks // math.gcd(blocks, SCALES_PER_FACTOR)
+    return QuantizedExperts(
+        codes, scales, weight.new_empty(X, factors), weight.new_empty(X), weight.new_empty(16), weight.dtype
+    )
+
+
+def quantized_bytes(weight: Tensor, kind: str) -> int:
+    """Bytes of the tensors that `quantize_experts` makes of matrices like these, [X, O, C]."""
+    X, out, width = weight.shape
+    if kind == "float8":
+        return X * out * (width + 4)
+    blocks = out * width // NF4_BLOCK
+    numbers = X * (blocks // math.gcd(blocks, SCALES_PER_FACTOR) + 1) + 16  # factors, means, and the table
+    return X * (out * width // 2 + blocks) + numbers * weight.itemsize
+
+
+def float8_dense_reference(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes [X, O, C] in float8 times scales [X, O], in plain torch."""
+    return (codes.float() * scales[..., None]).to(dtype)
+
+
+@triton.jit
+def _float8_dense_kernel(code_ptr, scale_ptr, w_ptr, C, BLOCK: tl.constexpr):
+    """A program dequantises one row."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(scale_ptr + row)
+    for start in range(0, C, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        code = tl.load(code_ptr + row * C + columns, mask=columns < C, other=0.0).to(tl.float32)
+        tl.store(w_ptr + row * C + columns, (code * scale).to(w_ptr.dtype.element_ty), mask=columns < C)
+
+
+def float8_dense(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Launch the kernel: codes [X, O, C] in float8 times scales [X, O]."""
+    weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    X, out, C = codes.shape
+    block = min(triton.next_power_of_2(C), DENSE_BLOCK)
+    with on_device_of(codes):
+        _float8_dense_kernel[(X * out,)](codes, scales, weight, C, BLOCK=block, num_warps=max(block // 512, 1))
+    return weight
+
+
+@triton.jit
+def _few_nf4_kernel(
+    rows_ptr, code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, ends_ptr, out_ptr, X, IN, OUT,
+    PRECISION: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    """A step reads the codes of one scale, BLOCK_IN, of BLOCK_OUT rows of the expert's matrix."""
+    tiles_out = tl.cdiv(OUT, BLOCK_OUT)
+    expert, first, end = _rows_of_tile(tl.program_id(0) // tiles_out, ends_ptr, X, BLOCK_X, BLOCK_ROWS)
+    if expert < X:
+        dtype: tl.constexpr = rows_ptr.dtype.element_ty
+        stored: tl.constexpr = table_ptr.dtype.element_ty
+        rows = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+        columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        inside, known = (rows < end)[:, None], columns < OUT
+        pairs = tl.arange(0, BLOCK_IN // 2)
+        matrix_row = expert.to(tl.int64) * OUT + columns
+        mean = tl.load(mean_ptr + expert).to(tl.float32)
+        a_ptrs = rows_ptr + rows[:, None] * IN + 2 * pairs[None, :]
+        code_ptrs = code_ptr + matrix_row[:, None] * (IN // 2) + pairs[None, :]
+        total = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
+        for step in range(0, IN // BLOCK_IN):
+            block = matrix_row * (IN // BLOCK_IN) + step
+            scale = _scale(scale_ptr, factor_ptr, mean, block, known, stored, SCALES_PER_FACTOR)[:, None]
+            pair = tl.load(code_ptrs + step * (BLOCK_IN // 2), mask=known[:, None], other=0).to(tl.int32)
+            upper = (tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale).to(stored).to(dtype)
+            lower = (tl.load(table_ptr + (pair & 15)).to(tl.float32) * scale).to(stored).to(dtype)
+            a = tl.load(a_ptrs + step * BLOCK_IN, mask=inside, other=0.0)
+            total = tl.dot(a, tl.trans(upper), total, input_precision=PRECISION)
+            a = tl.load(a_ptrs + step * BLOCK_IN + 1, mask=inside, other=0.0)
+            total = tl.dot(a, tl.trans(lower), total, input_precision=PRECISION)
+        tl.store(out_ptr + rows[:, None] * OUT + columns[None, :], total.to(dtype), mask=inside & known[None, :])
+
+
+@triton.jit
+def _few_float8_kernel(
+    rows_ptr, code_ptr, scale_ptr, ends_ptr, out_ptr, X, IN, OUT, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    """A step reads BLOCK_IN codes of BLOCK_OUT rows of the expert's matrix."""
+    tiles_out = tl.cdiv(OUT, BLOCK_OUT)
+    expert, first, end = _rows_of_tile(tl.program_id(0) // tiles_out, ends_ptr, X, BLOCK_X, BLOCK_ROWS)
+    if expert < X:
+        dtype: tl.constexpr = rows_ptr.dtype.element_ty
+        rows = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+        columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        inside, known = (rows < end)[:, None], (columns < OUT)[:, None]
+        matrix_row = (expert.to(tl.int64) * OUT + columns)[:, None]
+        scale = tl.load(scale_ptr + matrix_row, mask=known, other=0.0)
+        total = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
+        for start in range(0, IN, BLOCK_IN):
+            i = (start + tl.arange(0, BLOCK_IN))[None, :]
+            a = tl.load(rows_ptr + rows[:, None] * IN + i, mask=inside & (i < IN), other=0.0)
+            code = tl.load(code_ptr + matrix_row * IN + i, mask=known & (i < IN), other=0.0).to(tl.float32)
+            total = tl.dot(a, tl.trans((code * scale).to(dtype)), total, input_precision=PRECISION)
+        mask = inside & (columns < OUT)[None, :]
+        tl.store(out_ptr + rows[:, None] * OUT + columns[None, :], total.to(dtype), mask=mask)
+
+
+def takes_few(rows: Tensor, weight: Tensor) -> bool:
+    """Whether `few_product` takes rows [S, C]: few of them, and for NF4 whole scales in each row of the matrices."""
+    if not isinstance(weight, QuantizedExperts):
+        return False
+    X, out, width = weight.shape
+    codes_per_scale = out * width // weight.scales.shape[1]
+    fits = weight.kind == "float8" or (codes_per_scale == FEW_BLOCKS["nf4"][1] and width % codes_per_scale == 0)
+    return fits and len(rows) <= FEW_ROWS * X and not is_batch_invariant()
+
+
+def few_product(rows: Tensor, weight: Any, ends: Tensor) -> Tensor:
+    """Launch the kernel for few rows: each row times the transposed matrix of its expert, [S, C] -> [S, O]."""
+    (X, out, width), S = weight.shape, len(rows)
+    result = rows.new_empty(S, out)
+    block_out, block_in = FEW_BLOCKS[weight.kind]
+    constants = {
+        "PRECISION": _tile(rows)[1]["PRECISION"], "BLOCK_X": max(triton.next_power_of_2(X), 2), "BLOCK_ROWS": FEW_ROWS,
+        "BLOCK_OUT": block_out, "BLOCK_IN": block_in, "num_warps": FEW_WARPS, "num_stages": FEW_STAGES,
+    }  # fmt: skip
+    if weight.factors is not None:
+        constants["SCALES_PER_FACTOR"] = weight.scales.shape[1] // weight.factors.shape[1]
+    kernel = _few_float8_kernel if weight.factors is None else _few_nf4_kernel
+    with on_device_of(rows):
+        kernel[(most_tiles(S, X, FEW_ROWS) * triton.cdiv(out, block_out),)](
+            rows, *weight.stored, ends, result, X, width, out, **constants
+        )
+    return result
+
+
+SCHEMA = (
+    "Tensor? {0}scales=None, Tensor? {0}factors=None, Tensor? {0}means=None, Tensor? {0}table=None,"
+    " ScalarType? {0}dtype=None"
+)
+"""Arguments of an op besides matrices. If they are given, the matrices are codes."""
+
+
+def experts_for_op(weight: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    """Matrices as arguments of an op: the tensor, and what `SCHEMA` has besides."""
+    if not isinstance(weight, QuantizedExperts):
+        return weight, (None,) * 5
+    return weight.codes, (weight.scales, weight.factors, weight.means, weight.table, weight.dtype)
+
+
+def experts_from_op(weight: Tensor, rest: Sequence[Any]) -> Tensor:
+    """The inverse of `experts_for_op`; ``rest`` is empty where the dispatcher has left out defaults."""
+    return weight if not rest or rest[0] is None else QuantizedExperts(weight, *rest)

@@ -1,0 +1,206 @@
+"""Experts in 4 bits and in float8: torchao's numbers, and the op with them is the op with the dense matrices."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from liger_models.kernels.batch_invariance import batch_invariant
+from liger_models.kernels.moe import experts as experts_module
+from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
+from liger_models.kernels.moe.permutation import sort_by_expert
+from liger_models.kernels.moe.quantized import (
+    QuantizedExperts,
+    dense,
+    experts_for_op,
+    few_product,
+    quantize_experts,
+    quantized_bytes,
+    takes_few,
+)
+
+from ...late import Late
+from ..oracle import opcheck, run
+from .cases import GPU_DTYPES, RECOMPUTE, choose, make, with_biases, with_low_ranks
+
+quantization = Late("torchao.quantization", "4-bit weights need torchao")
+
+SHAPE = 10, 2, 7, 64, 64
+"""N, K, X, C, F. Rows of the matrices are whole blocks of NF4, so that the kernel for few rows takes them."""
+KINDS = pytest.mark.parametrize("kind", ["nf4", "float8"])
+
+
+def stored(size, kind, device="cpu", dtype=torch.float32):
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(sum(size))) / size[-1] ** 0.5
+    return quantize_experts(weight.to(device, dtype), kind)
+
+
+def dtypes_of(backend):
+    # The interpreter truncates bfloat16 where hardware rounds.
+    return GPU_DTYPES if backend == "cuda" else GPU_DTYPES[:2]
+
+
+@KINDS
+@pytest.mark.parametrize("size", [(3, 5, 64), (2, 12, 48), (1, 64, 8)], ids=str)
+def test_each_expert_has_the_numbers_of_a_linear_layer(backend, size, kind, poisoned_empty):
+    for dtype in dtypes_of(backend):
+        matrices = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(backend, dtype)
+        if kind == "nf4" and size[1] * size[2] % 64:
+            with pytest.raises(ValueError, match=rf"multiple of 64 elements, got \[{size[1]}, {size[2]}\]"):
+                quantize_experts(matrices, kind)
+            continue
+        found = quantize_experts(matrices, kind)
+        assert found.nbytes == quantized_bytes(matrices, kind) == sum(each.nbytes for each in found.stored)
+        for ours, matrix in zip(found.dense(), matrices, strict=True):
+            if kind == "float8":
+                wide = matrix.float()
+                scale = wide.abs().amax(1, keepdim=True) / 448
+                want = ((wide / scale).to(torch.float8_e4m3fn).float() * scale).to(dtype)
+                torch.testing.assert_close(ours, want)
+                assert (ours.float() - wide).norm() <= 0.04 * wide.norm()
+            else:
+                want = quantization.to_nf4(matrix, 64, math.gcd(size[1] * size[2] // 64, 256)).get_original_weight()
+                assert torch.equal(ours, want)
+        torch.testing.assert_close(found.to(torch.float32).dense(), found.dense().float(), rtol=1e-2, atol=1e-6)
+
+
+@KINDS
+def test_it_is_a_parameter(kind):
+    weight = torch.nn.Parameter(stored((4, 6, 64), kind), requires_grad=False)
+    module = torch.nn.Module()
+    module.weight = weight
+    assert isinstance(weight, torch.nn.Parameter)
+    assert (weight.shape, weight.dtype, dense(weight).shape) == ((4, 6, 64), torch.float32, (4, 6, 64))
+    other = copy.deepcopy(module)
+    assert isinstance(other.weight, torch.nn.Parameter)
+    assert isinstance(other.weight, QuantizedExperts)
+    want = weight.dense()
+    assert torch.equal(torch.cat([each.dense() for each in weight.chunk(2)]), want)
+    other.weight.copy_(torch.zeros(4, 6, 64))  # quantises
+    assert not other.weight.dense().any()
+    assert torch.equal(weight.dense(), want)
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other.weight.dense(), want)
+    module.to(torch.bfloat16)
+    assert module.weight.dtype == torch.bfloat16
+    assert torch.equal(module.weight.dense(), want.bfloat16())
+    assert repr(weight) == f"QuantizedExperts({kind}, [4, 6, 64], dtype=torch.bfloat16, device='cpu')"
+    with pytest.raises(TypeError, match=r"QuantizedExperts: aten\.mul\.Tensor has no meaning for codes\. Call dense"):
+        torch.ops.aten.mul.Tensor(weight, 2)
+
+
+@KINDS
+@pytest.mark.parametrize("size", [(7, 33, 64), (3, 130, 192), (1, 16, 128)], ids=str)
+def test_few_rows(backend, size, kind, poisoned_empty):
+    """Each row times the same numbers, whether its expert has none, one or more than a tile of rows."""
+    X, _, C = size
+    for dtype in dtypes_of(backend):
+        weight = stored(size, kind, backend, dtype)
+        experts = choose(20, 1, X, "some") if X > 1 else torch.zeros(20, 1, dtype=torch.int64)
+        order, _, ends = sort_by_expert(experts.to(backend), X)
+        rows = torch.randn(20, C, generator=torch.Generator().manual_seed(1)).to(backend, dtype)
+        matrices = weight.dense().double()[experts.view(-1).to(backend)[order.long()]]
+        got = few_product(rows, weight, ends)
+        want = torch.einsum("sc,soc->so", rows.double(), matrices)
+        rounding = torch.finfo(dtype).eps * want.abs().max() + 1e-5
+        assert (got.double() - want).abs().max() <= rounding
+
+
+def test_what_the_kernel_for_few_rows_takes():
+    weight = stored((4, 6, 64), "nf4")
+    rows = torch.zeros(65, 64)
+    assert takes_few(rows[:64], weight)
+    assert not takes_few(rows, weight)
+    assert not takes_few(rows[:64], weight.dense())
+    assert not takes_few(rows[:1, :48], stored((4, 4, 48), "nf4"))
+    assert takes_few(rows[:1, :48], stored((4, 4, 48), "float8"))
+    with batch_invariant():  # a row's bits would depend on how many rows there are
+        assert not takes_few(rows[:1], weight)
+
+
+@RECOMPUTE
+@KINDS
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_op_is_that_of_the_dense_matrices(backend, few, biased, kind, recompute, monkeypatch, poisoned_empty):
+    """Forward and the gradients of x, routing weights, biases, A and B, in fp32; and with one matrix dense."""
+    inputs, experts, dy = make(SHAPE, torch.float32, backend, kind="some")
+    options = {"act": "clamped_swiglu", "limit": 0.75} if biased else {}
+    x, weights, gate_up, down, *low_ranks = with_low_ranks(inputs)
+    biases = with_biases(inputs)[4:] if biased else ()
+    quantised = [quantize_experts(each, kind) for each in (gate_up, down)]
+    if not few:
+        monkeypatch.setattr(experts_module, "takes_few", lambda *_: False)
+
+    def call(function, matrices, **more):
+        def inner(x, weights, A, B, down_A, down_B, *biases):
+            pairs = {"gate_up_low_rank": (A, B), "down_low_rank": (down_A, down_B)}
+            return function(x, weights, experts, *matrices, *biases, **pairs, **options, **more)
+
+        return run(inner, [x, weights, *low_ranks, *biases], [dy])
+
+    got = call(moe_mlp, quantised, recompute=recompute)
+    for want in (
+        call(moe_mlp_reference, [each.dense() for each in quantised]),
+        call(moe_mlp, [each.dense() for each in quantised], recompute=recompute),
+        call(moe_mlp, [quantised[0].dense(), quantised[1]], recompute=recompute),
+    ):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
+
+
+@KINDS
+@RECOMPUTE
+def test_only_what_is_stored_is_saved(kernel_device, recompute, kind):
+    inputs, experts, _ = make(SHAPE, torch.float32, kernel_device)
+    x, weights, gate_up, down, *low_ranks = with_low_ranks(inputs)
+    quantised = [quantize_experts(each, kind) for each in (gate_up, down)]
+    saved, leaves = [], [each.requires_grad_() for each in (x, weights, *low_ranks)]
+    x, weights, A, B, *pair = leaves
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        options = {"gate_up_low_rank": (A, B), "down_low_rank": pair, "recompute": recompute, "dropout": 0.5}
+        moe_mlp(x, weights, experts, *quantised, **options)
+    known = {each.data_ptr() for each in (*leaves, *quantised[0].stored, *quantised[1].stored)}
+    others = [tuple(each.shape) for each in saved if each.data_ptr() not in known]
+    kept = [] if recompute else [(20, 128)]
+    assert others == [(20,), (20,), (7,), *kept, (2,)]  # order, slot, ends, gate and up, seeds of the dropout
+
+
+@KINDS
+def test_decoding_dequantises_no_matrix(kernel_device, kind, monkeypatch):
+    inputs, experts, _ = make(SHAPE, torch.float32, kernel_device)
+    quantised = [quantize_experts(each, kind) for each in inputs[2:]]
+    want = moe_mlp(*inputs[:2], experts, *(each.dense() for each in quantised))
+    monkeypatch.setattr(QuantizedExperts, "dense", lambda _: pytest.fail("a matrix was dequantised"))
+    with torch.no_grad():
+        torch.testing.assert_close(moe_mlp(*inputs[:2], experts, *quantised), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["nf4"])  # PyTorch's check multiplies its inputs, which CPUs can't in float8
+def test_opcheck(kernel_device, kind):
+    inputs, experts, _ = make((3, 2, 3, 64, 64), torch.float32, kernel_device)
+    x, weights, *matrices = inputs
+    (gate_up, of_gate_up), (down, of_down) = (experts_for_op(quantize_experts(each, kind)) for each in matrices)
+    leaves = x.requires_grad_(), weights.requires_grad_(), experts
+    op = torch.ops.liger_models.moe_mlp
+    opcheck(op, (*leaves, gate_up, down, "silu", False, *[None] * 2, 0.0, *[None] * 5, 0.0, *of_gate_up, *of_down))
+
+
+@KINDS
+def test_no_token(kernel_device, kind):
+    inputs, experts, _ = make((0, 2, 3, 64, 64), torch.float32, kernel_device)
+    x, weights, *matrices = inputs
+    assert moe_mlp(x, weights, experts, *(quantize_experts(each, kind) for each in matrices)).shape == (0, 64)
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("tokens", [3, 700])
+def test_on_a_gpu_in_half_precision(kind, tokens):
+    inputs, experts, dy = make((tokens, 4, 16, 256, 192), torch.bfloat16, "cuda")
+    quantised = [quantize_experts(each, kind) for each in inputs[2:]]
+    call = lambda *matrices: lambda x, w: moe_mlp(x, w, experts, *matrices)
+    got, want = (run(call(*each), inputs[:2], [dy]) for each in (quantised, [each.dense() for each in quantised]))
+    for a, b in zip(got, want, strict=True):
+        assert (a.double() - b.double()).norm() <= 0.01 * b.double().norm()
