@@ -428,6 +428,19 @@ def test_quantised_experts_can_be_loaded_again():
 
 
 @QUANTISED
+def test_experts_are_quantised_as_they_are_read(dtype, tmp_path):
+    """On the meta device before the checkpoint is read, or afterwards."""
+    pytest.importorskip("torchao")
+    plain = mixture(WIDE)
+    plain.save_pretrained(tmp_path)
+    prepare = lambda model: quantize_base(apply_lora(model, experts()), dtype=dtype)
+    read = type(plain).from_pretrained(tmp_path, shard=prepare)
+    assert all(len(layer.quantized_weights) == 2 for layer in routed_layers(read))
+    assert read(IDS).logits.equal(prepare(type(plain).from_pretrained(tmp_path))(IDS).logits)
+    assert {each.device.type for each in read.parameters()} == {"cpu"}
+
+
+@QUANTISED
 def test_decoding_with_quantised_experts(dtype):
     model, prompts = quantised(experts(), dtype).eval(), [[5, 3, 9], [7, 8, 2, 4, 1]]
     options = {"max_new_tokens": 5, "eos_token_id": []}
