@@ -55,9 +55,8 @@ def test_each_expert_has_the_numbers_of_a_linear_layer(backend, size, kind, pois
         for ours, matrix in zip(found.dense(), matrices, strict=True):
             if kind == "float8":
                 wide = matrix.float()
-                scale = wide.abs().amax(1, keepdim=True) / 448
-                want = ((wide / scale).to(torch.float8_e4m3fn).float() * scale).to(dtype)
-                torch.testing.assert_close(ours, want)
+                scale = wide.abs().amax(1, keepdim=True) / wide.new_tensor(448)
+                assert torch.equal(ours, ((wide / scale).to(torch.float8_e4m3fn).float() * scale).to(dtype))
                 assert (ours.float() - wide).norm() <= 0.04 * wide.norm()
             else:
                 want = quantization.to_nf4(matrix, 64, math.gcd(size[1] * size[2] // 64, 256)).get_original_weight()
@@ -146,8 +145,9 @@ def test_the_op_is_that_of_the_dense_matrices(backend, few, biased, kind, recomp
         call(moe_mlp, [each.dense() for each in quantised], recompute=recompute),
         call(moe_mlp, [quantised[0].dense(), quantised[1]], recompute=recompute),
     ):
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
+        for a, b in zip(got, want, strict=True):  # sums in another order
+            assert (a - b).abs().max() <= 2e-5 * b.abs().max().clamp(min=1)
+            assert (a - b).norm() <= 5e-6 * b.norm()
 
 
 @KINDS
