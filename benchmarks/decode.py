@@ -72,8 +72,8 @@ def bytes_of_step(config: dict[str, Any], dtype: str | None = None) -> int:
     model = AutoLigerModel.from_config(config, device="meta")
     total = 2 * model.num_parameters(exclude_embeddings=not config.get("tie_word_embeddings"))
     if dtype is not None:
-        shapes = [layer.weight.shape for layer in quantised_layers(apply_lora(model))]
-        total -= sum(2 * shape.numel() - quantised_bytes(shape, dtype) for shape in shapes)
+        weights = [layer.weight for layer in quantised_layers(apply_lora(model))]
+        total -= sum(2 * weight.numel() - quantised_bytes(weight, dtype) for weight in weights)
     return total
 
 

@@ -365,13 +365,14 @@ UNLIKE = ("float8", "fp8", "graph", "peft", "nf4", "plan")
 def test_peaks_and_times_are_what_was_measured(size):
     """The newest rows of every mode in benchmarks/results, within 2 %: the margin that plans leave is larger.
 
-    Times are relative to the mode that neither recomputes nor offloads, in the same run, and within 3 %.
+    Times are relative to the mode that neither recomputes nor offloads, in the same run, and within 3 %. Rows of runs
+    without that mode count where there are no others, and their times are not compared.
     """
     name, batch = f"llama-3{'.2' * size.startswith('1b')}-{size[:2]}", size[3:]
     lines = (ROOT / "benchmarks" / "results" / f"train-{name}-{batch}.jsonl").read_text().splitlines()
     found = [row for row in map(json.loads, lines) if row["mode"].startswith("ours") and "error" not in row]
     plain = {row["commit"]: row["step_ms"] for row in found if row["mode"] == "ours+adamw"}
-    rows = {row["mode"]: row for row in found}
+    rows = {row["mode"]: row for part in (found, [row for row in found if row["commit"] in plain]) for row in part}
     rows = {mode: row for mode, row in rows.items() if not any(word in mode for word in UNLIKE)}
     B, T = map(int, batch.split("x"))
     for text, row in rows.items():
@@ -385,7 +386,7 @@ def test_peaks_and_times_are_what_was_measured(size):
         where = {"offloaded": model.offloaded, "host_moments": moments, "in_backward": "inbackward" in mode}
         memory = training_memory(model, B * T)
         assert memory.peak(model.checkpointing, **where) / 2**30 == pytest.approx(row["peak_gib"], rel=0.02), text
-        if text.startswith("ours+adamw+"):
+        if text.startswith("ours+adamw+") and row["commit"] in plain:
             policies = model.checkpointing if isinstance(model.checkpointing, list) else [model.checkpointing] * blocks
             times = plan._count(model, memory, B * T, T, 1)
             recomputed = sum(times.recomputed[policy][index] for index, policy in enumerate(policies))
