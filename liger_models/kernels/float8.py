@@ -165,6 +165,20 @@ def _inverse(scale):
 
 
 @triton.jit
+def _gated(gate, up, ACT: tl.constexpr, dtype: tl.constexpr):
+    """`gated_act` of gate and up, rounded to dtype as there, in fp32."""
+    a, _ = _activation(gate, ACT)
+    return (a.to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _gated_gradient(gate, up, dy, ACT: tl.constexpr, dtype: tl.constexpr):
+    """The gradients of gate and up in dtype, given that of `gated_act` of them."""
+    a, slope = _activation(gate, ACT)
+    return (dy * up * slope).to(dtype), (dy * a.to(dtype).to(tl.float32)).to(dtype)
+
+
+@triton.jit
 def _values(
     x_ptr, other_ptr, rstd_ptr, row, start, N, C, weight_offset,
     KIND: tl.constexpr, ACT: tl.constexpr, SCALE_IN_FP32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -185,16 +199,13 @@ def _values(
         element = 2 * start + tl.arange(0, 2 * COLUMNS)[None, :]
         pairs = tl.load(x_ptr + row * (2 * C) + element, mask=exists & (element < 2 * C), other=0.0)
         gate, up = tl.split(tl.reshape(pairs, [ROWS, COLUMNS, 2]))
-        a, _ = _activation(gate.to(tl.float32), ACT)
-        return (a.to(dtype).to(tl.float32) * up.to(tl.float32)).to(dtype).to(tl.float32)
+        return _gated(gate.to(tl.float32), up.to(tl.float32), ACT, dtype)
     else:
         pairs = tl.load(x_ptr + row * C + column, mask=inside, other=0.0)
         gate, up = tl.split(tl.reshape(pairs, [ROWS, COLUMNS // 2, 2]))
         half = start // 2 + tl.arange(0, COLUMNS // 2)[None, :]
         dy = tl.load(other_ptr + row * (C // 2) + half, mask=exists & (half < C // 2), other=0.0).to(tl.float32)
-        a, slope = _activation(gate.to(tl.float32), ACT)
-        d_gate = (dy * up.to(tl.float32) * slope).to(dtype)
-        d_up = (dy * a.to(dtype).to(tl.float32)).to(dtype)
+        d_gate, d_up = _gated_gradient(gate.to(tl.float32), up.to(tl.float32), dy, ACT, dtype)
         return tl.interleave(d_gate, d_up).to(tl.float32)
 
 
@@ -236,15 +247,14 @@ def _flat_amax_kernel(
             amax = tl.maximum(amax, tl.abs(x))
         else:
             gate, up = _load_pairs(x_ptr + start, (count - start) // 2, BLOCK // 2)
-            a, slope = _activation(gate, ACT)
-            a = a.to(dtype).to(tl.float32)
             if KIND == "product":
-                amax = tl.maximum(amax, tl.abs((a * up).to(dtype).to(tl.float32)))
+                amax = tl.maximum(amax, tl.abs(_gated(gate, up, ACT, dtype)))
             else:
                 pair = start // 2 + tl.arange(0, BLOCK // 2)
                 dy = tl.load(other_ptr + pair, mask=pair < count // 2, other=0.0).to(tl.float32)
-                amax = tl.maximum(amax, tl.abs((dy * up * slope).to(dtype).to(tl.float32)))
-                amax = tl.maximum(amax, tl.abs((dy * a).to(dtype).to(tl.float32)))
+                d_gate, d_up = _gated_gradient(gate, up, dy, ACT, dtype)
+                larger = tl.maximum(tl.abs(d_gate.to(tl.float32)), tl.abs(d_up.to(tl.float32)))
+                amax = tl.maximum(amax, larger)
     tl.atomic_max(amax_ptr, tl.max(amax, 0).to(tl.int32, bitcast=True))
 
 
