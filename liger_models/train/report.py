@@ -210,13 +210,13 @@ def estimate(
     ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
     gathered = 2 * (sum(ends.values()) + 2 * max(sum(p.numel() for p in block.parameters()) for block in empty.layers))
     if quantised:
-        own = {*quantised_experts(empty)}  # of a rank, never gathered
+        stored = {each: quantised_bytes(each, kind) for each in shapes}
+        stored |= dict.fromkeys(quantised_experts(empty), 0)  # which stay on their rank
         saved = [
-            [2 * p.numel() - (0 if p in own else quantised_bytes(p, kind)) for p in block.parameters() if p in all_of]
-            for all_of in [shapes.keys() | own]
+            sum(2 * each.numel() - stored[each] for each in block.parameters() if each in stored)
             for block in empty.layers
         ]
-        gathered = gathered - 2 * max(map(sum, saved)) if any(map(is_sharded, model.parameters())) else 0
+        gathered = gathered - 2 * max(saved) if any(map(is_sharded, model.parameters())) else 0
         made = [2 * local(each).numel() for each in experts]
         if layers:
             largest = max(shape.numel() for shape in shapes.values())
