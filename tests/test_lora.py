@@ -418,10 +418,8 @@ def test_a_block_on_a_quantised_base_keeps_what_a_dense_one_does(policy, dtype, 
     assert quantised[1] - quantised[0] == dense[1] - dense[0] > 0
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("kind", [{}, {"use_dora": True}], ids=str)
-def test_blocks_compile(kind):
-    model = llama(LoRAConfig(**kind))
+def assert_blocks_compile(model) -> None:
+    """The gradients are the same after all blocks are compiled."""
     model(IDS, labels=IDS).loss.backward()
     want = gradients(model)
     model.zero_grad()
@@ -431,6 +429,13 @@ def test_blocks_compile(kind):
     model(IDS, labels=IDS).loss.backward()
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, want[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kind", [{}, {"use_dora": True}], ids=str)
+def test_blocks_compile(kind):
+    model = llama(LoRAConfig(**kind))
+    assert_blocks_compile(model)
 
 
 def test_adapters_learn_and_decode():
@@ -551,7 +556,7 @@ def test_quantised_weights_can_be_loaded_again():
 
 @pytest.mark.parametrize("dtype", ["nf4", "float8"])
 def test_weights_that_are_quantised_as_they_are_read(dtype, tmp_path):
-    """What the model is, computes, generates and merges to is as if it had been quantised afterwards."""
+    """The model equals one that is quantised after loading: weights, loss, tokens, and the merged model."""
     pytest.importorskip("torchao")
     from liger_models.train.report import estimate
 

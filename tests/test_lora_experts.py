@@ -42,6 +42,7 @@ from .runs import no_group_is_left
 from .test_lora import (
     IDS,
     MIXTURE,
+    assert_blocks_compile,
     assert_equal_to_peft,
     gradients,
     llama,
@@ -250,15 +251,7 @@ def test_half_precision_models_have_fp32_adapters():
 @pytest.mark.compile
 def test_blocks_compile():
     model = mixture(MIXTURE | {"num_hidden_layers": 1}, experts())
-    model(IDS, labels=IDS).loss.backward()
-    want = gradients(model)
-    model.zero_grad()
-    torch._dynamo.reset()
-    for block in model.layers:
-        block.compile(fullgraph=True, backend="aot_eager")
-    model(IDS, labels=IDS).loss.backward()
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, want[name], rtol=1e-4, atol=1e-6)
+    assert_blocks_compile(model)
 
 
 @pytest.mark.parametrize(
@@ -489,15 +482,7 @@ def test_memory_of_quantised_experts_is_counted(dtype):
 @QUANTISED
 def test_blocks_with_quantised_experts_compile(dtype):
     model = quantised(experts(target_modules=[]), dtype, WIDE | {"num_hidden_layers": 1})
-    model(IDS, labels=IDS).loss.backward()
-    want = gradients(model)
-    model.zero_grad()
-    torch._dynamo.reset()
-    for block in model.layers:
-        block.compile(fullgraph=True, backend="aot_eager")
-    model(IDS, labels=IDS).loss.backward()
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, want[name], rtol=1e-4, atol=1e-6)
+    assert_blocks_compile(model)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Adapters on a sharded frozen model: the gradients, steps and files of a single process."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,22 +113,25 @@ def test_each_rank_reads_its_part_and_all_have_the_same_adapters(two, config, tm
     )  # nothing adapted yet
 
 
-def resumed(folder: str) -> bool:
-    rank = dist.get_rank()
-    rows = share(batch(0), rank, 2)
+def goes_on(folder: str, make: Callable[[], Any]) -> bool:
+    """Whether a run of two steps, and one that starts from the state after the first, end with the same parameters."""
     results = []
     for start in (None, 1):
-        model = apply_fsdp(adapted(), param_dtype=None)
+        model = make()
         optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
         assert load_state(Path(folder), model, optimizer) == start
         for step in range(start or 0, 2):
-            model(**rows).loss.backward()
+            model(**share(batch(step), dist.get_rank(), 2)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             if start is None and step == 0:
                 save_state(Path(folder), 1, model, optimizer)
         results.append(whole(model.named_parameters()))
     return all(value.equal(results[1][name]) for name, value in results[0].items())
+
+
+def resumed(folder: str) -> bool:
+    return goes_on(folder, lambda: apply_fsdp(adapted(), param_dtype=None))
 
 
 def test_a_run_goes_on_from_its_state(two, tmp_path):
@@ -223,19 +227,7 @@ def test_each_rank_reads_its_experts_and_draws_its_adapters(two, four, ep, ranks
 
 
 def experts_resumed(folder: str) -> bool:
-    results = []
-    for start in (None, 1):
-        model = over_experts(adapted_experts(), 2)
-        optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
-        assert load_state(Path(folder), model, optimizer) == start
-        for step in range(start or 0, 2):
-            model(**share(batch(step), dist.get_rank(), 2)).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if start is None and step == 0:
-                save_state(Path(folder), 1, model, optimizer)
-        results.append(whole(model.named_parameters()))
-    return all(value.equal(results[1][name]) for name, value in results[0].items())
+    return goes_on(folder, lambda: over_experts(adapted_experts(), 2))
 
 
 def test_a_run_with_experts_goes_on_from_its_state(two, tmp_path):

@@ -1,6 +1,5 @@
 """Frozen weights in fewer bits under FSDP2: loss, gradients and files are those of one device with the same weights."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +13,13 @@ from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.layers.linear import local
 from liger_models.layers.stored import stored_weights
-from liger_models.parallel import apply_fsdp, compile_blocks, load_state, save_state, unsharded
+from liger_models.parallel import apply_fsdp, compile_blocks, unsharded
 
 from ..convert.conftest import assert_same_bits, read_tensors
 from ..convert.test_fp8 import quantised
 from ..late import Late
-from .models import batch, gradients, share, tiny, whole
-from .test_lora import run, stir, trained
+from .models import batch, gradients, tiny
+from .test_lora import goes_on, run, stir, trained
 
 quantization = Late("torchao.quantization", "quantised weights need torchao")
 pytestmark = pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning")
@@ -151,19 +150,7 @@ def test_each_rank_quantises_its_part_to_the_same_weights(two, dtype, number, si
 
 
 def resumed(folder: str, dtype: str) -> bool:
-    rows, results = share(batch(0), dist.get_rank(), 2), []
-    for start in (None, 1):
-        model = apply_fsdp(quantize_base(adapted(), dtype=dtype), param_dtype=None)
-        optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
-        assert load_state(Path(folder), model, optimizer) == start
-        for step in range(start or 0, 2):
-            model(**rows).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if start is None and step == 0:
-                save_state(Path(folder), 1, model, optimizer)
-        results.append(whole(model.named_parameters()))
-    return all(value.equal(results[1][name]) for name, value in results[0].items())
+    return goes_on(folder, lambda: apply_fsdp(quantize_base(adapted(), dtype=dtype), param_dtype=None))
 
 
 @DTYPES
