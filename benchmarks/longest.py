@@ -90,7 +90,7 @@ def measure(job: Job) -> Row:
 
 
 def block_bytes(train: Step, mode: Mode) -> tuple[int, int]:
-    """What a block holds on the device and on the host: parameters and moments, and gradients if they accumulate."""
+    """Bytes of a block's parameters, moments and, if they accumulate, gradients: on the device and on the host."""
     held = {"device": 0, "cpu": 0}
     for each in train.model.layers[-1].parameters():
         state = train.optimizer.state.get(each, {}).values()

@@ -101,7 +101,7 @@ def adapt_hf(model: nn.Module, nf4: bool) -> nn.Module:
 
 
 def hf_targets(model: nn.Module) -> dict:
-    """What PEFT adapts, if that is not all linear layers: not a vision tower, but the experts of a mixture."""
+    """PEFT's options where it does not adapt just all linear layers: no vision towers, and experts of mixtures."""
     if any("language_model." in name for name, _ in model.named_modules()):
         return {"target_modules": r".*language_model\..*layers\..*(_proj)"}
     names = ("experts.gate_up_proj", "experts.down_proj")

@@ -1,6 +1,5 @@
 """Frozen weights of a model with adapters are stored in 4 bits (QLoRA) or in float8."""
 
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,15 +9,13 @@ from torch import Tensor, nn
 from liger_models.adapters.lora_layers import LoRALinear, adapted_layers, adapter_config
 from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.checks import check
-from liger_models.kernels.moe.quantized import quantize_experts, quantized_bytes
+from liger_models.kernels.moe.quantized import bytes_of_experts, quantize_experts
+from liger_models.kernels.nf4_linear import NF4_BLOCK, nf4_layout
 from liger_models.kernels.quantized_weight import QuantizedWeight
-from liger_models.layers.linear import is_sharded, local
+from liger_models.layers.linear import local, sharded_as
 from liger_models.layers.moe import MATRICES, LigerMoE
 
 Model = TypeVar("Model", bound=CausalLM)
-
-NF4_BLOCK = 64
-"""Number of weights that share a scale."""
 
 
 def quantize_base(model: Model, device: torch.device | str | None = None, dtype: str = "nf4") -> Model:
@@ -70,47 +67,28 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
     for mixture in mixtures:
         for name in MATRICES:
             weight = getattr(mixture, name).detach()
-            setattr(mixture, name, nn.Parameter(_quantised_experts(weight, dtype, device), requires_grad=False))
+            stored = sharded_as(weight, quantize_experts(local(weight), dtype, device))
+            setattr(mixture, name, nn.Parameter(stored, requires_grad=False))
     return model if device is None else model.to(device)
 
 
-def _quantised_experts(weight: Any, dtype: str, device: torch.device | str | None) -> Tensor:
-    if not is_sharded(weight):
-        return quantize_experts(weight, dtype, device)
-    part = quantize_experts(weight.to_local(), dtype, device)
-    sizes = {"shape": weight.shape, "stride": weight.stride()}
-    sharded: Tensor = weight.from_local(part, weight.device_mesh, weight.placements, run_check=False, **sizes)
-    return sharded
-
-
 def _empty(weight: Tensor, dtype: str) -> QuantizedWeight:
-    """A weight on the meta device in fewer bits, likewise without values."""
+    """A weight on the meta device in fewer bits. It has no values either."""
     size, shape = weight.numel(), list(weight.shape)
     new = weight.new_empty
     if dtype == "float8":
         scales = new(shape[0], dtype=torch.float32)
         return QuantizedWeight(new(shape, dtype=torch.float8_e4m3fn), scales, None, None, None, shape, weight.dtype)
-    scales, per_factor = new(_nf4_blocks(weight), dtype=torch.int8), _scales_per_factor(weight)
+    layout = nf4_layout(shape)
+    blocks = size // layout[2]
     return QuantizedWeight(
-        new(size // 2, dtype=torch.uint8), scales, new(len(scales) // per_factor), new([]), new(16),
-        [*shape, NF4_BLOCK, per_factor], weight.dtype,
+        new(size // 2, dtype=torch.uint8), new(blocks, dtype=torch.int8), new(blocks // layout[3]), new([]), new(16),
+        layout, weight.dtype,
     )  # fmt: skip
 
 
-def _nf4_blocks(weight: Tensor) -> int:
-    check(
-        weight.numel() % NF4_BLOCK == 0,
-        f"quantize_base: weights must have a multiple of {NF4_BLOCK} elements, got {list(weight.shape)}.",
-    )
-    return weight.numel() // NF4_BLOCK
-
-
-def _scales_per_factor(weight: Tensor) -> int:
-    return math.gcd(_nf4_blocks(weight), 256)
-
-
 def _nf4(torchao: Any, weight: Tensor) -> Tensor:
-    values: Tensor = torchao.to_nf4(weight, NF4_BLOCK, _scales_per_factor(weight))
+    values: Tensor = torchao.to_nf4(weight, *nf4_layout(weight.shape)[2:])
     return values
 
 
@@ -146,6 +124,6 @@ def quantised_bytes(weight: Tensor, dtype: str) -> int:
     NF4: 4 bits each, and a scale of 8 bits for 64. Float8: 8 bits, and 4 bytes a row.
     """
     if weight.dim() == 3:
-        return quantized_bytes(local(weight), dtype)
+        return bytes_of_experts(local(weight), dtype)
     count = weight.numel()
     return count // 2 + count // NF4_BLOCK if dtype == "nf4" else count + 4 * weight.shape[0]

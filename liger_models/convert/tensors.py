@@ -19,7 +19,7 @@ from liger_models.kernels.checks import check
 from liger_models.kernels.moe.quantized import QuantizedExperts, dense
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import Layer, named_layers
-from liger_models.layers.linear import is_sharded
+from liger_models.layers.linear import is_sharded, sharded_as
 from liger_models.layers.stored import StoredWeight, stored_weights
 from liger_models.parallel.groups import raise_on_all_ranks
 
@@ -407,10 +407,8 @@ def _full(tensor: Any) -> Tensor:
     """A DTensor gathered on the device of its mesh; any other tensor unchanged. Quantised experts are dequantised."""
     if not is_sharded(tensor):
         return dense(tensor)
-    part = tensor.to_local()
-    if isinstance(part, QuantizedExperts):
-        sizes = {"shape": tensor.shape, "stride": tensor.stride()}
-        tensor = tensor.from_local(part.dense(), tensor.device_mesh, tensor.placements, run_check=False, **sizes)
+    if isinstance(tensor.to_local(), QuantizedExperts):
+        tensor = sharded_as(tensor, dense(tensor.to_local()))
     # FSDP with cpu_offload keeps it on the CPU, where the mesh's backend may not communicate.
     whole: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
     return whole

@@ -53,8 +53,8 @@ MOST_ROWS = 32
 """Up to so many rows of x are multiplied with codes as they are."""
 
 ROW_TILES = ((16, 16, 64, 4), (32, 32, 64, 4), (64, 16, 64, 4))
-"""Of the kernel for several rows: most rows of x, and for them results of a program, columns that a warp reads in a
-step, and warps, which share the columns."""
+"""Tiles of the kernel for several rows, each up to a number of rows of x: that number, the results of a program, the
+columns that a warp reads in a step, and the warps of a program, which share the columns."""
 
 TILE = 128
 TILE_WARPS = 8

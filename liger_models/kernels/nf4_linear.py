@@ -20,6 +20,7 @@ Saved: only the quantised weight, which exists anyway.
 Source: https://arxiv.org/abs/2305.14314.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ from .batch_invariance import is_batch_invariant, product
 from .checks import check
 from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 from .row_linear import store_row
+
+NF4_BLOCK, MOST_SCALES = 64, 256
+"""Numbers with one scale, and at most so many scales with one factor."""
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -48,8 +52,8 @@ MOST_ROWS = 32
 """Up to so many rows of x are multiplied with codes, more with the dense weight."""
 
 TILES = ((16, 16, 4, 4), (32, 32, 4, 4), (64, 16, 4, 4))
-"""Of the kernel for several rows: most rows of x, and for them results of a program, scales of each that a step reads,
-and warps, each of which has scales of its own."""
+"""Tiles of the kernel for several rows, each up to a number of rows of x: that number, the results of a program, the
+scales of each result that a step reads, and the warps of a program, each of which has scales of its own."""
 
 PLANES = """{
 .reg .b16 a, b, c, d; .reg .b32 p, q, n; .reg .b64 at; .reg .f32 e, f, g, h;
@@ -261,6 +265,20 @@ def _nf4_rows_kernel(
 
 
 Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def nf4_layout(shape: Sequence[int]) -> list[int]:
+    """How a matrix is quantised: rows, columns, codes for each scale, scales for each factor.
+
+    Raises:
+        ValueError: its numbers are not a multiple of 64.
+    """
+    size = math.prod(shape)
+    check(
+        size % NF4_BLOCK == 0,
+        f"quantize_base: weights must have a multiple of {NF4_BLOCK} elements, got {list(shape)}.",
+    )
+    return [*shape, NF4_BLOCK, math.gcd(size // NF4_BLOCK, MOST_SCALES)]
 
 
 def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tensor:

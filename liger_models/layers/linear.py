@@ -10,6 +10,7 @@ Source: https://arxiv.org/abs/1909.08053.
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,6 +35,24 @@ def local(weight: Tensor) -> Tensor:
     """The calling rank's shard of a DTensor; any other weight unchanged."""
     part: Tensor = weight.to_local() if is_sharded(weight) else weight  # type: ignore[attr-defined]
     return part
+
+
+def sharded_as(like: Any, part: Tensor, shape: torch.Size | None = None) -> Tensor:
+    """A tensor that is distributed as ``like`` is, from this rank's part of it; the part itself if that is no DTensor.
+
+    Args:
+        like: any tensor.
+        part: this rank's shard.
+        shape: of the whole tensor. Default: that of ``like``.
+    """
+    if not is_sharded(like):
+        return part
+    from torch.distributed.tensor import DTensor  # slow to import
+
+    stride = like.stride() if shape is None else torch.empty(shape, device="meta").stride()
+    mesh, placements = like.device_mesh, like.placements
+    shape = like.shape if shape is None else shape
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local_or_none(weight: Tensor | None) -> Tensor | None:

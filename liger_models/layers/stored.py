@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels.quantized_weight import QuantizedWeight, quantized_linear
 from liger_models.layers.layer import Layer
-from liger_models.layers.linear import is_sharded, local
+from liger_models.layers.linear import is_sharded, local, sharded_as
 
 TABLE = 16
 """Number of different codes of NF4."""
@@ -105,15 +105,10 @@ class StoredWeight(nn.Module):
             return
         per_factor, largest, self._largest = self.layout[3], self._largest, None
         if is_sharded(self.scales):
-            from torch.distributed.tensor import DTensor  # slow to import
-
             sharded: Any = self.scales
             parts = _as_bytes(largest, len(largest)).to(sharded.device_mesh.device_type)
-            shape = torch.Size([len(sharded), largest.itemsize])
-            whole = DTensor.from_local(
-                parts, sharded.device_mesh, sharded.placements, run_check=False, shape=shape, stride=(shape[1], 1)
-            )
-            largest = whole.full_tensor().view(self.own).flatten()
+            whole = sharded_as(sharded, parts, torch.Size([len(sharded), largest.itemsize]))
+            largest = _whole(whole).view(self.own).flatten()
         mean = largest.mean()
         centred = (largest - mean).view(-1, per_factor)
         factors = 256 / (2 * centred.abs().amax(1))

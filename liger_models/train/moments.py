@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.moments import WIDTH, decode, encode, has_blocks, scale_shape
-from liger_models.layers.linear import is_sharded, local
+from liger_models.layers.linear import is_sharded, local, sharded_as
 
 MOMENTS = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 """The names of the moments, and the dtypes of their codes."""
@@ -70,11 +70,5 @@ def _as_of(param: Tensor, part: Tensor) -> Tensor:
     """This rank's part of what is sharded as a parameter is, but for the size of the last dimension."""
     if not is_sharded(param):
         return part
-    from torch.distributed.tensor import DTensor
-
     last = param.shape[-1] if part.shape == local(param).shape else scale_shape(param.shape)[-1]
-    shape = torch.Size([*param.shape[:-1], last])
-    stride = torch.empty(shape, device="meta").stride()
-    sharded: Any = param
-    mesh, placements = sharded.device_mesh, sharded.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return sharded_as(param, part, torch.Size([*param.shape[:-1], last]))

@@ -511,7 +511,7 @@ def _setup(ctx, inputs, output):
 
 
 ARGUMENTS = 26
-"""Of the op."""
+"""Number of arguments of the op."""
 
 
 def _every_need(ctx) -> list[bool]:

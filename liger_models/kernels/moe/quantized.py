@@ -12,7 +12,6 @@ and dequantises a tile right before it is multiplied. Both multiply the same num
 Source: https://arxiv.org/abs/2305.14314 (NF4), https://arxiv.org/abs/2209.05433 (float8).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,16 +19,11 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.batch_invariance import is_batch_invariant
-from liger_models.kernels.checks import check
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.frozen_float8_linear import quantize_rows_reference
-from liger_models.kernels.nf4_linear import _scale, nf4_dense, nf4_dense_reference
+from liger_models.kernels.nf4_linear import _scale, nf4_dense, nf4_dense_reference, nf4_layout
 
 from .grouped_mm import _rows_of_tile, _tile, most_tiles
-
-NF4_BLOCK = 64
-SCALES_PER_FACTOR = 256
-"""Numbers with one scale, and at most so many scales with one factor."""
 
 DENSE_BLOCK = 2048
 """Codes in float8 that a program dequantises at a time."""
@@ -40,8 +34,8 @@ FEW_ROWS = 16
 FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128)}
 FEW_WARPS = 4
 FEW_STAGES = 4
-"""Of the kernel for few rows: results of a tile, codes of each that a step reads (in NF4 those of a scale), warps and
-pipeline stages."""
+"""The kernel for few rows: the results of a tile and the codes of each that a step reads (in NF4 those of a scale), the
+warps of a program, and its pipeline stages."""
 
 ATTRIBUTES = ("codes", "scales", "factors", "means", "table")
 
@@ -173,10 +167,6 @@ def quantize_experts(weight: Tensor, kind: str, device: torch.device | str | Non
         ImportError: torchao is not installed, for "nf4".
         ValueError: for "nf4" the size of an expert's matrix is not a multiple of 64.
     """
-    check(
-        kind == "float8" or weight.shape[1:].numel() % NF4_BLOCK == 0,
-        f"quantize_base: weights must have a multiple of {NF4_BLOCK} elements, got {list(weight.shape[1:])}.",
-    )
     if weight.is_meta:
         return _empty_experts(weight, kind)
     if kind == "float8":
@@ -185,35 +175,34 @@ def quantize_experts(weight: Tensor, kind: str, device: torch.device | str | Non
     import torchao.quantization as torchao
 
     X, out, width = weight.shape
-    size = out * width
-    scales_per_factor = math.gcd(size // NF4_BLOCK, SCALES_PER_FACTOR)
-    each = [torchao.to_nf4(matrix.to(device), NF4_BLOCK, scales_per_factor) for matrix in weight]
+    each = [torchao.to_nf4(matrix.to(device), *nf4_layout([out, width])[2:]) for matrix in weight]
     found = ([m.quantized_data, m.quantized_scalers, m.quantization_factor, m.scaler_mean] for m in each)
     codes, scales, factors, means = map(torch.stack, zip(*found, strict=True))
     return QuantizedExperts(codes.view(X, out, width // 2), scales, factors, means, each[0].nf4, weight.dtype)
 
 
 def _empty_experts(weight: Tensor, kind: str) -> QuantizedExperts:
-    """What `quantize_experts` makes of matrices on the meta device, likewise without values."""
+    """The result of `quantize_experts` for matrices on the meta device. It has no values either."""
     X, out, width = weight.shape
     if kind == "float8":
         codes, rows = torch.empty_like(weight, dtype=torch.float8_e4m3fn), weight.new_empty(X, out, dtype=torch.float32)
         return QuantizedExperts(codes, rows, None, None, None, weight.dtype)
-    blocks = out * width // NF4_BLOCK
-    codes = weight.new_empty(X, out, width // 2, dtype=torch.uint8)
-    scales, factors = weight.new_empty(X, blocks, dtype=torch.int8), blocks // math.gcd(blocks, SCALES_PER_FACTOR)
+    *_, per_scale, per_factor = nf4_layout([out, width])
+    blocks, new = out * width // per_scale, weight.new_empty
     return QuantizedExperts(
-        codes, scales, weight.new_empty(X, factors), weight.new_empty(X), weight.new_empty(16), weight.dtype
-    )
+        new(X, out, width // 2, dtype=torch.uint8), new(X, blocks, dtype=torch.int8), new(X, blocks // per_factor),
+        new(X), new(16), weight.dtype,
+    )  # fmt: skip
 
 
-def quantized_bytes(weight: Tensor, kind: str) -> int:
+def bytes_of_experts(weight: Tensor, kind: str) -> int:
     """Bytes of the tensors that `quantize_experts` makes of matrices like these, [X, O, C]."""
     X, out, width = weight.shape
     if kind == "float8":
         return X * out * (width + 4)
-    blocks = out * width // NF4_BLOCK
-    numbers = X * (blocks // math.gcd(blocks, SCALES_PER_FACTOR) + 1) + 16  # factors, means, and the table
+    *_, per_scale, per_factor = nf4_layout([out, width])
+    blocks = out * width // per_scale
+    numbers = X * (blocks // per_factor + 1) + 16  # factors, means, and the table
     return X * (out * width // 2 + blocks) + numbers * weight.itemsize
 
 

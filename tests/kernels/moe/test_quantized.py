@@ -12,11 +12,11 @@ from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
 from liger_models.kernels.moe.permutation import sort_by_expert
 from liger_models.kernels.moe.quantized import (
     QuantizedExperts,
+    bytes_of_experts,
     dense,
     experts_for_op,
     few_product,
     quantize_experts,
-    quantized_bytes,
     takes_few,
 )
 
@@ -51,7 +51,7 @@ def test_each_expert_has_the_numbers_of_a_linear_layer(backend, size, kind, pois
                 quantize_experts(matrices, kind)
             continue
         found = quantize_experts(matrices, kind)
-        assert found.nbytes == quantized_bytes(matrices, kind) == sum(each.nbytes for each in found.stored)
+        assert found.nbytes == bytes_of_experts(matrices, kind) == sum(each.nbytes for each in found.stored)
         for ours, matrix in zip(found.dense(), matrices, strict=True):
             if kind == "float8":
                 wide = matrix.float()
