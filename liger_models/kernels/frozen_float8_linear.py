@@ -49,6 +49,9 @@ MIN_CAPABILITY = (8, 9)
 ELEMENTS_PER_WARP = 1024
 """Elements of a row that a warp quantises. A row has at most 16 warps."""
 
+DENSE_BLOCK = 2048
+"""Codes that a program dequantises at a time."""
+
 MOST_ROWS = 32
 """Up to so many rows of x are multiplied with codes as they are."""
 
@@ -120,14 +123,39 @@ def transposed(codes: Tensor) -> Tensor:
     return out
 
 
-def float8_dense(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight [O, C] in ``dtype``."""
-    return codes.to(dtype).mul_(scales[:, None])  # codes are exact in every dtype; the product is computed in fp32
-
-
 @functools.cache
 def _gpu_multiplies(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+
+
+def converts(device: torch.device) -> bool:
+    """Whether Triton kernels on a device read float8."""
+    return _gpu_multiplies(device) if device.type == "cuda" else device.type == "cpu"
+
+
+@triton.jit
+def _dense_kernel(code_ptr, scale_ptr, w_ptr, C, BLOCK: tl.constexpr):
+    """A program dequantises one row."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(scale_ptr + row)
+    for start in range(0, C, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        code = tl.load(code_ptr + row * C + columns, mask=columns < C, other=0.0).to(tl.float32)
+        tl.store(w_ptr + row * C + columns, (code * scale).to(w_ptr.dtype.element_ty), mask=columns < C)
+
+
+def float8_dense(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes [..., C] times the scales [...] of their rows, in ``dtype``: a weight, or those of experts."""
+    if not (use_triton(scales) and converts(codes.device) and codes.is_contiguous()):
+        return codes.to(dtype).mul_(scales[..., None])  # codes are exact in every dtype; the product is in fp32
+    weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    C = codes.shape[-1]
+    block = min(triton.next_power_of_2(C), DENSE_BLOCK)
+    with on_device_of(codes):
+        _dense_kernel[(scales.numel(),)](
+            codes, scales.contiguous(), weight, C, BLOCK=block, num_warps=max(block // 512, 1)
+        )
+    return weight
 
 
 def multiplies(x: Tensor, codes: Tensor) -> bool:
@@ -138,7 +166,7 @@ def multiplies(x: Tensor, codes: Tensor) -> bool:
         and len(x) > 0
         and max(sizes) <= MAX_WIDTH
         and all(size % MULTIPLE == 0 for size in sizes)
-        and (_gpu_multiplies(x.device) if x.device.type == "cuda" else x.device.type == "cpu")
+        and converts(x.device)
     )
 
 
@@ -174,7 +202,7 @@ def takes_float8_rows(x: Tensor, codes: Tensor) -> bool:
         (rows == 1 or (1 < rows <= MOST_ROWS and x.dtype != torch.float32))
         and codes.is_contiguous()
         and not is_batch_invariant()
-        and (_gpu_multiplies(x.device) if x.device.type == "cuda" else x.device.type == "cpu")
+        and converts(x.device)
     )
 
 

@@ -20,13 +20,10 @@ from torch import Tensor
 
 from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.frozen_float8_linear import quantize_rows_reference
+from liger_models.kernels.frozen_float8_linear import converts, float8_dense, quantize_rows_reference
 from liger_models.kernels.nf4_linear import _scale, nf4_dense, nf4_dense_reference, nf4_layout
 
 from .grouped_mm import _rows_of_tile, _tile, most_tiles
-
-DENSE_BLOCK = 2048
-"""Codes in float8 that a program dequantises at a time."""
 
 FEW_ROWS = 16
 """Rows of a tile of the kernel for few rows. It runs as long as an expert has no more rows than that on average."""
@@ -92,8 +89,7 @@ class QuantizedExperts(Tensor):
         """The matrices [X, O, C] in ``dtype``, newly made."""
         X, out, width = self.shape
         if self.factors is None or self.means is None or self.table is None:
-            make_float8 = float8_dense if use_triton(self.scales) else float8_dense_reference
-            return make_float8(self.codes, self.scales, self.dtype)
+            return float8_dense(self.codes, self.scales, self.dtype)
         packed = self.codes.view(-1), self.scales.view(-1), self.factors.view(-1), self.means, self.table
         layout = X * out, width, out * width // self.scales.shape[1], self.scales.shape[1] // self.factors.shape[1]
         make_nf4 = nf4_dense if use_triton(self.table) else nf4_dense_reference
@@ -206,32 +202,6 @@ def bytes_of_experts(weight: Tensor, kind: str) -> int:
     return X * (out * width // 2 + blocks) + numbers * weight.itemsize
 
 
-def float8_dense_reference(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes [X, O, C] in float8 times scales [X, O], in plain torch."""
-    return (codes.float() * scales[..., None]).to(dtype)
-
-
-@triton.jit
-def _float8_dense_kernel(code_ptr, scale_ptr, w_ptr, C, BLOCK: tl.constexpr):
-    """A program dequantises one row."""
-    row = tl.program_id(0).to(tl.int64)
-    scale = tl.load(scale_ptr + row)
-    for start in range(0, C, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        code = tl.load(code_ptr + row * C + columns, mask=columns < C, other=0.0).to(tl.float32)
-        tl.store(w_ptr + row * C + columns, (code * scale).to(w_ptr.dtype.element_ty), mask=columns < C)
-
-
-def float8_dense(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Launch the kernel: codes [X, O, C] in float8 times scales [X, O]."""
-    weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    X, out, C = codes.shape
-    block = min(triton.next_power_of_2(C), DENSE_BLOCK)
-    with on_device_of(codes):
-        _float8_dense_kernel[(X * out,)](codes, scales, weight, C, BLOCK=block, num_warps=max(block // 512, 1))
-    return weight
-
-
 @triton.jit
 def _few_nf4_kernel(
     rows_ptr, code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, ends_ptr, out_ptr, X, IN, OUT,
@@ -297,7 +267,10 @@ def takes_few(rows: Tensor, weight: Tensor) -> bool:
         return False
     X, out, width = weight.shape
     codes_per_scale = out * width // weight.scales.shape[1]
-    fits = weight.kind == "float8" or (codes_per_scale == FEW_BLOCKS["nf4"][1] and width % codes_per_scale == 0)
+    if weight.kind == "float8":
+        fits = converts(rows.device)
+    else:
+        fits = codes_per_scale == FEW_BLOCKS["nf4"][1] and width % codes_per_scale == 0
     return fits and len(rows) <= FEW_ROWS * X and not is_batch_invariant()
 
 
