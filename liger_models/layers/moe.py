@@ -17,8 +17,9 @@ from liger_models.kernels.collectives import (
     sum_gradient,
 )
 from liger_models.kernels.dispatch import use_triton
+from liger_models.kernels.moe.expert_act import check_expert_act
 from liger_models.kernels.moe.expert_parallel import moe_mlp_over
-from liger_models.kernels.moe.experts import check_expert_act, moe_mlp, moe_mlp_reference
+from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
 from liger_models.kernels.moe.quantized import QuantizedExperts, dense
 from liger_models.kernels.moe.routing import route, route_reference
 from liger_models.layers.layer import Layer

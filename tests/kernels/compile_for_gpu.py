@@ -203,9 +203,13 @@ def run_experts(X: int, K: int, F: int) -> None:
         pairs["down_low_rank"] = draw(X, 16, F), draw(X, 256, 16)
         frozen = weights.detach(), experts, *(each.detach() for each in matrices)
         differentiate(moe_mlp(x, *frozen, *biases, **pairs, act=act, limit=7.0, dropout=0.1))
-        for kind in ("nf4", "float8"):
-            stored = [quantize_experts(each.detach(), kind) for each in matrices]
+        quantised = [[quantize_experts(each.detach(), kind) for each in matrices] for kind in ("nf4", "float8")]
+        for stored in quantised:
             differentiate(moe_mlp(x, *frozen[:2], *stored, *biases, **pairs, act=act, limit=7.0))
+        with torch.no_grad():
+            for stored in (matrices, *quantised):
+                for N in (1, 5):
+                    moe_mlp(x[:N], weights[:N], experts[:N], *stored, *biases, act=act, limit=7.0)
 
 
 def run_sinks() -> None:

@@ -1,16 +1,14 @@
 """The experts of a mixture: gated MLPs as grouped products over the tokens sorted by expert.
 
 With the N · K copies of the tokens sorted as in `permutation` (copy k of token n in row j = slot[n, k]), and
-A = `gated_act`, or the clamped SwiGLU below::
+A as in `expert_act`::
 
     r_j = x_n                             permute
     u_j = Wgu_e · r_j                     grouped product; gate and up interleaved
     o_j = Wd_e · A(u_j + bgu_e)           grouped product; without biases bgu = bd = 0
     y_n = Σ_k w_nk · (o_slot[n,k] + bd_e) unpermute
 
-    clamped_swiglu    A(g, u) = (clamp(u, −l, l) + 1) · g' · σ(1.702 · g')   with g' = min(g, l)
-
-Backward. The routing weight is a factor between linear maps, so it is applied where rows are narrow and read anyway:
+Few copies that need no backward are not sorted (`few`). Backward. The routing weight is a factor between linear maps, so it is applied where rows are narrow and read anyway:
 the gradient dy is copied unweighted, and one kernel over u and g does all other element-wise work::
 
     d_j = dy_n                            permute
@@ -50,42 +48,18 @@ from torch import Tensor
 
 from liger_models.kernels.checks import check, check_floating
 from liger_models.kernels.dispatch import LIBRARY, on_device_of, tl, triton, use_triton
-from liger_models.kernels.gated_act import (
-    ACTIVATIONS,
-    _activation,
-    _load_pairs,
-    gated_act_forward,
-    gated_act_reference,
-)
+from liger_models.kernels.gated_act import ACTIVATIONS, _load_pairs, gated_act_forward
 from liger_models.kernels.norm_linear import LowRank, given_or_empty, low_rank_pair
 
 from .dropout import draw_seed, drop
+from .expert_act import _expert_act, check_expert_act, expert_act_reference
+from .few import few_experts, few_product, takes_few, takes_few_copies
 from .grouped_mm import grouped_mm, grouped_outer, grouped_sum, library_runs
 from .permutation import MAX_COPIES, MAX_EXPERTS, permute, sort_by_expert, unpermute
-from .quantized import SCHEMA, dense, experts_for_op, experts_from_op, few_product, takes_few
+from .quantized import SCHEMA, dense, experts_for_op, experts_from_op
 
 ACT_BLOCK = 1024
 """Gate and up pairs per step of the activation's backward. A program walks a whole row: its dot product is one sum."""
-
-
-EXPERT_ACTIVATIONS = (*ACTIVATIONS, "clamped_swiglu")
-
-
-def check_expert_act(op: str, act: str, limit: float) -> None:
-    """Raise ValueError unless ``act`` names one of `EXPERT_ACTIVATIONS`, with a positive limit where it has one."""
-    check(act in EXPERT_ACTIVATIONS, f"{op}: act must be one of {', '.join(EXPERT_ACTIVATIONS)}, got {act!r}.")
-    check(
-        act != "clamped_swiglu" or limit > 0,
-        f"{op}: limit must be positive with act='clamped_swiglu', got {limit}. It bounds gate and up.",
-    )
-
-
-def expert_act_reference(gate_up: Tensor, act: str, limit: float = 0.0) -> Tensor:
-    """The experts' gated activation in plain torch: [..., 2 F] -> [..., F]."""
-    if act != "clamped_swiglu":
-        return gated_act_reference(gate_up, act)
-    gate, up = gate_up[..., 0::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
-    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
 def moe_mlp_reference(
@@ -158,19 +132,6 @@ def _load_biased(gate_up_ptr, bias_ptr, left, BIAS: tl.constexpr, BLOCK: tl.cons
         gate += gate_bias
         up += up_bias
     return gate, up
-
-
-@triton.jit
-def _expert_act(gate, up, limit, ACT: tl.constexpr):
-    """a and u of the product a · u, da / dgate, and du / dup."""
-    if ACT == "clamped_swiglu":
-        a, slope = _activation(tl.minimum(gate, limit), "quick_gelu")
-        slope = tl.where(gate <= limit, slope, 0.0)
-        clamped = tl.minimum(tl.maximum(up, -limit), limit)
-        return a, clamped + 1.0, slope, tl.where(up == clamped, 1.0, 0.0)
-    else:
-        a, slope = _activation(gate, ACT)
-        return a, up, slope, tl.full(up.shape, 1.0, tl.float32)
 
 
 @triton.jit
@@ -341,12 +302,13 @@ def _low_rank_gradients(
 
 
 _OTHERS = f"Tensor? seed=None, float dropout=0.0, {SCHEMA.format('gate_up_')}, {SCHEMA.format('down_')}"
-LIBRARY.define(
-    "moe_mlp(Tensor x, Tensor weights, Tensor experts, Tensor gate_up_weight, Tensor down_weight, str act,"
-    " bool recompute, Tensor? gate_up_bias=None, Tensor? down_bias=None, float limit=0.0, Tensor? gate_up_A=None,"
-    f" Tensor? gate_up_B=None, Tensor? down_A=None, Tensor? down_B=None, {_OTHERS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+_INPUTS = (
+    "Tensor x, Tensor weights, Tensor experts, Tensor gate_up_weight, Tensor down_weight, str act, bool recompute,"
+    " Tensor? gate_up_bias=None, Tensor? down_bias=None, float limit=0.0, Tensor? gate_up_A=None,"
+    f" Tensor? gate_up_B=None, Tensor? down_A=None, Tensor? down_B=None, {_OTHERS}"
 )
+LIBRARY.define(f"moe_mlp({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+LIBRARY.define(f"moe_mlp_inference({_INPUTS}) -> Tensor")
 LIBRARY.define(
     "moe_mlp_backward(Tensor dy, Tensor? x, Tensor weights, Tensor order, Tensor slot, Tensor ends, Tensor? gate_up,"
     " Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_A,"
@@ -382,6 +344,26 @@ def _moe_mlp(
     del gated
     y = unpermute(rows, slot, weights.contiguous(), x.shape[0], dtype, _contiguous(down_bias), experts)
     return y, order, slot, ends, gate_up
+
+
+@torch.library.impl(LIBRARY, "moe_mlp_inference", "CompositeExplicitAutograd")
+def _moe_mlp_inference(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor, act: str, recompute: bool,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float = 0.0,
+    gate_up_A: Tensor | None = None, gate_up_B: Tensor | None = None, down_A: Tensor | None = None,
+    down_B: Tensor | None = None, seed: Tensor | None = None, dropout: float = 0.0, *stored: Any,
+) -> Tensor:  # fmt: skip
+    """`moe_mlp` without a backward. What it runs depends on the number of copies, which a graph need not know."""
+    matrices = _matrices(gate_up_weight, down_weight, stored)
+    if gate_up_A is None and down_A is None and takes_few_copies(experts, *matrices):
+        x, weights, experts = (each.contiguous() for each in (x.to(matrices[0].dtype), weights, experts))
+        return few_experts(
+            x, weights, experts, *matrices, _contiguous(gate_up_bias), _contiguous(down_bias), act, limit
+        )
+    return _moe_mlp(
+        x, weights, experts, gate_up_weight, down_weight, act, True, gate_up_bias, down_bias, limit, gate_up_A,
+        gate_up_B, down_A, down_B, seed, dropout, *stored,
+    )[0]  # fmt: skip
 
 
 def _matrices(gate_up_weight: Tensor, down_weight: Tensor, stored: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -479,6 +461,11 @@ def _moe_mlp_fake(
     order = experts.new_empty(copies, dtype=torch.int32)
     gate_up = x.new_empty(0 if recompute else (copies, width), dtype=dtype)
     return x.new_empty(x.shape, dtype=dtype), order, torch.empty_like(order), order.new_empty(X), gate_up
+
+
+@torch.library.register_fake("liger_models::moe_mlp_inference", lib=LIBRARY)
+def _moe_mlp_inference_fake(*inputs: Any) -> Tensor:
+    return _moe_mlp_fake(*inputs)[0]
 
 
 @torch.library.register_fake("liger_models::moe_mlp_backward", lib=LIBRARY)
@@ -627,15 +614,15 @@ def moe_mlp(
             x, weights, experts, gate_up_weight, down_weight, gate_up_bias, down_bias, gate_up_low_rank, down_low_rank,
             act=act, limit=limit, dropout=dropout,
         )  # fmt: skip
-    # Without gradients nothing is saved: gate and up are freed before the last product.
-    recompute = recompute or not torch.is_grad_enabled()
     (gate_up_weight, of_gate_up), (down_weight, of_down) = map(experts_for_op, (gate_up_weight, down_weight))
     low_ranks = *(gate_up_low_rank or (None, None)), *(down_low_rank or (None, None))
     seed = draw_seed(x.device) if dropout > 0 and low_ranks != (None,) * 4 else None
-    y: Tensor = torch.ops.liger_models.moe_mlp(
+    inputs = (
         x, weights, experts, gate_up_weight, down_weight, act, recompute, gate_up_bias, down_bias, limit, *low_ranks,
         seed, dropout, *of_gate_up, *of_down,
-    )[0]  # fmt: skip
+    )  # fmt: skip
+    ops = torch.ops.liger_models
+    y: Tensor = ops.moe_mlp(*inputs)[0] if torch.is_grad_enabled() else ops.moe_mlp_inference(*inputs)
     return y
 
 

@@ -62,15 +62,15 @@ def _permute_kernel(x_ptr, slot_ptr, rows_ptr, C, K: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _unpermute_kernel(
-    rows_ptr, slot_ptr, weights_ptr, y_ptr, bias_ptr, experts_ptr, C, K: tl.constexpr, WEIGHTED: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    rows_ptr, slot_ptr, weights_ptr, y_ptr, bias_ptr, experts_ptr, C, K: tl.constexpr, SORTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < C
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
-        slot = tl.load(slot_ptr + token * K + k).to(tl.int64)
+        slot = tl.load(slot_ptr + token * K + k).to(tl.int64) if SORTED else token * K + k
         row = tl.load(rows_ptr + slot * C + columns, mask=inside, other=0.0).to(tl.float32)
         if BIAS:
             expert = tl.load(experts_ptr + token * K + k)
@@ -112,7 +112,7 @@ def permute(x: Tensor, slot: Tensor, dtype: torch.dtype) -> Tensor:
 
 def unpermute(
     rows: Tensor,
-    slot: Tensor,
+    slot: Tensor | None,
     weights: Tensor | None,
     N: int,
     dtype: torch.dtype,
@@ -121,7 +121,7 @@ def unpermute(
 ) -> Tensor:
     """Launch the summation: [N K, C] -> [N, C], the sum of each token's rows, times ``weights`` [N, K] if given.
 
-    With ``bias`` [X, C] each row has that of its expert, ``experts`` [N, K] int64, added first.
+    Without ``slot`` the rows are those of the copies in order. With ``bias`` [X, C] each row has that of its expert, ``experts`` [N, K] int64, added first.
     """
     C = rows.shape[1]
     y = torch.empty(N, C, dtype=dtype, device=rows.device)
@@ -129,8 +129,8 @@ def unpermute(
     with on_device_of(rows):
         _unpermute_kernel[grid](
             # A pointer argument that the constants disable must still be a tensor.
-            rows, slot, rows if weights is None else weights, y, rows if bias is None else bias,
-            slot if experts is None else experts.contiguous(), C,
-            K=slot.numel() // N, WEIGHTED=weights is not None, BIAS=bias is not None, **constants,
+            rows, rows if slot is None else slot, rows if weights is None else weights, y,
+            rows if bias is None else bias, rows if experts is None else experts.contiguous(), C,
+            K=len(rows) // N, SORTED=slot is not None, WEIGHTED=weights is not None, BIAS=bias is not None, **constants,
         )  # fmt: skip
     return y

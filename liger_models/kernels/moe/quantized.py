@@ -6,8 +6,8 @@
 Each expert is quantised by itself, so that every stored tensor has experts in its first dimension and shards over it.
 
 For rows that are sorted by expert, `moe_mlp` dequantises the matrices of all experts in one pass, multiplies dense ones
-and frees them. With few rows, as in a step of decoding, `few_product` reads the codes of the experts that have rows,
-and dequantises a tile right before it is multiplied. Both multiply the same numbers.
+and frees them. With few rows, as in a step of decoding, the kernels of `few` read the codes of the experts that have
+rows, and dequantise a tile right before it is multiplied. Both multiply the same numbers.
 
 Source: https://arxiv.org/abs/2305.14314 (NF4), https://arxiv.org/abs/2209.05433 (float8).
 """
@@ -18,21 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.kernels.batch_invariance import is_batch_invariant
-from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.frozen_float8_linear import converts, float8_dense, quantize_rows_reference
-from liger_models.kernels.nf4_linear import _scale, nf4_dense, nf4_dense_reference, nf4_layout
-
-from .grouped_mm import _rows_of_tile, _tile, most_tiles
-
-FEW_ROWS = 16
-"""Rows of a tile of the kernel for few rows. It runs as long as an expert has no more rows than that on average."""
-
-FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128)}
-FEW_WARPS = 4
-FEW_STAGES = 4
-"""The kernel for few rows: the results of a tile and the codes of each that a step reads (in NF4 those of a scale), the
-warps of a program, and its pipeline stages."""
+from liger_models.kernels.dispatch import use_triton
+from liger_models.kernels.frozen_float8_linear import float8_dense, quantize_rows_reference
+from liger_models.kernels.nf4_linear import nf4_dense, nf4_dense_reference, nf4_layout
 
 ATTRIBUTES = ("codes", "scales", "factors", "means", "table")
 
@@ -200,97 +188,6 @@ def bytes_of_experts(weight: Tensor, kind: str) -> int:
     blocks = out * width // per_scale
     numbers = X * (blocks // per_factor + 1) + 16  # factors, means, and the table
     return X * (out * width // 2 + blocks) + numbers * weight.itemsize
-
-
-@triton.jit
-def _few_nf4_kernel(
-    rows_ptr, code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, ends_ptr, out_ptr, X, IN, OUT,
-    PRECISION: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-):  # fmt: skip
-    """A step reads the codes of one scale, BLOCK_IN, of BLOCK_OUT rows of the expert's matrix."""
-    tiles_out = tl.cdiv(OUT, BLOCK_OUT)
-    expert, first, end = _rows_of_tile(tl.program_id(0) // tiles_out, ends_ptr, X, BLOCK_X, BLOCK_ROWS)
-    if expert < X:
-        dtype: tl.constexpr = rows_ptr.dtype.element_ty
-        stored: tl.constexpr = table_ptr.dtype.element_ty
-        rows = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
-        columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-        inside, known = (rows < end)[:, None], columns < OUT
-        pairs = tl.arange(0, BLOCK_IN // 2)
-        matrix_row = expert.to(tl.int64) * OUT + columns
-        mean = tl.load(mean_ptr + expert).to(tl.float32)
-        a_ptrs = rows_ptr + rows[:, None] * IN + 2 * pairs[None, :]
-        code_ptrs = code_ptr + matrix_row[:, None] * (IN // 2) + pairs[None, :]
-        total = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
-        for step in range(0, IN // BLOCK_IN):
-            block = matrix_row * (IN // BLOCK_IN) + step
-            scale = _scale(scale_ptr, factor_ptr, mean, block, known, stored, SCALES_PER_FACTOR)[:, None]
-            pair = tl.load(code_ptrs + step * (BLOCK_IN // 2), mask=known[:, None], other=0).to(tl.int32)
-            upper = (tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale).to(stored).to(dtype)
-            lower = (tl.load(table_ptr + (pair & 15)).to(tl.float32) * scale).to(stored).to(dtype)
-            a = tl.load(a_ptrs + step * BLOCK_IN, mask=inside, other=0.0)
-            total = tl.dot(a, tl.trans(upper), total, input_precision=PRECISION)
-            a = tl.load(a_ptrs + step * BLOCK_IN + 1, mask=inside, other=0.0)
-            total = tl.dot(a, tl.trans(lower), total, input_precision=PRECISION)
-        tl.store(out_ptr + rows[:, None] * OUT + columns[None, :], total.to(dtype), mask=inside & known[None, :])
-
-
-@triton.jit
-def _few_float8_kernel(
-    rows_ptr, code_ptr, scale_ptr, ends_ptr, out_ptr, X, IN, OUT, PRECISION: tl.constexpr, BLOCK_X: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-):  # fmt: skip
-    """A step reads BLOCK_IN codes of BLOCK_OUT rows of the expert's matrix."""
-    tiles_out = tl.cdiv(OUT, BLOCK_OUT)
-    expert, first, end = _rows_of_tile(tl.program_id(0) // tiles_out, ends_ptr, X, BLOCK_X, BLOCK_ROWS)
-    if expert < X:
-        dtype: tl.constexpr = rows_ptr.dtype.element_ty
-        rows = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
-        columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-        inside, known = (rows < end)[:, None], (columns < OUT)[:, None]
-        matrix_row = (expert.to(tl.int64) * OUT + columns)[:, None]
-        scale = tl.load(scale_ptr + matrix_row, mask=known, other=0.0)
-        total = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
-        for start in range(0, IN, BLOCK_IN):
-            i = (start + tl.arange(0, BLOCK_IN))[None, :]
-            a = tl.load(rows_ptr + rows[:, None] * IN + i, mask=inside & (i < IN), other=0.0)
-            code = tl.load(code_ptr + matrix_row * IN + i, mask=known & (i < IN), other=0.0).to(tl.float32)
-            total = tl.dot(a, tl.trans((code * scale).to(dtype)), total, input_precision=PRECISION)
-        mask = inside & (columns < OUT)[None, :]
-        tl.store(out_ptr + rows[:, None] * OUT + columns[None, :], total.to(dtype), mask=mask)
-
-
-def takes_few(rows: Tensor, weight: Tensor) -> bool:
-    """Whether `few_product` takes rows [S, C]: few of them, and for NF4 whole scales in each row of the matrices."""
-    if not isinstance(weight, QuantizedExperts):
-        return False
-    X, out, width = weight.shape
-    codes_per_scale = out * width // weight.scales.shape[1]
-    if weight.kind == "float8":
-        fits = converts(rows.device)
-    else:
-        fits = codes_per_scale == FEW_BLOCKS["nf4"][1] and width % codes_per_scale == 0
-    return fits and len(rows) <= FEW_ROWS * X and not is_batch_invariant()
-
-
-def few_product(rows: Tensor, weight: Any, ends: Tensor) -> Tensor:
-    """Launch the kernel for few rows: each row times the transposed matrix of its expert, [S, C] -> [S, O]."""
-    (X, out, width), S = weight.shape, len(rows)
-    result = rows.new_empty(S, out)
-    block_out, block_in = FEW_BLOCKS[weight.kind]
-    constants = {
-        "PRECISION": _tile(rows)[1]["PRECISION"], "BLOCK_X": max(triton.next_power_of_2(X), 2), "BLOCK_ROWS": FEW_ROWS,
-        "BLOCK_OUT": block_out, "BLOCK_IN": block_in, "num_warps": FEW_WARPS, "num_stages": FEW_STAGES,
-    }  # fmt: skip
-    if weight.factors is not None:
-        constants["SCALES_PER_FACTOR"] = weight.scales.shape[1] // weight.factors.shape[1]
-    kernel = _few_float8_kernel if weight.factors is None else _few_nf4_kernel
-    with on_device_of(rows):
-        kernel[(most_tiles(S, X, FEW_ROWS) * triton.cdiv(out, block_out),)](
-            rows, *weight.stored, ends, result, X, width, out, **constants
-        )
-    return result
 
 
 SCHEMA = (

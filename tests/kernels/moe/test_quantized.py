@@ -9,15 +9,14 @@ import torch
 from liger_models.kernels.batch_invariance import batch_invariant
 from liger_models.kernels.moe import experts as experts_module
 from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
+from liger_models.kernels.moe.few import few_product, takes_few
 from liger_models.kernels.moe.permutation import sort_by_expert
 from liger_models.kernels.moe.quantized import (
     QuantizedExperts,
     bytes_of_experts,
     dense,
     experts_for_op,
-    few_product,
     quantize_experts,
-    takes_few,
 )
 
 from ...late import Late

@@ -1,0 +1,45 @@
+"""The gated activations of experts: those of `gated_act`, and GPT-OSS's.
+
+::
+
+    clamped_swiglu    A(g, u) = (clamp(u, −l, l) + 1) · g' · σ(1.702 · g')   with g' = min(g, l)
+"""
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.checks import check
+from liger_models.kernels.dispatch import tl, triton
+from liger_models.kernels.gated_act import ACTIVATIONS, _activation, gated_act_reference
+
+EXPERT_ACTIVATIONS = (*ACTIVATIONS, "clamped_swiglu")
+
+
+def check_expert_act(op: str, act: str, limit: float) -> None:
+    """Raise ValueError unless ``act`` names one of `EXPERT_ACTIVATIONS`, with a positive limit where it has one."""
+    check(act in EXPERT_ACTIVATIONS, f"{op}: act must be one of {', '.join(EXPERT_ACTIVATIONS)}, got {act!r}.")
+    check(
+        act != "clamped_swiglu" or limit > 0,
+        f"{op}: limit must be positive with act='clamped_swiglu', got {limit}. It bounds gate and up.",
+    )
+
+
+def expert_act_reference(gate_up: Tensor, act: str, limit: float = 0.0) -> Tensor:
+    """The experts' gated activation in plain torch: [..., 2 F] -> [..., F]."""
+    if act != "clamped_swiglu":
+        return gated_act_reference(gate_up, act)
+    gate, up = gate_up[..., 0::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
+@triton.jit
+def _expert_act(gate, up, limit, ACT: tl.constexpr):
+    """a and u of the product a · u, da / dgate, and du / dup."""
+    if ACT == "clamped_swiglu":
+        a, slope = _activation(tl.minimum(gate, limit), "quick_gelu")
+        slope = tl.where(gate <= limit, slope, 0.0)
+        clamped = tl.minimum(tl.maximum(up, -limit), limit)
+        return a, clamped + 1.0, slope, tl.where(up == clamped, 1.0, 0.0)
+    else:
+        a, slope = _activation(gate, ACT)
+        return a, up, slope, tl.full(up.shape, 1.0, tl.float32)

@@ -1,0 +1,242 @@
+"""Products of few rows with the matrices of their experts: they take as long as reading these matrices.
+
+A step of decoding needs no gradients. With the copies of the tokens numbered as in `permutation`, s = n · K + k, e the
+expert of a copy, and A as in `expert_act`::
+
+    g_s = A(Wgu_e · x_n + bgu_e)          one kernel
+    o_s = Wd_e · g_s                      one kernel
+    y_n = Σ_k w_nk · (o_s + bd_e)         `permutation.unpermute`
+
+Nothing is sorted. A program belongs to a copy and to a few rows of its expert's matrix. It looks up which other copies
+have the same expert, and multiplies `FEW_ROWS` of them at once, or none if the program of another copy does. The copies
+of a single token have different experts. Each is multiplied by itself, without matrix units, as in `row_linear`.
+
+Where rows are sorted because a backward follows, `few_product` multiplies them with quantised matrices in the same way.
+Both read each matrix as it is stored, dense, in NF4 or in float8, and only if its expert has rows.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from liger_models.kernels.batch_invariance import is_batch_invariant
+from liger_models.kernels.dispatch import on_device_of, tl, triton
+from liger_models.kernels.frozen_float8_linear import converts
+from liger_models.kernels.nf4_linear import _scale
+
+from .expert_act import _expert_act
+from .grouped_mm import _rows_of_tile, _tile, most_tiles
+from .permutation import unpermute
+from .quantized import QuantizedExperts
+
+FEW_ROWS = 16
+"""Rows of a tile. Sorted rows are few as long as an expert has no more than that on average."""
+
+FEW_COPIES = 128, 512
+"""Up to so many copies are few where they are not sorted. Each program looks at the least of these numbers that is
+enough."""
+
+FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128), "dense": (32, 128)}
+FEW_WARPS = 4
+FEW_STAGES = 4
+"""The results of a tile and the columns of the matrix that a step reads (in NF4 those of a scale), the warps of a
+program, and its pipeline stages."""
+
+ROW_BLOCKS = 8, 256
+ROW_WARPS = 2
+"""The same for a single row."""
+
+
+@triton.jit
+def _few_tile(
+    tile, where_ptr, COUNT, SORTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):  # fmt: skip
+    """The expert of a tile, the numbers of its rows, and which of them there are; none of some tiles.
+
+    ``where_ptr`` has the ends of COUNT experts' rows if they are sorted, or the experts of COUNT copies, of which each
+    has a tile: those that begin with the first copy of an expert, the one after BLOCK_ROWS copies, and so on.
+    """
+    if SORTED:
+        expert, first, end = _rows_of_tile(tile, where_ptr, COUNT, BLOCK, BLOCK_ROWS)
+        rows = first + tl.arange(0, BLOCK_ROWS)
+        inside = (rows < end) & (expert < COUNT)
+    elif BLOCK_ROWS == 1:
+        expert = tl.load(where_ptr + tile)
+        rows = tile + tl.arange(0, 1)
+        inside = rows < COUNT
+    else:
+        lanes = tl.arange(0, BLOCK)
+        expert = tl.load(where_ptr + tile)
+        mine = tl.load(where_ptr + lanes, mask=lanes < COUNT, other=-1) == expert
+        place = tl.cumsum(mine.to(tl.int32), 0) - 1
+        first = tl.sum(tl.where(lanes == tile, place, 0), 0)
+        found = mine[None, :] & (place[None, :] == (first + tl.arange(0, BLOCK_ROWS))[:, None])
+        rows = tl.sum(tl.where(found, lanes[None, :], 0), 1)
+        inside = (tl.sum(found.to(tl.int32), 1) > 0) & (first % BLOCK_ROWS == 0)
+    return expert.to(tl.int64), rows.to(tl.int64), inside
+
+
+@triton.jit
+def _few_store(
+    total, expert, rows, inside, bias_ptr, out_ptr, OUT, limit, ACT: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+):  # fmt: skip
+    """Store a tile's sums, or the activation of them and the bias, rounded as `moe_mlp` rounds them."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    start = (tl.program_id(0) % tl.cdiv(OUT, BLOCK_OUT)) * BLOCK_OUT
+    total = total.to(dtype)
+    if ACT == "":
+        columns = start + tl.arange(0, BLOCK_OUT)
+        mask = inside[:, None] & (columns < OUT)[None, :]
+        tl.store(out_ptr + rows[:, None] * OUT + columns[None, :], total, mask=mask)
+    else:
+        pairs = total.to(tl.float32)
+        if BIAS:
+            columns = start + tl.arange(0, BLOCK_OUT)
+            bias = tl.load(bias_ptr + expert * OUT + columns, mask=columns < OUT, other=0.0)
+            pairs += bias.to(tl.float32)[None, :]
+        gate, up = tl.split(tl.reshape(pairs, [BLOCK_ROWS, BLOCK_OUT // 2, 2]))
+        a, u, _, _ = _expert_act(gate, up, limit, ACT)
+        results = start // 2 + tl.arange(0, BLOCK_OUT // 2)
+        mask = inside[:, None] & (2 * results < OUT)[None, :]
+        product = (a.to(dtype).to(tl.float32) * u).to(dtype)
+        tl.store(out_ptr + rows[:, None] * (OUT // 2) + results[None, :], product, mask=mask)
+
+
+@triton.jit
+def _few_nf4_kernel(
+    rows_ptr, code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, where_ptr, bias_ptr, out_ptr, COUNT, IN, OUT, K,
+    limit, PRECISION: tl.constexpr, SORTED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
+    SCALES_PER_FACTOR: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    """As `_few_kernel`. A step reads the codes of one scale, BLOCK_IN, of BLOCK_OUT rows of the expert's matrix."""
+    tiles_out = tl.cdiv(OUT, BLOCK_OUT)
+    expert, rows, inside = _few_tile(tl.program_id(0) // tiles_out, where_ptr, COUNT, SORTED, BLOCK, BLOCK_ROWS)
+    if tl.max(inside.to(tl.int32), 0) > 0:
+        dtype: tl.constexpr = rows_ptr.dtype.element_ty
+        stored: tl.constexpr = table_ptr.dtype.element_ty
+        columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        known = columns < OUT
+        pairs = tl.arange(0, BLOCK_IN // 2)
+        matrix_row = expert * OUT + columns
+        mean = tl.load(mean_ptr + expert).to(tl.float32)
+        a_ptrs = rows_ptr + (rows // K)[:, None] * IN + 2 * pairs[None, :]
+        code_ptrs = code_ptr + matrix_row[:, None] * (IN // 2) + pairs[None, :]
+        total = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
+        for step in range(0, IN // BLOCK_IN):
+            block = matrix_row * (IN // BLOCK_IN) + step
+            scale = _scale(scale_ptr, factor_ptr, mean, block, known, stored, SCALES_PER_FACTOR)[:, None]
+            pair = tl.load(code_ptrs + step * (BLOCK_IN // 2), mask=known[:, None], other=0).to(tl.int32)
+            upper = (tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale).to(stored).to(dtype)
+            lower = (tl.load(table_ptr + (pair & 15)).to(tl.float32) * scale).to(stored).to(dtype)
+            a = tl.load(a_ptrs + step * BLOCK_IN, mask=inside[:, None], other=0.0)
+            total = tl.dot(a, tl.trans(upper), total, input_precision=PRECISION)
+            a = tl.load(a_ptrs + step * BLOCK_IN + 1, mask=inside[:, None], other=0.0)
+            total = tl.dot(a, tl.trans(lower), total, input_precision=PRECISION)
+        _few_store(total, expert, rows, inside, bias_ptr, out_ptr, OUT, limit, ACT, BIAS, BLOCK_ROWS, BLOCK_OUT)
+
+
+@triton.jit
+def _few_kernel(
+    rows_ptr, weight_ptr, scale_ptr, where_ptr, bias_ptr, out_ptr, COUNT, IN, OUT, K, limit, PRECISION: tl.constexpr,
+    SORTED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    """Result s is that of row s // K. A step reads BLOCK_IN columns of BLOCK_OUT rows of the expert's matrix."""
+    tiles_out = tl.cdiv(OUT, BLOCK_OUT)
+    expert, rows, inside = _few_tile(tl.program_id(0) // tiles_out, where_ptr, COUNT, SORTED, BLOCK, BLOCK_ROWS)
+    if tl.max(inside.to(tl.int32), 0) > 0:
+        dtype: tl.constexpr = rows_ptr.dtype.element_ty
+        columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        known = (columns < OUT)[:, None]
+        matrix_row = (expert * OUT + columns)[:, None]
+        a_starts = rows_ptr + (rows // K)[:, None] * IN
+        if SCALED:
+            scale = tl.load(scale_ptr + matrix_row, mask=known, other=0.0)
+        total = tl.zeros([BLOCK_OUT, BLOCK_IN] if BLOCK_ROWS == 1 else [BLOCK_ROWS, BLOCK_OUT], tl.float32)
+        for start in range(0, IN, BLOCK_IN):
+            i = (start + tl.arange(0, BLOCK_IN))[None, :]
+            a = tl.load(a_starts + i, mask=inside[:, None] & (i < IN), other=0.0)
+            weight = tl.load(weight_ptr + matrix_row * IN + i, mask=known & (i < IN), other=0.0)
+            if SCALED:
+                weight = (weight.to(tl.float32) * scale).to(dtype)
+            if BLOCK_ROWS == 1:
+                total += a.to(tl.float32) * weight.to(tl.float32)
+            else:
+                total = tl.dot(a, tl.trans(weight), total, input_precision=PRECISION)
+        sums = tl.sum(total, 1)[None, :] if BLOCK_ROWS == 1 else total
+        _few_store(sums, expert, rows, inside, bias_ptr, out_ptr, OUT, limit, ACT, BIAS, BLOCK_ROWS, BLOCK_OUT)
+
+
+def _fits(weight: Tensor) -> bool:
+    """Whether the kernels read these matrices: in NF4 whole scales in each row, in float8 on GPUs that convert it."""
+    if not isinstance(weight, QuantizedExperts):
+        return True
+    if weight.kind == "float8":
+        return converts(weight.codes.device)
+    _, out, width = weight.shape
+    codes_per_scale = out * width // weight.scales.shape[1]
+    return codes_per_scale == FEW_BLOCKS["nf4"][1] and width % codes_per_scale == 0
+
+
+def takes_few(rows: Tensor, weight: Tensor) -> bool:
+    """Whether `few_product` takes rows [S, C] and matrices [X, O, C]: few rows, and quantised matrices that fit."""
+    few = len(rows) <= FEW_ROWS * weight.shape[0]
+    return few and isinstance(weight, QuantizedExperts) and _fits(weight) and not is_batch_invariant()
+
+
+def takes_few_copies(experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> bool:
+    """Whether `few_experts` takes the copies of experts [N, K]. Others' bits depend on how many there are."""
+    few = 0 < experts.numel() <= FEW_COPIES[-1]
+    return few and _fits(gate_up_weight) and _fits(down_weight) and not is_batch_invariant()
+
+
+def _launch(
+    rows: Tensor, weight: Any, where: Tensor, results: int, K: int, *, is_sorted: bool, one_row: bool = False,
+    act: str = "", limit: float = 0.0, bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Launch a kernel: the product of row s // K with the transposed matrix of its expert, for each result s."""
+    (X, out, width), quantized = weight.shape, isinstance(weight, QuantizedExperts)
+    kind = weight.kind if quantized else "dense"
+    one_row = one_row and kind != "nf4"
+    block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, FEW_BLOCKS[kind])
+    if is_sorted:
+        tiles, count, block = most_tiles(results, X, FEW_ROWS), X, max(triton.next_power_of_2(X), 2)
+    else:
+        tiles = count = results
+        block = next(most for most in FEW_COPIES if results <= most)
+    constants = {
+        "PRECISION": _tile(rows)[1]["PRECISION"], "SORTED": is_sorted, "ACT": act, "BIAS": bias is not None,
+        "BLOCK": block, "BLOCK_ROWS": block_rows, "BLOCK_OUT": block_out, "BLOCK_IN": block_in,
+        "num_warps": ROW_WARPS if one_row else FEW_WARPS, "num_stages": FEW_STAGES,
+    }  # fmt: skip
+    if kind == "nf4":
+        kernel, stored = _few_nf4_kernel, weight.stored
+        constants["SCALES_PER_FACTOR"] = weight.scales.shape[1] // weight.factors.shape[1]
+    else:
+        kernel, stored = _few_kernel, weight.stored if quantized else [weight, None]
+        constants["SCALED"] = quantized
+    result = rows.new_empty(results, out // 2 if act else out)
+    with on_device_of(rows):
+        kernel[(tiles * triton.cdiv(out, block_out),)](
+            rows, *stored, where, bias, result, count, width, out, K, limit, **constants
+        )
+    return result
+
+
+def few_product(rows: Tensor, weight: QuantizedExperts, ends: Tensor) -> Tensor:
+    """Each sorted row times the transposed matrix of its expert, [S, C] -> [S, O]; ``ends`` [X] int32."""
+    return _launch(rows, weight, ends, len(rows), 1, is_sorted=True)
+
+
+def few_experts(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, limit: float,
+) -> Tensor:  # fmt: skip
+    """`moe_mlp` of few tokens without gradients, for contiguous tensors; x [N, C] has the dtype of the weights."""
+    N, K = experts.shape
+    options: dict[str, Any] = {"is_sorted": False, "one_row": N == 1}
+    gated = _launch(x, gate_up_weight, experts, N * K, K, act=act, limit=limit, bias=gate_up_bias, **options)
+    rows = _launch(gated, down_weight, experts, N * K, 1, **options)
+    return unpermute(rows, None, weights, N, x.dtype, down_bias, experts)
