@@ -1,14 +1,16 @@
 """The experts of a mixture: gated MLPs as grouped products over the tokens sorted by expert.
 
-With the N · K copies of the tokens sorted as in `permutation` (copy k of token n in row j = slot[n, k]), and
-A as in `expert_act`::
+With the N · K copies of the tokens sorted as in `permutation` (copy k of token n in row j = slot[n, k]), and A as in
+`expert_act`::
 
     r_j = x_n                             permute
     u_j = Wgu_e · r_j                     grouped product; gate and up interleaved
     o_j = Wd_e · A(u_j + bgu_e)           grouped product; without biases bgu = bd = 0
     y_n = Σ_k w_nk · (o_slot[n,k] + bd_e) unpermute
 
-Few copies that need no backward are not sorted (`few`). Backward. The routing weight is a factor between linear maps, so it is applied where rows are narrow and read anyway:
+Few copies without a backward are not sorted, see `few`.
+
+Backward. The routing weight is a factor between linear maps, so it is applied where rows are narrow and read anyway:
 the gradient dy is copied unweighted, and one kernel over u and g does all other element-wise work::
 
     d_j = dy_n                            permute
@@ -464,7 +466,7 @@ def _moe_mlp_fake(
 
 
 @torch.library.register_fake("liger_models::moe_mlp_inference", lib=LIBRARY)
-def _moe_mlp_inference_fake(*inputs: Any) -> Tensor:
+def _moe_mlp_inference_fake(*inputs):
     return _moe_mlp_fake(*inputs)[0]
 
 

@@ -225,7 +225,7 @@ def _launch(
     return result
 
 
-def few_product(rows: Tensor, weight: QuantizedExperts, ends: Tensor) -> Tensor:
+def few_product(rows: Tensor, weight: Any, ends: Tensor) -> Tensor:
     """Each sorted row times the transposed matrix of its expert, [S, C] -> [S, O]; ``ends`` [X] int32."""
     return _launch(rows, weight, ends, len(rows), 1, is_sorted=True)
 

@@ -121,7 +121,8 @@ def unpermute(
 ) -> Tensor:
     """Launch the summation: [N K, C] -> [N, C], the sum of each token's rows, times ``weights`` [N, K] if given.
 
-    Without ``slot`` the rows are those of the copies in order. With ``bias`` [X, C] each row has that of its expert, ``experts`` [N, K] int64, added first.
+    Without ``slot`` the rows are in the order of the copies. With ``bias`` [X, C] each row has that of its expert,
+    ``experts`` [N, K] int64, added first.
     """
     C = rows.shape[1]
     y = torch.empty(N, C, dtype=dtype, device=rows.device)

@@ -19,11 +19,15 @@ Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2510.11370 (rout
 import torch
 from torch import Tensor
 
+from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.checks import check, check_floating, check_values
 from liger_models.kernels.dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 
 ROUTE_ROWS, ROUTE_TILE = 32, 4096
 """Upper limits of a program: tokens, and logits. All logits of a token are in registers at once."""
+
+FEW_TOKENS = 64
+"""Up to so many tokens have a program each, of one warp if they have no more than 256 experts."""
 
 
 def route_reference(
@@ -137,8 +141,10 @@ def _block(size: int) -> int:
     return max(int(triton.next_power_of_2(size)), 2)
 
 
-def _route_tile(X: int) -> dict[str, int]:
+def _route_tile(N: int, X: int) -> dict[str, int]:
     block = _block(X)
+    if N <= FEW_TOKENS and not is_batch_invariant():
+        return {"ROWS": 1, "BLOCK_X": block, "num_warps": min(max(block // 256, 1), 4)}
     return {"ROWS": max(min(ROUTE_ROWS, ROUTE_TILE // block), 1), "BLOCK_X": block}
 
 
@@ -155,7 +161,7 @@ def _route(
     weights = torch.empty(N, top_k, dtype=torch.float32, device=logits.device)
     experts = torch.empty(N, top_k, dtype=torch.int64, device=logits.device)
     if N:
-        tile = _route_tile(X)
+        tile = _route_tile(N, X)
         with on_device_of(logits):
             _route_kernel[(triton.cdiv(N, tile["ROWS"]),)](
                 logits, given, weights, experts, N, X, K=top_k, NORMALIZE=normalize, ROUND=round_weights,
@@ -170,7 +176,7 @@ def _route_backward(d_weights: Tensor, logits: Tensor, experts: Tensor, normaliz
     d_logits = torch.empty_like(logits)
     N, X = logits.shape
     if N:
-        tile = _route_tile(X)
+        tile = _route_tile(N, X)
         with on_device_of(logits):
             _route_backward_kernel[(triton.cdiv(N, tile["ROWS"]),)](
                 d_weights, logits, experts, d_logits, N, X, K=experts.shape[1], NORMALIZE=normalize, **tile

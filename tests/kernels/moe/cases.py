@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
+from liger_models.kernels.moe.quantized import quantize_experts
 
 from ..oracle import assert_close_to_truth
 
 GPU_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+KINDS = pytest.mark.parametrize("kind", ["nf4", "float8"])
 
 
 def dtypes(device: str) -> list[torch.dtype]:
@@ -36,6 +38,11 @@ def make(shape, dtype, device, weight_dtype=None, kind="any"):
     inputs = [draw(N, C).to(dtype), draw(N, K).abs().float()]
     inputs += [(draw(X, 2 * F, C) / C**0.5).to(weight_dtype), (draw(X, C, F) / F**0.5).to(weight_dtype)]
     return inputs, choose(N, K, X, kind).to(device), draw(N, C).to(weight_dtype)
+
+
+def stored(size, kind, device="cpu", dtype=torch.float32):
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(sum(size))) / size[-1] ** 0.5
+    return quantize_experts(weight.to(device, dtype), kind)
 
 
 def with_biases(inputs, generator=0):

@@ -16,6 +16,7 @@ def many_blocks(monkeypatch):
         monkeypatch.setattr(permutation, "ROW_BLOCK", 32)
         monkeypatch.setattr(experts, "ACT_BLOCK", 128)
         monkeypatch.setattr(routing, "ROUTE_TILE", 64)
+        monkeypatch.setattr(routing, "FEW_TOKENS", 2)
 
 
 @pytest.fixture(autouse=True)

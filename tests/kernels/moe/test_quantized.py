@@ -6,11 +6,8 @@ import math
 import pytest
 import torch
 
-from liger_models.kernels.batch_invariance import batch_invariant
 from liger_models.kernels.moe import experts as experts_module
 from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
-from liger_models.kernels.moe.few import few_product, takes_few
-from liger_models.kernels.moe.permutation import sort_by_expert
 from liger_models.kernels.moe.quantized import (
     QuantizedExperts,
     bytes_of_experts,
@@ -21,29 +18,18 @@ from liger_models.kernels.moe.quantized import (
 
 from ...late import Late
 from ..oracle import opcheck, run
-from .cases import GPU_DTYPES, RECOMPUTE, choose, make, with_biases, with_low_ranks
+from .cases import KINDS, RECOMPUTE, dtypes, make, stored, with_biases, with_low_ranks
 
 quantization = Late("torchao.quantization", "4-bit weights need torchao")
 
 SHAPE = 10, 2, 7, 64, 64
 """N, K, X, C, F. Rows of the matrices are whole blocks of NF4, so that the kernel for few rows takes them."""
-KINDS = pytest.mark.parametrize("kind", ["nf4", "float8"])
-
-
-def stored(size, kind, device="cpu", dtype=torch.float32):
-    weight = torch.randn(size, generator=torch.Generator().manual_seed(sum(size))) / size[-1] ** 0.5
-    return quantize_experts(weight.to(device, dtype), kind)
-
-
-def dtypes_of(backend):
-    # The interpreter truncates bfloat16 where hardware rounds.
-    return GPU_DTYPES if backend == "cuda" else GPU_DTYPES[:2]
 
 
 @KINDS
 @pytest.mark.parametrize("size", [(3, 5, 64), (2, 12, 48), (1, 64, 8)], ids=str)
 def test_each_expert_has_the_numbers_of_a_linear_layer(backend, size, kind, poisoned_empty):
-    for dtype in dtypes_of(backend):
+    for dtype in dtypes(backend):
         matrices = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(backend, dtype)
         if kind == "nf4" and size[1] * size[2] % 64:
             with pytest.raises(ValueError, match=rf"multiple of 64 elements, got \[{size[1]}, {size[2]}\]"):
@@ -86,35 +72,6 @@ def test_it_is_a_parameter(kind):
     assert repr(weight) == f"QuantizedExperts({kind}, [4, 6, 64], dtype=torch.bfloat16, device='cpu')"
     with pytest.raises(TypeError, match=r"QuantizedExperts: aten\.mul\.Tensor has no meaning for codes\. Call dense"):
         torch.ops.aten.mul.Tensor(weight, 2)
-
-
-@KINDS
-@pytest.mark.parametrize("size", [(7, 33, 64), (3, 130, 192), (1, 16, 128)], ids=str)
-def test_few_rows(backend, size, kind, poisoned_empty):
-    """Each row times the same numbers, whether its expert has none, one or more than a tile of rows."""
-    X, _, C = size
-    for dtype in dtypes_of(backend):
-        weight = stored(size, kind, backend, dtype)
-        experts = choose(20, 1, X, "some") if X > 1 else torch.zeros(20, 1, dtype=torch.int64)
-        order, _, ends = sort_by_expert(experts.to(backend), X)
-        rows = torch.randn(20, C, generator=torch.Generator().manual_seed(1)).to(backend, dtype)
-        matrices = weight.dense().double()[experts.view(-1).to(backend)[order.long()]]
-        got = few_product(rows, weight, ends)
-        want = torch.einsum("sc,soc->so", rows.double(), matrices)
-        rounding = torch.finfo(dtype).eps * want.abs().max() + 1e-5
-        assert (got.double() - want).abs().max() <= rounding
-
-
-def test_what_the_kernel_for_few_rows_takes():
-    weight = stored((4, 6, 64), "nf4")
-    rows = torch.zeros(65, 64)
-    assert takes_few(rows[:64], weight)
-    assert not takes_few(rows, weight)
-    assert not takes_few(rows[:64], weight.dense())
-    assert not takes_few(rows[:1, :48], stored((4, 4, 48), "nf4"))
-    assert takes_few(rows[:1, :48], stored((4, 4, 48), "float8"))
-    with batch_invariant():  # a row's bits would depend on how many rows there are
-        assert not takes_few(rows[:1], weight)
 
 
 @RECOMPUTE

@@ -1,0 +1,99 @@
+"""Few rows: the numbers of many rows, without a sort of the tokens where no gradient is needed."""
+
+import pytest
+import torch
+
+from liger_models.kernels.batch_invariance import batch_invariant
+from liger_models.kernels.moe import experts as experts_module
+from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
+from liger_models.kernels.moe.few import few_product, takes_few, takes_few_copies
+from liger_models.kernels.moe.permutation import sort_by_expert
+from liger_models.kernels.moe.quantized import dense, quantize_experts
+
+from ..oracle import opcheck, wide
+from .cases import KINDS, choose, dtypes, make, stored, with_biases, with_low_ranks
+
+
+def no_sort(monkeypatch):
+    monkeypatch.setattr(experts_module, "sort_by_expert", lambda *_: pytest.fail("the tokens were sorted"))
+
+
+@pytest.mark.parametrize("kind", ["dense", "nf4", "float8"])
+@pytest.mark.parametrize("shape", [(1, 3, 7, 64, 192), (3, 3, 7, 128, 64), (43, 3, 4, 64, 64)], ids=str)
+def test_few_tokens_are_not_sorted(kernel_device, shape, kind, monkeypatch, poisoned_empty):
+    """An expert has no copy, one, or more than a tile of them, among fewer or more than a program looks at first."""
+    no_sort(monkeypatch)
+    for dtype, act in zip(dtypes(kernel_device), ("clamped_swiglu", "gelu_tanh", "silu"), strict=False):
+        inputs, experts, _ = make(shape, dtype, kernel_device, kind="some")
+        biases = with_biases(inputs)[4:] if act == "clamped_swiglu" else []
+        matrices = [each if kind == "dense" else quantize_experts(each, kind) for each in inputs[2:]]
+        with torch.no_grad():
+            got = moe_mlp(*inputs[:2], experts, *matrices, *biases, act=act, limit=0.75)
+            x, weights, *others = map(wide, (*inputs[:2], *map(dense, matrices), *biases))
+            want = moe_mlp_reference(x, weights, experts.cpu(), *others, act=act, limit=0.75)
+        assert got.dtype == dtype
+        assert (wide(got) - want).norm() <= (torch.finfo(dtype).eps + 1e-6) * want.norm()
+
+
+def test_odd_sizes_an_expert_twice_and_strides(kernel_device, monkeypatch, poisoned_empty):
+    no_sort(monkeypatch)
+    (x, weights, *matrices), experts, _ = make((9, 2, 5, 37, 21), torch.float32, kernel_device)
+    experts[0] = experts[1, 0]
+    t = lambda tensor: tensor.t().contiguous().t()
+    for N in (1, 9):
+        with torch.no_grad():
+            got = moe_mlp(t(x[:N]), t(weights[:N]), t(experts[:N]), *matrices)
+        torch.testing.assert_close(got, moe_mlp_reference(x[:N], weights[:N], experts[:N], *matrices))
+
+
+def test_what_is_sorted_nevertheless(kernel_device, monkeypatch):
+    """Copies with adapters, of a step with gradients, or within `batch_invariant`."""
+    monkeypatch.setattr(experts_module, "few_experts", lambda *_: pytest.fail("the tokens were not sorted"))
+    inputs, experts, _ = make((3, 2, 3, 64, 64), torch.float32, kernel_device)
+    x, weights, gate_up, down, A, B, *_ = with_low_ranks(inputs)
+    moe_mlp(x, weights, experts, gate_up, down)
+    with torch.no_grad():
+        moe_mlp(x, weights, experts, gate_up, down, gate_up_low_rank=(A, B))
+        with batch_invariant():
+            moe_mlp(x, weights, experts, gate_up, down)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_opcheck(kernel_device, tokens):
+    (x, weights, *matrices), experts, _ = make((tokens, 2, 3, 64, 64), torch.float32, kernel_device)
+    opcheck(torch.ops.liger_models.moe_mlp_inference, (x, weights, experts, *matrices, "silu", False))
+
+
+@KINDS
+@pytest.mark.parametrize("size", [(7, 33, 64), (3, 130, 192), (1, 16, 128)], ids=str)
+def test_few_sorted_rows(backend, size, kind, poisoned_empty):
+    """Each row times the same numbers, whether its expert has none, one or more than a tile of rows."""
+    X, _, C = size
+    for dtype in dtypes(backend):
+        weight = stored(size, kind, backend, dtype)
+        experts = choose(20, 1, X, "some") if X > 1 else torch.zeros(20, 1, dtype=torch.int64)
+        order, _, ends = sort_by_expert(experts.to(backend), X)
+        rows = torch.randn(20, C, generator=torch.Generator().manual_seed(1)).to(backend, dtype)
+        matrices = weight.dense().double()[experts.view(-1).to(backend)[order.long()]]
+        got = few_product(rows, weight, ends)
+        want = torch.einsum("sc,soc->so", rows.double(), matrices)
+        rounding = torch.finfo(dtype).eps * want.abs().max() + 1e-5
+        assert (got.double() - want).abs().max() <= rounding
+
+
+def test_what_the_kernels_take():
+    weight = stored((4, 6, 64), "nf4")
+    rows = torch.zeros(65, 64)
+    assert takes_few(rows[:64], weight)
+    assert not takes_few(rows, weight)
+    assert not takes_few(rows[:64], weight.dense())
+    assert not takes_few(rows[:1, :48], stored((4, 4, 48), "nf4"))
+    assert takes_few(rows[:1, :48], stored((4, 4, 48), "float8"))
+    copies = torch.zeros(256, 2)
+    assert takes_few_copies(copies, weight, weight.dense())
+    assert not takes_few_copies(torch.zeros(257, 2), weight, weight)
+    assert not takes_few_copies(copies[:0], weight, weight)
+    assert not takes_few_copies(copies, weight, stored((4, 4, 48), "nf4"))
+    with batch_invariant():  # a row's bits would depend on how many rows there are
+        assert not takes_few(rows[:1], weight)
+        assert not takes_few_copies(copies, weight, weight)
