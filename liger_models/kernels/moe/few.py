@@ -7,9 +7,9 @@ expert of a copy, and A as in `expert_act`::
     o_s = Wd_e · g_s                      one kernel
     y_n = Σ_k w_nk · (o_s + bd_e)         `permutation.unpermute`
 
-Nothing is sorted. A program belongs to a copy and to a few rows of its expert's matrix. It looks up which other copies
-have the same expert, and multiplies `FEW_ROWS` of them at once, or none if the program of another copy does. The copies
-of a single token have different experts. Each is multiplied by itself, without matrix units, as in `row_linear`.
+Nothing is sorted. A program belongs to a copy and to some rows of its expert's matrix. It looks up which other copies
+have the same expert, and multiplies `FEW_ROWS` of them at once, or none if the program of an earlier copy does. The
+copies of a single token have different experts. Each is multiplied by itself, without matrix units, as in `row_linear`.
 
 Where rows are sorted because a backward follows, `few_product` multiplies them with quantised matrices in the same way.
 Both read each matrix as it is stored, dense, in NF4 or in float8, and only if its expert has rows.
@@ -30,11 +30,10 @@ from .permutation import unpermute
 from .quantized import QuantizedExperts
 
 FEW_ROWS = 16
-"""Rows of a tile. Sorted rows are few as long as an expert has no more than that on average."""
+"""Rows of a tile. Rows are few as long as an expert has no more than that on average."""
 
 FEW_COPIES = 128, 512
-"""Up to so many copies are few where they are not sorted. Each program looks at the least of these numbers that is
-enough."""
+"""So many copies a program looks at, the fewest that are all of them. More copies are sorted."""
 
 FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128), "dense": (32, 128)}
 FEW_WARPS = 4
@@ -51,29 +50,41 @@ ROW_WARPS = 2
 def _few_tile(
     tile, where_ptr, COUNT, SORTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
-    """The expert of a tile, the numbers of its rows, and which of them there are; none of some tiles.
+    """The expert of a tile, its first row, where the expert's rows end, and whether the tile has any.
 
-    ``where_ptr`` has the ends of COUNT experts' rows if they are sorted, or the experts of COUNT copies, of which each
-    has a tile: those that begin with the first copy of an expert, the one after BLOCK_ROWS copies, and so on.
+    ``where_ptr`` has the ends of COUNT experts' rows if they are sorted. Otherwise it has the experts of COUNT copies,
+    each with a tile, and rows are counted among the copies of the expert.
     """
     if SORTED:
         expert, first, end = _rows_of_tile(tile, where_ptr, COUNT, BLOCK, BLOCK_ROWS)
-        rows = first + tl.arange(0, BLOCK_ROWS)
-        inside = (rows < end) & (expert < COUNT)
-    elif BLOCK_ROWS == 1:
+        return expert.to(tl.int64), first, end, expert < COUNT
+    else:
         expert = tl.load(where_ptr + tile)
-        rows = tile + tl.arange(0, 1)
-        inside = rows < COUNT
+        if BLOCK_ROWS == 1:
+            return expert, 0, 1, True
+        else:
+            lanes = tl.arange(0, BLOCK)
+            mine = tl.load(where_ptr + lanes, mask=lanes < COUNT, other=-1) == expert
+            first = tl.sum((mine & (lanes < tile)).to(tl.int32), 0)
+            return expert, first, tl.sum(mine.to(tl.int32), 0), first % BLOCK_ROWS == 0
+
+
+@triton.jit
+def _few_rows(
+    tile, where_ptr, COUNT, expert, first, end, SORTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):  # fmt: skip
+    """The numbers of a tile's rows or copies, and which of them there are."""
+    wanted = first + tl.arange(0, BLOCK_ROWS)
+    if SORTED:
+        rows = wanted
+    elif BLOCK_ROWS == 1:
+        rows = tile + wanted
     else:
         lanes = tl.arange(0, BLOCK)
-        expert = tl.load(where_ptr + tile)
         mine = tl.load(where_ptr + lanes, mask=lanes < COUNT, other=-1) == expert
         place = tl.cumsum(mine.to(tl.int32), 0) - 1
-        first = tl.sum(tl.where(lanes == tile, place, 0), 0)
-        found = mine[None, :] & (place[None, :] == (first + tl.arange(0, BLOCK_ROWS))[:, None])
-        rows = tl.sum(tl.where(found, lanes[None, :], 0), 1)
-        inside = (tl.sum(found.to(tl.int32), 1) > 0) & (first % BLOCK_ROWS == 0)
-    return expert.to(tl.int64), rows.to(tl.int64), inside
+        rows = tl.sum(tl.where(mine[None, :] & (place[None, :] == wanted[:, None]), lanes[None, :], 0), 1)
+    return rows.to(tl.int64), wanted < end
 
 
 @triton.jit
@@ -112,8 +123,10 @@ def _few_nf4_kernel(
 ):  # fmt: skip
     """As `_few_kernel`. A step reads the codes of one scale, BLOCK_IN, of BLOCK_OUT rows of the expert's matrix."""
     tiles_out = tl.cdiv(OUT, BLOCK_OUT)
-    expert, rows, inside = _few_tile(tl.program_id(0) // tiles_out, where_ptr, COUNT, SORTED, BLOCK, BLOCK_ROWS)
-    if tl.max(inside.to(tl.int32), 0) > 0:
+    tile = tl.program_id(0) // tiles_out
+    expert, first, end, found = _few_tile(tile, where_ptr, COUNT, SORTED, BLOCK, BLOCK_ROWS)
+    if found:
+        rows, inside = _few_rows(tile, where_ptr, COUNT, expert, first, end, SORTED, BLOCK, BLOCK_ROWS)
         dtype: tl.constexpr = rows_ptr.dtype.element_ty
         stored: tl.constexpr = table_ptr.dtype.element_ty
         columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -145,8 +158,10 @@ def _few_kernel(
 ):  # fmt: skip
     """Result s is that of row s // K. A step reads BLOCK_IN columns of BLOCK_OUT rows of the expert's matrix."""
     tiles_out = tl.cdiv(OUT, BLOCK_OUT)
-    expert, rows, inside = _few_tile(tl.program_id(0) // tiles_out, where_ptr, COUNT, SORTED, BLOCK, BLOCK_ROWS)
-    if tl.max(inside.to(tl.int32), 0) > 0:
+    tile = tl.program_id(0) // tiles_out
+    expert, first, end, found = _few_tile(tile, where_ptr, COUNT, SORTED, BLOCK, BLOCK_ROWS)
+    if found:
+        rows, inside = _few_rows(tile, where_ptr, COUNT, expert, first, end, SORTED, BLOCK, BLOCK_ROWS)
         dtype: tl.constexpr = rows_ptr.dtype.element_ty
         columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         known = (columns < OUT)[:, None]
@@ -187,8 +202,8 @@ def takes_few(rows: Tensor, weight: Tensor) -> bool:
 
 
 def takes_few_copies(experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> bool:
-    """Whether `few_experts` takes the copies of experts [N, K]. Others' bits depend on how many there are."""
-    few = 0 < experts.numel() <= FEW_COPIES[-1]
+    """Whether `few_experts` takes the copies of experts [N, K]: few of them, and matrices that fit."""
+    few = 0 < experts.numel() <= min(FEW_COPIES[-1], FEW_ROWS * gate_up_weight.shape[0])
     return few and _fits(gate_up_weight) and _fits(down_weight) and not is_batch_invariant()
 
 
