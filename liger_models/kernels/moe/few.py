@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from liger_models.kernels.batch_invariance import is_batch_invariant
-from liger_models.kernels.dispatch import on_device_of, tl, triton
+from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton
 from liger_models.kernels.frozen_float8_linear import converts
 from liger_models.kernels.nf4_linear import _scale
 
@@ -216,6 +216,8 @@ def _launch(
     kind = weight.kind if quantized else "dense"
     one_row = one_row and kind != "nf4"
     block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, FEW_BLOCKS[kind])
+    stored = weight.stored if quantized else [weight, None]
+    stage = block_in * (block_rows * rows.element_size() + block_out * stored[0].element_size())
     if is_sorted:
         tiles, count, block = most_tiles(results, X, FEW_ROWS), X, max(triton.next_power_of_2(X), 2)
     else:
@@ -224,14 +226,12 @@ def _launch(
     constants = {
         "PRECISION": _tile(rows)[1]["PRECISION"], "SORTED": is_sorted, "ACT": act, "BIAS": bias is not None,
         "BLOCK": block, "BLOCK_ROWS": block_rows, "BLOCK_OUT": block_out, "BLOCK_IN": block_in,
-        "num_warps": ROW_WARPS if one_row else FEW_WARPS, "num_stages": FEW_STAGES,
+        "num_warps": ROW_WARPS if one_row else FEW_WARPS, "num_stages": fitting_stages(rows, FEW_STAGES, stage),
     }  # fmt: skip
     if kind == "nf4":
-        kernel, stored = _few_nf4_kernel, weight.stored
-        constants["SCALES_PER_FACTOR"] = weight.scales.shape[1] // weight.factors.shape[1]
+        kernel, constants["SCALES_PER_FACTOR"] = _few_nf4_kernel, weight.scales.shape[1] // weight.factors.shape[1]
     else:
-        kernel, stored = _few_kernel, weight.stored if quantized else [weight, None]
-        constants["SCALED"] = quantized
+        kernel, constants["SCALED"] = _few_kernel, quantized
     result = rows.new_empty(results, out // 2 if act else out)
     with on_device_of(rows):
         kernel[(tiles * triton.cdiv(out, block_out),)](
