@@ -10,17 +10,22 @@ value, E_ij = exp(G_i − G_j) for i ≥ j and 0 otherwise, and rows of matrices
     M_ij = β_i · E_ij · k̂_i·k̂_j  (i > j),   A = (I + M)⁻¹,   P_ij = scale · E_ij · q̂_i·k̂_j
     X = β · (V − e^{G_i} · K̂ S),   D = A X,   O = scale · e^{G_i} · Q̂ S + P D,   S ← e^G · S + (e^{G − G_i} · K̂)ᵀ D
 
-P and, without its β, M of all chunks come from one kernel, and A from a second one. A third goes through the chunks in
-order, each program with some columns of S in registers. Backward, with dS the gradient of the state after the chunk, in
-the opposite order::
+P and, without its β, M of all chunks come from one kernel, with the factors of rows of Q, K and X, and A from a second
+one. A third goes through the chunks in order, each program with some columns of S in registers. Backward, with dS the
+gradient of the state after the chunk, in the opposite order::
 
-    dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX,   dM = −dX Dᵀ,   dP = dO Dᵀ
+    dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
-A last kernel computes the other gradients of each chunk and value head from S, D, dS and dX. Where a key head serves
-several value heads, it stores their parts of dq and dk in fp32, and a small kernel adds them in order. Products are in
-the dtype of q, k and v and are summed in fp32; the state, the decay and the inverse are in fp32. Saved: only the
-inputs. The backward recomputes A, P, S and D.
+The other gradients of a chunk need what its queries and keys read, and what its keys write, ∘ for element by element::
+
+    dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)
+    R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i
+    W = e^{G − G_i} · D dSᵀ − (E ∘ dV Dᵀ)ᵀ K̂    (i > j),   dK̂ = W − β · R + scale · (E ∘ dO Dᵀ)ᵀ Q̂
+
+Where a key head serves several value heads, one program adds up what they give. Products are in the dtype of q, k and
+v and are summed in fp32; the state, the decay and the inverse are in fp32. Saved: only the inputs. The backward
+recomputes A, P, S and D.
 
 A few tokens without gradients (decoding) have a kernel of their own, which follows the recurrence.
 
@@ -42,15 +47,15 @@ L2_EPS = 1e-6
 STEP_TOKENS = 16
 """Most tokens for which the recurrence is followed token by token, where no gradient is needed."""
 
-SIMILARITY_WARPS, INVERSE_WARPS = 4, 1
-SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 64
-"""Of the kernels that go through the chunks in order: each program has this many columns of the state of one head."""
+SIMILARITY_WARPS, INVERSE_WARPS = 8, 1
+SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 32
+"""Of the kernels that go through the chunks in order: each program has this many columns of the state of one head. With
+32, heads of 128 have four programs, which fill a GPU where there is one text with 32 heads."""
 
-GRADIENT_WARPS, GRADIENT_COLUMNS = 8, 64
-"""The kernel with the other gradients takes this many columns of v at a time, and at most half of them. Without
-loops the compiler would load the tiles of several products at once, and spill them."""
-
-SUM_WARPS = 8
+READ_WARPS, READ_STAGES = 4, 2
+WRITE_WARPS, WRITE_STAGES = 8, 2
+GRADIENT_COLUMNS = 64
+"""The kernels with the other gradients take this many columns of v at a time, and more columns of k in two parts."""
 
 STEP_WARPS, STEP_COLUMNS = 4, 32
 
@@ -151,12 +156,16 @@ def _decays(left, right, keep):
 
 @triton.jit
 def _similarity_kernel(
-    q_ptr, k_ptr, g_ptr, cu_ptr, m_ptr, p_ptr, total_ptr, q_norm_ptr, k_norm_ptr, tokens, documents,
-    q_t, q_h, k_t, k_h, g_t, g_h, scale, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr,
-    BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, cu_ptr, m_ptr, p_ptr, total_ptr, q_norm_ptr, k_norm_ptr, factor_ptr, tokens,
+    documents, q_t, q_h, k_t, k_h, g_t, g_h, beta_t, beta_h, scale, GROUP: tl.constexpr, C: tl.constexpr,
+    DK: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
     NEED_P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """M without its β, P, the running sums of g and the inverse norms of one chunk and key head."""
+    """M without its β, P, the running sums of g and the inverse norms of one chunk and key head.
+
+    The factors of rows are β, those of K̂ S in X and of D in the next state, which include the inverse norm of k, and
+    that of Q̂ S in O.
+    """
     key_head = tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -176,12 +185,19 @@ def _similarity_kernel(
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * q_norm[:, None] * k_norm[None, :])
     for head in range(key_head * GROUP, (key_head + 1) * GROUP):
         total = tl.cumsum(tl.load(g_ptr + head * g_h + rows * g_t, mask=inside, other=0.0).to(tl.float32), 0)
+        beta = tl.load(beta_ptr + head * beta_h + rows * beta_t, mask=inside, other=0.0).to(tl.float32)
         tl.store(total_ptr + head * tokens + rows, total, mask=inside)
+        at_factors = factor_ptr + 4 * head * tokens + rows
+        tl.store(at_factors, beta, mask=inside)
+        tl.store(at_factors + tokens, beta * tl.exp(total) * k_norm, mask=inside)
+        whole = tl.sum(tl.where(rows == end - 1, total, 0.0), 0)
+        tl.store(at_factors + 2 * tokens, tl.exp(whole - total) * k_norm, mask=inside)
         decays = _decays(total, total, index[:, None] >= index[None, :])
         at = (head * tokens + rows)[:, None] * C + index[None, :]
         tl.store(m_ptr + at, kk * decays, mask=inside[:, None])
         if NEED_P:
             tl.store(p_ptr + at, (qk * decays).to(p_ptr.dtype.element_ty), mask=inside[:, None])
+            tl.store(at_factors + 3 * tokens, tl.exp(total) * q_norm * scale, mask=inside)
 
 
 @triton.jit
@@ -216,7 +232,7 @@ def _store_block(a_ptr, x, rows, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.
 
 @triton.jit
 def _times(left, right):
-    return tl.dot(left, right, input_precision="ieee")
+    return tl.dot(left, right, input_precision="tf32x3")
 
 
 @triton.jit
@@ -283,318 +299,370 @@ def _columns(documents, Hv: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr,
 
 @triton.jit
 def _scan_kernel(
-    q_ptr, k_ptr, v_ptr, beta_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, q_norm_ptr, k_norm_ptr, initial_ptr,
-    out_ptr, final_ptr, states_ptr, d_ptr, tokens, documents, q_t, q_h, k_t, k_h, v_t, v_h, beta_t, beta_h, scale,
-    Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
-    DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE_OUT: tl.constexpr,
-    STORE_STATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, out_ptr, final_ptr, states_ptr,
+    d_ptr, tokens, documents, q_t, q_h, k_t, k_h, v_t, v_h, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
+    DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    STORE_OUT: tl.constexpr, STORE_STATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output and final state, or with STORE_STATES the state before each chunk and D, which the backward needs.
 
-    Tiles with columns of v are transposed: [columns, keys] of the state and [columns, tokens] of V, X, D and O. What a
-    product gives is thus the left side of the next one, which stays in registers.
+    A GPU has few programs for each of its processors here, so a step has to be short: what is the same for all columns
+    comes from the kernels before, and offsets are 32-bit numbers within a chunk.
     """
     n, head, key_head, v_columns = _columns(documents, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     k_columns, index = tl.arange(0, BLOCK_K), tl.arange(0, C)
-    inside_v = (v_columns < DV)[:, None]
-    inside_state = (k_columns < DK)[None, :] & inside_v
-    at_state = k_columns[None, :] * DV + v_columns[:, None]
-    at_stored = v_columns[:, None] * DK + k_columns[None, :]
-    q_ptr += key_head * q_h
-    k_ptr += key_head * k_h
-    v_ptr += head * v_h
-    beta_ptr += head * beta_h
-    a_ptr += head * tokens * C
-    p_ptr += head * tokens * C
-    total_ptr += head * tokens
-    q_norm_ptr += key_head * tokens
-    k_norm_ptr += key_head * tokens
-    state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
+    inside_v = (v_columns < DV)[None, :]
+    inside_k = (k_columns < DK)[None, :]
+    inside_state = (k_columns < DK)[:, None] & inside_v
+    at_state = k_columns[:, None] * DV + v_columns[None, :]
+    at_q, at_k = index[:, None] * q_t + k_columns[None, :], index[:, None] * k_t + k_columns[None, :]
+    at_v, at_out = index[:, None] * v_t + v_columns[None, :], index[:, None] * (Hv * DV) + v_columns[None, :]
+    at_d, at_a = index[:, None] * DV + v_columns[None, :], index[:, None] * C + index[None, :]
+    q_ptr += key_head * q_h + start * q_t
+    k_ptr += key_head * k_h + start * k_t
+    v_ptr += head * v_h + start * v_t
+    out_ptr += (start * Hv + head) * DV
+    d_ptr += (head * tokens + start) * DV
+    a_ptr += (head * tokens + start) * C
+    p_ptr += (head * tokens + start) * C
+    total_ptr += head * tokens + start
+    factor_ptr += 4 * head * tokens + start
+    states_ptr += ((start // C + n) * Hv + head) * (DK * DV)
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_INITIAL:
         state = tl.load(initial_ptr + (n * Hv + head) * (DK * DV) + at_state, mask=inside_state, other=0.0)
-    for number in tl.range(0, tl.cdiv(end - start, C), num_stages=STAGES):
-        first = start + number * C
-        rows = first + index
-        inside = rows < end
-        k = _load_rows(k_ptr, rows, k_t, end, DK, BLOCK_K)
-        a = _load_rows(a_ptr, rows, C, end, C, C)
-        v = tl.load(v_ptr + rows[None, :] * v_t + v_columns[:, None], mask=inside[None, :] & inside_v, other=0.0)
-        total = tl.load(total_ptr + rows, mask=inside, other=0.0)
-        beta = tl.load(beta_ptr + rows * beta_t, mask=inside, other=0.0).to(tl.float32)
-        k_norm = tl.load(k_norm_ptr + rows, mask=inside, other=0.0)
-        whole = tl.load(total_ptr + tl.minimum(first + C, end) - 1)
+    length = (end - start).to(tl.int32)
+    for number in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
+        left = length - number * C
+        inside = index < left
+        rows = inside[:, None]
+        k = tl.load(k_ptr + at_k, mask=rows & inside_k, other=0.0)
+        a = tl.load(a_ptr + at_a, mask=rows, other=0.0)
+        v = tl.load(v_ptr + at_v, mask=rows & inside_v, other=0.0)
+        beta = tl.load(factor_ptr + index, mask=inside, other=0.0)
+        taken = tl.load(factor_ptr + tokens + index, mask=inside, other=0.0)
+        kept = tl.load(factor_ptr + 2 * tokens + index, mask=inside, other=0.0)
+        whole = tl.load(total_ptr + tl.minimum(left, C) - 1)
         rounded = state.to(dtype)
-        seen = tl.dot(rounded, tl.trans(k), input_precision=PRECISION)
-        x = beta[None, :] * (v.to(tl.float32) - seen * (tl.exp(total) * k_norm)[None, :])
-        d = tl.dot(x.to(dtype), tl.trans(a), input_precision=PRECISION)
+        seen = tl.dot(k, rounded, input_precision=PRECISION)
+        x = beta[:, None] * v.to(tl.float32) - taken[:, None] * seen
+        d = tl.dot(a, x.to(dtype), input_precision=PRECISION)
         if STORE_OUT:
-            q = _load_rows(q_ptr, rows, q_t, end, DK, BLOCK_K)
-            p = _load_rows(p_ptr, rows, C, end, C, C)
-            q_norm = tl.load(q_norm_ptr + rows, mask=inside, other=0.0)
-            out = tl.dot(rounded, tl.trans(q), input_precision=PRECISION) * (tl.exp(total) * q_norm * scale)[None, :]
-            out = tl.dot(d.to(dtype), tl.trans(p), out, input_precision=PRECISION)
-            at_out = (rows * Hv + head)[None, :] * DV + v_columns[:, None]
-            tl.store(out_ptr + at_out, out.to(dtype), mask=inside[None, :] & inside_v)
+            q = tl.load(q_ptr + at_q, mask=rows & inside_k, other=0.0)
+            p = tl.load(p_ptr + at_a, mask=rows, other=0.0)
+            q_factor = tl.load(factor_ptr + 3 * tokens + index, mask=inside, other=0.0)
+            out = tl.dot(q, rounded, input_precision=PRECISION) * q_factor[:, None]
+            out = tl.dot(p, d.to(dtype), out, input_precision=PRECISION)
+            tl.store(out_ptr + at_out, out.to(dtype), mask=rows & inside_v)
         if STORE_STATES:
-            slot = start // C + n + number
-            tl.store(states_ptr + (slot * Hv + head) * (DK * DV) + at_stored, rounded, mask=inside_state)
-            at = (head * tokens + rows)[None, :] * DV + v_columns[:, None]
-            tl.store(d_ptr + at, d.to(dtype), mask=inside[None, :] & inside_v)
-        update = (d * (tl.exp(whole - total) * k_norm)[None, :]).to(dtype)
-        state = tl.dot(update, k, state * tl.exp(whole), input_precision=PRECISION)
+            tl.store(states_ptr + at_state, rounded, mask=inside_state)
+            tl.store(d_ptr + at_d, d.to(dtype), mask=rows & inside_v)
+        update = (d * kept[:, None]).to(dtype)
+        state = tl.dot(tl.trans(k), update, state * tl.exp(whole), input_precision=PRECISION)
+        q_ptr += C * q_t
+        k_ptr += C * k_t
+        v_ptr += C * v_t
+        out_ptr += C * Hv * DV
+        d_ptr += C * DV
+        a_ptr += C * C
+        p_ptr += C * C
+        total_ptr += C
+        factor_ptr += C
+        states_ptr += Hv * DK * DV
     if not STORE_STATES:
         tl.store(final_ptr + (n * Hv + head) * (DK * DV) + at_state, state, mask=inside_state)
 
 
 @triton.jit
 def _scan_back_kernel(
-    q_ptr, k_ptr, beta_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, q_norm_ptr, k_norm_ptr, d_out_ptr, d_final_ptr,
-    d_states_ptr, dx_ptr, d_initial_ptr, tokens, documents, q_t, q_h, k_t, k_h, beta_t, beta_h, d_out_t, d_out_h,
-    scale, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
+    q_ptr, k_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, d_out_ptr, d_final_ptr,
+    d_states_ptr, dx_ptr, d_initial_ptr, tokens, documents, q_t, q_h, k_t, k_h, d_out_t, d_out_h,
+    Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
     DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_OUT: tl.constexpr, HAS_FINAL: tl.constexpr,
     STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dX, the gradient of the state after each chunk, and that of the initial state; tiles as in `_scan_kernel`."""
+    """dX, the gradient of the state after each chunk, and that of the initial state; steps as in `_scan_kernel`."""
     n, head, key_head, v_columns = _columns(documents, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     k_columns, index = tl.arange(0, BLOCK_K), tl.arange(0, C)
-    inside_v = (v_columns < DV)[:, None]
-    inside_state = (k_columns < DK)[None, :] & inside_v
-    at_state = k_columns[None, :] * DV + v_columns[:, None]
-    at_stored = v_columns[:, None] * DK + k_columns[None, :]
-    q_ptr += key_head * q_h
-    k_ptr += key_head * k_h
-    d_out_ptr += head * d_out_h
-    beta_ptr += head * beta_h
-    a_ptr += head * tokens * C
-    p_ptr += head * tokens * C
-    total_ptr += head * tokens
-    q_norm_ptr += key_head * tokens
-    k_norm_ptr += key_head * tokens
-    d_state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
+    inside_v = (v_columns < DV)[None, :]
+    inside_k = (k_columns < DK)[None, :]
+    inside_state = (k_columns < DK)[:, None] & inside_v
+    at_state = k_columns[:, None] * DV + v_columns[None, :]
+    at_q, at_k = index[:, None] * q_t + k_columns[None, :], index[:, None] * k_t + k_columns[None, :]
+    at_d_out, at_dx = index[:, None] * d_out_t + v_columns[None, :], index[:, None] * (Hv * DV) + v_columns[None, :]
+    at_a = index[:, None] * C + index[None, :]
+    length = (end - start).to(tl.int32)
+    chunks = tl.cdiv(length, C)
+    last = start + (chunks - 1) * C
+    q_ptr += key_head * q_h + last * q_t
+    k_ptr += key_head * k_h + last * k_t
+    d_out_ptr += head * d_out_h + last * d_out_t
+    dx_ptr += (last * Hv + head) * DV
+    a_ptr += (head * tokens + last) * C
+    p_ptr += (head * tokens + last) * C
+    total_ptr += head * tokens + last
+    factor_ptr += 4 * head * tokens + last
+    d_states_ptr += ((start // C + n + chunks - 1) * Hv + head) * (DK * DV)
+    d_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_FINAL:
         d_state = tl.load(d_final_ptr + (n * Hv + head) * (DK * DV) + at_state, mask=inside_state, other=0.0)
-    chunks = tl.cdiv(end - start, C)
     for step in tl.range(0, chunks, num_stages=STAGES):
-        number = chunks - 1 - step
-        first = start + number * C
-        rows = first + index
-        inside = rows < end
-        k = _load_rows(k_ptr, rows, k_t, end, DK, BLOCK_K)
-        a = _load_rows(a_ptr, rows, C, end, C, C)
-        total = tl.load(total_ptr + rows, mask=inside, other=0.0)
-        beta = tl.load(beta_ptr + rows * beta_t, mask=inside, other=0.0).to(tl.float32)
-        k_norm = tl.load(k_norm_ptr + rows, mask=inside, other=0.0)
-        whole = tl.load(total_ptr + tl.minimum(first + C, end) - 1)
+        left = length - (chunks - 1 - step) * C
+        inside = index < left
+        rows = inside[:, None]
+        k = tl.load(k_ptr + at_k, mask=rows & inside_k, other=0.0)
+        a = tl.load(a_ptr + at_a, mask=rows, other=0.0)
+        taken = tl.load(factor_ptr + tokens + index, mask=inside, other=0.0)
+        kept = tl.load(factor_ptr + 2 * tokens + index, mask=inside, other=0.0)
+        whole = tl.load(total_ptr + tl.minimum(left, C) - 1)
         rounded = d_state.to(dtype)
-        slot = start // C + n + number
-        tl.store(d_states_ptr + (slot * Hv + head) * (DK * DV) + at_stored, rounded, mask=inside_state)
-        dd = tl.dot(rounded, tl.trans(k), input_precision=PRECISION) * (tl.exp(whole - total) * k_norm)[None, :]
+        tl.store(d_states_ptr + at_state, rounded, mask=inside_state)
+        dd = tl.dot(k, rounded, input_precision=PRECISION) * kept[:, None]
         d_state *= tl.exp(whole)
         if HAS_OUT:
-            q = _load_rows(q_ptr, rows, q_t, end, DK, BLOCK_K)
-            p = _load_rows(p_ptr, rows, C, end, C, C)
-            at_out = rows[None, :] * d_out_t + v_columns[:, None]
-            d_out = tl.load(d_out_ptr + at_out, mask=inside[None, :] & inside_v, other=0.0)
-            q_norm = tl.load(q_norm_ptr + rows, mask=inside, other=0.0)
-            dd = tl.dot(d_out, p, dd, input_precision=PRECISION)
-            scaled = d_out.to(tl.float32) * (tl.exp(total) * q_norm * scale)[None, :]
-            d_state = tl.dot(scaled.to(dtype), q, d_state, input_precision=PRECISION)
-        dx = tl.dot(dd.to(dtype), a, input_precision=PRECISION)
-        at = (rows * Hv + head)[None, :] * DV + v_columns[:, None]
-        tl.store(dx_ptr + at, dx.to(dtype), mask=inside[None, :] & inside_v)
-        taken = (-dx * (beta * tl.exp(total) * k_norm)[None, :]).to(dtype)
-        d_state = tl.dot(taken, k, d_state, input_precision=PRECISION)
+            q = tl.load(q_ptr + at_q, mask=rows & inside_k, other=0.0)
+            p = tl.load(p_ptr + at_a, mask=rows, other=0.0)
+            q_factor = tl.load(factor_ptr + 3 * tokens + index, mask=inside, other=0.0)
+            d_out = tl.load(d_out_ptr + at_d_out, mask=rows & inside_v, other=0.0)
+            dd = tl.dot(tl.trans(p), d_out, dd, input_precision=PRECISION)
+            scaled = d_out.to(tl.float32) * q_factor[:, None]
+            d_state = tl.dot(tl.trans(q), scaled.to(dtype), d_state, input_precision=PRECISION)
+        dx = tl.dot(tl.trans(a), dd.to(dtype), input_precision=PRECISION)
+        tl.store(dx_ptr + at_dx, dx.to(dtype), mask=rows & inside_v)
+        gone = (-dx * taken[:, None]).to(dtype)
+        d_state = tl.dot(tl.trans(k), gone, d_state, input_precision=PRECISION)
+        q_ptr -= C * q_t
+        k_ptr -= C * k_t
+        d_out_ptr -= C * d_out_t
+        dx_ptr -= C * Hv * DV
+        a_ptr -= C * C
+        p_ptr -= C * C
+        total_ptr -= C
+        factor_ptr -= C
+        d_states_ptr -= Hv * DK * DV
     if STORE_INITIAL:
         tl.store(d_initial_ptr + (n * Hv + head) * (DK * DV) + at_state, d_state, mask=inside_state)
 
 
 @triton.jit
-def _unnormalized(x, d, norms, NORMALIZE: tl.constexpr):
-    """The gradient of x, given ``d``, that of x · norms with the inverse L2 norms of the rows."""
-    if NORMALIZE:
-        along = tl.sum(x * d, 1) * norms * norms
-        d = (d - x * along[:, None]) * norms[:, None]
-    return d
+def _key_part(ptr, rows, stride, count, PART: tl.constexpr, WIDTH: tl.constexpr, DK: tl.constexpr):
+    """Some columns of the rows of q or k."""
+    return _load_rows(ptr + PART * WIDTH, rows, stride, count, DK - PART * WIDTH, WIDTH)
 
 
 @triton.jit
-def _gradients_kernel(
-    q_ptr, k_ptr, v_ptr, beta_ptr, cu_ptr, m_ptr, p_ptr, total_ptr, q_norm_ptr, k_norm_ptr, states_ptr, d_states_ptr,
-    d_ptr, d_out_ptr, dq_ptr, dk_ptr, dx_ptr, dg_ptr, dbeta_ptr, tokens, documents, q_t, q_h, k_t, k_h, v_t, v_h,
-    beta_t, beta_h, d_out_t, d_out_h, scale, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
-    DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr,
-    PART: tl.constexpr, HAS_OUT: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dq, dk, dg and dβ of one chunk and value head; dX becomes dV in place.
+def _state_part(ptr, v_columns, PART: tl.constexpr, WIDTH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr):
+    """Some rows and columns of a stored state."""
+    k_rows = PART * WIDTH + tl.arange(0, WIDTH)
+    mask = (k_rows < DK)[:, None] & (v_columns < DV)[None, :]
+    return tl.load(ptr + k_rows[:, None] * DV + v_columns[None, :], mask=mask, other=0.0)
 
-    With several value heads for a key head, ``dq_ptr`` and ``dk_ptr`` are for their parts. The parts of a program may
-    be where its S and dS are, which nothing else reads: those of q in place of S, those of k in place of dS.
 
-    To have enough registers, only one product is computed at a time, q and k are loaded again for each, and no loop
-    goes over value heads, which would keep in registers what does not change in it.
-
-    Every product of [C, C] is computed twice, once with rows and columns exchanged, instead of being transposed: Triton
-    3.4 to 3.7.0 compile a product whose left side is a transposed result in registers wrongly for Hopper.
-    """
-    slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    key_head = head // GROUP
-    _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
-    if first == end:
-        return
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
-    index, k_columns = tl.arange(0, C), tl.arange(0, BLOCK_K)
-    rows = first + index
-    inside = rows < end
-    q_ptr += key_head * q_h
-    k_ptr += key_head * k_h
-    v_ptr += head * v_h
-    d_out_ptr += head * d_out_h
-    dx_ptr += head * DV
-    d_ptr += head * tokens * DV
-    states_ptr += (slot * Hv + head) * (DK * DV)
-    d_states_ptr += (slot * Hv + head) * (DK * DV)
-    whole = tl.load(total_ptr + head * tokens + end - 1)
-    total = tl.load(total_ptr + head * tokens + rows, mask=inside, other=0.0)
-    total = tl.where(inside, total, whole)  # differences stay negative for rows that do not exist
-    beta = tl.load(beta_ptr + head * beta_h + rows * beta_t, mask=inside, other=0.0).to(tl.float32)
-    k_norm = tl.load(k_norm_ptr + key_head * tokens + rows, mask=inside, other=0.0)
-    # M below the diagonal, and with rows and columns exchanged above it; both without the sign of dM.
-    below, above = index[:, None] > index[None, :], index[:, None] < index[None, :]
-    at = (head * tokens + rows)[:, None] * C + index[None, :]
-    dm, dm_across = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    for start in tl.range(0, DV, BLOCK_V, num_stages=1):
-        v_columns = start + tl.arange(0, BLOCK_V)
-        mask = inside[:, None] & (v_columns < DV)[None, :]
-        dx = tl.load(dx_ptr + rows[:, None] * (Hv * DV) + v_columns[None, :], mask=mask, other=0.0)
-        d = tl.load(d_ptr + rows[:, None] * DV + v_columns[None, :], mask=mask, other=0.0)
-        dm = tl.dot(dx, tl.trans(d), dm, input_precision=PRECISION)
-        dm_across = tl.dot(d, tl.trans(dx), dm_across, input_precision=PRECISION)
-    m = tl.load(m_ptr + at, mask=inside[:, None], other=0.0) * dm
-    dbeta = -tl.sum(m, 1)
-    m *= beta[:, None]
-    d_total = tl.sum(m, 0) - tl.sum(m, 1)
-    dm *= _decays(total, total, below) * beta[:, None]
-    dm += dm_across * tl.exp(tl.where(above, total[None, :] - total[:, None], float("-inf"))) * beta[None, :]
-    k = _load_rows(k_ptr, rows, k_t, end, DK, BLOCK_K)
-    dk = tl.dot((-dm * k_norm[None, :]).to(dtype), k, input_precision=PRECISION)
-    if HAS_OUT:
-        q_norm = tl.load(q_norm_ptr + key_head * tokens + rows, mask=inside, other=0.0)
-        dp, dp_across = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-        for start in tl.range(0, DV, BLOCK_V, num_stages=1):
-            v_columns = start + tl.arange(0, BLOCK_V)
-            mask = inside[:, None] & (v_columns < DV)[None, :]
-            d_out = tl.load(d_out_ptr + rows[:, None] * d_out_t + v_columns[None, :], mask=mask, other=0.0)
-            d = tl.load(d_ptr + rows[:, None] * DV + v_columns[None, :], mask=mask, other=0.0)
-            dp = tl.dot(d_out, tl.trans(d), dp, input_precision=PRECISION)
-            dp_across = tl.dot(d, tl.trans(d_out), dp_across, input_precision=PRECISION)
-        by_decay = dp * tl.load(p_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
-        d_total += tl.sum(by_decay, 1) - tl.sum(by_decay, 0)
-        dp *= _decays(total, total, index[:, None] >= index[None, :]) * scale
-        dq = tl.dot((dp * k_norm[None, :]).to(dtype), k, input_precision=PRECISION)
-        from_on = index[:, None] <= index[None, :]
-        dp_across *= tl.exp(tl.where(from_on, total[None, :] - total[:, None], float("-inf"))) * scale
-        q = _load_rows(q_ptr, rows, q_t, end, DK, BLOCK_K)
-        dk = tl.dot((dp_across * q_norm[None, :]).to(dtype), q, dk, input_precision=PRECISION)
-    tl.debug_barrier()  # all threads have read dX before it becomes dV
-    # What the state gives and takes: K̂ S in X, (e^{G − G_i} · K̂)ᵀ D and e^G · S in the next state.
-    part, d_whole = tl.zeros([C, BLOCK_K], tl.float32), 0.0
-    for start in tl.range(0, DV, BLOCK_V, num_stages=1):
-        v_columns = start + tl.arange(0, BLOCK_V)
-        mask = inside[:, None] & (v_columns < DV)[None, :]
-        at_state = v_columns[:, None] * DK + k_columns[None, :]
-        inside_state = (v_columns < DV)[:, None] & (k_columns < DK)[None, :]
-        at_x = rows[:, None] * (Hv * DV) + v_columns[None, :]
-        state = tl.load(states_ptr + at_state, mask=inside_state, other=0.0)
-        dx = tl.load(dx_ptr + at_x, mask=mask, other=0.0)
-        part = tl.dot(dx, state, part, input_precision=PRECISION)
-        d_state = tl.load(d_states_ptr + at_state, mask=inside_state, other=0.0)
-        d_whole += tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0) * tl.exp(whole)
-        v = tl.load(v_ptr + rows[:, None] * v_t + v_columns[None, :], mask=mask, other=0.0)
-        dbeta += tl.sum(dx.to(tl.float32) * v.to(tl.float32), 1)
-        tl.store(dx_ptr + at_x, (dx.to(tl.float32) * beta[:, None]).to(dtype), mask=mask)
-    part *= tl.exp(total)[:, None]
-    k = _load_rows(k_ptr, rows, k_t, end, DK, BLOCK_K)
-    along = tl.sum(part * k.to(tl.float32), 1) * k_norm
-    dbeta -= along
-    tl.store(dbeta_ptr + rows * Hv + head, dbeta, mask=inside)
-    d_total -= beta * along
-    dk -= part * beta[:, None]
-    if HAS_OUT:
-        part = tl.zeros([C, BLOCK_K], tl.float32)
-        for start in tl.range(0, DV, BLOCK_V, num_stages=1):
-            v_columns = start + tl.arange(0, BLOCK_V)
-            mask = inside[:, None] & (v_columns < DV)[None, :]
-            at_state = v_columns[:, None] * DK + k_columns[None, :]
-            inside_state = (v_columns < DV)[:, None] & (k_columns < DK)[None, :]
-            state = tl.load(states_ptr + at_state, mask=inside_state, other=0.0)
-            d_out = tl.load(d_out_ptr + rows[:, None] * d_out_t + v_columns[None, :], mask=mask, other=0.0)
-            part = tl.dot(d_out, state, part, input_precision=PRECISION)
-        part *= (tl.exp(total) * scale)[:, None]
-        q = _load_rows(q_ptr, rows, q_t, end, DK, BLOCK_K)
-        d_total += tl.sum(part * q.to(tl.float32), 1) * q_norm
-        tl.debug_barrier()  # all threads have read S before dq takes its place
-        _store_gradient(dq_ptr, dq + part, q, q_norm, slot, head, rows, end, Hv, GROUP, C, DK, BLOCK_K, PART, NORMALIZE)
-    part = tl.zeros([C, BLOCK_K], tl.float32)
-    for start in tl.range(0, DV, BLOCK_V, num_stages=1):
-        v_columns = start + tl.arange(0, BLOCK_V)
-        mask = inside[:, None] & (v_columns < DV)[None, :]
-        at_state = v_columns[:, None] * DK + k_columns[None, :]
-        inside_state = (v_columns < DV)[:, None] & (k_columns < DK)[None, :]
-        d_state = tl.load(d_states_ptr + at_state, mask=inside_state, other=0.0)
-        d = tl.load(d_ptr + rows[:, None] * DV + v_columns[None, :], mask=mask, other=0.0)
-        part = tl.dot(d, d_state, part, input_precision=PRECISION)
-    part *= tl.exp(whole - total)[:, None]
-    k = _load_rows(k_ptr, rows, k_t, end, DK, BLOCK_K)
-    along = tl.sum(part * k.to(tl.float32), 1) * k_norm
-    d_total -= along
-    d_total += tl.where(rows == end - 1, d_whole + tl.sum(along, 0), 0.0)
-    dg = tl.cumsum(tl.where(inside, d_total, 0.0), 0, reverse=True)
-    tl.store(dg_ptr + rows * Hv + head, dg, mask=inside)
-    tl.debug_barrier()  # all threads have read dS before dk takes its place
-    _store_gradient(dk_ptr, dk + part, k, k_norm, slot, head, rows, end, Hv, GROUP, C, DK, BLOCK_K, PART, NORMALIZE)
+@triton.jit
+def _along(d, x, norms):
+    """The product of each row of ``d`` with the normalised row of ``x``."""
+    return tl.sum(d * x.to(tl.float32), 1) * norms
 
 
 @triton.jit
 def _store_gradient(
-    ptr, d, x, norms, slot, head, rows, end, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr,
-    BLOCK_K: tl.constexpr, PART: tl.constexpr, NORMALIZE: tl.constexpr,
+    ptr, first, second, x_ptr, x_t, norms, rows, count, row_size: tl.constexpr, DK: tl.constexpr,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of q or k if its key head has one value head, otherwise the part of this value head."""
-    columns = tl.arange(0, BLOCK_K)[None, :]
-    mask = (rows < end)[:, None] & (columns < DK)
-    if GROUP == 1:
-        d = _unnormalized(x.to(tl.float32), d, norms, NORMALIZE)
-        tl.store(ptr + (rows * Hv + head)[:, None] * DK + columns, d.to(ptr.dtype.element_ty), mask=mask)
-    else:
-        tl.store(ptr + (slot * Hv + head) * PART + tl.arange(0, C)[:, None] * DK + columns, d, mask=mask)
+    """The gradient of x, q or k, given the parts of that of x · norms with the inverse L2 norms of the rows."""
+    if NORMALIZE:
+        x = _key_part(x_ptr, rows, x_t, count, 0, WIDTH, DK).to(tl.float32)
+        along = _along(first, x, norms)
+        if PARTS == 2:
+            other = _key_part(x_ptr, rows, x_t, count, 1, WIDTH, DK).to(tl.float32)
+            along += _along(second, other, norms)
+            second = (second - other * (along * norms)[:, None]) * norms[:, None]
+        first = (first - x * (along * norms)[:, None]) * norms[:, None]
+    columns, inside = tl.arange(0, WIDTH)[None, :], (rows < count)[:, None]
+    at = ptr + rows[:, None] * row_size + columns
+    tl.store(at, first.to(ptr.dtype.element_ty), mask=inside & (columns < DK))
+    if PARTS == 2:
+        tl.store(at + WIDTH, second.to(ptr.dtype.element_ty), mask=inside & (columns + WIDTH < DK))
 
 
 @triton.jit
-def _sum_kernel(
-    x_ptr, norm_ptr, part_ptr, dx_ptr, cu_ptr, tokens, documents, x_t, x_h, Hk: tl.constexpr, GROUP: tl.constexpr,
-    C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, PART: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+def _read_kernel(
+    x_ptr, k_ptr, v_ptr, beta_ptr, cu_ptr, p_ptr, total_ptr, x_norm_ptr, k_norm_ptr, states_ptr, d_ptr, d_read_ptr,
+    dx_ptr, out_ptr, d_total_ptr, dbeta_ptr, tokens, documents, x_t, x_h, k_t, k_h, v_t, v_h, beta_t, beta_h, d_read_t,
+    d_read_h, scale, KEYS: tl.constexpr, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr,
+    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq or dk of one chunk and key head, from the parts of its value heads."""
+    """What one chunk reads of the state before it and of D, for one key head: queries for O, or with KEYS keys for X.
+
+    For queries this is dq; for keys, the part of dk in fp32, dβ, and dV in place of dX. Both with their parts of the
+    gradients of the running sums of g.
+    """
     slot, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
         return
-    index, columns = tl.arange(0, C), tl.arange(0, BLOCK_K)
-    rows = first + index
-    part_ptr += (slot * Hk + key_head) * (GROUP * PART)
-    d = tl.zeros([C, BLOCK_K], tl.float32)
-    for member in tl.static_range(GROUP):
-        d += _load_rows(part_ptr + member * PART, index, DK, end - first, DK, BLOCK_K)
-    x = _load_rows(x_ptr + key_head * x_h, rows, x_t, end, DK, BLOCK_K).to(tl.float32)
-    d = _unnormalized(x, d, tl.load(norm_ptr + key_head * tokens + rows, mask=rows < end, other=0.0), NORMALIZE)
-    at = (rows * Hk + key_head)[:, None] * DK + columns[None, :]
-    mask = (rows < end)[:, None] & (columns < DK)[None, :]
-    tl.store(dx_ptr + at, d.to(dx_ptr.dtype.element_ty), mask=mask)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    count, rows = (end - first).to(tl.int32), tl.arange(0, C)
+    inside = rows < count
+    x_ptr += first * x_t + key_head * x_h
+    k_ptr += first * k_t + key_head * k_h
+    x_norm = tl.load(x_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
+    k_norm = tl.load(k_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
+    sum0, sum1 = tl.zeros([C, WIDTH], tl.float32), tl.zeros([C, WIDTH], tl.float32)
+    for head in range(key_head * GROUP, (key_head + 1) * GROUP):
+        at_read, at_v = d_read_ptr + first * d_read_t + head * d_read_h, v_ptr + first * v_t + head * v_h
+        at_d, at_states = d_ptr + (head * tokens + first) * DV, states_ptr + (slot * Hv + head) * (DK * DV)
+        total = tl.load(total_ptr + head * tokens + first + rows, mask=inside, other=0.0)
+        if KEYS:
+            beta = tl.load(beta_ptr + first * beta_t + head * beta_h + rows * beta_t, mask=inside, other=0.0)
+            beta = beta.to(tl.float32)
+            along = tl.zeros([C], tl.float32)
+        between, part0, part1 = tl.zeros([C, C], tl.float32), tl.zeros_like(sum0), tl.zeros_like(sum0)
+        for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
+            v_columns = start + tl.arange(0, BLOCK_V)
+            mask = inside[:, None] & (v_columns < DV)[None, :]
+            d_read = tl.load(at_read + rows[:, None] * d_read_t + v_columns[None, :], mask=mask, other=0.0)
+            d = tl.load(at_d + rows[:, None] * DV + v_columns[None, :], mask=mask, other=0.0)
+            between = tl.dot(d_read, tl.trans(d), between, input_precision=PRECISION)
+            state = _state_part(at_states, v_columns, 0, WIDTH, DK, DV)
+            part0 = tl.dot(d_read, tl.trans(state), part0, input_precision=PRECISION)
+            if PARTS == 2:
+                state = _state_part(at_states, v_columns, 1, WIDTH, DK, DV)
+                part1 = tl.dot(d_read, tl.trans(state), part1, input_precision=PRECISION)
+            if KEYS:
+                v = tl.load(at_v + rows[:, None] * v_t + v_columns[None, :], mask=mask, other=0.0)
+                wide = d_read.to(tl.float32)
+                along += tl.sum(wide * v.to(tl.float32), 1)
+                at_dx = dx_ptr + (first * Hv + head) * DV + rows[:, None] * (Hv * DV) + v_columns[None, :]
+                tl.store(at_dx, (wide * beta[:, None]).to(dtype), mask=mask)
+        k = _key_part(k_ptr, rows, k_t, count, 0, WIDTH, DK)
+        factor = tl.exp(total) * scale
+        part0 *= factor[:, None]
+        part1 *= factor[:, None]
+        if KEYS:
+            earlier = (rows[:, None] > rows[None, :]) & inside[:, None]
+            between = (between * _decays(total, total, earlier) * k_norm[None, :]).to(dtype)
+            part0 = tl.dot(between, k, part0, input_precision=PRECISION)
+            read = _along(part0, k, k_norm)
+            sum0 -= part0 * beta[:, None]
+            if PARTS == 2:
+                k = _key_part(k_ptr, rows, k_t, count, 1, WIDTH, DK)
+                part1 = tl.dot(between, k, part1, input_precision=PRECISION)
+                read += _along(part1, k, k_norm)
+                sum1 -= part1 * beta[:, None]
+            tl.store(dbeta_ptr + (first * Hv + head) + rows * Hv, along - read, mask=inside)
+            d_total = -beta * read
+        else:
+            by_decay = between * _load_rows(p_ptr + (head * tokens + first) * C, rows, C, count, C, C).to(tl.float32)
+            d_total = tl.sum(by_decay, 1) - tl.sum(by_decay, 0)
+            causal = (rows[:, None] >= rows[None, :]) & inside[:, None]
+            between = (between * _decays(total, total, causal) * (scale * k_norm)[None, :]).to(dtype)
+            d_total += _along(part0, _key_part(x_ptr, rows, x_t, count, 0, WIDTH, DK), x_norm)
+            sum0 = tl.dot(between, k, sum0 + part0, input_precision=PRECISION)
+            if PARTS == 2:
+                k = _key_part(k_ptr, rows, k_t, count, 1, WIDTH, DK)
+                d_total += _along(part1, _key_part(x_ptr, rows, x_t, count, 1, WIDTH, DK), x_norm)
+                sum1 = tl.dot(between, k, sum1 + part1, input_precision=PRECISION)
+        tl.store(d_total_ptr + head * tokens + first + rows, d_total, mask=inside)
+    at = out_ptr + (first * (Hv // GROUP) + key_head) * DK
+    _store_gradient(
+        at, sum0, sum1, x_ptr, x_t, x_norm, rows, count, Hv // GROUP * DK, DK, PARTS, WIDTH, NORMALIZE and not KEYS
+    )
+
+
+@triton.jit
+def _write_kernel(
+    q_ptr, k_ptr, cu_ptr, total_ptr, q_norm_ptr, k_norm_ptr, states_ptr, d_states_ptr, d_ptr, d_out_ptr, dv_ptr,
+    d_total_q_ptr, d_total_k_ptr, read_ptr, dk_ptr, dg_ptr, tokens, documents, q_t, q_h, k_t, k_h, d_out_t, d_out_h,
+    scale, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr,
+    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """What the D of one chunk writes, for one key head: into the state after the chunk, and for later tokens of it.
+
+    Together with what the keys read this is dk. The sums for dg are complete with it, too.
+    """
+    slot, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
+    if first == end:
+        return
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    count, rows = (end - first).to(tl.int32), tl.arange(0, C)
+    inside = rows < count
+    q_ptr += first * q_t + key_head * q_h
+    k_ptr += first * k_t + key_head * k_h
+    k_norm = tl.load(k_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
+    row_size: tl.constexpr = Hv // GROUP * DK
+    at_read = read_ptr + (first * (Hv // GROUP) + key_head) * DK
+    dk0, dk1 = _key_part(at_read, rows, row_size, count, 0, WIDTH, DK), tl.zeros([C, WIDTH], tl.float32)
+    if PARTS == 2:
+        dk1 = _key_part(at_read, rows, row_size, count, 1, WIDTH, DK)
+    for head in range(key_head * GROUP, (key_head + 1) * GROUP):
+        at_d, at_dv = d_ptr + (head * tokens + first) * DV, dv_ptr + (first * Hv + head) * DV
+        at_states = states_ptr + (slot * Hv + head) * (DK * DV)
+        at_d_states = d_states_ptr + (slot * Hv + head) * (DK * DV)
+        at_out = d_out_ptr + first * d_out_t + head * d_out_h
+        for_x, for_out = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+        part0, part1 = tl.zeros_like(dk0), tl.zeros_like(dk0)
+        product = tl.zeros([WIDTH, WIDTH], tl.float32)  # its diagonal is the product of S and dS, row by row
+        for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
+            v_columns = start + tl.arange(0, BLOCK_V)
+            mask = inside[:, None] & (v_columns < DV)[None, :]
+            d = tl.load(at_d + rows[:, None] * DV + v_columns[None, :], mask=mask, other=0.0)
+            dv = tl.load(at_dv + rows[:, None] * (Hv * DV) + v_columns[None, :], mask=mask, other=0.0)
+            for_x = tl.dot(d, tl.trans(dv), for_x, input_precision=PRECISION)
+            if HAS_OUT:
+                d_out = tl.load(at_out + rows[:, None] * d_out_t + v_columns[None, :], mask=mask, other=0.0)
+                for_out = tl.dot(d, tl.trans(d_out), for_out, input_precision=PRECISION)
+            d_state = _state_part(at_d_states, v_columns, 0, WIDTH, DK, DV)
+            part0 = tl.dot(d, tl.trans(d_state), part0, input_precision=PRECISION)
+            state = _state_part(at_states, v_columns, 0, WIDTH, DK, DV)
+            product = tl.dot(state, tl.trans(d_state), product, input_precision=PRECISION)
+            if PARTS == 2:
+                d_state = _state_part(at_d_states, v_columns, 1, WIDTH, DK, DV)
+                part1 = tl.dot(d, tl.trans(d_state), part1, input_precision=PRECISION)
+                state = _state_part(at_states, v_columns, 1, WIDTH, DK, DV)
+                product = tl.dot(state, tl.trans(d_state), product, input_precision=PRECISION)
+        whole = tl.load(total_ptr + head * tokens + end - 1)
+        total = tl.load(total_ptr + head * tokens + first + rows, mask=inside, other=0.0)
+        total = tl.where(inside, total, whole)  # differences stay negative for rows that do not exist
+        later = tl.exp(tl.where(rows[:, None] <= rows[None, :], total[None, :] - total[:, None], float("-inf")))
+        for_x = tl.where(rows[:, None] == rows[None, :], 0.0, for_x * later) * -k_norm[None, :]
+        for_x, left = for_x.to(dtype), tl.exp(whole - total)[:, None]
+        part0 *= left
+        part1 *= left
+        k = _key_part(k_ptr, rows, k_t, count, 0, WIDTH, DK)
+        diagonal = tl.arange(0, WIDTH)[:, None] == tl.arange(0, WIDTH)[None, :]
+        d_end = tl.sum(tl.sum(tl.where(diagonal, product, 0.0), 1), 0) * tl.exp(whole)
+        d_end += tl.sum(_along(part0, k, k_norm), 0)
+        part0 = tl.dot(for_x, k, part0, input_precision=PRECISION)
+        written = _along(part0, k, k_norm)
+        dk0 += part0
+        if PARTS == 2:
+            k = _key_part(k_ptr, rows, k_t, count, 1, WIDTH, DK)
+            d_end += tl.sum(_along(part1, k, k_norm), 0)
+            part1 = tl.dot(for_x, k, part1, input_precision=PRECISION)
+            written += _along(part1, k, k_norm)
+            dk1 += part1
+        d_total = tl.load(d_total_k_ptr + head * tokens + first + rows, mask=inside, other=0.0) - written
+        if HAS_OUT:
+            q_norm = tl.load(q_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
+            for_out = (for_out * later * (scale * q_norm)[None, :]).to(dtype)
+            q = _key_part(q_ptr, rows, q_t, count, 0, WIDTH, DK)
+            dk0 = tl.dot(for_out, q, dk0, input_precision=PRECISION)
+            if PARTS == 2:
+                q = _key_part(q_ptr, rows, q_t, count, 1, WIDTH, DK)
+                dk1 = tl.dot(for_out, q, dk1, input_precision=PRECISION)
+            d_total += tl.load(d_total_q_ptr + head * tokens + first + rows, mask=inside, other=0.0)
+        dg = tl.cumsum(tl.where(inside, d_total, 0.0), 0, reverse=True) + d_end
+        tl.store(dg_ptr + (first * Hv + head) + rows * Hv, dg, mask=inside)
+    at = dk_ptr + (first * (Hv // GROUP) + key_head) * DK
+    _store_gradient(at, dk0, dk1, k_ptr, k_t, k_norm, rows, count, row_size, DK, PARTS, WIDTH, NORMALIZE)
 
 
 @triton.jit
@@ -657,21 +725,22 @@ class _Sizes:
 def _prepare(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, sizes: _Sizes, scale: float, normalize: bool, need_p: bool
 ) -> tuple[Tensor, ...]:
-    """M without its β, A, P, running sums of g, inverse norms of q and k; all with the heads first."""
+    """A, P, running sums of g, factors of rows, and inverse norms of q and k; all with the heads first."""
     similarity = k.new_empty(sizes.Hv, sizes.tokens, CHUNK, dtype=torch.float32)
     inverse, p = (k.new_empty(sizes.Hv, sizes.tokens, CHUNK) for _ in range(2))
     total = similarity.new_empty(sizes.Hv, sizes.tokens)
     q_norm, k_norm = (similarity.new_empty(sizes.Hk, sizes.tokens) for _ in range(2))
+    factors = similarity.new_empty(sizes.Hv, 4, sizes.tokens)
     counts = sizes.tokens, sizes.documents
     _similarity_kernel[(sizes.slots, sizes.Hk)](
-        q, k, g, sizes.cu, similarity, p, total, q_norm, k_norm, *counts, *q.stride()[:2], *k.stride()[:2],
-        *g.stride(), scale, NORMALIZE=normalize, EPS=L2_EPS, NEED_P=need_p, num_warps=SIMILARITY_WARPS,
-        **sizes.shape, **sizes.precision, **sizes.chunked,
+        q, k, g, beta, sizes.cu, similarity, p, total, q_norm, k_norm, factors, *counts, *q.stride()[:2],
+        *k.stride()[:2], *g.stride(), *beta.stride(), scale, NORMALIZE=normalize, EPS=L2_EPS, NEED_P=need_p,
+        num_warps=SIMILARITY_WARPS, **sizes.shape, **sizes.precision, **sizes.chunked,
     )  # fmt: skip
     _inverse_kernel[(sizes.slots, sizes.Hv)](
         similarity, beta, sizes.cu, inverse, *counts, *beta.stride(), C=CHUNK, num_warps=INVERSE_WARPS, **sizes.chunked
     )
-    return similarity, inverse, p, total, q_norm, k_norm
+    return inverse, p, total, factors, q_norm, k_norm
 
 
 LIBRARY.define(
@@ -701,12 +770,12 @@ def _gated_delta_rule(
     q, k, v, g, beta = map(flat, (q, k, v, g, beta))
     initial = final if initial_state is None else initial_state.contiguous()
     with on_device_of(k):
-        made = _prepare(q, k, g, beta, sizes, scale, normalize, need_out)[1:] if sizes.tokens else (final,) * 5
+        made = _prepare(q, k, g, beta, sizes, scale, normalize, need_out)[:4] if sizes.tokens else (final,) * 4
         # A pointer argument that the constants switch off still has to be a tensor.
         _scan_kernel[sizes.scan_grid](
-            q, k, v, beta, sizes.cu, *made, initial, out, final, k, k, sizes.tokens, sizes.documents,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *beta.stride(), scale,
-            HAS_INITIAL=initial_state is not None, STORE_OUT=need_out, STORE_STATES=False, **sizes.scan,
+            q, k, v, sizes.cu, *made, initial, out, final, k, k, sizes.tokens, sizes.documents,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], HAS_INITIAL=initial_state is not None,
+            STORE_OUT=need_out, STORE_STATES=False, **sizes.scan,
         )  # fmt: skip
     return out, final
 
@@ -729,43 +798,45 @@ def _gated_delta_rule_backward(
     d = k.new_empty(sizes.Hv, sizes.tokens, sizes.Dv)
     counts, strides = (sizes.tokens, sizes.documents), (*q.stride()[:2], *k.stride()[:2])
     with on_device_of(k):
-        m, *made = _prepare(q, k, g, beta, sizes, scale, normalize, has_out)
-        _, p, total, q_norm, k_norm = made
+        *made, q_norm, k_norm = _prepare(q, k, g, beta, sizes, scale, normalize, has_out)
+        _, p, total, _ = made
         # A pointer argument that the constants switch off still has to be a tensor.
         _scan_kernel[sizes.scan_grid](
-            q, k, v, beta, sizes.cu, *made, total if initial_state is None else initial_state.contiguous(), k, total,
-            states, d, *counts, *strides, *v.stride()[:2], *beta.stride(), scale,
-            HAS_INITIAL=initial_state is not None, STORE_OUT=False, STORE_STATES=True, **sizes.scan,
+            q, k, v, sizes.cu, *made, total if initial_state is None else initial_state.contiguous(), k, total,
+            states, d, *counts, *strides, *v.stride()[:2], HAS_INITIAL=initial_state is not None, STORE_OUT=False,
+            STORE_STATES=True, **sizes.scan,
         )  # fmt: skip
         _scan_back_kernel[sizes.scan_grid](
-            q, k, beta, sizes.cu, *made, d_out, total if d_final is None else d_final.contiguous(), d_states, dx,
-            d_initial, *counts, *strides, *beta.stride(), *d_out.stride()[:2], scale,
-            HAS_OUT=has_out, HAS_FINAL=has_final, STORE_INITIAL=initial_state is not None, **sizes.scan,
+            q, k, sizes.cu, *made, d_out, total if d_final is None else d_final.contiguous(), d_states, dx,
+            d_initial, *counts, *strides, *d_out.stride()[:2], HAS_OUT=has_out, HAS_FINAL=has_final,
+            STORE_INITIAL=initial_state is not None, **sizes.scan,
         )  # fmt: skip
-        grouped = sizes.Hv > sizes.Hk
-        parts = [_parts(x) for x in (states, d_states)] if grouped else [dq, dk]
-        shared = sizes.shape | sizes.chunked | {"PART": parts[1].stride(1), "NORMALIZE": normalize}
-        _gradients_kernel[(sizes.slots, sizes.Hv)](
-            q, k, v, beta, sizes.cu, m, p, total, q_norm, k_norm, states, d_states, d, d_out, *parts, dx, dg, dbeta,
-            *counts, *strides, *v.stride()[:2], *beta.stride(), *d_out.stride()[:2], scale,
-            Hv=sizes.Hv, DV=sizes.Dv, BLOCK_V=max(min(sizes.block_v // 2, GRADIENT_COLUMNS), 16), HAS_OUT=has_out,
-            num_warps=GRADIENT_WARPS, **shared, **sizes.precision,
+        parts = 2 if sizes.shape["BLOCK_K"] > GRADIENT_COLUMNS else 1
+        common = sizes.chunked | sizes.precision | {
+            "GROUP": sizes.Hv // sizes.Hk, "C": CHUNK, "DK": sizes.Dk, "PARTS": parts,
+            "WIDTH": sizes.shape["BLOCK_K"] // parts, "Hv": sizes.Hv, "DV": sizes.Dv,
+            "BLOCK_V": min(sizes.block_v, GRADIENT_COLUMNS), "NORMALIZE": normalize,
+        }  # fmt: skip
+        reading = common | {"STAGES": READ_STAGES, "num_warps": READ_WARPS}
+        writing = common | {"STAGES": WRITE_STAGES, "num_warps": WRITE_WARPS}
+        grid = sizes.slots, sizes.Hk
+        d_total_q, d_total_k = (torch.empty_like(total) for _ in range(2))
+        read = torch.empty(k.shape, dtype=torch.float32, device=k.device)
+        inputs, value_strides = (v, beta, sizes.cu, p, total), (*v.stride()[:2], *beta.stride())
+        if has_out:
+            _read_kernel[grid](
+                q, k, *inputs, q_norm, k_norm, states, d, d_out, dx, dq, d_total_q, dbeta, *counts, *strides,
+                *value_strides, *d_out.stride()[:2], scale, KEYS=False, **reading,
+            )  # fmt: skip
+        _read_kernel[grid](
+            k, k, *inputs, k_norm, k_norm, states, d, dx, dx, read, d_total_k, dbeta, *counts, *strides[2:],
+            *strides[2:], *value_strides, sizes.Hv * sizes.Dv, sizes.Dv, 1.0, KEYS=True, **reading,
         )  # fmt: skip
-        for x, norms, part, grad in zip((q, k), (q_norm, k_norm), parts, (dq, dk), strict=True):
-            if grouped and grad.numel():
-                _sum_kernel[(sizes.slots, sizes.Hk)](
-                    x, norms, part, grad, sizes.cu, *counts, *x.stride()[:2], Hk=sizes.Hk, num_warps=SUM_WARPS, **shared
-                )
+        _write_kernel[grid](
+            q, k, sizes.cu, total, q_norm, k_norm, states, d_states, d, d_out, dx, d_total_q, d_total_k, read, dk, dg,
+            *counts, *strides, *d_out.stride()[:2], scale, HAS_OUT=has_out, **writing,
+        )  # fmt: skip
     return grads
-
-
-def _parts(states: Tensor) -> Tensor:
-    """Room for the gradient of q or k of each chunk and value head in fp32: in place of the states if it fits."""
-    slots, Hv, Dk, Dv = states.shape
-    row = Dv * states.element_size()
-    if row % 4 == 0 and row >= 4 * CHUNK:
-        return states.view(torch.float32)
-    return states.new_empty(slots, Hv, CHUNK, Dk, dtype=torch.float32)
 
 
 @torch.library.impl(LIBRARY, "gated_delta_step", "CompositeExplicitAutograd")

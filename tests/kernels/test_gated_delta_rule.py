@@ -27,7 +27,7 @@ SHAPES = [
     ((1, 20, 2, 4, 24, 20), None),
     ((1, 17, 1, 1, 40, 8), None),
     ((1, 80, 1, 1, 16, 16), [0, 3, 3, 69, 80]),
-    ((1, 80, 1, 3, 16, 64), [0, 3, 3, 69, 80]),  # in fp32, dq and dk of a value head take the place of states
+    ((1, 80, 1, 3, 16, 64), [0, 3, 3, 69, 80]),
 ]
 GPU_SHAPES = [
     ((1, 1091, 2, 4, 128, 128), None),
@@ -125,7 +125,7 @@ def test_reference_is_the_recurrence(shape, bounds):
 
 @pytest.mark.parametrize(("shape", "bounds"), SHAPES, ids=str)
 def test_matches_fp64(backend, shape, bounds, poisoned_empty, monkeypatch):
-    monkeypatch.setattr(module, "SCAN_COLUMNS", 16)  # several programs for a head, and several parts of v in the last
+    monkeypatch.setattr(module, "SCAN_COLUMNS", 16)  # several programs for a head, and several parts of k and v
     monkeypatch.setattr(module, "GRADIENT_COLUMNS", 16)
     for dtype in dtypes(backend):
         check(*make(shape, bounds, dtype, backend))
@@ -276,15 +276,6 @@ def test_nothing_but_inputs_is_saved(kernel_device):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()), lambda t: t):
         gated_delta_rule(*(x.requires_grad_() for x in inputs[:5]))
     assert sorted(saved) == sorted(x.data_ptr() for x in inputs[:5])
-
-
-def test_parts_of_dq_and_dk_take_the_place_of_states():
-    for dtype, Dv, alike in ((torch.bfloat16, 128, True), (torch.bfloat16, 129, False), (torch.float16, 64, False)):
-        states = torch.empty(2, 3, 40, Dv, dtype=dtype)
-        parts = module._parts(states)
-        assert parts.dtype == torch.float32
-        assert parts.stride(1) >= module.CHUNK * 40
-        assert (parts.data_ptr() == states.data_ptr()) == alike
 
 
 def test_second_backward_agrees_and_nothing_is_overwritten(backend):
