@@ -30,10 +30,16 @@ def delta_truth(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seq
     return gated_delta_rule_reference(q, k, v, g, beta, cu_seqlens=cu_seqlens)[0]
 
 
-def delta_in_transformers(*inputs: Tensor) -> Tensor:
+def for_value_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys repeated for each value head."""
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    return q, k
+
+
+def delta_in_transformers(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """The formula that transformers runs without the package fla."""
-    module = "transformers.models.qwen3_next.modeling_qwen3_next"
-    out: Tensor = load(f"{module}:torch_chunk_gated_delta_rule")(*inputs, use_qk_l2norm_in_kernel=True)[0]
+    rule = load("transformers.models.qwen3_next.modeling_qwen3_next:torch_chunk_gated_delta_rule")
+    out: Tensor = rule(*for_value_heads(q, k, v), v, g, beta, use_qk_l2norm_in_kernel=True)[0]
     return out
 
 
@@ -42,7 +48,7 @@ def delta_in_fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_se
     bounds = None if cu_seqlens is None else cu_seqlens.long()
     rule = load("fla.ops.gated_delta_rule:chunk_gated_delta_rule")
     if "HV" not in rule.__doc__:
-        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        q, k = for_value_heads(q, k, v)
     out: Tensor = rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)[0]
     return out
 
