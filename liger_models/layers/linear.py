@@ -81,18 +81,19 @@ class PartialLinear(nn.Linear, Layer):
         """Convert a linear layer, reusing its parameters.
 
         Args:
-            linear: an `nn.Linear`.
+            linear: an `nn.Linear`, or one with adapters, which `parallel_kind` turns into this class with adapters.
             group: the process group of the collectives; None for no communication.
 
         Raises:
-            ValueError: ``linear`` is a wrapper or replacement of a linear layer, or has hooks.
+            ValueError: ``linear`` is another wrapper or replacement of a linear layer, or has hooks.
         """
+        kind = cls if type(linear) is nn.Linear else getattr(linear, "parallel_kinds", {}).get(cls)
         check(
-            type(linear) is nn.Linear and not (linear._forward_hooks or linear._forward_pre_hooks),
+            kind is not None and not (linear._forward_hooks or linear._forward_pre_hooks),
             f"{cls.__name__}: the layer must be an nn.Linear without hooks, got {type(linear).__name__}. Shard the "
-            "model first, and do not wrap or replace its linear layers (adapters, float8).",
+            "model first, and do not wrap or replace its linear layers, except by apply_lora.",
         )
-        layer = cls.__new__(cls)
+        layer: Self = kind.__new__(kind)
         layer.__dict__ = dict(linear.__dict__)
         layer.group = group
         return layer
