@@ -140,14 +140,12 @@ class LoRALinear(nn.Linear, Layer):
     """False computes with the frozen weight alone; see `without_adapters`."""
     plain: nn.Linear
     """The layer without adapters. It holds no parameters and is not a submodule."""
-    parallel_kinds: ClassVar[Mapping[type[PartialLinear], type[PartialLinear]]] = {}
+    parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
     """What `PartialLinear.of` makes of the layer for each kind."""
     ranks: Group | None = None
     """The ranks over which gradients of replicated adapters are summed; None if each computes them in full."""
     sharded_dim: int | None = None
     """The dimension along which `apply_tp` has sharded the weight; None for a weight that every rank has."""
-    rows_in_order: bool = True
-    """Whether a rank's shard of the weight's rows is as many successive rows of each of the checkpoint's matrices."""
 
     @classmethod
     def around(cls, linear: nn.Linear, expression: Expression, names: Sequence[str], config: LoRAConfig) -> "Self":
@@ -242,18 +240,17 @@ class LoRALinear(nn.Linear, Layer):
             rows: name of each of the checkpoint's matrices -> all of its rows, or this rank's.
         """
         ranks = self._ranks()
-        if ranks is None or (self.sharded_dim == 0 and isinstance(self.expression, Name)):
+        missing = {name: self.sizes[name] - len(part) for name, part in rows.items()}
+        sharded = any(missing.values())
+        if ranks is None or (sharded and isinstance(self.expression, Name)):
             return self.expression.pack(rows)
-        if self.sharded_dim is None or self.sharded_dim == 1 or not self.rows_in_order:
-            whole = sum_gradient(self.expression.pack(rows), ranks)
-        else:
-            whole = self.expression.pack({name: self._among_all(part, name, ranks) for name, part in rows.items()})
-        return whole.chunk(ranks.size)[ranks.rank] if self.sharded_dim == 0 else whole
-
-    def _among_all(self, part: Tensor, name: str, ranks: Group) -> Tensor:
-        """This rank's rows of one of the checkpoint's matrices, with zeros for those of the other ranks."""
-        before, missing = ranks.rank * len(part), self.sizes[name] - len(part)
-        return F.pad(part, (*(0, 0) * (part.dim() - 1), before, missing - before)) if missing else part
+        whole = {}
+        for name, part in rows.items():  # with zeros for the rows of other ranks
+            before = ranks.rank * len(part) if missing[name] else 0
+            whole[name] = F.pad(part, (*(0, 0) * (part.dim() - 1), before, missing[name] - before))
+        packed = self.expression.pack(whole)
+        packed = packed if sharded else sum_gradient(packed, ranks)
+        return packed.chunk(ranks.size)[ranks.rank] if self.sharded_dim == 0 else packed
 
     def scale(self, A: Tensor, B: Tensor) -> Tensor | None:
         """DoRA's factor of each row [O], in fp32; 1 for rows without an adapter. None without DoRA."""
@@ -366,15 +363,15 @@ class LoRALinear(nn.Linear, Layer):
 
 
 class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
-    """`ColumnParallelLinear` with adapters. Their input has dropout of the same elements on ranks that draw the same."""
+    """`ColumnParallelLinear` with adapters. Ranks whose generators agree drop the same elements."""
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Shard B and m by rows, if successive rows of the checkpoint's matrices make up a shard of the weight."""
+        """Shard B and m by rows, if a shard of the weight is made of successive rows of each of its matrices."""
         self.ranks, self.sharded_dim = group, 0
-        owners = torch.arange(group.size, device="cpu").repeat_interleave(self.out_features // group.size)
-        of_matrices = self.expression.unpack(owners).values()
-        self.rows_in_order = all(each.equal(owners[:: len(owners) // len(each)]) for each in of_matrices)
-        return _sharded_rows(self) if self.rows_in_order else {}
+        ranks = torch.arange(group.size, device="cpu")
+        owners = self.expression.unpack(ranks.repeat_interleave(self.out_features // group.size)).values()
+        successive = all(each.equal(ranks.repeat_interleave(len(each) // group.size)) for each in owners)
+        return _sharded_rows(self) if successive else {}
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] of all tokens, or of this rank's tokens under sequence parallelism."""

@@ -434,9 +434,9 @@ def gated_mlp(
             share.
         gate_up_low_rank: ``(A [R, C], B [2 F, R])`` in the weights' dtype; gate and up gain ``(norm(residual) @ Aᵀ) @
             Bᵀ``.
-        down_low_rank: ``(A [R, F], B [O, R])``, in the same way for the down projection. With ranks B of gate and up and
-            A of down have the rank's own rows and columns; the others are the same on all ranks, and their gradients
-            are the rank's share of a sum.
+        down_low_rank: ``(A [R, F], B [O, R])``, in the same way for the down projection. With ranks, B of gate and up
+            and A of down have the rank's own rows and columns; the others are the same on all ranks, and their
+            gradients are the rank's share of a sum.
 
     Returns:
         ``(y, residual)``: [..., O] in the dtype of the weights, and [..., C] in that of the residual (without x, the

@@ -81,19 +81,19 @@ class PartialLinear(nn.Linear, Layer):
         """Convert a linear layer, reusing its parameters.
 
         Args:
-            linear: an `nn.Linear`, or one with adapters, which `parallel_kind` turns into this class with adapters.
+            linear: an `nn.Linear`, or one with adapters, whose ``parallel_kinds`` say what this class is with them.
             group: the process group of the collectives; None for no communication.
 
         Raises:
             ValueError: ``linear`` is another wrapper or replacement of a linear layer, or has hooks.
         """
-        kind = cls if type(linear) is nn.Linear else getattr(linear, "parallel_kinds", {}).get(cls)
+        kinds: dict[type, Any] = {cls: cls} if type(linear) is nn.Linear else getattr(linear, "parallel_kinds", {})
         check(
-            kind is not None and not (linear._forward_hooks or linear._forward_pre_hooks),
+            cls in kinds and not (linear._forward_hooks or linear._forward_pre_hooks),
             f"{cls.__name__}: the layer must be an nn.Linear without hooks, got {type(linear).__name__}. Shard the "
             "model first, and do not wrap or replace its linear layers, except by apply_lora.",
         )
-        layer: Self = kind.__new__(kind)
+        layer: Self = kinds[cls].__new__(kinds[cls])
         layer.__dict__ = dict(linear.__dict__)
         layer.group = group
         return layer

@@ -131,8 +131,8 @@ class LigerMoE(Layer):
         """Keep 1 / R of the intermediate size of each expert; see `liger_models.parallel.apply_tp`.
 
         Raises:
-            ValueError: the intermediate size is not a multiple of the number of ranks, or ``router_jitter`` is set, whose
-                noise would differ between ranks.
+            ValueError: the intermediate size is not a multiple of the number of ranks, or ``router_jitter`` is set,
+                whose noise would differ between ranks.
         """
         check_divisible("LigerMoE", "intermediate_size", self.down_weight.shape[2], group)
         check(
