@@ -256,9 +256,9 @@ class LoRALinear(nn.Linear, Layer):
         """DoRA's factor of each row [O], in fp32; 1 for rows without an adapter. None without DoRA."""
         if not self.config.use_dora:
             return None
-        W = local(self.dense_weight())
         with torch.no_grad():
-            W, A, B = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in (W, A, B))
+            factors = local(self.dense_weight()), A, B
+            W, A, B = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in factors)
             # ‖W + B A‖² row by row, without W + B A in memory.
             cross = ((W @ A.T) * B).sum(1) * 2
             squares = _row_norms(W).square() + cross + ((B @ (A @ A.T)) * B).sum(1)
