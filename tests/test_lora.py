@@ -24,7 +24,6 @@ from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.adapters.peft_files import peft_tensors
 from liger_models.arch import list_archs
 from liger_models.convert.tensors import hf_tensors, load_hf_tensors
-from liger_models.kernels.collectives import Group
 from liger_models.kernels.quantized_weight import QuantizedWeight
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
@@ -692,12 +691,6 @@ def test_calls_out_of_order():
         quantize_base(quantize_base(llama(LoRAConfig())), dtype="float8")
     with pytest.raises(ValueError, match="dtype must be one of nf4, float8, got 'int4'"):
         quantize_base(llama(LoRAConfig()), dtype="int4")
-
-
-def test_a_head_with_an_adapter_is_not_sharded():
-    model = llama(LoRAConfig(target_modules=["lm_head"]))
-    with pytest.raises(ValueError, match="LoRALMHead: a head with an adapter must not be sharded, got apply_tp"):
-        model.lm_head.shard(Group("", 2, 0))
 
 
 def test_layers_of_another_kind_are_not_left_out():

@@ -29,7 +29,6 @@ from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.generation.loop import generate
 from liger_models.generation.rollouts import rollout
 from liger_models.kernels import dispatch
-from liger_models.kernels.collectives import Group
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, routed_layers
 from liger_models.memory.estimate import training_memory
 from liger_models.parallel.state import _describe
@@ -336,12 +335,6 @@ def test_the_training_command_adapts_experts(tmp_path, no_group_is_left):
 def test_states_of_adapters_without_experts_are_described_as_before():
     assert "adapters.target_parameters" not in _describe(mixture(config=LoRAConfig()))
     assert _describe(mixture(config=experts()))["adapters.target_parameters"] == str(EXPERTS)
-
-
-def test_adapters_of_experts_are_not_sharded_by_width():
-    model = mixture(config=experts())
-    with pytest.raises(ValueError, match="experts with adapters must not be sharded by apply_tp"):
-        routed_layers(model)[0].shard(Group("", 2, 0))
 
 
 WIDE = MIXTURE | {"hidden_size": 64, "intermediate_size": 64}

@@ -293,7 +293,8 @@ def test_two_ranks_train_adapters_on_shards_of_quantised_weights(folder, two, ki
 
 
 @pytest.mark.parametrize(
-    "options", [{"tensor_parallel": 2}, {"context_parallel": 2}, {"context_parallel": 2, "lora_r": 4}]
+    "options",
+    [{f"{kind}_parallel": 2, **more} for kind in ("tensor", "context") for more in ({}, {"lora_r": 4})],
 )
 def test_two_ranks_share_batches(folder, two, options):  # noqa: F811
     given = {"lora_r": 0, "lr": 1e-2, "eval_data": [str(folder / "eval.jsonl")], "eval_every": 3} | options
@@ -446,7 +447,10 @@ def test_options_that_cannot_be(capsys):
         ("--optimizer=muon --muon-lr=0", "muon_lr must be more than 0, got 0"),
         ("--optimizer=muon --lora-r=4", "optimizer muon goes neither with adapters, which are AdamW's, nor with"),
         ("--optimizer=muon --moments-8bit", "got lora_r=0 and moments_8bit=True"),
-        ("--tensor-parallel=2 --lora-r=4", "tensor_parallel goes neither with context_parallel nor with adapters"),
+        (
+            "--tensor-parallel=2 --lora-r=4 --lora-4bit",
+            "tensor_parallel goes neither with context_parallel nor with lora_4",
+        ),
         ("--tensor-parallel=2 --memory=60GB", "memory is planned for objectives sft and pretrain without tensor_paral"),
         ("--objective=dpo --memory=60GB", "memory is planned for objectives sft and pretrain without tensor_parallel"),
     ):

@@ -88,7 +88,7 @@ def apply_lora(model: Model, config: LoRAConfig | None = None) -> Model:
     for path, (linear, expression) in layers.items():
         names = [name for name in expression.names() if name in chosen]
         if names:
-            model.set_submodule(path, ADAPTED[type(linear)].of(linear, expression, names, config))
+            model.set_submodule(path, ADAPTED[type(linear)].around(linear, expression, names, config))
     for path, parts in experts.items():
         moe: Any = model.get_submodule(path)
         adapters = {

@@ -7,27 +7,43 @@
 An adapter belongs to one matrix of the Hugging Face checkpoint (q_proj, gate_proj, ...). A packed projection holds
 several of these matrices; the weight map says which rows belong to which.
 
+Over ranks (tensor parallelism) an adapter is sharded as its weight is. Where the weight's rows are, B and m are sharded
+by rows; where its columns are, A is sharded by columns, A x is a partial sum, and the layer's own all-reduce sums
+B A x. Each rank then computes a part of the gradients of whatever is replicated, and they are summed::
+
+    weight by rows (q, k, v, gate, up)     B, m sharded     A replicated
+    weight by columns (o, down)            A sharded        B, m replicated
+
 Source: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732, https://arxiv.org/abs/2402.09353.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.convert.weight_map import Expression
+from liger_models.convert.weight_map import Expression, Name
 from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.checks import check
-from liger_models.kernels.collectives import Group
+from liger_models.kernels.collectives import Group, all_reduce, copy_to_region, sum_gradient
 from liger_models.kernels.moe.quantized import dense
 from liger_models.kernels.norm_linear import LowRank, low_rank_pair
 from liger_models.kernels.quantized_weight import QuantizedWeight, quantized_linear
 from liger_models.layers.derived import derive
 from liger_models.layers.layer import Layer
-from liger_models.layers.linear import is_sharded, local
+from liger_models.layers.linear import (
+    ColumnParallelLinear,
+    PartialLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    is_sharded,
+    local,
+    local_or_none,
+    replicated,
+)
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.moe import MATRICES
 from liger_models.layers.norm import PLAIN_WEIGHTS
@@ -85,7 +101,7 @@ class LoRAConfig:
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 
-class Adapter(nn.Module):
+class Adapter(Layer):
     """The trained tensors of one matrix of the checkpoint: A [r, C], B [O, r] and, with DoRA, magnitudes m [O]."""
 
     def __init__(self, out_features: int, in_features: int, config: LoRAConfig, like: Tensor) -> None:
@@ -95,6 +111,10 @@ class Adapter(nn.Module):
         self.lora_A = nn.Parameter(torch.empty(config.r, in_features, **options))
         self.lora_B = nn.Parameter(torch.empty(out_features, config.r, **options))
         self.lora_magnitude_vector = nn.Parameter(torch.empty(out_features, **options)) if config.use_dora else None
+
+    def sum_gradients(self, group: Group) -> bool:
+        """Return True: the layer that has the adapter sums its gradients."""
+        return True
 
 
 class Dropout(nn.Dropout):
@@ -120,9 +140,15 @@ class LoRALinear(nn.Linear, Layer):
     """False computes with the frozen weight alone; see `without_adapters`."""
     plain: nn.Linear
     """The layer without adapters. It holds no parameters and is not a submodule."""
+    parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
+    """What `PartialLinear.of` makes of the layer for each kind."""
+    ranks: Group | None = None
+    """The ranks over which gradients of replicated adapters are summed; None if each computes them in full."""
+    sharded_dim: int | None = None
+    """The dimension along which `apply_tp` has sharded the weight; None for a weight that every rank has."""
 
     @classmethod
-    def of(cls, linear: nn.Linear, expression: Expression, names: Sequence[str], config: LoRAConfig) -> "Self":
+    def around(cls, linear: nn.Linear, expression: Expression, names: Sequence[str], config: LoRAConfig) -> "Self":
         """A layer with the parameters of ``linear`` and new adapters for the checkpoint's matrices ``names``."""
         layer = cls.__new__(cls)
         own = {"_parameters": dict(linear._parameters), "_modules": dict(linear._modules)}
@@ -191,33 +217,64 @@ class LoRALinear(nn.Linear, Layer):
         """
         adapters = dict(self.adapters())
         r, R = self.config.r, self.config.r * len(adapters)
-        first = next(iter(adapters.values())).lora_B
+        A = torch.cat([local(adapter.lora_A) for adapter in adapters.values()])
         columns = {}
         for name, size in self.sizes.items():
             if name in adapters:
                 k = list(adapters).index(name)
-                columns[name] = F.pad(adapters[name].lora_B * self.config.scaling, (k * r, R - (k + 1) * r))
+                columns[name] = F.pad(local(adapters[name].lora_B) * self.config.scaling, (k * r, R - (k + 1) * r))
             else:
-                columns[name] = first.new_zeros(size, R)
-        A = torch.cat([adapter.lora_A for adapter in adapters.values()])
-        return A.to(dtype), self.expression.pack(columns).to(dtype)
+                columns[name] = A.new_zeros(size, R)
+        ranks = self._ranks() if self.sharded_dim != 1 else None
+        A = A if ranks is None else sum_gradient(A, ranks)
+        return A.to(dtype), self._pack(columns).to(dtype)
+
+    def _ranks(self) -> Group | None:
+        """`ranks`, unless whole tensors have taken the place of the shards."""
+        return self.ranks if is_sharded(self.weight) else None
+
+    def _pack(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Rows in the order of the weight; where its rows are sharded, those of this rank.
+
+        Args:
+            rows: name of each of the checkpoint's matrices -> all of its rows, or this rank's.
+        """
+        ranks = self._ranks()
+        missing = {name: self.sizes[name] - len(part) for name, part in rows.items()}
+        sharded = any(missing.values())
+        if ranks is None or (sharded and isinstance(self.expression, Name)):
+            return self.expression.pack(rows)
+        whole = {}
+        for name, part in rows.items():  # with zeros for the rows of other ranks
+            before = ranks.rank * len(part) if missing[name] else 0
+            whole[name] = F.pad(part, (*(0, 0) * (part.dim() - 1), before, missing[name] - before))
+        packed = self.expression.pack(whole)
+        packed = packed if sharded else sum_gradient(packed, ranks)
+        return packed.chunk(ranks.size)[ranks.rank] if self.sharded_dim == 0 else packed
 
     def scale(self, A: Tensor, B: Tensor) -> Tensor | None:
         """DoRA's factor of each row [O], in fp32; 1 for rows without an adapter. None without DoRA."""
         if not self.config.use_dora:
             return None
         with torch.no_grad():
-            W, A, B = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in (self.dense_weight(), A, B))
+            factors = local(self.dense_weight()), A, B
+            W, A, B = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in factors)
             # ‖W + B A‖² row by row, without W + B A in memory.
             cross = ((W @ A.T) * B).sum(1) * 2
-            norms = (_row_norms(W).square() + cross + ((B @ (A @ A.T)) * B).sum(1)).clamp_min(0).sqrt()
-        row_norms = self.expression.unpack(norms)
-        adapters = dict(self.adapters())
-        scales = {}
-        for name, norm in row_norms.items():
+            squares = _row_norms(W).square() + cross + ((B @ (A @ A.T)) * B).sum(1)
+            ranks = self._ranks()
+            if ranks is not None and self.sharded_dim == 1:
+                squares = all_reduce(squares, ranks)
+            norms = squares.clamp_min(0).sqrt()
+        adapters, magnitudes = dict(self.adapters()), {}
+        for name, size in self.sizes.items():
             magnitude = adapters[name].lora_magnitude_vector if name in adapters else None
-            scales[name] = torch.ones_like(norm) if magnitude is None else magnitude.to(norm.dtype) / norm
-        return self.expression.pack(scales)
+            magnitudes[name] = norms.new_zeros(size) if magnitude is None else local(magnitude).to(norms.dtype)
+        scale = self._pack(magnitudes) / norms
+        if len(adapters) == len(self.sizes):
+            return scale
+        has_adapter = {name: norms.new_full((size,), float(name in adapters)) for name, size in self.sizes.items()}
+        return torch.where(self._pack(has_adapter) > 0, scale, 1.0)
 
     def derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """`factors` and `scale`, which decoding computes once and not for every token."""
@@ -232,10 +289,12 @@ class LoRALinear(nn.Linear, Layer):
     def is_low_rank(self) -> bool:
         """Whether the layer computes ``W x + b + s · B A x``, as fused ops do.
 
-        DoRA, dropout and sharded weights need more than that.
+        DoRA, dropout and weights that are sharded by others than `apply_tp` need more than that.
         """
         if self.config.use_dora or (self.training and self.config.lora_dropout > 0):
             return False
+        if type(self) in (LoRAColumnParallelLinear, LoRARowParallelLinear):
+            return True
         return type(self) is LoRALinear and (type(self.weight) in PLAIN_WEIGHTS or self.is_nf4 or self.is_float8)
 
     @property
@@ -265,10 +324,14 @@ class LoRALinear(nn.Linear, Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., O]."""
+        return self.product(x, self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The forward with this rank's shard of the weight, and of the bias if it is to be added."""
         if not self.active:
-            return self.base_product(x, self.bias)
+            return self.base_product(x, bias)
         A, B, scale = self.derived(x.dtype)
-        y = self.base_product(x, self.bias if scale is None else None)
+        y = self.base_product(x, bias if scale is None else None)
         low = F.linear(self.dropout(x), A).to(y.dtype)
         if is_batch_invariant():
             y = y + F.linear(low, B.to(y.dtype))
@@ -276,13 +339,13 @@ class LoRALinear(nn.Linear, Layer):
             y = torch.addmm(y.flatten(0, -2), low.flatten(0, -2), B.T.to(y.dtype)).view_as(y)
         if scale is not None:
             y = y * scale.to(y.dtype)
-            y = y if self.bias is None else y + self.bias.to(y.dtype)
+            y = y if bias is None else y + bias.to(y.dtype)
         return y
 
     def base_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ Wᵀ + bias`` with the frozen weight."""
         quantized = self.quantized_weight
-        return F.linear(x, self.weight, bias) if quantized is None else quantized_linear(x, quantized, bias)
+        return F.linear(x, local(self.weight), bias) if quantized is None else quantized_linear(x, quantized, bias)
 
     @torch.no_grad()
     def adapted_weight(self, name: str, *, merge: bool) -> Tensor:
@@ -299,21 +362,71 @@ class LoRALinear(nn.Linear, Layer):
         return (total if scale is None else total * scale[:, None]).to(weight.dtype)
 
 
+class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
+    """`ColumnParallelLinear` with adapters. Ranks whose generators agree drop the same elements."""
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """Shard B and m by rows, if a shard of the weight is made of successive rows of each of its matrices."""
+        self.ranks, self.sharded_dim = group, 0
+        ranks = torch.arange(group.size, device="cpu")
+        owners = self.expression.unpack(ranks.repeat_interleave(self.out_features // group.size)).values()
+        successive = all(each.equal(ranks.repeat_interleave(len(each) // group.size)) for each in owners)
+        return _sharded_rows(self) if successive else {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] of all tokens, or of this rank's tokens under sequence parallelism."""
+        return self.product(copy_to_region(x, self.group), local_or_none(self.bias))
+
+
+class LoRARowParallelLinear(LoRALinear, RowParallelLinear):
+    """`RowParallelLinear` with adapters. Each rank drops elements of its own part of the adapters' input."""
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """Shard A by columns."""
+        self.ranks, self.sharded_dim = group, 1
+        return {f"lora.{name}": 1 for name, _ in self.lora.named_parameters() if name.endswith("lora_A")}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., I / R] of all tokens; the result has only this rank's tokens under sequence parallelism."""
+        return self.sum(self.product(x, None))
+
+
+class LoRAReplicatedLinear(LoRALinear, ReplicatedLinear):
+    """`ReplicatedLinear` with adapters. With dropout, ranks that have the same tokens must draw the same."""
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """Shard nothing, and sum the gradients if each rank has tokens of its own."""
+        self.ranks = self.group if self.group is not None and self.group.sequence_parallel else None
+        return {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] of all tokens, or of this rank's tokens under sequence parallelism."""
+        return self.product(x, None if self.bias is None else replicated(self.bias, self.group))
+
+
+LoRALinear.parallel_kinds = {
+    ColumnParallelLinear: LoRAColumnParallelLinear,
+    RowParallelLinear: LoRARowParallelLinear,
+    ReplicatedLinear: LoRAReplicatedLinear,
+}
+
+
 class LoRALMHead(LoRALinear, LigerLMHead):
     """`LigerLMHead` with an adapter that its fused loss includes: input and weight gain r columns, A x and s · B."""
 
     forward = LigerLMHead.forward
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Refused: adapters cannot be sharded by `apply_tp`."""
-        raise ValueError("LoRALMHead: a head with an adapter must not be sharded, got apply_tp. Use FSDP.")
+        """Keep 1 / R of the vocabulary, and of the rows of B and m."""
+        self.ranks, self.sharded_dim = group, 0
+        return LigerLMHead.shard(self, group) | _sharded_rows(self)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [..., C + r] and the weight [V, C + r], whose product is the logits."""
         if not self.active:
             return super().operands(x)
         A, B, scale = self.derived(x.dtype)
-        weight = torch.cat([self.weight.to(x.dtype), B], 1)
+        weight = torch.cat([local(self.weight).to(x.dtype), B], 1)
         if scale is not None:
             weight = weight * scale.to(x.dtype)[:, None]
         return torch.cat([x, F.linear(self.dropout(x), A).to(x.dtype)], -1), weight
@@ -327,7 +440,7 @@ ADAPTED: dict[type[nn.Linear], type[LoRALinear]] = {
 """The linear layers that can have adapters -> what they become. Subclasses compute something else and cannot."""
 
 
-class ExpertAdapter(nn.Module):
+class ExpertAdapter(Layer):
     """The trained tensors of one of the two matrices of each expert: A [X, r, in] and B [X, out, r].
 
     The rows of B have the packed order of the weight.
@@ -347,6 +460,10 @@ class ExpertAdapter(nn.Module):
         self.lora_A = nn.Parameter(torch.empty(X, config.r, width, **options))
         self.lora_B = nn.Parameter(torch.empty(X, out, config.r, **options))
 
+    def sum_gradients(self, group: Group) -> bool:
+        """Return True: `LoRAExperts` sums its gradients."""
+        return True
+
 
 class LoRAExperts(Layer):
     """The adapters of the routed experts of a layer, as its submodule ``lora``. The layer's ops take A and B.
@@ -359,6 +476,8 @@ class LoRAExperts(Layer):
 
     active: bool = True
     """False computes with the frozen weights alone; see `without_adapters`."""
+    ranks: Group | None = None
+    """The ranks that share the width of each expert (`apply_tp`)."""
 
     def __init__(self, adapters: Mapping[str, ExpertAdapter], active_share: float, config: LoRAConfig) -> None:
         super().__init__()
@@ -366,6 +485,12 @@ class LoRAExperts(Layer):
         for name, adapter in adapters.items():
             self.add_module(name, adapter)
         self.reset_adapters()
+
+    def shard(self, group: Group) -> dict[str, int]:
+        """Keep the rows of gate and up, and the columns of down, that the experts' weights keep."""
+        self.ranks = group
+        dims = {"gate_up_weight.lora_B": 1, "down_weight.lora_A": 2}
+        return {name: dim for name, dim in dims.items() if name.partition(".")[0] in self.names}
 
     def adapters(self) -> Iterator[tuple[str, ExpertAdapter]]:
         """The adapters with the names of transformers' parameters."""
@@ -403,8 +528,12 @@ class LoRAExperts(Layer):
                 if adapter is None:
                     tensors += [None, None]
                 else:
-                    A, B = local(adapter.lora_A), local(adapter.lora_B) * self.config.scaling
-                    tensors += [A.to(dtype), B.to(dtype)]
+                    A, B = local(adapter.lora_A), local(adapter.lora_B)
+                    if self.ranks is not None and name == "gate_up_weight":
+                        A = sum_gradient(A, self.ranks)
+                    elif self.ranks is not None:
+                        B = sum_gradient(B, self.ranks)
+                    tensors += [A.to(dtype), (B * self.config.scaling).to(dtype)]
             return tuple(tensors)
 
         if not self.active:
@@ -435,6 +564,10 @@ def adapter_config(model: nn.Module) -> LoRAConfig | None:
 def short_name(name: str) -> str:
     """``q_proj`` for ``model.layers.0.self_attn.q_proj.weight``."""
     return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _sharded_rows(layer: LoRALinear) -> dict[str, int]:
+    return {f"lora.{name}": 0 for name, _ in layer.lora.named_parameters() if not name.endswith("lora_A")}
 
 
 def _copy_into(parameter: Tensor, values: Tensor) -> None:

@@ -12,7 +12,7 @@ from liger_models.kernels.checks import check
 from liger_models.kernels.moe.quantized import bytes_of_experts, quantize_experts
 from liger_models.kernels.nf4_linear import NF4_BLOCK, nf4_layout
 from liger_models.kernels.quantized_weight import QuantizedWeight
-from liger_models.layers.linear import local, sharded_as
+from liger_models.layers.linear import is_sharded, local, sharded_as
 from liger_models.layers.moe import MATRICES, LigerMoE
 
 Model = TypeVar("Model", bound=CausalLM)
@@ -37,7 +37,7 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
     Raises:
         ImportError: torchao is not installed.
         ValueError: there are no adapters, or only those of a head, weights are quantised already, ``dtype`` is unknown,
-            or for "nf4" the size of a weight is not a multiple of 64.
+            for "nf4" the size of a weight is not a multiple of 64, or linear layers are sharded.
 
     Source: https://arxiv.org/abs/2305.14314 (NF4), https://arxiv.org/abs/2209.05433 (float8).
     """
@@ -57,6 +57,11 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
     check(
         not any(each.quantized_weight for each in layers) and not any(each.quantized_weights for each in mixtures),
         "quantize_base: weights must not be quantised yet, got some that are. Call it once.",
+    )
+    check(
+        not any(is_sharded(each.weight) for each in layers) and not any(each.groups.tensor for each in mixtures),
+        "quantize_base: linear layers must not be sharded yet, got some that are. Quantise, then call apply_fsdp; "
+        "apply_tp takes no quantised weights.",
     )
     for layer in layers:
         weight = layer.weight.detach()

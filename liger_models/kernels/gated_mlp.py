@@ -433,8 +433,10 @@ def gated_mlp(
             hold the rank's own tokens, y is of all tokens, and the gradients of the norm's weights are the own tokens'
             share.
         gate_up_low_rank: ``(A [R, C], B [2 F, R])`` in the weights' dtype; gate and up gain ``(norm(residual) @ Aᵀ) @
-            Bᵀ``. Not with ranks.
-        down_low_rank: ``(A [R, F], B [O, R])``, in the same way for the down projection.
+            Bᵀ``.
+        down_low_rank: ``(A [R, F], B [O, R])``, in the same way for the down projection. With ranks, B of gate and up
+            and A of down have the rank's own rows and columns; the others are the same on all ranks, and their
+            gradients are the rank's share of a sum.
 
     Returns:
         ``(y, residual)``: [..., O] in the dtype of the weights, and [..., C] in that of the residual (without x, the
@@ -456,8 +458,8 @@ def gated_mlp(
             "gated_mlp: gate_up_weight and down_weight must have one dtype, "
             f"got {gate_up_weight.dtype} and {down_weight.dtype}."
         )
-    check_low_rank("gated_mlp", "gate_up_low_rank", gate_up_low_rank, gate_up_weight, ranks)
-    check_low_rank("gated_mlp", "down_low_rank", down_low_rank, down_weight, ranks)
+    check_low_rank("gated_mlp", "gate_up_low_rank", gate_up_low_rank, gate_up_weight)
+    check_low_rank("gated_mlp", "down_low_rank", down_low_rank, down_weight)
     check(ranks is None or down_bias is None, "gated_mlp: down_bias must be None with ranks. Add it to their sum.")
     check_one_rank("gated_mlp", "gate_up_weight", gate_up_weight, ranks)
     check_one_rank("gated_mlp", "down_weight", down_weight, ranks)

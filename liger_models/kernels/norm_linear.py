@@ -23,7 +23,7 @@ anyway.
 
 With ``ranks`` each rank has its own rows of W, and dn is summed over the ranks before N'. With ``ranks.sequence`` each
 rank also has its own tokens. N(h) is then gathered before the products with W and dy, dn is reduce-scattered, and y is
-of all tokens. Nothing more is saved.
+of all tokens. Nothing more is saved. B has the rows of W, and dA is a rank's part of a sum, which the caller completes.
 
 Source: https://arxiv.org/abs/1910.07467 (RMSNorm), https://arxiv.org/abs/1607.06450 (LayerNorm);
 https://arxiv.org/abs/2205.05198 for tokens on ranks; https://arxiv.org/abs/2106.09685 for low-rank terms.
@@ -209,7 +209,7 @@ def _norm_linear(
         y = linear_forward(normed, matrix, bias, low_rank_pair(A, B))
     else:
         rows = gather_rows(normed.reshape(-1, normed.shape[-1]), group)
-        y = rows_in_order(linear(rows, matrix, bias), residual.shape[:-1], group)
+        y = rows_in_order(linear_forward(rows, matrix, bias, low_rank_pair(A, B)), residual.shape[:-1], group)
     # An op's output may not be its input: without x the second output is empty.
     return y, residual.new_empty(0) if x is None else h, statistics
 
@@ -334,8 +334,8 @@ def check_linear(op: str, name: str, weight: Weight, bias: Tensor | None, in_fea
     )
 
 
-def check_low_rank(op: str, name: str, low_rank: LowRank | None, weight: Weight, ranks: Group | None) -> None:
-    """Raise unless A is [R, in] and B [out, R], both in the dtype of the weight [out, in], on one rank."""
+def check_low_rank(op: str, name: str, low_rank: LowRank | None, weight: Weight) -> None:
+    """Raise unless A is [R, in] and B [out, R], both in the dtype of the weight [out, in]."""
     if low_rank is None:
         return
     A, B = low_rank
@@ -346,7 +346,6 @@ def check_low_rank(op: str, name: str, low_rank: LowRank | None, weight: Weight,
     )
     if not A.dtype == B.dtype == weight.dtype:
         raise TypeError(f"{op}: {name} must have the weight's dtype, {weight.dtype}, got {A.dtype} and {B.dtype}.")
-    check(ranks is None, f"{op}: {name} must be None with ranks.")
 
 
 def check_one_rank(op: str, name: str, weight: Weight, ranks: Group | None) -> None:
@@ -370,7 +369,7 @@ def norm_linear(
     op = f"{norm.kind}_linear"
     norm.check(op, x, residual)
     check_linear(op, "weight", weight, bias, residual.shape[-1])
-    check_low_rank(op, "low_rank", low_rank, weight, ranks)
+    check_low_rank(op, "low_rank", low_rank, weight)
     check_one_rank(op, "weight", weight, ranks)
     if not use_triton(residual):
         return norm_linear_reference(x, residual, norm, weight, bias, ranks, low_rank)
@@ -408,8 +407,8 @@ def rms_norm_linear(
         ranks: tensor parallel ranks, each with its own rows of a dense weight and of bias; None for one rank. With
             ``ranks.sequence`` x and residual hold the rank's own tokens, y is of all tokens, and the gradients of the
             norm's weights are the own tokens' share.
-        low_rank: ``(A [R, C], B [O, R])`` in the weight's dtype; y gains ``(rms_norm(residual) @ Aᵀ) @ Bᵀ``. Not with
-            ranks.
+        low_rank: ``(A [R, C], B [O, R])`` in the weight's dtype; y gains ``(rms_norm(residual) @ Aᵀ) @ Bᵀ``. With ranks
+            A is the same on all of them, B has the rank's own rows, and the gradient of A is the rank's share of a sum.
 
     Returns:
         ``(y, residual)``: [..., O] in the dtype of the weight, and [..., C] in that of the residual (without x, the

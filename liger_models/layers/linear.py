@@ -81,18 +81,19 @@ class PartialLinear(nn.Linear, Layer):
         """Convert a linear layer, reusing its parameters.
 
         Args:
-            linear: an `nn.Linear`.
+            linear: an `nn.Linear`, or one with adapters, whose ``parallel_kinds`` say what this class is with them.
             group: the process group of the collectives; None for no communication.
 
         Raises:
-            ValueError: ``linear`` is a wrapper or replacement of a linear layer, or has hooks.
+            ValueError: ``linear`` is another wrapper or replacement of a linear layer, or has hooks.
         """
+        kinds: dict[type, Any] = {cls: cls} if type(linear) is nn.Linear else getattr(linear, "parallel_kinds", {})
         check(
-            type(linear) is nn.Linear and not (linear._forward_hooks or linear._forward_pre_hooks),
+            cls in kinds and not (linear._forward_hooks or linear._forward_pre_hooks),
             f"{cls.__name__}: the layer must be an nn.Linear without hooks, got {type(linear).__name__}. Shard the "
-            "model first, and do not wrap or replace its linear layers (adapters, float8).",
+            "model first, and do not wrap or replace its linear layers, except by apply_lora.",
         )
-        layer = cls.__new__(cls)
+        layer: Self = kinds[cls].__new__(kinds[cls])
         layer.__dict__ = dict(linear.__dict__)
         layer.group = group
         return layer

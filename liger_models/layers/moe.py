@@ -132,12 +132,9 @@ class LigerMoE(Layer):
         """Keep 1 / R of the intermediate size of each expert; see `liger_models.parallel.apply_tp`.
 
         Raises:
-            ValueError: the intermediate size is not a multiple of the number of ranks, the experts have adapters, or
-                ``router_jitter`` is set, whose noise would differ between ranks.
+            ValueError: the intermediate size is not a multiple of the number of ranks, or ``router_jitter`` is set,
+                whose noise would differ between ranks.
         """
-        check(
-            self.lora is None, "LigerMoE: experts with adapters must not be sharded by apply_tp. Use apply_ep or FSDP."
-        )
         check_divisible("LigerMoE", "intermediate_size", self.down_weight.shape[2], group)
         check(
             self.router_jitter == 0,

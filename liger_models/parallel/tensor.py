@@ -11,11 +11,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from liger_models.adapters.quantize import quantised_layers
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import group_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of, named_layers
 from liger_models.layers.linear import ReplicatedLinear
+from liger_models.layers.moe import LigerMoE
+from liger_models.layers.stored import stored_weights
 from liger_models.parallel.agreement import check_first_forward
 from liger_models.parallel.mesh import own_dimension
 
@@ -26,7 +29,8 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     """Shard a model's layers over the ranks of a mesh, in place. All these ranks work on the same tokens.
 
     Each rank has 1 / R of the attention heads, of the MLP's (and each expert's) width and of the vocabulary. Norms and
-    routers are replicated. The fused ops run on the rank's shard. The loss does not gather logits.
+    routers are replicated. The fused ops run on the rank's shard. The loss does not gather logits. Of an adapter
+    (`apply_lora`), the matrix on the side along which the weight is sharded is sharded, and the other is replicated.
 
     A vision tower is sharded in the same way, but every rank has all patches. A layer of the tower is replicated if R
     does not divide its attention heads or MLP width. So are everything outside the tower's layers, and Gemma 4's tower.
@@ -47,12 +51,19 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
         ``model``.
 
     Raises:
-        ValueError: the model is already sharded or has replaced linear layers, the mesh does not fit, or R does not
-            divide the heads or widths of the language model. The model may then be changed in part; create it again.
+        ValueError: the model is already sharded, has quantised weights or linear layers that are replaced by others
+            than `apply_lora`, the mesh does not fit, or R does not divide the heads or widths of the language model.
+            The model may then be changed in part; create it again.
 
     Source: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2205.05198.
     """
     check_unsharded("apply_tp", model)
+    check(
+        not (stored_weights(model) or any(each.is_nf4 or each.is_float8 for each in quantised_layers(model)))
+        and not any(isinstance(each, LigerMoE) and each.quantized_weights for each in layers_of(model)),
+        f"apply_tp: weights must not be quantised, got {type(model).__name__} with weights in 4 or 8 bits. Leave "
+        "quantize_base or keep_float8 out, or shard the model by apply_fsdp alone.",
+    )
     mesh = own_dimension("apply_tp", mesh, "tp")
     group = group_of(mesh.get_group(), sequence_parallel=sequence_parallel)
     if group.size == 1:
@@ -71,9 +82,12 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
                 dataclasses.replace(group, sequence_parallel=False) if layer in on_all_tokens else group
             )
             dims |= {f"{name}.{parameter}": dim for parameter, dim in sharded.items()}
+    # Linear layers that sharding has put in, for their adapters.
+    put_in = {name: layer for name, layer in named_layers(model) if layer not in given}
+    for name, layer in put_in.items():
+        dims |= {f"{name}.{parameter}": dim for parameter, dim in layer.shard(group).items()}
     if sequence_parallel:
-        # Linear layers that sharding has put in.
-        summed |= {layer for layer in layers_of(model) if layer not in given and layer.sum_gradients(group)}
+        summed |= {layer for layer in put_in.values() if layer.sum_gradients(group)}
         _check_gradients(model, summed, dims)
     for name, module in list(model.named_modules()):
         if module in tower and isinstance(module, nn.Linear) and f"{name}.weight" not in dims:

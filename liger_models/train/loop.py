@@ -222,9 +222,9 @@ class TrainOptions(ObjectiveOptions):
             f"lora_r={self.lora_r} and moments_8bit={self.moments_8bit}. Use adamw.",
         )
         check(
-            self.tensor_parallel == 1 or (self.context_parallel == 1 and self.lora_r == 0),
-            "TrainOptions: tensor_parallel goes neither with context_parallel nor with adapters, got "
-            f"{self.tensor_parallel}, {self.context_parallel} and lora_r={self.lora_r}. Leave it out.",
+            self.tensor_parallel == 1 or not (self.context_parallel > 1 or self.lora_4bit or self.lora_float8),
+            "TrainOptions: tensor_parallel goes neither with context_parallel nor with lora_4bit and lora_float8, got "
+            f"{self.tensor_parallel}, {self.context_parallel}, {self.lora_4bit} and {self.lora_float8}. Leave it out.",
         )
         check(
             self.sharing == 1 or self.sample_prompt is None,

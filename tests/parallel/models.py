@@ -43,6 +43,16 @@ def mixture() -> LigerMixtral:
     return LigerMixtral.from_config(MixtralConfig(**TINY, initializer_range=0.1, num_local_experts=4))
 
 
+def stir(model: Any) -> Any:
+    """The model with trained parameters, such as those of adapters, away from where they start."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
 def batch(step: int, *, packed: bool = False) -> dict[str, Tensor]:
     """All ranks' rows, some of their tokens without a target."""
     generator = torch.Generator().manual_seed(step)

@@ -21,25 +21,23 @@ from liger_models.adapters import (
     save_adapter,
 )
 from liger_models.convert import get_hf_state_dict
-from liger_models.parallel import apply_ep, apply_fsdp, compile_blocks, load_state, save_state, targets_per_rank
+from liger_models.parallel import (
+    apply_ep,
+    apply_fsdp,
+    apply_tp,
+    compile_blocks,
+    load_state,
+    save_state,
+    targets_per_rank,
+)
 
-from .models import batch, gradients, init_device_mesh, mixture, share, tiny, whole
+from .models import batch, gradients, init_device_mesh, mixture, share, stir, tiny, whole
 
 CONFIG: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "lm_head"]}
 
 
 def adapted(**config: Any):
     return stir(apply_lora(tiny(), LoRAConfig(**CONFIG, **config)))
-
-
-def stir(model):
-    """Adapters away from where they start."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
 
 
 def trained(model) -> list[Tensor]:
@@ -84,23 +82,31 @@ def test_two_ranks_are_one(two, config, policy, compiled, tmp_path):
         torch.testing.assert_close(loaded.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
 
 
-def loaded_in_parts(folder: str, reads: str, config: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+def loaded_in_parts(
+    folder: str, reads: str, tensor_parallel: bool, config: dict[str, Any]
+) -> tuple[dict[str, Tensor], Tensor]:
     """Weights and logits; the ranks' generators differ."""
-    model = LigerLlama.from_pretrained(
-        reads,
-        progress=False,
-        shard=lambda model: apply_fsdp(apply_lora(model, LoRAConfig(**CONFIG, **config)), param_dtype=None),
-    )
+
+    def shard(model):
+        apply_lora(model, LoRAConfig(**CONFIG, **config))
+        if tensor_parallel:
+            return apply_tp(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+        return apply_fsdp(model, param_dtype=None)
+
+    model = LigerLlama.from_pretrained(reads, progress=False, shard=shard)
     assert [parameter.requires_grad for parameter in model.parameters()].count(True) == len(trained(model)) > 0
     save_adapter(model, folder)
     ids = batch(0)["input_ids"]
     return whole(model.named_parameters()), model(ids).logits.detach()
 
 
-@pytest.mark.parametrize("config", [{}, {"use_dora": True}], ids=str)
-def test_each_rank_reads_its_part_and_all_have_the_same_adapters(two, config, tmp_path):
+@pytest.mark.parametrize(
+    ("tensor_parallel", "config"), [(False, {}), (False, {"use_dora": True}), (True, {"use_dora": True})], ids=str
+)
+def test_each_rank_reads_its_part_and_all_have_the_same_adapters(two, tensor_parallel, config, tmp_path):
     tiny().save_pretrained(tmp_path / "model")
-    (first, logits), (second, _) = two(loaded_in_parts, str(tmp_path / "adapter"), str(tmp_path / "model"), config)
+    folders = str(tmp_path / "adapter"), str(tmp_path / "model")
+    (first, logits), (second, _) = two(loaded_in_parts, *folders, tensor_parallel, config)
     one = load_adapter(tiny(), tmp_path / "adapter")
     for name, parameter in one.named_parameters():
         torch.testing.assert_close(first[name], parameter.detach(), rtol=1e-6, atol=1e-7)

@@ -18,8 +18,8 @@ from liger_models.parallel import apply_fsdp, compile_blocks, unsharded
 from ..convert.conftest import assert_same_bits, read_tensors
 from ..convert.test_fp8 import quantised
 from ..late import Late
-from .models import batch, gradients, tiny
-from .test_lora import goes_on, run, stir, trained
+from .models import batch, gradients, stir, tiny
+from .test_lora import goes_on, run, trained
 
 quantization = Late("torchao.quantization", "quantised weights need torchao")
 pytestmark = pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning")

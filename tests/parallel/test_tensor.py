@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch import get_arch, list_archs
 from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.convert.config_map import read_config
@@ -41,7 +42,7 @@ from liger_models.parallel import (
 
 from .conftest import Group, running
 from .images import FAMILIES, IMAGE_BATCHES, IMAGE_MODELS, LENGTH, image_batch, image_config
-from .models import TINY, batch, gradients, init_device_mesh, make_optimizer, mean, share, tiny, whole
+from .models import TINY, batch, gradients, init_device_mesh, make_optimizer, mean, share, stir, tiny, whole
 
 STEPS = 5
 
@@ -874,13 +875,15 @@ def one_block(arch: str, config: Any) -> Any:
     return build(arch, dataclasses.replace(config, num_hidden_layers=1))
 
 
-def run_kernels(name: str, sequence_parallel: bool, policy: str) -> None:
+def run_kernels(name: str, sequence_parallel: bool, policy: str, with_adapters: bool) -> None:
     """The Triton kernels' results on this rank are those of an uncut model, which uses them, too."""
     assert dispatch.INTERPRET
     inputs = {key: value[:2, :6] for key, value in batch(0).items()}
     results = []
     for cut in (False, True):
         model = one_block(*run_config(name))
+        if with_adapters:
+            stir(apply_lora(model, LoRAConfig(r=3)))
         model.set_checkpointing(policy)
         if cut:
             apply_tp(model, mesh_of(2), sequence_parallel=sequence_parallel)
@@ -900,11 +903,17 @@ def run_kernels(name: str, sequence_parallel: bool, policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sequence_parallel", "policy"),
-    [("llama, tied, biases", False, "none"), ("qwen3", True, "selective"), ("mixtral", True, "none")],
+    ("name", "sequence_parallel", "policy", "with_adapters"),
+    [
+        ("llama, tied, biases", False, "none", False),
+        ("qwen3", True, "selective", False),
+        ("mixtral", True, "none", False),
+        ("qwen3", False, "none", True),
+        ("llama, tied, biases", True, "selective", True),
+    ],
 )
-def test_kernels(two_with_kernels, name, sequence_parallel, policy):
-    two_with_kernels(run_kernels, name, sequence_parallel, policy)
+def test_kernels(two_with_kernels, name, sequence_parallel, policy, with_adapters):
+    two_with_kernels(run_kernels, name, sequence_parallel, policy, with_adapters)
 
 
 def run_image_kernels(name: str, sequence_parallel: bool) -> None:
