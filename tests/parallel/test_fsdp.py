@@ -98,7 +98,7 @@ def float8_kernels() -> None:
     whole_batch = {name: value[:2, :6] for name, value in batch(0).items()}
     results = []
     for ranks in (1, 2):
-        model = tiny(intermediate_size=48, num_hidden_layers=2)
+        model = tiny(intermediate_size=48, num_hidden_layers=1)
         model.set_checkpointing("selective")
         convert_to_float8(model, "rowwise_with_gw_hp")
         model = model if ranks == 1 else apply_fsdp(model, param_dtype=None)
