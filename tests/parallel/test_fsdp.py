@@ -29,7 +29,7 @@ from .images import image_batch, image_config
 from .models import TINY, batch, gradients, init_device_mesh, make_optimizer, mean, mixture, share, tiny, whole
 from .test_tensor import build
 
-STEPS = 5
+STEPS = 3
 CASES = {
     "untied": {},
     "tied": {"config": {"tie_word_embeddings": True}},
@@ -53,7 +53,7 @@ def prepare(model, case):
 
 
 def train(model, case, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """Losses of five steps, gradients of the first, weights after the last."""
+    """Losses of every step, gradients of the first, weights after the last."""
     optimizer = make_optimizer(case.get("optimizer", "liger"), model)
     result: dict[str, Any] = {"losses": []}
     for step in range(STEPS):
