@@ -87,8 +87,8 @@ def test_families(arch, dtype):
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_the_kernels(arch, kernel_device):
     model = family(arch, device=kernel_device)
-    prompts = make_prompts([9, 1, 12], vocab=model.config.vocab_size)
-    assert_same_bits(model, prompts, [2, 3, 1], [{}, {"batch_size": 2, "chunk_size": 7}])
+    prompts = make_prompts([9, 1, 4], vocab=model.config.vocab_size)
+    assert_same_bits(model, prompts, [2, 2, 1], [{}, {"batch_size": 2, "chunk_size": 7}])
 
 
 def test_rows_that_are_put_back_and_share_a_prompt():

@@ -65,6 +65,8 @@ from liger_models.kernels.write_pages import write_pages
 
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx950": ("hip", "gfx950", 64)}
 """NVIDIA Hopper, AMD MI300 and AMD MI350: backend, architecture, threads of a warp."""
+AMD_VARIANTS = 2
+"""The most variants of a kernel that are compiled for a GPU of AMD, for which a compilation takes longer."""
 
 compiled: dict[str, set[str]] = defaultdict(set)
 refused: dict[str, str] = {}
@@ -94,6 +96,8 @@ class Compiler:
 def compile_instead(kernel: JITFunction, grid: object):
     def launch(*args, **options):
         name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+        if sys.argv[1] != "sm_90" and len(compiled[name]) == AMD_VARIANTS:
+            return
         try:
             compiled[name].add(kernel.run(*args, grid=(1,), warmup=True, **options).hash)
         except Exception as error:  # all others are compiled, too
@@ -220,7 +224,8 @@ def run_sinks() -> None:
 
 def run_decoding(dtype: torch.dtype) -> None:
     table, lengths = torch.zeros(2, 40, dtype=torch.int32), torch.tensor([3, 2000], dtype=torch.int32)
-    for H, G, D in ((24, 8, 128), (64, 8, 64), (8, 1, 256), (8, 2, 512), (71, 1, 64), (16, 16, 80)):
+    heads = ((24, 8, 128), (64, 8, 64), (8, 1, 256), (8, 2, 512), (71, 1, 64), (16, 16, 80))
+    for H, G, D in heads if dtype == torch.bfloat16 else heads[1::2]:
         q, keys = draw(2, H, D, dtype=dtype).detach(), draw(3, 64, G, D, dtype=dtype).detach()
         for options in ({}, {"window": 300, "softcap": 30.0}, {"sinks": q[0, :, 0].contiguous()}):
             decode_attention(q, keys, keys, table, lengths, scale=0.1, **options)
@@ -298,9 +303,8 @@ if __name__ == "__main__":
     importlib.import_module("liger_models.kernels.causal_attention")._tier = tier
     run(torch.bfloat16, 4096, 512, 128256)
     if sys.argv[1] == "sm_90":  # the other targets get every kernel, but not at every width and dtype
-        run(torch.bfloat16, 640, 352, 49155)
+        run(torch.float16, 640, 352, 49155)
         run(torch.float32, 2048, 512, 32000)
-        run(torch.float16, 2048, 512, 32000)
     run_delta_rule(torch.bfloat16)
     if sys.argv[1] == "sm_90":
         run_delta_rule(torch.float32)

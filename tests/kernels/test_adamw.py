@@ -476,7 +476,7 @@ def coded_values(device, values, betas=(0.0, 0.0), count=1, seed=0, step=1):
 
 def test_codes_are_rounded_without_bias(backend):
     """Each row holds its largest element, 1, and many of one value."""
-    rows, each = 200, 48
+    rows, each = 40, 48
     roots = torch.linspace(0.02, 0.98, each)
     values = roots.square().repeat_interleave(rows)[:, None].repeat(1, 128)
     values[:, ::2] *= -1

@@ -1,7 +1,8 @@
 """Groups of processes that run functions of the tests as the ranks of a process group.
 
 The first test of a module that calls a group starts it, and the later ones use the same processes. They end with the
-module, because each group that tests make in them keeps threads that wake up a hundred times a second.
+module, because each group that tests make in them keeps threads that wake up a hundred times a second. Only those with
+kernels last.
 `tests/conftest.py` gives all of these tests to one worker of pytest-xdist, so that a group runs once at a time.
 """
 
@@ -163,9 +164,9 @@ def four() -> Iterator[Group]:
         yield group
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def two_with_kernels() -> Iterator[Group]:
-    """As `two`, with the Triton kernels in their interpreter."""
+    """As `two`, with the Triton kernels in their interpreter. No server forks it, so that its start takes seconds."""
     with running(lasting(2, interpret=True)) as group:
         yield group
 

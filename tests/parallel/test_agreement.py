@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from liger_models.parallel import apply_cp, apply_ep, apply_fsdp, apply_tp, check_ranks
 
 from .models import batch, gradients, init_device_mesh, mean, share, tiny
-from .test_tensor import assert_same, build, experts_case
+from .test_tensor import assert_same, build, experts_case, one_block
 
 APPLY: dict[str, Callable[..., Any]] = {"tp": apply_tp, "cp": apply_cp, "ep": apply_ep}
 
@@ -27,7 +27,7 @@ def step(model: Any, place: int = 0, places: int = 1) -> dict[str, torch.Tensor]
 
 
 def moe() -> Any:
-    return build(*experts_case("mixtral", balanced=True))
+    return one_block(*experts_case("mixtral", balanced=True))
 
 
 def mesh_with(kind: str) -> DeviceMesh:

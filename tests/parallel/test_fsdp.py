@@ -29,7 +29,7 @@ from .images import image_batch, image_config
 from .models import TINY, batch, gradients, init_device_mesh, make_optimizer, mean, mixture, share, tiny, whole
 from .test_tensor import build
 
-STEPS = 5
+STEPS = 3
 CASES = {
     "untied": {},
     "tied": {"config": {"tie_word_embeddings": True}},
@@ -53,7 +53,7 @@ def prepare(model, case):
 
 
 def train(model, case, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """Losses of five steps, gradients of the first, weights after the last."""
+    """Losses of every step, gradients of the first, weights after the last."""
     optimizer = make_optimizer(case.get("optimizer", "liger"), model)
     result: dict[str, Any] = {"losses": []}
     for step in range(STEPS):
@@ -98,7 +98,7 @@ def float8_kernels() -> None:
     whole_batch = {name: value[:2, :6] for name, value in batch(0).items()}
     results = []
     for ranks in (1, 2):
-        model = tiny(intermediate_size=48, num_hidden_layers=2)
+        model = tiny(intermediate_size=48, num_hidden_layers=1)
         model.set_checkpointing("selective")
         convert_to_float8(model, "rowwise_with_gw_hp")
         model = model if ranks == 1 else apply_fsdp(model, param_dtype=None)

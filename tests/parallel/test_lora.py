@@ -37,7 +37,7 @@ CONFIG: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj
 
 
 def adapted(**config: Any):
-    return stir(apply_lora(tiny(), LoRAConfig(**CONFIG, **config)))
+    return stir(apply_lora(tiny(num_hidden_layers=2), LoRAConfig(**CONFIG, **config)))
 
 
 def trained(model) -> list[Tensor]:
@@ -77,7 +77,7 @@ def test_two_ranks_are_one(two, config, policy, compiled, tmp_path):
         assert got.keys() == want.keys()
         for name, gradient in want.items():
             torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6)
-    loaded = load_adapter(tiny(), tmp_path)
+    loaded = load_adapter(tiny(num_hidden_layers=2), tmp_path)
     for name, parameter in one.named_parameters():
         torch.testing.assert_close(loaded.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
 
