@@ -57,7 +57,8 @@ from liger_models.kernels.gated_act import (
     gated_act_forward,
     gated_act_reference,
 )
-from liger_models.kernels.norm_linear import LowRank, given_or_empty, low_rank_pair
+from liger_models.kernels.norm_linear import given_or_empty, low_rank_pair
+from liger_models.kernels.row_linear import LowRank
 
 from .dropout import draw_seed, drop
 from .grouped_mm import grouped_mm, grouped_outer, grouped_sum, library_runs
