@@ -389,6 +389,42 @@ def test_fused_ops_on_a_quantised_base(policy, dtype, kernel_device, monkeypatch
             assert error(grads[name], gradient) <= 1e-4, name
 
 
+@pytest.mark.parametrize("dtype", [None, "nf4", "float8"])
+def test_one_op_computes_a_layer_without_gradients(dtype, kernel_device, monkeypatch):
+    """What the separate products do; where it must not (DoRA, dropout, other ways of computing), it is not called."""
+    from liger_models.adapters import lora_layers
+    from liger_models.kernels import batch_invariance, dispatch
+
+    calls, original = [], lora_layers.low_rank_linear
+    monkeypatch.setattr(lora_layers, "low_rank_linear", lambda *args: calls.append(1) or original(*args))
+    x, ids = torch.randn(1, 64, device=kernel_device), IDS[:1, :1].to(kernel_device)
+    for kind, expected in (({}, 1), ({"use_dora": True}, 0), ({"lora_dropout": 0.1}, 0)):
+        model = llama(LoRAConfig(r=4, target_modules=["q_proj", "v_proj", *OTHERS[1:3], "down_proj"], **kind),
+                      hidden_size=64, intermediate_size=128)  # fmt: skip
+        model = model if dtype is None else quantize_base(model, dtype=dtype)
+        for name, parameter in model.to(kernel_device).named_parameters():
+            if name.endswith("lora_B"):
+                torch.nn.init.normal_(parameter, std=0.1)
+        layer = model.layers[0].self_attn.qkv_proj
+        with torch.no_grad():
+            layer(x)
+            assert len(calls) == expected
+            with torch.autocast(kernel_device, torch.float16):
+                layer(x)
+            with batch_invariance.batch_invariant():
+                layer(x)
+            model.eval()
+            with dispatch.reference_backend():
+                want = layer.cpu()(x.cpu())
+                logits = model.cpu()(ids.cpu()).logits
+        layer.to(kernel_device)(x)
+        assert len(calls) == expected
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x).cpu(), want, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(model.to(kernel_device)(ids).logits.cpu(), logits, rtol=1e-4, atol=1e-5)
+        calls.clear()
+
+
 @pytest.mark.parametrize("policy", ["none", "selective"])
 def test_a_block_with_adapters_keeps_what_a_trained_one_does(policy):
     """Per token, only o_proj's A x is kept besides: the other adapters are in fused ops, which compute it again."""

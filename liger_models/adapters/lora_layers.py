@@ -29,9 +29,12 @@ from liger_models.convert.weight_map import Expression, Name
 from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group, all_reduce, copy_to_region, sum_gradient
+from liger_models.kernels.dispatch import TRITON_DTYPES, use_triton
+from liger_models.kernels.low_rank_linear import low_rank_linear
 from liger_models.kernels.moe.quantized import dense
-from liger_models.kernels.norm_linear import LowRank, low_rank_pair
+from liger_models.kernels.norm_linear import low_rank_pair
 from liger_models.kernels.quantized_weight import QuantizedWeight, quantized_linear
+from liger_models.kernels.row_linear import LowRank
 from liger_models.layers.derived import derive
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (
@@ -331,6 +334,9 @@ class LoRALinear(nn.Linear, Layer):
         if not self.active:
             return self.base_product(x, bias)
         A, B, scale = self.derived(x.dtype)
+        if self._fuses(x):
+            quantized = self.quantized_weight
+            return low_rank_linear(x, self.weight if quantized is None else quantized.to(x.dtype), bias, (A, B))
         y = self.base_product(x, bias if scale is None else None)
         low = F.linear(self.dropout(x), A).to(y.dtype)
         if is_batch_invariant():
@@ -341,6 +347,17 @@ class LoRALinear(nn.Linear, Layer):
             y = y * scale.to(y.dtype)
             y = y if bias is None else y + bias.to(y.dtype)
         return y
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Whether `low_rank_linear`, which has no backward, computes the layer."""
+        return (
+            not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or is_batch_invariant())
+            and self.is_low_rank
+            and not is_sharded(self.weight)
+            and x.dtype in TRITON_DTYPES
+            and (self.is_nf4 or self.is_float8 or self.weight.dtype == x.dtype)
+            and use_triton(x)
+        )
 
     def base_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ Wᵀ + bias`` with the frozen weight."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from .batch_invariance import is_batch_invariant
 from .checks import check
 from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
-from .row_linear import row_linear_forward
+from .row_linear import LowRank, add_low_rank_rows, load_B, low_rank_arguments, row_linear_forward
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -172,8 +172,9 @@ def multiplies(x: Tensor, codes: Tensor) -> bool:
 
 @triton.jit
 def _float8_rows_kernel(
-    x_ptr, code_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    x_ptr, code_ptr, scale_ptr, bias_ptr, y_ptr, low_ptr, B_ptr, M, N, K, R,
+    HAS_BIAS: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """ROWS results of each of up to COLUMNS rows of x; a step reads PARTS blocks of each row of W."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -189,6 +190,8 @@ def _float8_rows_kernel(
         # By way of float32: without it the conversion takes instructions of a sixteenth of the rate.
         total = tl.dot(codes.to(tl.float32).to(x.dtype), x, total)
     y = tl.sum(total, 0) * tl.load(scale_ptr + row, mask=row < N, other=0.0)[:, None]
+    if RANKS:
+        y = add_low_rank_rows(y, load_B(B_ptr, row, N, R, RANKS), low_ptr, column, M, R, RANKS, OVERLAPS)
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
     out = y_ptr + column[None, :].to(tl.int64) * N + row[:, None]
@@ -206,21 +209,25 @@ def takes_float8_rows(x: Tensor, codes: Tensor) -> bool:
     )
 
 
-def float8_rows(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, act: str = "") -> tuple[Tensor, Tensor]:
+def float8_rows(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
+) -> tuple[Tensor, Tensor]:
     """Launch a kernel for few rows x [..., C]: ``(y [..., O], act(gate) · up [..., O / 2])``.
 
-    The second is empty without an activation, and several rows have none.
+    The second is empty without an activation, and several rows have none. ``low_rank`` has the dtype of x.
     """
     N, K = codes.shape
     M = x.numel() // K
     if M == 1:
-        return row_linear_forward(x, codes, bias, act, scales)
+        return row_linear_forward(x, codes, bias, act, scales, low_rank)
     y, x = x.new_empty(*x.shape[:-1], N), x.contiguous()
     rows, block, warps = next(tile for most, *tile in ROW_TILES if most >= M)
+    bias = None if bias is None else bias.contiguous()
+    (low, B, R), constants = low_rank_arguments(x, low_rank)
     with on_device_of(x):
         _float8_rows_kernel[(triton.cdiv(N, rows),)](
-            x, codes, scales, None if bias is None else bias.contiguous(), y, M, N, K, HAS_BIAS=bias is not None,
-            ROWS=rows, COLUMNS=max(triton.next_power_of_2(M), 8), BLOCK=block, PARTS=warps, num_warps=warps,
+            x, codes, scales, bias, y, low, B, M, N, K, R, HAS_BIAS=bias is not None, ROWS=rows,
+            COLUMNS=max(triton.next_power_of_2(M), 8), BLOCK=block, PARTS=warps, **constants, num_warps=warps,
         )  # fmt: skip
     return y, x.new_empty(0)
 

@@ -54,7 +54,6 @@ from .dispatch import LIBRARY, use_triton
 from .fused_norm import FusedNorm
 from .gated_act import check_act, gated_act_backward, gated_act_forward, gated_act_reference
 from .norm_linear import (
-    LowRank,
     check_linear,
     check_low_rank,
     check_one_rank,
@@ -66,7 +65,8 @@ from .norm_linear import (
     low_rank_pair,
     weight_gradient,
 )
-from .quantized_weight import SCHEMA, QuantizedWeight, Weight, gated_row, weight_for_op, weight_from_op
+from .quantized_weight import SCHEMA, QuantizedWeight, Weight, few_rows, weight_for_op, weight_from_op
+from .row_linear import LowRank
 
 WORKSPACE_MIB = 1024
 """Rows whose u fits into this workspace are one chunk: 18,724 rows of Llama-3-8B in bf16. The fp32 sums of several
@@ -190,7 +190,7 @@ def _forward_rows(
         return y, h, statistics, gate_up_weight.new_empty(0)
     rows = gather_rows(normed, group).to(gate_up_weight.dtype)
     gate_up_low_rank, down_low_rank = low_ranks
-    both = None if gate_up_low_rank else gated_row(rows, gate_up_weight, gate_up_bias, act)
+    both = few_rows(rows, gate_up_weight, gate_up_bias, act, gate_up_low_rank)
     if both is not None:
         gate_up, product = both
     else:

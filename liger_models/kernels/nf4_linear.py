@@ -31,7 +31,7 @@ from torch import Tensor
 from .batch_invariance import is_batch_invariant, product
 from .checks import check
 from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
-from .row_linear import store_row
+from .row_linear import LowRank, add_low_rank_rows, load_B, low_rank_arguments, low_rank_row, store_row
 
 NF4_BLOCK, MOST_SCALES = 64, 256
 """Numbers with one scale, and at most so many scales with one factor."""
@@ -51,7 +51,7 @@ less than NARROW results there are few programs, so that more warps share one. O
 MOST_ROWS = 32
 """Up to so many rows of x are multiplied with codes, more with the dense weight."""
 
-TILES = ((16, 16, 4, 4), (32, 32, 4, 4), (64, 16, 4, 4))
+TILES = ((16, 32, 2, 2), (32, 64, 2, 2))
 """Tiles of the kernel for several rows, each up to a number of rows of x: that number, the results of a program, the
 scales of each result that a step reads, and the warps of a program, each of which has scales of its own."""
 
@@ -172,9 +172,10 @@ def _term(table_ptr, word, x, SHIFT: tl.constexpr):
 
 @triton.jit
 def _nf4_row_kernel(
-    x_ptr, bias_ptr, word_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, y_ptr, product_ptr, N, words,
-    WORDS_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
-    PTX: tl.constexpr, ROWS: tl.constexpr, SCALES: tl.constexpr,
+    x_ptr, bias_ptr, word_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, y_ptr, product_ptr, low_ptr, B_ptr,
+    N, words, R, WORDS_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACT: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, ROWS: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
     """ROWS results; a step reads the codes of SCALES scales of each of their rows, eight in a word."""
     WORDS: tl.constexpr = SCALES * WORDS_PER_SCALE
@@ -188,6 +189,8 @@ def _nf4_row_kernel(
     blocks = words // WORDS_PER_SCALE
     known = (row < N)[:, None]
     at = row.to(tl.int64)[:, None]
+    if RANKS:
+        B = load_B(B_ptr, row, N, R, RANKS)
     for start in range(0, blocks, SCALES):
         word = start * WORDS_PER_SCALE + tl.arange(0, WORDS)
         block = start + tl.arange(0, SCALES)
@@ -211,14 +214,17 @@ def _nf4_row_kernel(
             part += _term(table_ptr, codes, x4, 20) + _term(table_ptr, codes, x5, 16)
             part += _term(table_ptr, codes, x6, 28) + _term(table_ptr, codes, x7, 24)
         total += tl.sum(tl.reshape(part, [ROWS, SCALES, WORDS_PER_SCALE // RUN, RUN]), 3) * scale[:, :, None]
-    store_row(tl.sum(tl.sum(total, 2), 1), bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
+    y = tl.sum(tl.sum(total, 2), 1)
+    if RANKS:
+        y += low_rank_row(B, low_ptr, R, RANKS, OVERLAPS)
+    store_row(y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
 
 
 @triton.jit
 def _nf4_rows_kernel(
-    pair_ptr, bias_ptr, code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, y_ptr, M, N, pairs,
+    pair_ptr, bias_ptr, code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, y_ptr, low_ptr, B_ptr, M, N, pairs, R,
     PAIRS_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, SCALES: tl.constexpr,
+    RANKS: tl.constexpr, OVERLAPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """ROWS results of each of up to COLUMNS rows of x; a step reads the codes of SCALES scales of each row of W.
 
@@ -258,6 +264,8 @@ def _nf4_rows_kernel(
         part = tl.dot(second, odd, tl.dot(first, even))
         total += part * scale[:, :, None]
     y = tl.sum(total, 0)
+    if RANKS:
+        y = add_low_rank_rows(y, load_B(B_ptr, row, N, R, RANKS), low_ptr, column, M, R, RANKS, OVERLAPS)
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
     out = y_ptr + column[None, :].to(tl.int64) * N + row[:, None]
@@ -338,11 +346,12 @@ def has_ptx(x: Tensor) -> bool:
 
 
 def nf4_rows(
-    x: Tensor, bias: Tensor | None, packed: Packed, layout: Sequence[int], act: str = ""
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, bias: Tensor | None, packed: Packed, layout: Sequence[int], act: str = "",
+    low_rank: LowRank | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch a kernel for few rows x [..., columns]: ``(y [..., rows], act(gate) · up [..., rows / 2])``.
 
-    The second is empty without an activation, and several rows have none.
+    The second is empty without an activation, and several rows have none. ``low_rank`` has the dtype of x.
     """
     codes, *_, table = packed
     N, K, codes_per_scale, per_factor = layout
@@ -350,22 +359,24 @@ def nf4_rows(
     product = x.new_empty(*x.shape[:-1], N // 2) if act else x.new_empty(0)
     ptx = has_ptx(x) and table.dtype != torch.float32
     x = x.contiguous()
+    x = x.clone() if M > 1 and x.storage_offset() % 2 else x
     constants = {"SCALES_PER_FACTOR": per_factor, "HAS_BIAS": bias is not None, "PTX": ptx}
     bias = x if bias is None else bias.contiguous()
+    (low, B, R), options = low_rank_arguments(x, low_rank)
+    constants |= options
     with on_device_of(x):
         if M == 1:
             warps = max(min(NARROW_WARPS if N < NARROW else ROW_WARPS, triton.next_power_of_2(K // 8) // ROW_WORDS), 1)
             _nf4_row_kernel[(triton.cdiv(N, ROWS),)](
-                x, bias, codes.view(torch.int32), *packed[1:], y, product, N, K // 8,
+                x, bias, codes.view(torch.int32), *packed[1:], y, product, low, B, N, K // 8, R,
                 WORDS_PER_SCALE=codes_per_scale // 8, SCALES=max(8 * ROW_WORDS * warps // codes_per_scale, 1),
                 ACT=act, ROWS=ROWS, **constants, num_warps=warps,
             )  # fmt: skip
         else:
-            x = x.clone() if x.storage_offset() % 2 else x
             rows, scales, warps = next(tile for most, *tile in TILES if most >= M)
             columns = max(triton.next_power_of_2(M), 8)
             _nf4_rows_kernel[(triton.cdiv(N, rows),)](
-                x.view(torch.int32), bias, *packed, y, M, N, K // 2, PAIRS_PER_SCALE=codes_per_scale // 2,
+                x.view(torch.int32), bias, *packed, y, low, B, M, N, K // 2, R, PAIRS_PER_SCALE=codes_per_scale // 2,
                 COLUMNS=columns, ROWS=rows, SCALES=scales, **constants, num_warps=warps,
             )  # fmt: skip
     return y, product

@@ -57,15 +57,13 @@ from .quantized_weight import (
     QuantizedWeight,
     Weight,
     dense,
+    few_rows,
     input_product,
     product,
     weight_for_op,
     weight_from_op,
 )
-from .row_linear import row_linear_forward, takes_row
-
-LowRank = tuple[Tensor, Tensor]
-"""A [R, C] and B [O, R] of the term ``(x @ Aᵀ) @ Bᵀ`` that a linear layer adds to its product; B holds any factor."""
+from .row_linear import LowRank
 
 
 def norm_linear_reference(
@@ -130,15 +128,15 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def linear_forward(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
-    """`linear` without a backward, inside an op: a single row has a kernel of its own."""
+    """`linear` without a backward, inside an op: few rows have kernels of their own, which add the low-rank term."""
     if is_batch_invariant():
         return linear(x, weight, bias, low_rank)
     x, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
-    if isinstance(weight, Tensor) and takes_row(x, weight, bias):
-        y = row_linear_forward(x, weight, bias)[0]
-    else:
-        with _no_autocast(weight.device):
-            y = product(x, weight, bias)
+    rows = few_rows(x, weight, bias, low_rank=low_rank)
+    if rows is not None:
+        return rows[0]
+    with _no_autocast(weight.device):
+        y = product(x, weight, bias)
     if low_rank is not None:
         A, B = low_rank
         y.view(-1, y.shape[-1]).addmm_(linear_forward(x, A, None).view(-1, A.shape[0]), B.t())

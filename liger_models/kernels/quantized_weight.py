@@ -22,7 +22,7 @@ from .dispatch import LIBRARY, use_triton
 from .float8_blocks import blocks_dense
 from .frozen_float8_linear import float8_dense, float8_input_product, float8_product, float8_rows, takes_float8_rows
 from .nf4_linear import Packed, nf4_dense, nf4_dense_reference, nf4_rows, takes_nf4_rows
-from .row_linear import row_linear_forward, takes_row
+from .row_linear import LowRank, row_linear_forward, takes_low_rank, takes_row
 
 
 class QuantizedWeight(NamedTuple):
@@ -120,21 +120,23 @@ class QuantizedWeight(NamedTuple):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ Wᵀ + bias`` inside an op."""
-        nf4 = self._nf4()
+        rows = self.few_rows(x, bias)
+        if rows is not None:
+            return rows[0]
         if self.multiplies_in_float8:
             return float8_product(x, self.codes, self.scales, bias)
-        if nf4 is not None and takes_nf4_rows(x, nf4, self.layout):
-            return nf4_rows(x, bias, nf4, self.layout)[0]
         return F.linear(x, self.dense(), bias)
 
-    def gated_row(self, x: Tensor, bias: Tensor | None, act: str) -> tuple[Tensor, Tensor] | None:
-        """As the function `gated_row`."""
+    def few_rows(
+        self, x: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """As the function `few_rows`."""
         nf4 = self._nf4()
-        if self.multiplies_in_float8:
-            return float8_rows(x, self.codes, self.scales, bias, act) if takes_float8_rows(x, self.codes) else None
-        if nf4 is None:
-            return None
-        return nf4_rows(x, bias, nf4, self.layout, act) if takes_nf4_rows(x, nf4, self.layout) else None
+        if self.multiplies_in_float8 and takes_float8_rows(x, self.codes):
+            return float8_rows(x, self.codes, self.scales, bias, act, low_rank)
+        if nf4 is not None and takes_nf4_rows(x, nf4, self.layout):
+            return nf4_rows(x, bias, nf4, self.layout, act, low_rank)
+        return None
 
     def input_product(self, dy: Tensor) -> Tensor:
         """``dy @ W`` inside an op."""
@@ -175,13 +177,15 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return weight.product(x, bias)
 
 
-def gated_row(x: Tensor, weight: Weight, bias: Tensor | None, act: str) -> tuple[Tensor, Tensor] | None:
-    """`product` and ``act(gate) · up`` of it by one kernel; None if x is not a single row for which there is one."""
-    if x.numel() != x.shape[-1] or not use_triton(x):
+def few_rows(
+    x: Tensor, weight: Weight, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """`product` with a low-rank term, and ``act(gate) · up`` of a single row, by one kernel; None if there is none."""
+    if (act and x.numel() != x.shape[-1]) or not (takes_low_rank(x, low_rank) and use_triton(x)):
         return None
-    if isinstance(weight, Tensor):
-        return row_linear_forward(x, weight, bias, act) if takes_row(x, weight, bias) else None
-    return weight.gated_row(x, bias, act)
+    if not isinstance(weight, Tensor):
+        return weight.few_rows(x, bias, act, low_rank)
+    return row_linear_forward(x, weight, bias, act, low_rank=low_rank) if takes_row(x, weight, bias) else None
 
 
 def input_product(dy: Tensor, weight: Weight) -> Tensor:

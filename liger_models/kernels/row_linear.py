@@ -3,11 +3,18 @@
 ::
 
     y = x @ Wᵀ + b                        sums in fp32, one cast at the end
+    y = x @ Wᵀ + b + (x @ Aᵀ) @ Bᵀ        with a low-rank term (LoRA), whose first product is cast, too
     p = act(gate) · up                    of a packed gate and up projection, cast as in `gated_act`
 
 Each program multiplies a few rows of W with x and adds up the products, so that no part of a sum goes through memory.
 Kernels for matrix units use only two thirds of the memory's bandwidth where W has few rows.
+
+A launch of the same kernel computes x @ Aᵀ, in a program for each rank. On Hopper and later GPUs the kernel for y
+starts beside it and waits for it only after its own sums (programmatic dependent launch).
 """
+
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +30,50 @@ NUM_WARPS = 2
 """Rows and columns of W that a program reads in a step, and its warps. On an H200, for the projections of Llama 3.2 1B,
 3B and Llama 3 8B, this is within 6 % of the best of 26 shapes, and 1.01 to 1.4 times as fast as cuBLAS."""
 
+LOW_COLUMNS, LOW_COLUMNS_PER_WARP = 16384, 1024
+"""Columns of A that a program reads at once, nearly always the whole row, and those of one of its warps."""
+
+MOST_RANKS = 256
+"""A kernel adds low-rank terms of at most so many ranks; a program holds its rows of B meanwhile."""
+
+MIN_RANKS = 16
+"""The least width of a tile of B, as matrix units want it."""
+
+LowRank = tuple[Tensor, Tensor]
+"""A [R, C] and B [O, R] of the term ``(x @ Aᵀ) @ Bᵀ`` that a linear layer adds to its product; B holds any factor."""
+
 
 def row_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """What `row_linear` computes, in plain torch."""
     return torch.nn.functional.linear(x, weight, bias)
+
+
+@triton.jit
+def load_B(B_ptr, row, N, R, RANKS: tl.constexpr):
+    """These rows of B, with zeros beyond R ranks."""
+    rank = tl.arange(0, RANKS)
+    mask = (row < N)[:, None] & (rank < R)[None, :]
+    return tl.load(B_ptr + row.to(tl.int64)[:, None] * R + rank[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, OVERLAPS: tl.constexpr):
+    """The low-rank term of a single row, for the rows of B [ROWS, RANKS]."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    rank = tl.arange(0, RANKS)
+    low = tl.load(low_ptr + rank, mask=rank < R, other=0.0)
+    return tl.sum(B.to(tl.float32) * low.to(tl.float32)[None, :], 1)
+
+
+@triton.jit
+def add_low_rank_rows(y, B, low_ptr, column, M, R, RANKS: tl.constexpr, OVERLAPS: tl.constexpr):
+    """y [ROWS, COLUMNS] and the low-rank term of M rows of x, which are its columns."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    rank = tl.arange(0, RANKS)
+    mask = (rank < R)[:, None] & (column < M)[None, :]
+    return tl.dot(B, tl.load(low_ptr + column[None, :] * R + rank[:, None], mask=mask, other=0.0), y)
 
 
 @triton.jit
@@ -49,11 +96,19 @@ def store_row(
 
 @triton.jit
 def _row_linear_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, product_ptr, N, K, weight_n,
-    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, N, K, R, weight_n,
+    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """ROWS results of the row of x that the second index of the program names."""
+    if OVERLAPS and RANKS == 0:
+        tl.extra.cuda.gdc_launch_dependents()
+    x_ptr += tl.program_id(1).to(tl.int64) * K
+    y_ptr += tl.program_id(1).to(tl.int64) * N
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
+    if RANKS:
+        B = load_B(B_ptr, row, N, R, RANKS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, K, COLUMNS):
         inside = start + column < K
@@ -65,6 +120,8 @@ def _row_linear_kernel(
     y = tl.sum(total, 1)
     if HAS_SCALE:
         y *= tl.load(scale_ptr + row, mask=row < N, other=0.0)
+    if RANKS:
+        y += low_rank_row(B, low_ptr, R, RANKS, OVERLAPS)
     store_row(y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
 
 
@@ -84,22 +141,62 @@ def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
+def takes_low_rank(x: Tensor, low_rank: LowRank | None) -> bool:
+    """Whether the kernels for few rows add this low-rank term to their sums; without one they need not."""
+    return low_rank is None or (len(low_rank[0]) <= MOST_RANKS and {each.dtype for each in low_rank} == {x.dtype})
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel on the device may start before the kernel in front of it has ended."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Launch the kernel for ``x @ Aᵀ`` of rows x [..., K] that lie one after the other.
+
+    The next launch must be that of the kernel for y: what it reads before it waits must be complete.
+
+    Returns:
+        Its arguments ``(x @ Aᵀ, B, R)``, and its constants and options.
+    """
+    if low_rank is None:
+        return (None, None, 0), {"RANKS": 0, "OVERLAPS": False}
+    A, B = (each.contiguous() for each in low_rank)
+    R, K = A.shape
+    low, columns = x.new_empty(x.numel() // K, R), min(max(triton.next_power_of_2(K), 32), LOW_COLUMNS)
+    overlapping = len(low) == 1 and overlaps(x.device)  # several rows are faster in turn
+    with on_device_of(x):
+        _row_linear_kernel[(R, len(low))](
+            x, A, None, None, low, None, None, None, R, K, 0, K, HAS_SCALE=False, HAS_BIAS=False, ACT="", RANKS=0,
+            OVERLAPS=overlapping, ROWS=1, COLUMNS=columns, num_warps=max(columns // LOW_COLUMNS_PER_WARP, 1),
+        )  # fmt: skip
+    constants = {"RANKS": max(triton.next_power_of_2(R), MIN_RANKS), "OVERLAPS": overlapping}
+    return (low, B, R), constants | ({"launch_pdl": True} if overlapping else {})
+
+
 def row_linear_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, act: str = "", scales: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    act: str = "",
+    scales: Tensor | None = None,
+    low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel: ``(y [..., N], act(gate) · up [..., N / 2])``; the second is empty without an activation.
 
-    ``scales`` [N] in fp32 are factors of the rows of a weight in float8.
+    ``scales`` [N] in fp32 are factors of the rows of a weight in float8. ``low_rank`` has the dtype of x.
     """
-    N, K = weight.shape
+    (N, K), x = weight.shape, x.contiguous()
     y = x.new_empty(*x.shape[:-1], N)
     product = x.new_empty(*x.shape[:-1], N // 2) if act else x.new_empty(0)
     columns = min(max(triton.next_power_of_2(K), 32), COLUMNS)
+    bias = None if bias is None else bias.contiguous()
+    (low, B, R), constants = low_rank_arguments(x, low_rank)
     with on_device_of(x):
         _row_linear_kernel[(triton.cdiv(N, ROWS),)](
-            x.contiguous(), weight, scales, None if bias is None else bias.contiguous(), y, product, N, K,
-            weight.stride(0), HAS_SCALE=scales is not None, HAS_BIAS=bias is not None, ACT=act, ROWS=ROWS,
-            COLUMNS=columns, num_warps=NUM_WARPS,
+            x, weight, scales, bias, y, product, low, B, N, K, R, weight.stride(0), HAS_SCALE=scales is not None,
+            HAS_BIAS=bias is not None, ACT=act, ROWS=ROWS, COLUMNS=columns, **constants, num_warps=NUM_WARPS,
         )  # fmt: skip
     return y, product
 

@@ -16,9 +16,10 @@ from liger_models.kernels.layer_norm import (
     layer_norm,
     layer_norm_reference,
 )
-from liger_models.kernels.norm_linear import LowRank, norm_linear
+from liger_models.kernels.norm_linear import norm_linear
 from liger_models.kernels.quantized_weight import QuantizedWeight, Weight
 from liger_models.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from liger_models.kernels.row_linear import LowRank
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (
     ColumnParallelLinear,

@@ -48,6 +48,7 @@ from liger_models.kernels.layer_norm import add_layer_norm, layer_norm
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_models.kernels.linear_kl_div import linear_kl_div
 from liger_models.kernels.linear_logprobs import fused_linear_logprobs
+from liger_models.kernels.low_rank_linear import low_rank_linear
 from liger_models.kernels.moe import moe_mlp, route
 from liger_models.kernels.moe.quantized import quantize_experts
 from liger_models.kernels.newton_schulz import newton_schulz
@@ -134,6 +135,10 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     for rows in (1, 3, 20):
         nf4_linear(draw_(rows, 512).detach(), codes)
         frozen_float8_linear(draw_(rows, C).detach(), rounded)
+        for weight in (QuantizedWeight.of_nf4(codes), QuantizedWeight.of_float8(rounded), draw_(8, 512).detach()):
+            N, K = weight.shape
+            pair = draw_(48, K).detach(), draw_(N, 48).detach()
+            low_rank_linear(draw_(rows, K).detach(), weight, None, pair)
     differentiate(frozen_float8_linear(draw_(64, C), rounded))
     gated_mlp(None, draw_(1, 512), draw_(512), QuantizedWeight.of_nf4(codes), draw_(8, 4))
     gated_mlp(None, draw_(1, C), norm, QuantizedWeight.of_float8(rounded), draw_(8, 32))
@@ -298,6 +303,7 @@ if __name__ == "__main__":
     dispatch.INTERPRET = True  # ops on the CPU take the way of the kernels
     torch.manual_seed(0)
     importlib.import_module("liger_models.kernels.nf4_linear").has_ptx = lambda x: sys.argv[1] == "sm_90"
+    importlib.import_module("liger_models.kernels.row_linear").overlaps = lambda device: sys.argv[1] == "sm_90"
     # The other targets have 64 KB and 160 KB of shared memory.
     tier = (lambda x: x.element_size()) if sys.argv[1] == "sm_90" else (lambda x: 4)
     importlib.import_module("liger_models.kernels.causal_attention")._tier = tier

@@ -163,13 +163,18 @@ def test_without_a_low_rank_term_and_gradients(backend, op):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapted"])
 @pytest.mark.parametrize("make", [nf4, float8])
 @MODES
-def test_few_rows_are_multiplied_with_codes(kernel_device, make, recompute, monkeypatch, poisoned_empty):
+def test_few_rows_are_multiplied_with_codes(kernel_device, make, adapted, recompute, monkeypatch, poisoned_empty):
     """As in decoding: no weight is made dense, and a single row has its activation in the same kernel."""
     half = {"device": kernel_device, "dtype": torch.bfloat16 if kernel_device == "cuda" else torch.float16}
     weights = make(2 * 128, C, **half), make(C, 128, **half)
     wide, norm, bias = [dense(each).float() for each in weights], draw(C, **half), draw(2 * 128, **half)
+    pairs = [pair(2 * 128, C, **half), pair(C, 128, **half)] if adapted else [None, None]
+    wide_pairs = [each and tuple(one.float() for one in each) for each in pairs]
+    names = "gate_up_low_rank", "down_low_rank"
+    low_ranks, wide_low_ranks = (dict(zip(names, each, strict=True)) for each in (pairs, wide_pairs))
     for name in ("nf4_dense", "float8_dense", "nf4_dense_reference"):
         monkeypatch.delattr(f"liger_models.kernels.quantized_weight.{name}")
     activations = []
@@ -177,13 +182,14 @@ def test_few_rows_are_multiplied_with_codes(kernel_device, make, recompute, monk
     monkeypatch.setattr(module, "gated_act_forward", lambda *args: activations.append(1) or original(*args))
     for rows in (1, 2, 5):
         x, residual = draw(1, rows, C, **half), draw(rows, 1, C, **half).view(1, rows, C)
-        y, _ = gated_mlp(x, residual, norm, *weights, bias, recompute=recompute)
-        want, _ = gated_mlp(x.float(), residual.float(), norm.float(), *wide, bias.float(), recompute=recompute)
+        y, _ = gated_mlp(x, residual, norm, *weights, bias, recompute=recompute, **low_ranks)
+        given = x.float(), residual.float(), norm.float()
+        want, _ = gated_mlp(*given, *wide, bias.float(), recompute=recompute, **wide_low_ranks)
         assert (y.double() - want.double()).norm() <= 8e-3 * want.double().norm()
         assert len(activations) == (0 if rows == 1 else 2)
         activations.clear()
-        out, _ = rms_norm_linear(x, residual, norm, weights[0], bias)
-        want, _ = rms_norm_linear(x.float(), residual.float(), norm.float(), wide[0], bias.float())
+        out, _ = rms_norm_linear(x, residual, norm, weights[0], bias, low_rank=pairs[0])
+        want, _ = rms_norm_linear(*given, wide[0], bias.float(), low_rank=wide_pairs[0])
         assert (out.double() - want.double()).norm() <= 8e-3 * want.double().norm()
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_models.kernels.collectives import Group, all_to_all
 from liger_models.kernels.dispatch import use_triton
-from liger_models.kernels.norm_linear import LowRank
+from liger_models.kernels.row_linear import LowRank
 
 from .experts import moe_mlp
 from .permutation import permute, unpermute

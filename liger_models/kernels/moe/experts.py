@@ -51,7 +51,8 @@ from torch import Tensor
 from liger_models.kernels.checks import check, check_floating
 from liger_models.kernels.dispatch import LIBRARY, on_device_of, tl, triton, use_triton
 from liger_models.kernels.gated_act import ACTIVATIONS, _load_pairs, gated_act_forward
-from liger_models.kernels.norm_linear import LowRank, given_or_empty, low_rank_pair
+from liger_models.kernels.norm_linear import given_or_empty, low_rank_pair
+from liger_models.kernels.row_linear import LowRank
 
 from .dropout import draw_seed, drop
 from .expert_act import _expert_act, check_expert_act, expert_act_reference
