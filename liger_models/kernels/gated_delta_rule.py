@@ -52,10 +52,10 @@ SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 32
 """Of the kernels that go through the chunks in order: each program has this many columns of the state of one head. With
 32, heads of 128 have four programs, which fill a GPU where there is one text with 32 heads."""
 
-READ_WARPS, READ_STAGES = 4, 2
-WRITE_WARPS, WRITE_STAGES = 8, 2
-GRADIENT_COLUMNS = 64
-"""The kernels with the other gradients take this many columns of v at a time, and more columns of k in two parts."""
+READ_WARPS, WRITE_WARPS = 4, 8
+GRADIENT_STAGES, GRADIENT_COLUMNS = 2, 64
+"""The kernels with the other gradients take this many columns of v at a time, and at most half of them: without loops
+the tiles of all products would be in shared memory at once. More columns of k are taken in two parts."""
 
 STEP_WARPS, STEP_COLUMNS = 4, 32
 
@@ -811,14 +811,14 @@ def _gated_delta_rule_backward(
             d_initial, *counts, *strides, *d_out.stride()[:2], HAS_OUT=has_out, HAS_FINAL=has_final,
             STORE_INITIAL=initial_state is not None, **sizes.scan,
         )  # fmt: skip
-        parts = 2 if sizes.shape["BLOCK_K"] > GRADIENT_COLUMNS else 1
+        block_k, block_v = sizes.shape["BLOCK_K"], max(min(sizes.block_v // 2, GRADIENT_COLUMNS), 16)
+        parts = 2 if block_k > GRADIENT_COLUMNS else 1
+        stage = (2 * block_k + 3 * CHUNK) * block_v * k.element_size()  # S, dS, D, dV and dO
         common = sizes.chunked | sizes.precision | {
             "GROUP": sizes.Hv // sizes.Hk, "C": CHUNK, "DK": sizes.Dk, "PARTS": parts,
-            "WIDTH": sizes.shape["BLOCK_K"] // parts, "Hv": sizes.Hv, "DV": sizes.Dv,
-            "BLOCK_V": min(sizes.block_v, GRADIENT_COLUMNS), "NORMALIZE": normalize,
+            "WIDTH": block_k // parts, "Hv": sizes.Hv, "DV": sizes.Dv, "BLOCK_V": block_v, "NORMALIZE": normalize,
+            "STAGES": fitting_stages(k, GRADIENT_STAGES, stage),
         }  # fmt: skip
-        reading = common | {"STAGES": READ_STAGES, "num_warps": READ_WARPS}
-        writing = common | {"STAGES": WRITE_STAGES, "num_warps": WRITE_WARPS}
         grid = sizes.slots, sizes.Hk
         d_total_q, d_total_k = (torch.empty_like(total) for _ in range(2))
         read = torch.empty(k.shape, dtype=torch.float32, device=k.device)
@@ -826,15 +826,16 @@ def _gated_delta_rule_backward(
         if has_out:
             _read_kernel[grid](
                 q, k, *inputs, q_norm, k_norm, states, d, d_out, dx, dq, d_total_q, dbeta, *counts, *strides,
-                *value_strides, *d_out.stride()[:2], scale, KEYS=False, **reading,
+                *value_strides, *d_out.stride()[:2], scale, KEYS=False, num_warps=READ_WARPS, **common,
             )  # fmt: skip
         _read_kernel[grid](
             k, k, *inputs, k_norm, k_norm, states, d, dx, dx, read, d_total_k, dbeta, *counts, *strides[2:],
-            *strides[2:], *value_strides, sizes.Hv * sizes.Dv, sizes.Dv, 1.0, KEYS=True, **reading,
+            *strides[2:], *value_strides, sizes.Hv * sizes.Dv, sizes.Dv, 1.0, KEYS=True, num_warps=READ_WARPS,
+            **common,
         )  # fmt: skip
         _write_kernel[grid](
             q, k, sizes.cu, total, q_norm, k_norm, states, d_states, d, d_out, dx, d_total_q, d_total_k, read, dk, dg,
-            *counts, *strides, *d_out.stride()[:2], scale, HAS_OUT=has_out, **writing,
+            *counts, *strides, *d_out.stride()[:2], scale, HAS_OUT=has_out, num_warps=WRITE_WARPS, **common,
         )  # fmt: skip
     return grads
 

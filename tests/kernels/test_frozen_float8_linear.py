@@ -81,7 +81,7 @@ def test_codes_are_transposed(kernel_device, shape, poisoned_empty):
 def test_the_dense_weight_is_torchaos(backend):
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         weight = make((48, 80), dtype, backend)
-        if dtype == torch.bfloat16 and use_triton(weight.qdata) and backend == "cpu":
+        if dtype == torch.bfloat16 and use_triton(weight.scale) and backend == "cpu":
             dtype = torch.float16  # the interpreter truncates bfloat16 where hardware rounds
         ours = float8_dense(weight.qdata, weight.scale.view(-1), dtype)
         exact = weight.qdata.double() * weight.scale.double()

@@ -318,7 +318,7 @@ def test_transformers(backend):
 
 def test_opcheck(kernel_device):
     ops = torch.ops.liger_models
-    inputs, upstream, _ = make((1, 18, 1, 1, 16, 16), [0, 2, 18], device=kernel_device)
+    inputs, upstream, _ = make((1, 18, 1, 1, 16, 16), [0, 2, 18], fused_dtype(kernel_device), kernel_device)
     cu_seqlens = torch.tensor([0, 2, 18], device=kernel_device)
     leaves = [x.requires_grad_() for x in inputs]
     opcheck(ops.gated_delta_rule, (*leaves, cu_seqlens, 0.25, True, True))
