@@ -55,7 +55,11 @@ SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 32
 READ_WARPS, WRITE_WARPS = 4, 8
 GRADIENT_STAGES, GRADIENT_COLUMNS = 2, 64
 """The kernels with the other gradients take this many columns of v at a time, and at most half of them: without loops
-the tiles of all products would be in shared memory at once. More columns of k are taken in two parts."""
+the tiles of all products would be in shared memory at once."""
+
+KEY_COLUMNS = 64
+"""Columns of q and k come in one or two parts of this size. For other sizes the compiler lays out the products of a
+step in other ways, which gave wrong results on Hopper with Triton 3.6."""
 
 STEP_WARPS, STEP_COLUMNS = 4, 32
 
@@ -231,13 +235,14 @@ def _store_block(a_ptr, x, rows, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.
 
 
 @triton.jit
-def _times(left, right):
-    return tl.dot(left, right, input_precision="tf32x3")
+def _times(left, right, PRECISION: tl.constexpr):
+    return tl.dot(left, right, input_precision=PRECISION)
 
 
 @triton.jit
 def _inverse_kernel(
     m_ptr, beta_ptr, cu_ptr, a_ptr, tokens, documents, beta_t, beta_h, C: tl.constexpr, DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A of one chunk and value head: the blocks on the diagonal row by row, then those below them by products."""
     head = tl.program_id(1).to(tl.int64)
@@ -265,24 +270,26 @@ def _inverse_kernel(
     _store_block(a_ptr, none, rows, 1, 3, C)
     _store_block(a_ptr, none, rows, 2, 3, C)
     m10 = _load_block(m_ptr, beta_ptr, beta_t, rows, 1, 0, C)
-    a10 = -_times(a11, _times(m10, a00))
+    a10 = -_times(a11, _times(m10, a00, PRECISION), PRECISION)
     _store_block(a_ptr, a10, rows, 1, 0, C)
     m20 = _load_block(m_ptr, beta_ptr, beta_t, rows, 2, 0, C)
     m21 = _load_block(m_ptr, beta_ptr, beta_t, rows, 2, 1, C)
-    a20 = -_times(a22, _times(m20, a00) + _times(m21, a10))
+    a20 = -_times(a22, _times(m20, a00, PRECISION) + _times(m21, a10, PRECISION), PRECISION)
     _store_block(a_ptr, a20, rows, 2, 0, C)
     m30 = _load_block(m_ptr, beta_ptr, beta_t, rows, 3, 0, C)
     m31 = _load_block(m_ptr, beta_ptr, beta_t, rows, 3, 1, C)
     m32 = _load_block(m_ptr, beta_ptr, beta_t, rows, 3, 2, C)
-    a30 = -_times(a33, _times(m30, a00) + _times(m31, a10) + _times(m32, a20))
+    a30 = -_times(
+        a33, _times(m30, a00, PRECISION) + _times(m31, a10, PRECISION) + _times(m32, a20, PRECISION), PRECISION
+    )
     _store_block(a_ptr, a30, rows, 3, 0, C)
     _store_block(a_ptr, a00, rows, 0, 0, C)
-    a21 = -_times(a22, _times(m21, a11))
+    a21 = -_times(a22, _times(m21, a11, PRECISION), PRECISION)
     _store_block(a_ptr, a21, rows, 2, 1, C)
-    a31 = -_times(a33, _times(m31, a11) + _times(m32, a21))
+    a31 = -_times(a33, _times(m31, a11, PRECISION) + _times(m32, a21, PRECISION), PRECISION)
     _store_block(a_ptr, a31, rows, 3, 1, C)
     _store_block(a_ptr, a11, rows, 1, 1, C)
-    a32 = -_times(a33, _times(m32, a22))
+    a32 = -_times(a33, _times(m32, a22, PRECISION), PRECISION)
     _store_block(a_ptr, a32, rows, 3, 2, C)
     _store_block(a_ptr, a22, rows, 2, 2, C)
     _store_block(a_ptr, a33, rows, 3, 3, C)
@@ -706,7 +713,8 @@ class _Sizes:
         self.cu = bounds(k, cu_seqlens)
         self.documents = len(self.cu) - 1
         self.slots = slots(self.tokens, self.documents, CHUNK)
-        block_k, block_v = (max(triton.next_power_of_2(size), 16) for size in (self.Dk, self.Dv))
+        block_k = KEY_COLUMNS if self.Dk <= KEY_COLUMNS else 2 * KEY_COLUMNS
+        block_v = max(triton.next_power_of_2(self.Dv), 16)
         columns = min(block_v, SCAN_COLUMNS)
         self.shape = {"GROUP": self.Hv // self.Hk, "C": CHUNK, "DK": self.Dk, "BLOCK_K": block_k}
         # Three products of TF32 are as good as one of fp32, and tensor cores have them.
@@ -716,7 +724,7 @@ class _Sizes:
         stage = CHUNK * (2 * block_k + 2 * CHUNK + columns) * k.element_size()
         self.scan = self.shape | self.precision | {
             "Hv": self.Hv, "DV": self.Dv, "BLOCK_V": columns, "STAGES": fitting_stages(k, SCAN_STAGES, stage),
-            "num_warps": SCAN_WARPS * (2 if block_k * k.element_size() > 256 else 1),
+            "num_warps": SCAN_WARPS,
         }  # fmt: skip
         self.scan_grid = (self.documents * self.Hv * triton.cdiv(self.Dv, columns),)
         self.block_v = block_v
@@ -738,8 +746,9 @@ def _prepare(
         num_warps=SIMILARITY_WARPS, **sizes.shape, **sizes.precision, **sizes.chunked,
     )  # fmt: skip
     _inverse_kernel[(sizes.slots, sizes.Hv)](
-        similarity, beta, sizes.cu, inverse, *counts, *beta.stride(), C=CHUNK, num_warps=INVERSE_WARPS, **sizes.chunked
-    )
+        similarity, beta, sizes.cu, inverse, *counts, *beta.stride(), C=CHUNK, num_warps=INVERSE_WARPS,
+        **sizes.chunked, **sizes.precision,
+    )  # fmt: skip
     return inverse, p, total, factors, q_norm, k_norm
 
 
@@ -812,11 +821,10 @@ def _gated_delta_rule_backward(
             STORE_INITIAL=initial_state is not None, **sizes.scan,
         )  # fmt: skip
         block_k, block_v = sizes.shape["BLOCK_K"], max(min(sizes.block_v // 2, GRADIENT_COLUMNS), 16)
-        parts = 2 if block_k > GRADIENT_COLUMNS else 1
         stage = (2 * block_k + 3 * CHUNK) * block_v * k.element_size()  # S, dS, D, dV and dO
         common = sizes.chunked | sizes.precision | {
-            "GROUP": sizes.Hv // sizes.Hk, "C": CHUNK, "DK": sizes.Dk, "PARTS": parts,
-            "WIDTH": block_k // parts, "Hv": sizes.Hv, "DV": sizes.Dv, "BLOCK_V": block_v, "NORMALIZE": normalize,
+            "GROUP": sizes.Hv // sizes.Hk, "C": CHUNK, "DK": sizes.Dk, "PARTS": block_k // KEY_COLUMNS,
+            "WIDTH": KEY_COLUMNS, "Hv": sizes.Hv, "DV": sizes.Dv, "BLOCK_V": block_v, "NORMALIZE": normalize,
             "STAGES": fitting_stages(k, GRADIENT_STAGES, stage),
         }  # fmt: skip
         grid = sizes.slots, sizes.Hk
@@ -941,12 +949,13 @@ def _check(
     )
 
 
-def is_fused(v: Tensor) -> bool:
-    """Whether kernels compute the rule for such values: on an accelerator in half precision.
+def is_fused(k: Tensor) -> bool:
+    """Whether kernels compute the rule for such keys: on an accelerator in half precision, with heads of at most 128.
 
     In float32 the backward was wrong on a GPU, so plain torch runs there.
     """
-    return use_triton(v) and (v.dtype != torch.float32 or v.device.type == "cpu")
+    in_half = k.dtype != torch.float32 or k.device.type == "cpu"
+    return use_triton(k) and in_half and k.shape[-1] <= 2 * KEY_COLUMNS
 
 
 def gated_delta_rule(
@@ -987,7 +996,7 @@ def gated_delta_rule(
     T, Dk = k.shape[1], k.shape[3]
     scale = Dk**-0.5 if scale is None else float(scale)
     inputs = q, k, v, g, beta, initial_state
-    if not is_fused(v):
+    if not is_fused(k):
         out, state = gated_delta_rule_reference(
             q, k, v, g, beta, scale=scale, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens
         )
@@ -1033,7 +1042,7 @@ def gated_delta_transition(
         identity = identity.expand(B, Hv, Dk, Dk)
 
     def final_state(v: Tensor, initial_state: Tensor | None) -> Tensor:
-        if is_fused(v):
+        if is_fused(k):
             inputs = k, k, v, g, beta, initial_state, cu_seqlens
             state: Tensor = torch.ops.liger_models.gated_delta_rule(*inputs, 1.0, normalize, False)[1]
         else:

@@ -26,6 +26,7 @@ SHAPES = [
     ((1, 130, 1, 1, 16, 40), None),
     ((1, 20, 2, 4, 24, 20), None),
     ((1, 17, 1, 1, 40, 8), None),
+    ((1, 20, 1, 2, 72, 24), None),
     ((1, 80, 1, 1, 16, 16), [0, 3, 3, 69, 80]),
     ((1, 80, 1, 3, 16, 64), [0, 3, 3, 69, 80]),
 ]
@@ -125,7 +126,7 @@ def test_reference_is_the_recurrence(shape, bounds):
 
 @pytest.mark.parametrize(("shape", "bounds"), SHAPES, ids=str)
 def test_matches_fp64(backend, shape, bounds, poisoned_empty, monkeypatch):
-    monkeypatch.setattr(module, "SCAN_COLUMNS", 16)  # several programs for a head, and several parts of k and v
+    monkeypatch.setattr(module, "SCAN_COLUMNS", 16)  # several programs for a head, and several parts of v
     monkeypatch.setattr(module, "GRADIENT_COLUMNS", 16)
     for dtype in dtypes(backend):
         check(*make(shape, bounds, dtype, backend))
