@@ -117,5 +117,6 @@ def table(rows: Rows) -> str:
 
 
 def bars(rows: Rows) -> list[Bar]:
-    groups = {f"{op} {shape}": group for (op, shape), group in grouped(rows, "op", "shape").items()}
+    peers = [row for row in rows if row["mode"] != "loop"]  # an op's own formula in a loop is in the tables alone
+    groups = {f"{op} {shape}": group for (op, shape), group in grouped(peers, "op", "shape").items()}
     return speed_bars(groups, total, str)
