@@ -35,6 +35,7 @@ from liger_models.train.options import read_options
 from liger_models.train.report import Lines, check_turn_end, duration, estimate, sample
 
 from .arch.families import load, make_folder, tiny
+from .convert.test_fp8 import in_float8
 from .late import transformers
 from .parallel.conftest import two  # noqa: F401
 from .processes import agents, run, torchrun
@@ -332,6 +333,23 @@ def test_adapters_on_weights_in_float8_go_on(folder):
     assert adapter_files(folder / "float8-again") == adapter_files(folder / "float8")
 
 
+def test_adapters_on_a_checkpoint_in_float8_as_it_is(folder, two, tmp_path):  # noqa: F811
+    """As on the dense weights that it stands for, alone and on two ranks, and from a checkpoint of the run."""
+    codes, dense = in_float8(folder / "checkpoint", tmp_path, (24, 20))
+    given = {"dtype": "bfloat16", "lora_keep_float8": True}
+    runs = {name: str(tmp_path / name) for name in ("kept", "alone", "dense", "again")}
+    two(partial(train_adapters, model=str(codes), **given), folder, runs["kept"])
+    train_adapters(folder, runs["alone"], model=str(codes), batch_size=4, **given)
+    train_adapters(folder, runs["dense"], model=str(dense), batch_size=4, dtype="bfloat16")
+    kept, alone, plain = ([line["loss"] for line in log(Path(runs[name]))] for name in ("kept", "alone", "dense"))
+    assert kept[-1] < kept[0] - 0.1
+    torch.testing.assert_close(alone, plain, rtol=1e-3, atol=0)
+    torch.testing.assert_close(kept, alone, rtol=1e-3, atol=0)  # both compute in bf16
+    stopped_in_the_middle(tmp_path, "kept", "again")
+    two(partial(train_adapters, model=str(codes), **given), folder, runs["again"])
+    assert adapter_files(tmp_path / "again") == adapter_files(tmp_path / "kept")
+
+
 @pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning")
 def test_adapters_beside_4_bits_and_dropout_go_on(folder, capfd):
     pytest.importorskip("torchao")
@@ -438,7 +456,7 @@ def test_options_that_cannot_be(capsys):
         ("--context-parallel=2 --sample-prompt=a", "sample_prompt goes neither with tensor_parallel nor with"),
         ("--overflow=drop", "overflow must be one of split, truncate, got 'drop'"),
         ("--lora-4bit", "lora_4bit needs lora_r, got True and 0"),
-        ("--lora-r=4 --lora-4bit --lora-float8", "lora_4bit and lora_float8 are two ways to store the same weights"),
+        ("--lora-r=4 --lora-4bit --lora-float8", "lora_4bit, lora_float8 are ways to store the same weights"),
         ("--lora-targets=q_proj", "lora_targets needs lora_r"),
         ("--context-parallel=3", "length must be a multiple of the 3 GPUs that share a row, got 4096"),
         ("--tensor-parallel=2 --context-parallel=2", "tensor_parallel goes neither with context_parallel nor with"),

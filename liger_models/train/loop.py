@@ -54,6 +54,9 @@ from liger_models.train.report import banner, check_turn_end, estimate, next_ste
 from liger_models.train.seed import seed_all
 from liger_models.train.stopping import Stop, keep_signal_handlers
 
+STORED = "lora_4bit", "lora_float8", "lora_keep_float8"
+"""The options that store the weights under adapters in fewer bits."""
+
 LEAST = {"length": 2, "workers": 0, "weight_decay": 0, "lora_r": 0, "seed": 0}
 LEAST |= dict.fromkeys(
     ("batch_size", "accumulate", "steps", "tensor_parallel", "context_parallel", "keep", "max_samples", "max_pixels"), 1
@@ -136,6 +139,10 @@ class TrainOptions(ObjectiveOptions):
     lora_experts: bool = option(default=False, metadata={"help": "adapt the routed experts, too"})
     lora_4bit: bool = option(default=False, metadata={"help": "4-bit weights of adapted layers and of experts"})
     lora_float8: bool = option(default=False, metadata={"help": "float8 weights of adapted layers and of experts"})
+    lora_keep_float8: bool = option(
+        default=False,
+        metadata={"help": "weights that the checkpoint has in float8, as they are"},
+    )
     tensor_parallel: int = option(default=1, metadata={"help": "GPUs that share the layers, and the batch"})
     context_parallel: int = option(default=1, metadata={"help": "GPUs that share the tokens of a row, and the batch"})
     checkpointing: str | None = option(
@@ -207,9 +214,10 @@ class TrainOptions(ObjectiveOptions):
         for name in TrainOptions.__dataclass_fields__:
             value = name.startswith("lora_") and getattr(self, name)
             check(self.lora_r > 0 or not value, f"TrainOptions: {name} needs lora_r, got {value} and {self.lora_r}.")
+        stored = [name for name in STORED if getattr(self, name)]
         check(
-            not (self.lora_4bit and self.lora_float8),
-            "TrainOptions: lora_4bit and lora_float8 are two ways to store the same weights, got both. Choose one.",
+            len(stored) < 2,
+            f"TrainOptions: {', '.join(stored)} are ways to store the same weights, got {len(stored)}. Choose one.",
         )
         muon = self.optimizer == "muon"
         check(
@@ -222,9 +230,9 @@ class TrainOptions(ObjectiveOptions):
             f"lora_r={self.lora_r} and moments_8bit={self.moments_8bit}. Use adamw.",
         )
         check(
-            self.tensor_parallel == 1 or not (self.context_parallel > 1 or self.lora_4bit or self.lora_float8),
-            "TrainOptions: tensor_parallel goes neither with context_parallel nor with lora_4bit and lora_float8, got "
-            f"{self.tensor_parallel}, {self.context_parallel}, {self.lora_4bit} and {self.lora_float8}. Leave it out.",
+            self.tensor_parallel == 1 or not (self.context_parallel > 1 or stored),
+            f"TrainOptions: tensor_parallel goes neither with context_parallel nor with {', '.join(STORED)}, got "
+            f"{self.tensor_parallel}, {self.context_parallel} and {', '.join(stored) or 'none'}. Leave it out.",
         )
         check(
             self.sharing == 1 or self.sample_prompt is None,
@@ -485,14 +493,16 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, co
             sizes["target_parameters"] = EXPERTS
         return apply_lora(model, LoRAConfig(target_modules=targets, **sizes))
 
-    if options.lora_4bit or options.lora_float8:
-        kind, alone = "nf4" if options.lora_4bit else "float8", dist.get_world_size() == 1
+    if any(getattr(options, name) for name in STORED):
+        kept, alone = options.lora_keep_float8, dist.get_world_size() == 1
 
         def shard_quantised(model: CausalLM) -> CausalLM:
-            quantize_base(adapt(model), dtype=kind)
+            model = adapt(model)
+            if not kept:
+                quantize_base(model, dtype="nf4" if options.lora_4bit else "float8")
             return model if alone else shard(model)
 
-        return load_by_name(options.model, shard=shard_quantised, **given)
+        return load_by_name(options.model, shard=shard_quantised, keep_float8=kept, **given)
     return load_by_name(options.model, shard=lambda model: shard(adapt(model)), **given)
 
 

@@ -3,6 +3,7 @@
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +20,18 @@ from .conftest import assert_same_bits, edit_json, read_tensors
 CASES = ["llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3", "qwen3_next"]
 
 
-def quantised(
-    arch: str, to: Path, block: tuple[int, int], number: torch.dtype = torch.float32, *, powers: bool = False
+def quantised(arch: str, to: Path, *args: Any, **options: Any) -> tuple[Path, Path]:
+    """A small checkpoint of a family, as `in_float8` writes it."""
+    return in_float8(make_folder(arch, next(iter(tiny(arch))), to), to, *args, **options)
+
+
+def in_float8(
+    folder: Path, to: Path, block: tuple[int, int], number: torch.dtype = torch.float32, *, powers: bool = False
 ) -> tuple[Path, Path]:
     """A checkpoint in float8, and one in bfloat16 with the numbers that it stands for.
 
     With ``powers`` the scales are powers of 2, so that nothing is rounded to bfloat16: Triton's interpreter truncates.
     """
-    folder = make_folder(arch, next(iter(tiny(arch))), to)
     codes, dense = {}, {}
     for name, weight in read_tensors(folder).items():
         dense[name] = codes[name] = weight.bfloat16()
