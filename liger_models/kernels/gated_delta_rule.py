@@ -949,13 +949,14 @@ def _check(
     )
 
 
-def is_fused(k: Tensor) -> bool:
-    """Whether kernels compute the rule for such keys: on an accelerator in half precision, with heads of at most 128.
+def is_fused(k: Tensor, v: Tensor) -> bool:
+    """Whether kernels compute the rule: in half precision on an accelerator, where heads fit them.
 
-    In float32 the backward was wrong on a GPU, so plain torch runs there.
+    Heads of k have at most 128 columns, and those of v whole 16 bytes. In float32 the backward was wrong on a GPU,
+    so plain torch runs there.
     """
     in_half = k.dtype != torch.float32 or k.device.type == "cpu"
-    return use_triton(k) and in_half and k.shape[-1] <= 2 * KEY_COLUMNS
+    return use_triton(k) and in_half and k.shape[-1] <= 2 * KEY_COLUMNS and v.shape[-1] * v.itemsize % 16 == 0
 
 
 def gated_delta_rule(
@@ -996,7 +997,7 @@ def gated_delta_rule(
     T, Dk = k.shape[1], k.shape[3]
     scale = Dk**-0.5 if scale is None else float(scale)
     inputs = q, k, v, g, beta, initial_state
-    if not is_fused(k):
+    if not is_fused(k, v):
         out, state = gated_delta_rule_reference(
             q, k, v, g, beta, scale=scale, normalize=normalize, initial_state=initial_state, cu_seqlens=cu_seqlens
         )
@@ -1042,7 +1043,7 @@ def gated_delta_transition(
         identity = identity.expand(B, Hv, Dk, Dk)
 
     def final_state(v: Tensor, initial_state: Tensor | None) -> Tensor:
-        if is_fused(k):
+        if is_fused(k, v):
             inputs = k, k, v, g, beta, initial_state, cu_seqlens
             state: Tensor = torch.ops.liger_models.gated_delta_rule(*inputs, 1.0, normalize, False)[1]
         else:
