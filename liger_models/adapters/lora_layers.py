@@ -144,7 +144,7 @@ class LoRALinear(nn.Linear, Layer):
     plain: nn.Linear
     """The layer without adapters. It holds no parameters and is not a submodule."""
     parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
-    """What `PartialLinear.of` makes of the layer for each kind."""
+    """Kind of parallel layer -> the class that `PartialLinear.of` converts the layer into."""
     ranks: Group | None = None
     """The ranks over which gradients of replicated adapters are summed; None if each computes them in full."""
     sharded_dim: int | None = None

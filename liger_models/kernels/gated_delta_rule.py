@@ -49,7 +49,7 @@ STEP_TOKENS = 16
 
 SIMILARITY_WARPS, INVERSE_WARPS = 8, 1
 SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 32
-"""Of the kernels that go through the chunks in order: each program has this many columns of the state of one head. With
+"""In the kernels that go through the chunks in order, each program has this many columns of the state of one head. With
 32, heads of 128 have four programs, which fill a GPU where there is one text with 32 heads."""
 
 READ_WARPS, WRITE_WARPS = 4, 8
@@ -58,8 +58,8 @@ GRADIENT_STAGES, GRADIENT_COLUMNS = 2, 64
 the tiles of all products would be in shared memory at once."""
 
 KEY_COLUMNS = 64
-"""Columns of q and k come in one or two parts of this size. For other sizes the compiler lays out the products of a
-step in other ways, which gave wrong results on Hopper with Triton 3.6."""
+"""Kernels take the columns of q and k in one or two parts of this size. Other sizes gave wrong results on Hopper with
+Triton 3.6."""
 
 STEP_WARPS, STEP_COLUMNS = 4, 32
 
@@ -504,10 +504,10 @@ def _read_kernel(
     PARTS: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr,
     NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What one chunk reads of the state before it and of D, for one key head: queries for O, or with KEYS keys for X.
+    """Gradients of what one chunk and key head read from the state before it and from D.
 
-    For queries this is dq; for keys, the part of dk in fp32, dβ, and dV in place of dX. Both with their parts of the
-    gradients of the running sums of g.
+    Queries read for O, which gives dq. With KEYS, keys read for X, which gives a part of dk in fp32, dβ, and dV in
+    place of dX. Each also gives a part of the gradients of the running sums of g.
     """
     slot, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
@@ -590,9 +590,9 @@ def _write_kernel(
     WIDTH: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr,
     NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What the D of one chunk writes, for one key head: into the state after the chunk, and for later tokens of it.
+    """Gradients of what one chunk and key head write: D, into the state after the chunk and for its later tokens.
 
-    Together with what the keys read this is dk. The sums for dg are complete with it, too.
+    With the part of dk from `_read_kernel` this gives dk, and with the parts of its sums dg.
     """
     slot, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
