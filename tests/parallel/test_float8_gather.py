@@ -21,9 +21,15 @@ GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gat
 
 
 def sharded(
-    *, recipe: str = "tensorwise", policy: str = "none", offload_layers: int = 0, layers: int = 2, **options: Any
+    *,
+    recipe: str = "tensorwise",
+    policy: str = "none",
+    offload_layers: int = 0,
+    layers: int = 2,
+    device: str = "cpu",
+    **options: Any,
 ) -> LigerLlama:
-    model = convert_to_float8(tiny(intermediate_size=48, num_hidden_layers=layers), recipe)
+    model = convert_to_float8(tiny(intermediate_size=48, num_hidden_layers=layers).to(device), recipe)
     model.set_checkpointing(policy, offload_layers=offload_layers)
     return apply_fsdp(model, **options)
 
@@ -99,20 +105,25 @@ def test_others_gather_as_before(two, four, options):
         assert rounded == plain
 
 
-def with_kernels() -> None:
-    """Gradients under two policies; the interpreter truncates bf16."""
+def with_kernels(device: str, dtype: torch.dtype | None) -> None:
+    """Gradients under two policies."""
     for policy in ("none", "selective"):
         found = []
         for rounded in (True, False):
-            model = sharded(policy=policy, layers=1, param_dtype=None, float8_gather=rounded)
-            inputs = {name: value[:1, :6] for name, value in share(batch(0), dist.get_rank(), 2).items()}
+            model = sharded(policy=policy, layers=1, device=device, param_dtype=dtype, float8_gather=rounded)
+            inputs = {name: value[:1, :6].to(device) for name, value in share(batch(0), dist.get_rank(), 2).items()}
             model(**inputs, num_items_in_batch=10).loss.backward()
             found.append(gradients(model))
         torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_with_kernels(two_with_kernels):
-    two_with_kernels(with_kernels)
+    two_with_kernels(with_kernels, "cpu", None)  # the interpreter truncates bf16
+
+
+@pytest.mark.gpu
+def test_on_gpus(two_gpus):
+    two_gpus(with_kernels, "cuda", torch.bfloat16)
 
 
 def save_and_resume(folder: str) -> None:

@@ -13,13 +13,14 @@ from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.layers.linear import local
 from liger_models.layers.stored import stored_weights
-from liger_models.parallel import apply_fsdp, compile_blocks, unsharded
+from liger_models.parallel import apply_fsdp, compile_blocks, targets_per_rank, unsharded
 
 from ..convert.conftest import assert_same_bits, read_tensors
 from ..convert.test_fp8 import quantised
 from ..late import Late
-from .models import batch, gradients, stir, tiny
+from .models import batch, gradients, share, stir, tiny
 from .test_lora import goes_on, run, trained
+from .test_tensor import assert_same
 
 quantization = Late("torchao.quantization", "quantised weights need torchao")
 pytestmark = pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning")
@@ -75,6 +76,28 @@ def test_two_ranks_are_one(two, dtype, config, policy, compiled, options, tmp_pa
     for name, parameter in one.named_parameters():
         if ".lora." in name:
             torch.testing.assert_close(loaded.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
+
+
+def on_devices(device: str) -> None:
+    """One process and two on the same devices, whose sums are in fp32."""
+    for dtype in ("nf4", "float8"):
+        results = []
+        for place, parts in ((0, 1), (dist.get_rank(), 2)):
+            model = quantize_base(adapted().to(device), dtype=dtype)
+            model = model if parts == 1 else apply_fsdp(model, param_dtype=None)
+            rows = {name: value.to(device) for name, value in share(batch(0), place, parts).items()}
+            model(**rows, num_items_in_batch=targets_per_rank(rows)).loss.backward()
+            results.append(gradients(model))
+        assert_same(results[1], results[0], limit=1e-4)
+
+
+@pytest.mark.gpu
+def test_on_gpus(two_gpus):
+    two_gpus(on_devices, "cuda")
+
+
+def test_what_the_gpus_are_to_run(two):
+    two(on_devices, "cpu")
 
 
 def with_options(arguments: tuple[Any, ...], options: dict[str, Any]):

@@ -22,7 +22,7 @@ from liger_models.parallel import (
     targets_per_rank,
 )
 
-from .models import batch, gradients, mixture, share, stir, tiny, whole
+from .models import batch, gradients, init_device_mesh, mixture, share, stir, tiny, whole
 from .test_lora import trained
 from .test_tensor import assert_same, assert_same_once, batch_for, build, mesh_of, run_config
 
@@ -58,6 +58,28 @@ def test_gradients_are_those_of_one_process(two):
     for results in two(each_case):
         for got, right in zip(results, expected, strict=True):
             assert_same_once(got, right)
+
+
+def on_devices(device: str) -> None:
+    mesh = init_device_mesh(device, (2,), mesh_dim_names=("tp",))
+    for name, config, sequence_parallel in CASES:
+        results = []
+        for cut in (False, True):
+            model = adapted(name, **config).to(device)
+            if cut:
+                apply_tp(model, mesh, sequence_parallel=sequence_parallel)
+            model(**batch_for(model, 0)).loss.backward()
+            results.append(gradients(model))
+        assert_same(results[1], results[0], limit=1e-4)
+
+
+@pytest.mark.gpu
+def test_on_gpus(two_gpus):
+    two_gpus(on_devices, "cuda")
+
+
+def test_what_the_gpus_are_to_run(two):
+    two(on_devices, "cpu")
 
 
 def test_which_adapters_are_sharded():
