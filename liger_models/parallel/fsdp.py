@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.torch_version import TorchVersion
 
 from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.adapters.medusa import LigerMedusa
@@ -107,6 +109,7 @@ def apply_fsdp(
         if isinstance(adapted, LoRALinear):
             adapted.store()
     for stored in stored_weights(model).values():
+        _make_frozen_parameters()
         stored.dtype = param_dtype or stored.dtype
     if isinstance(model, LigerMedusa):
         _shard_medusa(
@@ -170,6 +173,18 @@ def apply_fsdp(
         if prefetch > 1:
             module.set_modules_to_backward_prefetch(order[max(index - prefetch, 0) : index][::-1])
     return model
+
+
+def _make_frozen_parameters() -> None:
+    """Before 2.13 FSDP lets all parameters that it makes require gradients first, which those of bytes cannot."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    if TorchVersion(torch.__version__) < "2.13":
+        vars(_fsdp_param)["nn"] = SimpleNamespace(**{**vars(nn), "Parameter": _parameter})
+
+
+def _parameter(values: Tensor, requires_grad: bool = True) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad and values.dtype.is_floating_point)
 
 
 def _all_ranks() -> DeviceMesh:

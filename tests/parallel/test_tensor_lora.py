@@ -60,26 +60,25 @@ def test_gradients_are_those_of_one_process(two):
             assert_same_once(got, right)
 
 
-def on_devices(device: str) -> None:
-    mesh = init_device_mesh(device, (2,), mesh_dim_names=("tp",))
-    for name, config, sequence_parallel in CASES:
-        results = []
-        for cut in (False, True):
-            model = adapted(name, **config).to(device)
-            if cut:
-                apply_tp(model, mesh, sequence_parallel=sequence_parallel)
-            model(**batch_for(model, 0)).loss.backward()
-            results.append(gradients(model))
-        assert_same(results[1], results[0], limit=1e-4)
+def on_devices(device: str, name: str, config: dict[str, Any], sequence_parallel: bool) -> None:
+    mesh, results = init_device_mesh(device, (2,), mesh_dim_names=("tp",)), []
+    for cut in (False, True):
+        model = adapted(name, **config).to(device)
+        if cut:
+            apply_tp(model, mesh, sequence_parallel=sequence_parallel)
+        model(**batch_for(model, 0)).loss.backward()
+        results.append(gradients(model))
+    assert_same(results[1], results[0], limit=1e-4)
 
 
 @pytest.mark.gpu
-def test_on_gpus(two_gpus):
-    two_gpus(on_devices, "cuda")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_gpus(two_gpus, case):
+    two_gpus(on_devices, "cuda", *case)
 
 
 def test_what_the_gpus_are_to_run(two):
-    two(on_devices, "cpu")
+    two(on_devices, "cpu", *CASES[0])
 
 
 def test_which_adapters_are_sharded():
