@@ -82,7 +82,7 @@ def load_pretrained(
         shard: called with the model on the meta device, to distribute its parameters in place:
             ``parallel.apply_fsdp``, or a function that calls it.
         keep_float8: keep the weights of linear layers that the checkpoint has in float8 with scales of blocks as they
-            are, frozen: 8 bits each in memory, dequantised for each product. Routed experts become bfloat16.
+            are, frozen: 8 bits each in memory, dequantised in their products. Routed experts become bfloat16.
         hf_config: replaces the content of config.json.
 
     Returns:

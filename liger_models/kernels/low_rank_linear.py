@@ -4,8 +4,9 @@
 
     y = x @ Wᵀ + b + (x @ Aᵀ) @ Bᵀ        x @ Aᵀ is rounded; for few rows all else is summed in fp32 and rounded once
 
-Few rows, for which W has a kernel (`row_linear`, `nf4_linear`, `frozen_float8_linear`), take two launches: one for
-x @ Aᵀ, and the one that multiplies with W, which adds the term to its sums. `norm_linear` and `gated_mlp` do the same.
+Few rows, for which W has a kernel (`row_linear`, `nf4_linear`, `frozen_float8_linear`, `float8_blocks`), take two
+launches: one for x @ Aᵀ, and the one that multiplies with W, which adds the term to its sums. `norm_linear` and
+`gated_mlp` do the same.
 """
 
 from typing import Any

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import batch_invariance
 from .checks import check
 from .dispatch import LIBRARY, use_triton
-from .float8_blocks import blocks_dense
+from .float8_blocks import block_rows, blocks_dense, takes_block_rows
 from .frozen_float8_linear import float8_dense, float8_input_product, float8_product, float8_rows, takes_float8_rows
 from .nf4_linear import Packed, nf4_dense, nf4_dense_reference, nf4_rows, takes_nf4_rows
 from .row_linear import LowRank, row_linear_forward, takes_low_rank, takes_row
@@ -132,11 +132,13 @@ class QuantizedWeight(NamedTuple):
     ) -> tuple[Tensor, Tensor] | None:
         """As the function `few_rows`."""
         nf4 = self._nf4()
-        if self.multiplies_in_float8 and takes_float8_rows(x, self.codes):
-            return float8_rows(x, self.codes, self.scales, bias, act, low_rank)
-        if nf4 is not None and takes_nf4_rows(x, nf4, self.layout):
-            return nf4_rows(x, bias, nf4, self.layout, act, low_rank)
-        return None
+        if nf4 is not None:
+            return nf4_rows(x, bias, nf4, self.layout, act, low_rank) if takes_nf4_rows(x, nf4, self.layout) else None
+        if self.multiplies_in_float8:
+            taken = takes_float8_rows(x, self.codes)
+            return float8_rows(x, self.codes, self.scales, bias, act, low_rank) if taken else None
+        blocks = self.codes, self.scales, self.layout[2]
+        return block_rows(x, *blocks, bias, act, low_rank) if takes_block_rows(x, *blocks) else None
 
     def input_product(self, dy: Tensor) -> Tensor:
         """``dy @ W`` inside an op."""

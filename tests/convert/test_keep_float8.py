@@ -92,6 +92,28 @@ def test_adapters_train_as_on_the_dequantised_model(policy: str, tmp_path: Path,
     assert_same_bits(dict(unmerge_lora(kept).named_parameters()), frozen)
 
 
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapted"])
+@pytest.mark.parametrize("prompts", [[[2]], [[5, 17, 3], [7, 33, 21]]], ids=["one", "two"])
+def test_generates_from_codes(
+    prompts: list[list[int]], adapted: bool, tmp_path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few tokens make no weight dense. Single rows in fp32, several in 16 bits; only the order of the sums differs."""
+    codes, _ = quantised("qwen3", tmp_path, (24, 32), powers=True)
+    dtype = "float32" if len(prompts) == 1 else "float16"
+    dense, kept = (load(codes, dtype=dtype, device=kernel_device, keep_float8=each) for each in (False, True))
+    monkeypatch.delattr("liger_models.kernels.quantized_weight.blocks_dense")
+    found = []
+    for model in (dense, kept):
+        made = (stirred(model) if adapted else model).generate(
+            prompts, max_new_tokens=4, eos_token_id=[], do_sample=False, return_logprobs=True
+        )
+        found.append((made.sequences, made.logprobs))
+    (want, expected), (sequences, logprobs) = found
+    assert torch.equal(sequences, want)
+    tolerance = 1e-4 if dtype == "float32" else 1e-2
+    torch.testing.assert_close(logprobs, expected, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("arch", ["qwen3", "phi3", "qwen3_moe"])
 @pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
 def test_saved_as_it_was(arch: str, number: torch.dtype, tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ from liger_models.kernels.divergence import (
     logits_divergence,
 )
 from liger_models.kernels.float8 import RECIPES, Float8, float8_dtype, round_known, transposed
-from liger_models.kernels.float8_blocks import blocks_dense
 from liger_models.kernels.float8_gated_mlp import float8_gated_mlp
 from liger_models.kernels.float8_linear import float8_norm_linear
 from liger_models.kernels.frozen_float8_linear import frozen_float8_linear
@@ -56,7 +55,7 @@ from liger_models.kernels.nf4_linear import nf4_linear
 from liger_models.kernels.norm_linear import layer_norm_linear, rms_norm_linear
 from liger_models.kernels.qk_norm_rope import qk_norm_rope
 from liger_models.kernels.qkv_norm_rope import qkv_norm_rope
-from liger_models.kernels.quantized_weight import QuantizedWeight
+from liger_models.kernels.quantized_weight import QuantizedWeight, quantized_linear
 from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.rope import rope, rope_qkv
 from liger_models.kernels.row_linear import row_linear, row_linear_forward
@@ -142,7 +141,13 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     differentiate(frozen_float8_linear(draw_(64, C), rounded))
     gated_mlp(None, draw_(1, 512), draw_(512), QuantizedWeight.of_nf4(codes), draw_(8, 4))
     gated_mlp(None, draw_(1, C), norm, QuantizedWeight.of_float8(rounded), draw_(8, 32))
-    blocks_dense(draw_(64, 300).detach().to(torch.float8_e4m3fn), draw_(64, 3).detach(), 128, torch.bfloat16)
+    stored = draw_(64, C).detach().to(torch.float8_e4m3fn), torch.ones(64, C // 128)
+    blocks = QuantizedWeight(*stored, None, None, None, [64, C, 128], dtype)
+    blocks.dense()
+    for rows in (1, 3, 20):
+        quantized_linear(draw_(rows, C).detach(), blocks)
+        low_rank_linear(draw_(rows, C).detach(), blocks, None, (draw_(48, C).detach(), draw_(64, 48).detach()))
+    gated_mlp(None, draw_(1, C), norm, blocks, draw_(8, 32))
     differentiate(rms_norm_linear(x, residual, norm, draw_(64, C)))
     for act in ("silu", "gelu_tanh", "gelu"):
         differentiate(gated_act(draw_(3, 2 * F), act))
@@ -302,7 +307,8 @@ if __name__ == "__main__":
     JITFunction.__getitem__ = compile_instead
     dispatch.INTERPRET = True  # ops on the CPU take the way of the kernels
     torch.manual_seed(0)
-    importlib.import_module("liger_models.kernels.nf4_linear").has_ptx = lambda x: sys.argv[1] == "sm_90"
+    for name in ("nf4_linear", "float8_blocks"):
+        importlib.import_module(f"liger_models.kernels.{name}").has_ptx = lambda x: sys.argv[1] == "sm_90"
     importlib.import_module("liger_models.kernels.row_linear").overlaps = lambda device: sys.argv[1] == "sm_90"
     # The other targets have 64 KB and 160 KB of shared memory.
     tier = (lambda x: x.element_size()) if sys.argv[1] == "sm_90" else (lambda x: 4)

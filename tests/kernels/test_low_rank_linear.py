@@ -4,17 +4,17 @@ import torch
 from liger_models.kernels.batch_invariance import batch_invariant
 from liger_models.kernels.low_rank_linear import low_rank_linear
 from liger_models.kernels.norm_linear import linear
-from liger_models.kernels.quantized_weight import QuantizedWeight, weight_for_op
+from liger_models.kernels.quantized_weight import QuantizedWeight, dense, weight_for_op
 from liger_models.kernels.row_linear import MOST_RANKS
 
 from ..late import Late
 from .oracle import opcheck
 from .test_nf4_linear import unrounded
-from .test_quantized_weight import draw
+from .test_quantized_weight import blocks, draw
 
 quantization = Late("torchao.quantization", "4-bit weights need torchao")
 
-KINDS = pytest.mark.parametrize("kind", ["dense", "float8", "nf4"])
+KINDS = pytest.mark.parametrize("kind", ["dense", "float8", "blocks", "nf4"])
 
 
 def make(kind, rows, R, device, dtype, shape=(20, 128)):
@@ -25,6 +25,9 @@ def make(kind, rows, R, device, dtype, shape=(20, 128)):
     if kind == "nf4":
         stored = quantization.to_nf4(weight, 64, 1)
         weight, exact = QuantizedWeight.of_nf4(stored), unrounded(stored)
+    elif kind == "blocks":
+        weight = blocks(N, K, device=device, dtype=dtype, width=32)
+        exact = dense(weight.to(torch.float32)).double()
     elif kind == "float8":
         weight = QuantizedWeight.of_float8(quantization.Float8Tensor.from_hp(weight))
         exact = weight.codes.double() * weight.scales.double()[:, None]

@@ -165,7 +165,7 @@ def test_without_a_low_rank_term_and_gradients(backend, op):
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapted"])
-@pytest.mark.parametrize("make", [nf4, float8])
+@pytest.mark.parametrize("make", [nf4, float8, functools.partial(blocks, width=32)], ids=["nf4", "float8", "blocks"])
 @MODES
 def test_few_rows_are_multiplied_with_codes(kernel_device, make, adapted, recompute, monkeypatch, poisoned_empty):
     """As in decoding: no weight is made dense, and a single row has its activation in the same kernel."""
@@ -177,7 +177,7 @@ def test_few_rows_are_multiplied_with_codes(kernel_device, make, adapted, recomp
     wide_pairs = [each and tuple(one.float() for one in each) for each in pairs]
     names = "gate_up_low_rank", "down_low_rank"
     low_ranks, wide_low_ranks = (dict(zip(names, each, strict=True)) for each in (pairs, wide_pairs))
-    for name in ("nf4_dense", "float8_dense", "nf4_dense_reference"):
+    for name in ("nf4_dense", "float8_dense", "nf4_dense_reference", "blocks_dense"):
         monkeypatch.delattr(f"liger_models.kernels.quantized_weight.{name}")
     activations = []
     original = module.gated_act_forward
