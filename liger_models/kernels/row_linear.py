@@ -9,7 +9,8 @@
 Each program multiplies a few rows of W with x and adds up the products, so that no part of a sum goes through memory.
 A single row needs no matrix units. Other kernels use only two thirds of the memory's bandwidth where W has few rows.
 
-Up to `MOST_ROWS` rows are multiplied by matrix units, which all rows share. A program's warps divide the columns.
+Up to `MOST_ROWS` rows are multiplied by matrix units. Where W has too few rows for all multiprocessors, programs divide
+its columns, and a second kernel adds their sums.
 
 A launch of the kernel for a single row computes x @ Aᵀ, in a program for each rank and row. On Hopper and later GPUs
 the kernel for y of a single row starts beside it, and waits for it only after its own sums (`overlap`).
@@ -22,15 +23,17 @@ from torch import Tensor
 
 from .batch_invariance import is_batch_invariant
 from .checks import check, check_floating
-from .dispatch import LIBRARY, TRITON_DTYPES, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, TRITON_DTYPES, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
 from .gated_act import _activation
-from .overlap import can_overlap, end_previous, overlap, start_next
+from .overlap import await_previous, can_overlap, end_previous, overlap, start_next
 
 ROWS = 4
 COLUMNS = 1024
 NUM_WARPS = 2
-"""Rows and columns of W that a program reads in a step, and its warps. On an H200, for the projections of Llama 3.2 1B,
-3B and Llama 3 8B, this is within 6 % of the best of 26 shapes, and 1.01 to 1.4 times as fast as cuBLAS."""
+STAGES = 3
+"""Rows and columns of W that a program reads in a step, its warps, and the steps in flight, of which there is one for
+codes. The first step is read while the kernel before ends, and added last. On an H200, for the projections of Llama
+3.2 1B, 3B and Llama 3 8B, this is within 1 % of the best of 32 shapes."""
 
 LOW_COLUMNS, LOW_COLUMNS_PER_WARP = 16384, 1024
 """Columns of A that a program reads at once, nearly always the whole row, and those of one of its warps."""
@@ -39,10 +42,15 @@ MOST_ROWS = 16
 """Up to so many rows have kernels of their own. On an H100, for the projections of Llama 3.2 3B, 16 rows take 0.94 of
 cuBLAS's time, and 32 rows 1.08."""
 
-DENSE_TILES = ((16, 16, 128, 4),)
-FLOAT8_TILES = ((16, 16, 64, 4), (32, 32, 64, 4))
-"""Tiles of the kernel for several rows, each up to a number of rows of x: that number, the results of a program, the
-columns that a warp reads in a step, and the warps of a program, which share the columns."""
+TILE_ROWS, TILE_COLUMNS = 64, 128
+TILE_WARPS = 4
+TILE_STAGES = 4
+"""Rows and columns of W that a program for several rows of x reads in a step, its warps, and the steps in flight. The
+columns are divided among as many programs as give each multiprocessor one. On an H200, for the projections of Llama 3.2
+3B and Llama 3 8B, this is within 4 % of the best of 35 shapes."""
+
+SUM_ROWS, SUM_WARPS = 32, 4
+"""Rows of sums in parts that a program adds, and its warps."""
 
 MOST_RANKS = 256
 """A kernel adds low-rank terms of at most so many ranks; a program holds its rows of B meanwhile."""
@@ -130,7 +138,7 @@ def store_rows(
 def _row_linear_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, N, K, R, weight_n,
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, LOW: tl.constexpr,
-    OVERLAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """ROWS results of the row of x that the second index of the program names."""
     if LOW != "made":
@@ -148,13 +156,14 @@ def _row_linear_kernel(
         end_previous(OVERLAPS)
     if LOW == "made":  # what the next kernel reads besides is complete now
         start_next(True)
-    x = tl.load(x_ptr + column, mask=column < K, other=0.0)
-    total = weight.to(tl.float32) * x.to(tl.float32)[None, :]
-    for start in range(COLUMNS, K, COLUMNS):
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(COLUMNS, K, COLUMNS, num_stages=STAGES):
         inside = start + column < K
-        weight = tl.load(at + start, mask=known & inside[None, :], other=0.0, eviction_policy="evict_first")
+        more = tl.load(at + start, mask=known & inside[None, :], other=0.0, eviction_policy="evict_first")
         x = tl.load(x_ptr + start + column, mask=inside, other=0.0)
-        total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+        total += more.to(tl.float32) * x.to(tl.float32)[None, :]
+    x = tl.load(x_ptr + column, mask=column < K, other=0.0)
+    total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
     y = tl.sum(total, 1)
     if HAS_SCALE:
         y *= tl.load(scale_ptr + row, mask=row < N, other=0.0)
@@ -164,32 +173,70 @@ def _row_linear_kernel(
 
 
 @triton.jit
-def _rows_linear_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, K, R, weight_n,
-    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+def _finish_rows(
+    y, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS results of each of up to COLUMNS rows of x; a step reads PARTS blocks of each row of W."""
-    start_next(OVERLAPS)
+    """Store whole sums [ROWS, COLUMNS] with what is multiplied with them and added to them."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    at = row.to(tl.int64)[None, :, None] * weight_n
-    total = tl.zeros([PARTS, ROWS, COLUMNS], tl.float32)
-    for start in range(0, K, BLOCK * PARTS):
-        k = start + tl.arange(0, PARTS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        inside = (k < K)[:, None, :] & (row < N)[None, :, None]
-        weight = tl.load(weight_ptr + at + k[:, None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-        given = (k < K)[:, :, None] & (column < M)[None, None, :]
-        x = tl.load(x_ptr + column[None, None, :] * K + k[:, :, None], mask=given, other=0.0)
-        if HAS_SCALE:  # by way of float32: without it the conversion takes instructions of a sixteenth of the rate
-            weight = weight.to(tl.float32).to(x.dtype)
-        total = tl.dot(weight, x, total)
-    y = tl.sum(total, 0)
     if HAS_SCALE:
         y *= tl.load(scale_ptr + row, mask=row < N, other=0.0)[:, None]
     if RANKS:
+        column = tl.arange(0, COLUMNS)
         y = add_low_rank_rows(y, load_B(B_ptr, row, N, R, RANKS), low_ptr, column, M, R, RANKS)
     store_rows(y, bias_ptr, y_ptr, product_ptr, M, N, HAS_BIAS, ACT, ROWS, COLUMNS)
+
+
+@triton.jit
+def _rows_linear_kernel(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, sums_ptr, M, N, K, R, weight_n, share,
+    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ROWS results of each of up to COLUMNS rows of x, or of PARTS the sums over a share of the columns of W."""
+    start_next(OVERLAPS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column, lane = tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
+    first = tl.program_id(1) * share
+    end = tl.minimum(first + share, K)
+    weights = weight_ptr + row.to(tl.int64)[:, None] * weight_n + lane[None, :]
+    rows = x_ptr + column[None, :] * K + lane[:, None]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(first, end, BLOCK):
+        inside = start + lane < end
+        mask = (row < N)[:, None] & inside[None, :]
+        weight = tl.load(weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
+        x = tl.load(rows + start, mask=inside[:, None] & (column < M)[None, :], other=0.0)
+        if HAS_SCALE:  # by way of float32: without it the conversion takes instructions of a sixteenth of the rate
+            weight = weight.to(tl.float32).to(x.dtype)
+        total = tl.dot(weight, x, total)
+    if PARTS == 1:
+        _finish_rows(
+            total, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_SCALE, HAS_BIAS, ACT, RANKS,
+            ROWS, COLUMNS,
+        )  # fmt: skip
+    else:
+        at = (tl.program_id(1) * N + row)[:, None] * COLUMNS + column[None, :]
+        tl.store(sums_ptr + at, total, mask=(row < N)[:, None])
+
+
+@triton.jit
+def _add_rows_kernel(
+    sums_ptr, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R,
+    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The results of sums in parts, added in order."""
+    await_previous(OVERLAPS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(sums_ptr + part * N * COLUMNS + at, mask=(row < N)[:, None], other=0.0)
+    _finish_rows(
+        total, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_SCALE, HAS_BIAS, ACT, RANKS, ROWS,
+        COLUMNS,
+    )  # fmt: skip
 
 
 def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -234,7 +281,7 @@ def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, 
     with on_device_of(x):
         _row_linear_kernel[(R, len(low))](
             x, A, None, None, low, None, None, None, R, K, 0, K, HAS_SCALE=False, HAS_BIAS=False, ACT="", RANKS=0,
-            LOW="made" if beside else "", **overlaps, ROWS=1, COLUMNS=columns,
+            LOW="made" if beside else "", **overlaps, ROWS=1, COLUMNS=columns, STAGES=1,
             num_warps=max(columns // LOW_COLUMNS_PER_WARP, 1),
         )  # fmt: skip
     constants["RANKS"] = max(triton.next_power_of_2(R), MIN_RANKS)
@@ -257,23 +304,32 @@ def row_linear_forward(
     M, y = x.numel() // K, x.new_empty(*x.shape[:-1], N)
     product = x.new_empty(*x.shape[:-1], N // 2) if act else x.new_empty(0)
     bias = None if bias is None else bias.contiguous()
-    low_rank_given, constants = low_rank_arguments(x, low_rank)
+    (low, B, R), constants = low_rank_arguments(x, low_rank)
     constants |= {"HAS_SCALE": scales is not None, "HAS_BIAS": bias is not None, "ACT": act}
-    tensors = x, weight, scales, bias, y, product, *low_rank_given[:2]
-    sizes = N, K, low_rank_given[2], weight.stride(0)
+    ends = scales, bias, y, product, low, B
     with on_device_of(x):
         if M == 1:
             columns = min(max(triton.next_power_of_2(K), 32), COLUMNS)
             _row_linear_kernel[(triton.cdiv(N, ROWS),)](
-                *tensors, *sizes, ROWS=ROWS, COLUMNS=columns, **constants, num_warps=NUM_WARPS
-            )
-        else:
-            tiles = DENSE_TILES if scales is None else FLOAT8_TILES
-            rows, block, warps = next(tile for most, *tile in tiles if most >= M)
-            _rows_linear_kernel[(triton.cdiv(N, rows),)](
-                *tensors, M, *sizes, ROWS=rows, COLUMNS=max(triton.next_power_of_2(M), 8), BLOCK=block, PARTS=warps,
-                **constants, num_warps=warps,
+                x, weight, *ends, N, K, R, weight.stride(0), ROWS=ROWS, COLUMNS=columns,
+                STAGES=STAGES if scales is None else 1, **constants, num_warps=NUM_WARPS,
             )  # fmt: skip
+            return y, product
+        tiles, columns = triton.cdiv(N, TILE_ROWS), max(triton.next_power_of_2(M), 8)
+        parts = max(min(triton.cdiv(num_programs(x, 1), tiles), K // (2 * TILE_COLUMNS)), 1)
+        share = triton.cdiv(triton.cdiv(K, parts), TILE_COLUMNS) * TILE_COLUMNS
+        sums = None if parts == 1 else torch.empty(parts, N, columns, dtype=torch.float32, device=x.device)
+        constants |= {"PARTS": parts, "COLUMNS": columns}
+        stage = TILE_COLUMNS * (TILE_ROWS * weight.itemsize + columns * x.itemsize)
+        _rows_linear_kernel[(tiles, parts)](
+            x, weight, *ends, sums, M, N, K, R, weight.stride(0), share, ROWS=TILE_ROWS, BLOCK=TILE_COLUMNS,
+            **constants, num_warps=TILE_WARPS, num_stages=fitting_stages(x, TILE_STAGES, stage),
+        )  # fmt: skip
+        if parts > 1:
+            constants |= overlap(x)
+            _add_rows_kernel[(triton.cdiv(N, SUM_ROWS),)](
+                sums, *ends, M, N, R, ROWS=SUM_ROWS, **constants, num_warps=SUM_WARPS
+            )
     return y, product
 
 
