@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.dispatch import on_device_of, use_triton
+from liger_models.kernels.overlap import overlapping
 from liger_models.layers import paged_cache
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.derived import DerivedTensors
@@ -157,7 +158,8 @@ class DecodeStep:
     def _run(self, model: Decoder) -> Tensor:
         self.cache.step()
         kept: dict[str, Any] = {"return_logits": False} if self.returns_hidden else {"logits_to_keep": 1}
-        out = model(self._tokens, position_ids=self._positions, cache=self.cache, **kept)
+        with overlapping():
+            out = model(self._tokens, position_ids=self._positions, cache=self.cache, **kept)
         if self.records_routing:
             self.routed_experts = model.choose_experts(out.router_logits)
         result: Tensor = out.hidden_states[-1] if self.returns_hidden else out.logits

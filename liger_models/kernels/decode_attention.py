@@ -26,6 +26,7 @@ from .causal_attention import LOG2_E, MOST_HEAD_DIM, _precision
 from .checks import check, check_floating
 from .cross_entropy import _transformed
 from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
+from .overlap import await_previous, overlap
 from .rope import contiguous_rows
 
 PROGRAMS_PER_SM = 2
@@ -82,8 +83,9 @@ def _decode_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, out_ptr, lse_ptr, table_b, q_b, q_h, window, scale, softcap,
     G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    await_previous(OVERLAPS)
     part = tl.program_id(0)
     tiles: tl.constexpr = (QUERIES + BLOCK_M - 1) // BLOCK_M
     group = tl.program_id(1) // tiles
@@ -131,9 +133,10 @@ def _decode_kernel(
 @triton.jit
 def _combine_kernel(
     parts_ptr, lse_ptr, sinks_ptr, out_ptr, H, D: tl.constexpr, PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of the parts that have keys; ``lse`` has the base 2."""
+    await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -192,11 +195,12 @@ def _decode_attention(
             q, keys, values, table, lengths, results, lse, table.stride(0), *q.stride()[:2], window or 0, scale,
             softcap or 0.0, G=G, QUERIES=H // G, D=D, PAGE=page, PARTS=parts, HAS_WINDOW=window is not None,
             HAS_SOFTCAP=softcap is not None, PRECISION=_precision(q), BLOCK_M=block_m, BLOCK_N=block_n,
-            BLOCK_D=block_d, num_warps=4, num_stages=fitting_stages(q, STAGES, 2 * block_n * block_d * q.itemsize),
+            BLOCK_D=block_d, **overlap(q), num_warps=4,
+            num_stages=fitting_stages(q, STAGES, 2 * block_n * block_d * q.itemsize),
         )  # fmt: skip
         _combine_kernel[(B * H, triton.cdiv(D, columns))](
             results, lse, lse if sinks is None else sinks.contiguous(), out, H,
-            D=D, PARTS=parts, HAS_SINKS=sinks is not None, BLOCK_D=columns,
+            D=D, PARTS=parts, HAS_SINKS=sinks is not None, BLOCK_D=columns, **overlap(q),
         )  # fmt: skip
     return out
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from .dispatch import on_device_of, tl, triton, use_triton
 from .frozen_float8_linear import takes_float8_rows
 from .nf4_linear import has_ptx
-from .row_linear import LowRank, add_low_rank_rows, load_B, low_rank_arguments, low_rank_row, store_row
+from .overlap import end_previous, start_next
+from .row_linear import LowRank, add_low_rank_rows, load_B, low_rank_arguments, low_rank_row, store_row, store_rows
 
 ROWS = 4
 COLUMNS = 1024
@@ -33,7 +34,7 @@ ROW_TILE = (4, 1024, 2)
 RUN = tl.constexpr(16)
 """Columns that a thread of this kernel reads at once, and adds up."""
 
-TILES = ((16, 16, 64, 4), (32, 32, 64, 4))
+TILES = ((8, 16, 128, 4), (32, 32, 128, 4))
 """Tiles of the kernel for several rows, each up to a number of rows of x: that number, the results of a program, the
 columns that a warp reads in a step, and the warps of a program, which share the columns."""
 
@@ -92,10 +93,11 @@ def blocks_dense(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) 
 @triton.jit
 def _block_row_kernel(
     x_ptr, code_ptr, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, N, K, G, R, WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr, LOW: tl.constexpr,
+    OVERLAPS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """ROWS results of a single row of x; a step reads BLOCKS blocks of each row of W."""
+    start_next(OVERLAPS)
     COLUMNS: tl.constexpr = BLOCKS * WIDTH
     RUNS: tl.constexpr = COLUMNS // RUN
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -104,6 +106,8 @@ def _block_row_kernel(
     if RANKS:
         B = load_B(B_ptr, row, N, R, RANKS)
     total = tl.zeros([ROWS, RUNS], tl.float32)
+    if LOW != "awaited":
+        end_previous(OVERLAPS)
     for start in range(0, G, BLOCKS):
         block = start + tl.arange(0, BLOCKS)
         column = start * WIDTH + tl.arange(0, COLUMNS)
@@ -125,20 +129,21 @@ def _block_row_kernel(
         total += tl.sum(tl.reshape(numbers, [ROWS, RUNS, RUN]) * x[None, :, :], 2)
     y = tl.sum(total, 1)
     if RANKS:
-        y += low_rank_row(B, low_ptr, R, RANKS, OVERLAPS)
+        y += low_rank_row(B, low_ptr, R, RANKS, LOW)
     store_row(y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
 
 
 @triton.jit
 def _block_rows_kernel(
-    x_ptr, code_ptr, scale_ptr, bias_ptr, y_ptr, low_ptr, B_ptr, M, N, K, G, R, WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    x_ptr, code_ptr, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, K, G, R, WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """ROWS results of each of up to COLUMNS rows of x; a step reads PARTS times BLOCK columns of each row of W.
 
     BLOCK columns share a scale.
     """
+    start_next(OVERLAPS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     at = row.to(tl.int64)[None, :]
@@ -158,11 +163,8 @@ def _block_rows_kernel(
         total = tl.dot(numbers, x, total)
     y = tl.sum(total, 0)
     if RANKS:
-        y = add_low_rank_rows(y, load_B(B_ptr, row, N, R, RANKS), low_ptr, column, M, R, RANKS, OVERLAPS)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
-    out = y_ptr + column[None, :].to(tl.int64) * N + row[:, None]
-    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=(row < N)[:, None] & (column < M)[None, :])
+        y = add_low_rank_rows(y, load_B(B_ptr, row, N, R, RANKS), low_ptr, column, M, R, RANKS)
+    store_rows(y, bias_ptr, y_ptr, product_ptr, M, N, HAS_BIAS, ACT, ROWS, COLUMNS)
 
 
 def takes_block_rows(x: Tensor, codes: Tensor, scales: Tensor, width: int) -> bool:
@@ -177,26 +179,26 @@ def block_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch a kernel for few rows x [..., C]: ``(y [..., O], act(gate) · up [..., O / 2])``.
 
-    The second is empty without an activation, and several rows have none. ``low_rank`` has the dtype of x.
+    The second is empty without an activation. ``low_rank`` has the dtype of x.
     """
     (N, K), G = codes.shape, scales.shape[1]
     y, M, x = x.new_empty(*x.shape[:-1], N), x.numel() // K, x.contiguous()
     product = x.new_empty(*x.shape[:-1], N // 2) if act else x.new_empty(0)
     bias = None if bias is None else bias.contiguous()
     (low, B, R), constants = low_rank_arguments(x, low_rank)
-    constants |= {"WIDTH": width, "HAS_BIAS": bias is not None}
+    constants |= {"WIDTH": width, "HAS_BIAS": bias is not None, "ACT": act}
     with on_device_of(x):
         if M == 1:
             rows, columns, warps = ROW_TILE
             blocks = max(min(columns // width, triton.next_power_of_2(G)), 1)
             _block_row_kernel[(triton.cdiv(N, rows),)](
-                x, codes, scales, bias, y, product, low, B, N, K, G, R, ACT=act, PTX=has_ptx(x), ROWS=rows,
+                x, codes, scales, bias, y, product, low, B, N, K, G, R, PTX=has_ptx(x), ROWS=rows,
                 BLOCKS=blocks, **constants, num_warps=warps,
             )  # fmt: skip
         else:
             rows, block, warps = next(tile for most, *tile in TILES if most >= M)
             _block_rows_kernel[(triton.cdiv(N, rows),)](
-                x, codes, scales, bias, y, low, B, M, N, K, G, R, ROWS=rows,
+                x, codes, scales, bias, y, product, low, B, M, N, K, G, R, ROWS=rows,
                 COLUMNS=max(triton.next_power_of_2(M), 8), BLOCK=min(block, width), PARTS=warps, **constants,
                 num_warps=warps,
             )  # fmt: skip

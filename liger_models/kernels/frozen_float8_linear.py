@@ -28,7 +28,7 @@ from torch import Tensor
 from .batch_invariance import is_batch_invariant
 from .checks import check
 from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
-from .row_linear import LowRank, add_low_rank_rows, load_B, low_rank_arguments, row_linear_forward
+from .row_linear import row_linear_forward
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -54,10 +54,6 @@ DENSE_BLOCK = 2048
 
 MOST_ROWS = 32
 """Up to so many rows of x are multiplied with codes as they are."""
-
-ROW_TILES = ((16, 16, 64, 4), (32, 32, 64, 4), (64, 16, 64, 4))
-"""Tiles of the kernel for several rows, each up to a number of rows of x: that number, the results of a program, the
-columns that a warp reads in a step, and the warps of a program, which share the columns."""
 
 TILE = 128
 TILE_WARPS = 8
@@ -170,36 +166,8 @@ def multiplies(x: Tensor, codes: Tensor) -> bool:
     )
 
 
-@triton.jit
-def _float8_rows_kernel(
-    x_ptr, code_ptr, scale_ptr, bias_ptr, y_ptr, low_ptr, B_ptr, M, N, K, R,
-    HAS_BIAS: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """ROWS results of each of up to COLUMNS rows of x; a step reads PARTS blocks of each row of W."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    at = row.to(tl.int64)[None, :, None] * K
-    total = tl.zeros([PARTS, ROWS, COLUMNS], tl.float32)
-    for start in range(0, K, BLOCK * PARTS):
-        k = start + tl.arange(0, PARTS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        inside = (k < K)[:, None, :] & (row < N)[None, :, None]
-        codes = tl.load(code_ptr + at + k[:, None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-        known = (k < K)[:, :, None] & (column < M)[None, None, :]
-        x = tl.load(x_ptr + column[None, None, :] * K + k[:, :, None], mask=known, other=0.0)
-        # By way of float32: without it the conversion takes instructions of a sixteenth of the rate.
-        total = tl.dot(codes.to(tl.float32).to(x.dtype), x, total)
-    y = tl.sum(total, 0) * tl.load(scale_ptr + row, mask=row < N, other=0.0)[:, None]
-    if RANKS:
-        y = add_low_rank_rows(y, load_B(B_ptr, row, N, R, RANKS), low_ptr, column, M, R, RANKS, OVERLAPS)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
-    out = y_ptr + column[None, :].to(tl.int64) * N + row[:, None]
-    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=(row < N)[:, None] & (column < M)[None, :])
-
-
 def takes_float8_rows(x: Tensor, codes: Tensor) -> bool:
-    """Whether `float8_rows` takes x: few rows, on a device that converts float8, outside of `batch_invariant`."""
+    """Whether `row_linear_forward` takes them: few rows, a device that converts float8, no `batch_invariant`."""
     rows = x.numel() // max(x.shape[-1], 1)
     return (
         (rows == 1 or (1 < rows <= MOST_ROWS and x.dtype != torch.float32))
@@ -209,33 +177,10 @@ def takes_float8_rows(x: Tensor, codes: Tensor) -> bool:
     )
 
 
-def float8_rows(
-    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
-) -> tuple[Tensor, Tensor]:
-    """Launch a kernel for few rows x [..., C]: ``(y [..., O], act(gate) · up [..., O / 2])``.
-
-    The second is empty without an activation, and several rows have none. ``low_rank`` has the dtype of x.
-    """
-    N, K = codes.shape
-    M = x.numel() // K
-    if M == 1:
-        return row_linear_forward(x, codes, bias, act, scales, low_rank)
-    y, x = x.new_empty(*x.shape[:-1], N), x.contiguous()
-    rows, block, warps = next(tile for most, *tile in ROW_TILES if most >= M)
-    bias = None if bias is None else bias.contiguous()
-    (low, B, R), constants = low_rank_arguments(x, low_rank)
-    with on_device_of(x):
-        _float8_rows_kernel[(triton.cdiv(N, rows),)](
-            x, codes, scales, bias, y, low, B, M, N, K, R, HAS_BIAS=bias is not None, ROWS=rows,
-            COLUMNS=max(triton.next_power_of_2(M), 8), BLOCK=block, PARTS=warps, **constants, num_warps=warps,
-        )  # fmt: skip
-    return y, x.new_empty(0)
-
-
 def float8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ Wᵀ + bias`` inside an op: x [..., C] and bias [O] in the dtype of the result [..., O]."""
     if takes_float8_rows(x, codes):
-        return float8_rows(x, codes, scales, bias)[0]
+        return row_linear_forward(x, codes, bias, scales=scales)[0]
     rows = x.reshape(-1, x.shape[-1])
     if not multiplies(rows, codes):
         return F.linear(x, float8_dense(codes, scales, x.dtype), bias)

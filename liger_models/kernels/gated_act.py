@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .checks import check, check_floating
 from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .overlap import await_previous, overlap
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
@@ -76,7 +77,10 @@ def _load_pairs(pointer, left, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gated_act_kernel(gate_up_ptr, y_ptr, count, gate_scale, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_act_kernel(
+    gate_up_ptr, y_ptr, count, gate_scale, ACT: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr
+):
+    await_previous(OVERLAPS)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     left = count - start  # int64, so twice that does not overflow
     gate, up = _load_pairs(gate_up_ptr + 2 * start, left, BLOCK)
@@ -113,7 +117,7 @@ def gated_act_forward(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Ten
     if y.numel():
         with on_device_of(gate_up):
             _gated_act_kernel[(triton.cdiv(y.numel(), BLOCK),)](
-                gate_up, y, y.numel(), gate_scale, ACT=act, BLOCK=BLOCK, num_warps=NUM_WARPS
+                gate_up, y, y.numel(), gate_scale, ACT=act, BLOCK=BLOCK, **overlap(y), num_warps=NUM_WARPS
             )
     return y
 

@@ -31,7 +31,8 @@ from torch import Tensor
 from .batch_invariance import is_batch_invariant, product
 from .checks import check
 from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
-from .row_linear import LowRank, add_low_rank_rows, load_B, low_rank_arguments, low_rank_row, store_row
+from .overlap import end_previous, start_next
+from .row_linear import LowRank, add_low_rank_rows, load_B, low_rank_arguments, low_rank_row, store_row, store_rows
 
 NF4_BLOCK, MOST_SCALES = 64, 256
 """Numbers with one scale, and at most so many scales with one factor."""
@@ -171,13 +172,21 @@ def _term(table_ptr, word, x, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def _load_words(word_ptr, row, known, start, words, WORDS: tl.constexpr):
+    """The codes of rows [ROWS, 1] from a word on, [ROWS, WORDS]; zeros beyond the last."""
+    word = start + tl.arange(0, WORDS)[None, :]
+    return tl.load(word_ptr + row * words + word, mask=known & (word < words), other=0, eviction_policy="evict_first")
+
+
+@triton.jit
 def _nf4_row_kernel(
     x_ptr, bias_ptr, word_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, y_ptr, product_ptr, low_ptr, B_ptr,
     N, words, R, WORDS_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACT: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, ROWS: tl.constexpr,
-    SCALES: tl.constexpr,
+    ACT: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr, LOW: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """ROWS results; a step reads the codes of SCALES scales of each of their rows, eight in a word."""
+    start_next(OVERLAPS)
     WORDS: tl.constexpr = SCALES * WORDS_PER_SCALE
     RUN: tl.constexpr = min(4, WORDS_PER_SCALE)  # words that a thread reads at once, and adds up
     dtype: tl.constexpr = table_ptr.dtype.element_ty
@@ -191,13 +200,13 @@ def _nf4_row_kernel(
     at = row.to(tl.int64)[:, None]
     if RANKS:
         B = load_B(B_ptr, row, N, R, RANKS)
+    codes = _load_words(word_ptr, at, known, 0, words, WORDS)
+    if LOW != "awaited":
+        end_previous(OVERLAPS)
     for start in range(0, blocks, SCALES):
         word = start * WORDS_PER_SCALE + tl.arange(0, WORDS)
         block = start + tl.arange(0, SCALES)
         inside = word < words
-        codes = tl.load(
-            word_ptr + at * words + word[None, :], mask=known & inside[None, :], other=0, eviction_policy="evict_first"
-        )
         some = known & (block < blocks)[None, :]
         scale = _scale(scale_ptr, factor_ptr, mean, at * blocks + block[None, :], some, dtype, SCALES_PER_FACTOR)
         x = tl.load(x_ptr + 8 * word[:, None] + tl.arange(0, 8)[None, :], mask=inside[:, None], other=0.0)
@@ -214,22 +223,25 @@ def _nf4_row_kernel(
             part += _term(table_ptr, codes, x4, 20) + _term(table_ptr, codes, x5, 16)
             part += _term(table_ptr, codes, x6, 28) + _term(table_ptr, codes, x7, 24)
         total += tl.sum(tl.reshape(part, [ROWS, SCALES, WORDS_PER_SCALE // RUN, RUN]), 3) * scale[:, :, None]
+        codes = _load_words(word_ptr, at, known, start * WORDS_PER_SCALE + WORDS, words, WORDS)
     y = tl.sum(tl.sum(total, 2), 1)
     if RANKS:
-        y += low_rank_row(B, low_ptr, R, RANKS, OVERLAPS)
+        y += low_rank_row(B, low_ptr, R, RANKS, LOW)
     store_row(y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
 
 
 @triton.jit
 def _nf4_rows_kernel(
-    pair_ptr, bias_ptr, code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, y_ptr, low_ptr, B_ptr, M, N, pairs, R,
-    PAIRS_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
-    RANKS: tl.constexpr, OVERLAPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SCALES: tl.constexpr,
+    pair_ptr, bias_ptr, code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, y_ptr, product_ptr, low_ptr, B_ptr,
+    M, N, pairs, R, PAIRS_PER_SCALE: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACT: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """ROWS results of each of up to COLUMNS rows of x; a step reads the codes of SCALES scales of each row of W.
 
     Numbers with even and with odd index are multiplied separately: a byte of codes and a pair of x have one of each.
     """
+    start_next(OVERLAPS)
     dtype: tl.constexpr = table_ptr.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mean = tl.load(mean_ptr).to(tl.float32)
@@ -265,11 +277,8 @@ def _nf4_rows_kernel(
         total += part * scale[:, :, None]
     y = tl.sum(total, 0)
     if RANKS:
-        y = add_low_rank_rows(y, load_B(B_ptr, row, N, R, RANKS), low_ptr, column, M, R, RANKS, OVERLAPS)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
-    out = y_ptr + column[None, :].to(tl.int64) * N + row[:, None]
-    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=(row < N)[:, None] & (column < M)[None, :])
+        y = add_low_rank_rows(y, load_B(B_ptr, row, N, R, RANKS), low_ptr, column, M, R, RANKS)
+    store_rows(y, bias_ptr, y_ptr, product_ptr, M, N, HAS_BIAS, ACT, ROWS, COLUMNS)
 
 
 Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -351,7 +360,7 @@ def nf4_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch a kernel for few rows x [..., columns]: ``(y [..., rows], act(gate) · up [..., rows / 2])``.
 
-    The second is empty without an activation, and several rows have none. ``low_rank`` has the dtype of x.
+    The second is empty without an activation. ``low_rank`` has the dtype of x.
     """
     codes, *_, table = packed
     N, K, codes_per_scale, per_factor = layout
@@ -360,7 +369,7 @@ def nf4_rows(
     ptx = has_ptx(x) and table.dtype != torch.float32
     x = x.contiguous()
     x = x.clone() if M > 1 and x.storage_offset() % 2 else x
-    constants = {"SCALES_PER_FACTOR": per_factor, "HAS_BIAS": bias is not None, "PTX": ptx}
+    constants = {"SCALES_PER_FACTOR": per_factor, "HAS_BIAS": bias is not None, "ACT": act, "PTX": ptx}
     bias = x if bias is None else bias.contiguous()
     (low, B, R), options = low_rank_arguments(x, low_rank)
     constants |= options
@@ -370,14 +379,15 @@ def nf4_rows(
             _nf4_row_kernel[(triton.cdiv(N, ROWS),)](
                 x, bias, codes.view(torch.int32), *packed[1:], y, product, low, B, N, K // 8, R,
                 WORDS_PER_SCALE=codes_per_scale // 8, SCALES=max(8 * ROW_WORDS * warps // codes_per_scale, 1),
-                ACT=act, ROWS=ROWS, **constants, num_warps=warps,
+                ROWS=ROWS, **constants, num_warps=warps,
             )  # fmt: skip
         else:
             rows, scales, warps = next(tile for most, *tile in TILES if most >= M)
             columns = max(triton.next_power_of_2(M), 8)
             _nf4_rows_kernel[(triton.cdiv(N, rows),)](
-                x.view(torch.int32), bias, *packed, y, low, B, M, N, K // 2, R, PAIRS_PER_SCALE=codes_per_scale // 2,
-                COLUMNS=columns, ROWS=rows, SCALES=scales, **constants, num_warps=warps,
+                x.view(torch.int32), bias, *packed, y, product, low, B, M, N, K // 2, R,
+                PAIRS_PER_SCALE=codes_per_scale // 2, COLUMNS=columns, ROWS=rows, SCALES=scales, **constants,
+                num_warps=warps,
             )  # fmt: skip
     return y, product
 

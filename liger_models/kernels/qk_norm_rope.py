@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .checks import check_floating
 from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
+from .overlap import await_previous, overlap
 from .rms_norm import _scaled, rms_norm_reference
 from .rope import (
     ELEMENTS_PER_WARP,
@@ -114,8 +115,9 @@ def _qk_norm_rope_kernel(
     eps, weight_offset,
     G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, SHARE_ROWS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, SCALE_IN_FP32: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, SCALE_IN_FP32: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    await_previous(OVERLAPS)
     H: tl.constexpr = G * QUERIES
     W: tl.constexpr = D if WHOLE else 0
     chunk = tl.program_id(0) % CHUNKS
@@ -249,7 +251,7 @@ def _qk_norm_rope(
             _qk_norm_rope_kernel[(B * T * constants["CHUNKS"],)](
                 qkv, q, k, v, q_norm_weight.contiguous(), k_norm_weight.contiguous(), cos, sin, T, *qkv.stride()[:2],
                 table_b, table_t, eps, weight_offset,
-                INTERLEAVED=interleaved, WHOLE=whole, SCALE_IN_FP32=scale_in_fp32, **constants,
+                INTERLEAVED=interleaved, WHOLE=whole, SCALE_IN_FP32=scale_in_fp32, **constants, **overlap(qkv),
             )  # fmt: skip
     return q, k, v
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .checks import check, check_floating
 from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
+from .overlap import await_previous, overlap
 from .qk_norm_rope import HEAD_STAGES, HEAD_WARPS_PER_SM
 from .rms_norm import rms_norm_reference
 from .rope import (
@@ -90,8 +91,9 @@ def _weights(
 def _qkv_norm_rope_kernel(
     packed_ptr, q_ptr, k_ptr, v_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, T, packed_b, packed_t, table_b, table_t, eps,
     G: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    await_previous(OVERLAPS)
     H: tl.constexpr = G * QUERIES
     chunk = tl.program_id(0) % CHUNKS
     token = tl.program_id(0) // CHUNKS
@@ -213,7 +215,7 @@ def _qkv_norm_rope(
         with on_device_of(packed):
             _qkv_norm_rope_kernel[(B * T * constants["CHUNKS"],)](
                 packed, q, k, v, *(weight.contiguous() for weight in weights), cos, sin, T, *packed.stride()[:2],
-                table_b, table_t, eps, **constants,
+                table_b, table_t, eps, **constants, **overlap(packed),
             )  # fmt: skip
     return q, k, v
 

@@ -20,7 +20,7 @@ from . import batch_invariance
 from .checks import check
 from .dispatch import LIBRARY, use_triton
 from .float8_blocks import block_rows, blocks_dense, takes_block_rows
-from .frozen_float8_linear import float8_dense, float8_input_product, float8_product, float8_rows, takes_float8_rows
+from .frozen_float8_linear import float8_dense, float8_input_product, float8_product, takes_float8_rows
 from .nf4_linear import Packed, nf4_dense, nf4_dense_reference, nf4_rows, takes_nf4_rows
 from .row_linear import LowRank, row_linear_forward, takes_low_rank, takes_row
 
@@ -136,7 +136,7 @@ class QuantizedWeight(NamedTuple):
             return nf4_rows(x, bias, nf4, self.layout, act, low_rank) if takes_nf4_rows(x, nf4, self.layout) else None
         if self.multiplies_in_float8:
             taken = takes_float8_rows(x, self.codes)
-            return float8_rows(x, self.codes, self.scales, bias, act, low_rank) if taken else None
+            return row_linear_forward(x, self.codes, bias, act, self.scales, low_rank) if taken else None
         blocks = self.codes, self.scales, self.layout[2]
         return block_rows(x, *blocks, bias, act, low_rank) if takes_block_rows(x, *blocks) else None
 
@@ -182,8 +182,8 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 def few_rows(
     x: Tensor, weight: Weight, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """`product` with a low-rank term, and ``act(gate) · up`` of a single row, by one kernel; None if there is none."""
-    if (act and x.numel() != x.shape[-1]) or not (takes_low_rank(x, low_rank) and use_triton(x)):
+    """`product` with a low-rank term, and ``act(gate) · up``, by one kernel; None if there is none."""
+    if not (takes_low_rank(x, low_rank) and use_triton(x)):
         return None
     if not isinstance(weight, Tensor):
         return weight.few_rows(x, bias, act, low_rank)

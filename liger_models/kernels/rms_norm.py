@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .checks import check, check_floating
 from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
+from .overlap import end_previous, overlap, start_next
 
 MAX_TILE = 16384
 """Widest row that a program holds in registers; wider rows are walked in tiles."""
@@ -84,12 +85,16 @@ def _scaled(n, w, weight_offset, SCALE_IN_FP32: tl.constexpr, dtype: tl.constexp
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, residual_ptr, w_ptr, y_ptr, h_ptr, rstd_ptr, C, eps, weight_offset,
-    ADD: tl.constexpr, SCALE_IN_FP32: tl.constexpr, ONE_TILE: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, SCALE_IN_FP32: tl.constexpr, ONE_TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
+    start_next(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * C
     columns = tl.arange(0, BLOCK)
     if ONE_TILE:
         inside = columns < C
+        w = tl.load(w_ptr + columns, mask=inside, other=0.0)
+        end_previous(OVERLAPS)
         h = tl.load(x_ptr + row + columns, mask=inside, other=0.0)
         if ADD:
             residual = tl.load(residual_ptr + row + columns, mask=inside, other=0.0)
@@ -97,10 +102,10 @@ def _rms_norm_kernel(
             tl.store(h_ptr + row + columns, h, mask=inside)
         wide = h.to(tl.float32)
         rstd = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / C + eps)
-        w = tl.load(w_ptr + columns, mask=inside, other=0.0)
         y = _scaled(wide * rstd, w, weight_offset, SCALE_IN_FP32, h.dtype)
         tl.store(y_ptr + row + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
     else:
+        end_previous(OVERLAPS)
         square = tl.zeros([BLOCK], tl.float32)
         for start in range(0, C, BLOCK):
             inside = start + columns < C
@@ -235,7 +240,7 @@ def rms_norm_forward(
             _rms_norm_kernel[(N,)](
                 x, stream, weight, y, h, rstd, C, eps, weight_offset,
                 ADD=residual is not None, SCALE_IN_FP32=scale_in_fp32, ONE_TILE=block >= C, BLOCK=block,
-                num_warps=_num_warps(block),
+                **overlap(x), num_warps=_num_warps(block),
             )  # fmt: skip
     return y, h, rstd
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .checks import check, check_floating
 from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .overlap import await_previous, overlap
 
 MIN_WARPS, MAX_WARPS = 4, 16
 ELEMENTS_PER_WARP = 512
@@ -146,8 +147,9 @@ def rotate(x1, x2, cos, sin, rotary, HALF: tl.constexpr, BLOCK: tl.constexpr):
 def _rope_kernel(
     x_ptr, y_ptr, cos_ptr, sin_ptr, T, x_b, x_t, x_h, table_b, table_t,
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    await_previous(OVERLAPS)
     CHUNKS: tl.constexpr = (H + ROWS - 1) // ROWS
     token = tl.program_id(0) // CHUNKS
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
@@ -167,8 +169,9 @@ def _rope_qkv_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, table_b, table_t,
     G: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BACKWARD: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr,
+    BACKWARD: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    await_previous(OVERLAPS)
     SLOTS: tl.constexpr = G * (QUERIES + 2)
     CHUNKS: tl.constexpr = (SLOTS + ROWS - 1) // ROWS
     token = tl.program_id(0) // CHUNKS
@@ -237,7 +240,7 @@ def rope_forward(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved
         with on_device_of(x):
             _rope_kernel[(B * T * triton.cdiv(H, constants["ROWS"]),)](
                 x, y, cos, sin, T, *x.stride()[:3], table_b, table_t,
-                H=H, INTERLEAVED=interleaved, INVERSE=inverse, **constants,
+                H=H, INTERLEAVED=interleaved, INVERSE=inverse, **constants, **overlap(x),
             )  # fmt: skip
     return y
 
@@ -258,7 +261,7 @@ def _launch_qkv(
                 packed, *parts, cos, sin, T, *packed.stride()[:2],
                 *(stride for part in parts for stride in part.stride()[:3]), table_b, table_t,
                 G=num_kv_heads, QUERIES=queries, INTERLEAVED=interleaved, BACKWARD=backward,
-                HAS_Q=q is not None, HAS_K=k is not None, HAS_V=v is not None, **constants,
+                HAS_Q=q is not None, HAS_K=k is not None, HAS_V=v is not None, **constants, **overlap(packed),
             )  # fmt: skip
 
 

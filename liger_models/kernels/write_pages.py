@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .checks import check
 from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .overlap import await_previous, overlap
 from .rope import contiguous_rows
 
 BLOCK = 1024
@@ -29,8 +30,9 @@ def write_pages_reference(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, sl
 @triton.jit
 def _write_pages_kernel(
     keys_ptr, values_ptr, k_ptr, v_ptr, slots_ptr, k_n, k_g, v_n, v_g,
-    SIZE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, D: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    await_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -56,7 +58,7 @@ def _write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tens
     with on_device_of(k):
         _write_pages_kernel[(N, triton.cdiv(G * D, block))](
             keys, values, k, v, slots.contiguous(), *k.stride()[:2], *v.stride()[:2],
-            SIZE=G * D, D=D, BLOCK=block, num_warps=max(min(block // 256, 4), 1),
+            SIZE=G * D, D=D, BLOCK=block, **overlap(k), num_warps=max(min(block // 256, 4), 1),
         )  # fmt: skip
 
 

@@ -23,13 +23,12 @@ from liger_models.kernels.invariant_attention import invariant_attention
 from liger_models.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from liger_models.kernels.rms_norm import scale_normed
 from liger_models.kernels.rope import rope, rope_qkv, rope_qkv_reference, rope_reference, split_heads
-from liger_models.kernels.row_linear import row_linear, takes_row
 from liger_models.kernels.sink_attention import is_fused, sink_attention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.layer import AttentionSpec, Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible
 from liger_models.layers.masks import MOST_FLASH_DIM, VARLEN_OPTIONS, Segments, takes_flash, takes_segments
-from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear, is_plain
+from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm, add_norm_linear, call_linear
 from liger_models.memory.recompute import draws, recomputes, repeats, run_twice
 
 CAUSAL_BACKENDS = [
@@ -481,12 +480,7 @@ class LigerAttention(Layer):
         context = self.groups.context
         out = self._mix(qkv if context is None else to_heads(qkv, context), layout)
         out = out if context is None else to_tokens(out, context)
-        if layout.pages is not None and type(self.o_proj) is nn.Linear and is_plain(self.o_proj):
-            weights = self.o_proj.weight, self.o_proj.bias
-            if takes_row(out, *weights):
-                return row_linear(out, *weights)
-        y: Tensor = self.o_proj(out)
-        return y
+        return call_linear(self.o_proj, out)
 
     def _mix(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
         """The heads' results [B, T, H · D] from the projection's output for all tokens."""

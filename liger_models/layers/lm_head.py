@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group, gather_vocab
@@ -14,6 +13,7 @@ from liger_models.kernels.cross_entropy import cross_entropy, cross_entropy_refe
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.linear_cross_entropy import VocabShard, linear_cross_entropy
 from liger_models.kernels.options import KernelOptions
+from liger_models.kernels.row_linear import inference_linear
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import local
 
@@ -145,7 +145,7 @@ class LigerLMHead(nn.Linear, Layer):
         fused = self.kernels.fused_linear_cross_entropy or vocab_shard is not None
         raw = None
         if target is None or return_logits or not (fused or log_probs or loss_function):
-            raw = F.linear(x, weight)
+            raw = inference_linear(x, weight)
             raw = raw if vocab_shard is None else gather_vocab(raw, vocab_shard.ranks, vocab_shard.vocabulary)
         logits = None
         if raw is not None and (target is None or return_logits):

@@ -25,7 +25,7 @@ from liger_models.kernels.moe.routing import route, route_reference
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none
 from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.norm import Norm, add_norm, autocast_weights
+from liger_models.layers.norm import Norm, add_norm, autocast_weights, call_linear
 from liger_models.memory.recompute import run_twice
 
 MATRICES = ("gate_up_weight", "down_weight")
@@ -198,7 +198,7 @@ class LigerMoE(Layer):
         """x [..., C], experts [..., K] -> ``(y [..., C], router_logits [N, X])``, N the number of tokens."""
         if self.training and self.router_jitter:
             x = x * torch.empty_like(x).uniform_(1 - self.router_jitter, 1 + self.router_jitter)
-        return self._mix(x, *self._route(self.gate(x.reshape(-1, x.shape[-1])), experts))
+        return self._mix(x, *self._route(call_linear(self.gate, x.reshape(-1, x.shape[-1])), experts))
 
     def choose(self, router_logits: Tensor) -> Tensor:
         """See `Layer.choose`."""

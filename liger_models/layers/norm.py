@@ -19,7 +19,7 @@ from liger_models.kernels.layer_norm import (
 from liger_models.kernels.norm_linear import norm_linear
 from liger_models.kernels.quantized_weight import QuantizedWeight, Weight
 from liger_models.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from liger_models.kernels.row_linear import LowRank
+from liger_models.kernels.row_linear import LowRank, inference_linear
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import (
     ColumnParallelLinear,
@@ -257,6 +257,14 @@ def is_plain(*modules: nn.Module) -> bool:
         if kind is ReplicatedLinear and module.group is not None:
             return False
     return True
+
+
+def call_linear(layer: nn.Module, x: Tensor) -> Tensor:
+    """``layer(x)``; an ordinary linear layer computes few rows as `inference_linear` does."""
+    if type(layer) is nn.Linear and not torch.is_grad_enabled() and is_plain(layer):
+        return inference_linear(x, layer.weight, layer.bias)
+    y: Tensor = layer(x)
+    return y
 
 
 def is_fusible(*linears: nn.Module) -> bool:

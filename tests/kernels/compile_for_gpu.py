@@ -53,6 +53,7 @@ from liger_models.kernels.moe.quantized import quantize_experts
 from liger_models.kernels.newton_schulz import newton_schulz
 from liger_models.kernels.nf4_linear import nf4_linear
 from liger_models.kernels.norm_linear import layer_norm_linear, rms_norm_linear
+from liger_models.kernels.overlap import overlapping
 from liger_models.kernels.qk_norm_rope import qk_norm_rope
 from liger_models.kernels.qkv_norm_rope import qkv_norm_rope
 from liger_models.kernels.quantized_weight import QuantizedWeight, quantized_linear
@@ -245,7 +246,9 @@ def run_decoding(dtype: torch.dtype) -> None:
     for K in (64, 100, 3072):
         invariant_linear(draw(3, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach(), draw(8, dtype=dtype))
         row_linear(draw(1, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach(), draw(8, dtype=dtype).detach())
-        row_linear_forward(draw(1, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach(), None, "silu")
+        for rows in (1, 9) if dtype != torch.float32 else (1,):
+            x, weight = draw(rows, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach()
+            row_linear_forward(x, weight, None, "silu")
 
 
 def run_wide_heads(dtype: torch.dtype, D: int, window: int | None) -> None:
@@ -309,11 +312,13 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     for name in ("nf4_linear", "float8_blocks"):
         importlib.import_module(f"liger_models.kernels.{name}").has_ptx = lambda x: sys.argv[1] == "sm_90"
-    importlib.import_module("liger_models.kernels.row_linear").overlaps = lambda device: sys.argv[1] == "sm_90"
+    for name in ("overlap", "row_linear"):
+        importlib.import_module(f"liger_models.kernels.{name}").can_overlap = lambda device: sys.argv[1] == "sm_90"
     # The other targets have 64 KB and 160 KB of shared memory.
     tier = (lambda x: x.element_size()) if sys.argv[1] == "sm_90" else (lambda x: 4)
     importlib.import_module("liger_models.kernels.causal_attention")._tier = tier
-    run(torch.bfloat16, 4096, 512, 128256)
+    with overlapping():
+        run(torch.bfloat16, 4096, 512, 128256)
     if sys.argv[1] == "sm_90":  # the other targets get every kernel, but not at every width and dtype
         run(torch.float16, 640, 352, 49155)
         run(torch.float32, 2048, 512, 32000)

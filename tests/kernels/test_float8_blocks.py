@@ -37,7 +37,7 @@ def test_few_rows_match_fp64(kernel_device, shape, width, act, poisoned_empty):
     """W is rounded as documented, to bfloat16: what is left is the sum in fp32 and one rounding of the result."""
     codes, scales = make(shape, width, kernel_device, torch.bfloat16 if width == 16 else torch.float32)
     weight = blocks_dense_reference(codes, scales, width, torch.float64)
-    for rows in (1,) if act else (1, 2, 9, MOST_ROWS):
+    for rows in (1, 2, 9, MOST_ROWS):
         for dtype in dtypes(kernel_device, rows):
             if act and shape[0] % 2:
                 continue

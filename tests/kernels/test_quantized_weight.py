@@ -168,7 +168,7 @@ def test_without_a_low_rank_term_and_gradients(backend, op):
 @pytest.mark.parametrize("make", [nf4, float8, functools.partial(blocks, width=32)], ids=["nf4", "float8", "blocks"])
 @MODES
 def test_few_rows_are_multiplied_with_codes(kernel_device, make, adapted, recompute, monkeypatch, poisoned_empty):
-    """As in decoding: no weight is made dense, and a single row has its activation in the same kernel."""
+    """As in decoding: no weight is made dense, and the activation is in the same kernel."""
     half = {"device": kernel_device, "dtype": torch.bfloat16 if kernel_device == "cuda" else torch.float16}
     weights = make(2 * 128, C, **half), make(C, 128, **half)
     rounded, norm, bias = [dense(each) for each in weights], draw(C, **half), draw(2 * 128, **half)
@@ -187,7 +187,7 @@ def test_few_rows_are_multiplied_with_codes(kernel_device, make, adapted, recomp
         y, _ = gated_mlp(x, residual, norm, *weights, bias, recompute=recompute, **low_ranks)
         given = x.float(), residual.float(), norm.float()
         want, _ = gated_mlp(*given, *wide, bias.float(), recompute=recompute, **wide_low_ranks)
-        assert len(activations) == (0 if rows == 1 else 2)
+        assert len(activations) == (0 if rows == 1 else 1)  # of several rows in fp32
         activations.clear()
         with reference_backend():
             plain, _ = gated_mlp(x, residual, norm, *rounded, bias, **low_ranks)

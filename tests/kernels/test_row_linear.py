@@ -6,12 +6,13 @@ from liger_models.kernels.fused_norm import FusedNorm
 from liger_models.kernels.gated_act import ACTIVATIONS, gated_act_reference
 from liger_models.kernels.gated_mlp import gated_mlp
 from liger_models.kernels.norm_linear import norm_linear
-from liger_models.kernels.row_linear import row_linear, row_linear_forward, row_linear_reference
+from liger_models.kernels.row_linear import MOST_ROWS, row_linear, row_linear_forward, row_linear_reference
 
 from .oracle import opcheck, wide
 from .test_rope import draw, dtypes
 
 SIZES = [(5, 7), (4, 1024), (130, 1500), (1, 2048), (66, 64)]
+ROWS = [1, 2, 9, MOST_ROWS]
 GPU_SIZES = [(5120, 3072), (4096, 14336), (3072, 8192), (28672, 4096)]
 
 
@@ -20,14 +21,15 @@ def error(got, exact):
 
 
 def check(N, K, dtype, device):
-    x, weight, bias = (draw(*size, dtype=dtype, device=device) for size in ((1, 1, K), (N, K), (N,)))
-    for b in (None, bias):
-        got = row_linear(x, weight, b)
-        exact = F.linear(wide(x), wide(weight), None if b is None else wide(b))
-        assert got.shape == (1, 1, N)
-        assert got.dtype == dtype
-        plain = error(row_linear_reference(x, weight, b), exact)
-        assert error(got, exact) <= 1.5 * plain + torch.finfo(dtype).eps
+    for rows in ROWS if dtype != torch.float32 else (1,):
+        x, weight, bias = (draw(*size, dtype=dtype, device=device) for size in ((rows, 1, K), (N, K), (N,)))
+        for b in (None, bias):
+            got = row_linear(x, weight, b)
+            exact = F.linear(wide(x), wide(weight), None if b is None else wide(b))
+            assert got.shape == (rows, 1, N)
+            assert got.dtype == dtype
+            plain = error(row_linear_reference(x, weight, b), exact)
+            assert error(got, exact) <= 1.5 * plain + torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -45,8 +47,11 @@ def test_real_sizes(size):
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_activation(kernel_device, act):
-    for dtype in dtypes(kernel_device):
-        x, weight, bias = (draw(*size, dtype=dtype, device=kernel_device) for size in ((1, 70), (26, 70), (26,)))
+    for dtype, rows in ((dtype, rows) for dtype in dtypes(kernel_device) for rows in (1, 5)):
+        if rows > 1 and dtype == torch.float32:
+            continue
+        x, weight, bias = (draw(*size, dtype=dtype, device=kernel_device) for size in ((rows, 70), (26, 70), (26,)))
+        x /= 8  # gates of ordinary size
         for b in (None, bias):
             gate_up, product = row_linear_forward(x, weight, b, act)
             assert torch.equal(gate_up, row_linear(x, weight, b))
@@ -82,9 +87,11 @@ def test_opcheck(kernel_device):
 
 def test_bad_arguments():
     x, weight = torch.zeros(1, 8), torch.zeros(6, 8)
-    with pytest.raises(ValueError, match=r"x must be one row of the width of weight, got \[2, 8\] and \[6, 8\]"):
+    with pytest.raises(ValueError, match=r"x must have 1 to 1 rows in torch.float32, got \[2, 8\]"):
         row_linear(x.expand(2, 8), weight)
-    with pytest.raises(ValueError, match=r"x must be one row of the width of weight, got \[1, 7\] and \[6, 8\]"):
+    with pytest.raises(ValueError, match=r"x must have 1 to 16 rows in torch.float16, got \[33, 8\]"):
+        row_linear(x.half().expand(33, 8), weight.half())
+    with pytest.raises(ValueError, match=r"x must have rows of the width of weight, got \[1, 7\] and \[6, 8\]"):
         row_linear(x[:, :7], weight)
     with pytest.raises(ValueError, match=r"bias must be \[6\], got \[8\]"):
         row_linear(x, weight, x[0])

@@ -23,6 +23,7 @@ from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton
 from liger_models.kernels.frozen_float8_linear import converts
 from liger_models.kernels.nf4_linear import _scale
+from liger_models.kernels.overlap import await_previous, overlap
 
 from .expert_act import _expert_act
 from .grouped_mm import _rows_of_tile, _tile, most_tiles
@@ -118,10 +119,11 @@ def _few_store(
 def _few_nf4_kernel(
     rows_ptr, code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, where_ptr, bias_ptr, out_ptr, COUNT, IN, OUT, K,
     limit, PRECISION: tl.constexpr, SORTED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
-    SCALES_PER_FACTOR: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
+    SCALES_PER_FACTOR: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
     """As `_few_kernel`. A step reads the codes of one scale, BLOCK_IN, of BLOCK_OUT rows of the expert's matrix."""
+    await_previous(OVERLAPS)
     tiles_out = tl.cdiv(OUT, BLOCK_OUT)
     tile = tl.program_id(0) // tiles_out
     expert, first, end, found = _few_tile(tile, where_ptr, COUNT, SORTED, BLOCK, BLOCK_ROWS)
@@ -153,10 +155,11 @@ def _few_nf4_kernel(
 @triton.jit
 def _few_kernel(
     rows_ptr, weight_ptr, scale_ptr, where_ptr, bias_ptr, out_ptr, COUNT, IN, OUT, K, limit, PRECISION: tl.constexpr,
-    SORTED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    SORTED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
     """Result s is that of row s // K. A step reads BLOCK_IN columns of BLOCK_OUT rows of the expert's matrix."""
+    await_previous(OVERLAPS)
     tiles_out = tl.cdiv(OUT, BLOCK_OUT)
     tile = tl.program_id(0) // tiles_out
     expert, first, end, found = _few_tile(tile, where_ptr, COUNT, SORTED, BLOCK, BLOCK_ROWS)
@@ -227,6 +230,7 @@ def _launch(
         "PRECISION": _tile(rows)[1]["PRECISION"], "SORTED": is_sorted, "ACT": act, "BIAS": bias is not None,
         "BLOCK": block, "BLOCK_ROWS": block_rows, "BLOCK_OUT": block_out, "BLOCK_IN": block_in,
         "num_warps": ROW_WARPS if one_row else FEW_WARPS, "num_stages": fitting_stages(rows, FEW_STAGES, stage),
+        **overlap(rows),
     }  # fmt: skip
     if kind == "nf4":
         kernel, constants["SCALES_PER_FACTOR"] = _few_nf4_kernel, weight.scales.shape[1] // weight.factors.shape[1]

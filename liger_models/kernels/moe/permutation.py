@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.dispatch import on_device_of, tl, triton
+from liger_models.kernels.overlap import await_previous, overlap
 
 SORT_BLOCK = 2048
 """Copies that a program of the sort reads at a time. The program of an expert reads all copies twice. As 16-bit numbers
@@ -63,8 +64,9 @@ def _permute_kernel(x_ptr, slot_ptr, rows_ptr, C, K: tl.constexpr, BLOCK: tl.con
 @triton.jit
 def _unpermute_kernel(
     rows_ptr, slot_ptr, weights_ptr, y_ptr, bias_ptr, experts_ptr, C, K: tl.constexpr, SORTED: tl.constexpr,
-    WEIGHTED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr, BIAS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    await_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < C
@@ -132,6 +134,7 @@ def unpermute(
             # A pointer argument that the constants disable must still be a tensor.
             rows, rows if slot is None else slot, rows if weights is None else weights, y,
             rows if bias is None else bias, rows if experts is None else experts.contiguous(), C,
-            K=len(rows) // N, SORTED=slot is not None, WEIGHTED=weights is not None, BIAS=bias is not None, **constants,
+            K=len(rows) // N, SORTED=slot is not None, WEIGHTED=weights is not None, BIAS=bias is not None,
+            **overlap(rows), **constants,
         )  # fmt: skip
     return y

@@ -22,6 +22,7 @@ from torch import Tensor
 from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.checks import check, check_floating, check_values
 from liger_models.kernels.dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from liger_models.kernels.overlap import await_previous, overlap
 
 ROUTE_ROWS, ROUTE_TILE = 32, 4096
 """Upper limits of a program: tokens, and logits. All logits of a token are in registers at once."""
@@ -74,8 +75,10 @@ def _load_logits(logits_ptr, rows, lanes, N, X):
 @triton.jit
 def _route_kernel(
     logits_ptr, given_ptr, weights_ptr, experts_ptr, N, X, K: tl.constexpr, NORMALIZE: tl.constexpr,
-    ROUND: tl.constexpr, GIVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROUND: tl.constexpr, GIVEN: tl.constexpr, OVERLAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_X: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    await_previous(OVERLAPS)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, BLOCK_X)
     logits = _load_logits(logits_ptr, rows, lanes, N, X)
@@ -165,7 +168,7 @@ def _route(
         with on_device_of(logits):
             _route_kernel[(triton.cdiv(N, tile["ROWS"]),)](
                 logits, given, weights, experts, N, X, K=top_k, NORMALIZE=normalize, ROUND=round_weights,
-                GIVEN=given is not None, BLOCK_K=_block(top_k), **tile,
+                GIVEN=given is not None, BLOCK_K=_block(top_k), **overlap(logits), **tile,
             )  # fmt: skip
     return weights, experts
 
