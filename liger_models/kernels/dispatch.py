@@ -115,5 +115,12 @@ def fitting_stages(x: Tensor, stages: int, stage_bytes: int) -> int:
 
 
 @functools.cache
+def cuda_capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability of an NVIDIA GPU; (0, 0) of any other device."""
+    is_cuda = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if is_cuda else (0, 0)
+
+
+@functools.cache
 def _shared_memory(device: int) -> int:
     return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])

@@ -18,7 +18,6 @@ dequantised for each product. Saved: only the stored weight, which exists anyway
 Source: https://arxiv.org/abs/2209.05433 (the format); https://arxiv.org/abs/2208.07339 (scales of rows).
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from .batch_invariance import is_batch_invariant
 from .checks import check
-from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, cuda_capability, on_device_of, tl, triton, use_triton
 from .row_linear import row_linear_forward
 
 DTYPE = torch.float8_e4m3fn
@@ -119,14 +118,9 @@ def transposed(codes: Tensor) -> Tensor:
     return out
 
 
-@functools.cache
-def _gpu_multiplies(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
-
-
 def converts(device: torch.device) -> bool:
     """Whether Triton kernels on a device read float8."""
-    return _gpu_multiplies(device) if device.type == "cuda" else device.type == "cpu"
+    return device.type == "cpu" or cuda_capability(device) >= MIN_CAPABILITY
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .batch_invariance import is_batch_invariant, product
 from .checks import check
-from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, cuda_capability, on_device_of, tl, triton, use_triton
 from .overlap import end_previous, start_next
 from .row_linear import LowRank, add_low_rank_rows, load_B, low_rank_arguments, low_rank_row, store_row, store_rows
 
@@ -351,7 +351,7 @@ def takes_nf4_rows(x: Tensor, packed: Packed, layout: Sequence[int]) -> bool:
 
 def has_ptx(x: Tensor) -> bool:
     """Whether kernels on the device of x may have PTX."""
-    return x.device.type == "cuda" and torch.version.hip is None
+    return cuda_capability(x.device) > (0, 0)
 
 
 def nf4_rows(

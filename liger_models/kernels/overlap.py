@@ -12,7 +12,6 @@ start after the end of the kernel before, and the kernel after them starts at th
 Source: https://docs.nvidia.com/cuda/cuda-programming-guide/04-special-topics/programmatic-dependent-launch.html.
 """
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dispatch import tl, triton
+from .dispatch import cuda_capability, tl, triton
 
 MIN_CAPABILITY = (9, 0)
 """CUDA compute capability of the first GPUs with programmatic dependent launch."""
@@ -30,7 +29,7 @@ _active = False
 
 @contextmanager
 def overlapping() -> Iterator[None]:
-    """Context in which kernels overlap. No kernel in it may write weights."""
+    """Context in which kernels overlap. No kernel in it may write weights, or what `row_linear` takes for one."""
     global _active
     before, _active = _active, True
     try:
@@ -39,11 +38,9 @@ def overlapping() -> Iterator[None]:
         _active = before
 
 
-@functools.cache
 def can_overlap(device: torch.device) -> bool:
     """Whether a kernel on the device may start before the kernel in front of it has ended."""
-    is_cuda = device.type == "cuda" and torch.version.hip is None
-    return is_cuda and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+    return cuda_capability(device) >= MIN_CAPABILITY
 
 
 def overlap(x: Tensor) -> dict[str, Any]:

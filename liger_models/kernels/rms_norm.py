@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .checks import check, check_floating
 from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
-from .overlap import end_previous, overlap, start_next
+from .overlap import await_previous, overlap
 
 MAX_TILE = 16384
 """Widest row that a program holds in registers; wider rows are walked in tiles."""
@@ -88,13 +88,11 @@ def _rms_norm_kernel(
     ADD: tl.constexpr, SCALE_IN_FP32: tl.constexpr, ONE_TILE: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    start_next(OVERLAPS)
+    await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * C
     columns = tl.arange(0, BLOCK)
     if ONE_TILE:
         inside = columns < C
-        w = tl.load(w_ptr + columns, mask=inside, other=0.0)
-        end_previous(OVERLAPS)
         h = tl.load(x_ptr + row + columns, mask=inside, other=0.0)
         if ADD:
             residual = tl.load(residual_ptr + row + columns, mask=inside, other=0.0)
@@ -102,10 +100,10 @@ def _rms_norm_kernel(
             tl.store(h_ptr + row + columns, h, mask=inside)
         wide = h.to(tl.float32)
         rstd = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / C + eps)
+        w = tl.load(w_ptr + columns, mask=inside, other=0.0)
         y = _scaled(wide * rstd, w, weight_offset, SCALE_IN_FP32, h.dtype)
         tl.store(y_ptr + row + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
     else:
-        end_previous(OVERLAPS)
         square = tl.zeros([BLOCK], tl.float32)
         for start in range(0, C, BLOCK):
             inside = start + columns < C

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group, gather_vocab
@@ -145,7 +146,8 @@ class LigerLMHead(nn.Linear, Layer):
         fused = self.kernels.fused_linear_cross_entropy or vocab_shard is not None
         raw = None
         if target is None or return_logits or not (fused or log_probs or loss_function):
-            raw = inference_linear(x, weight)
+            # A kernel for few rows may read its weight early, which one that was just computed does not allow.
+            raw = inference_linear(x, weight) if weight is self.weight else F.linear(x, weight)
             raw = raw if vocab_shard is None else gather_vocab(raw, vocab_shard.ranks, vocab_shard.vocabulary)
         logits = None
         if raw is not None and (target is None or return_logits):
