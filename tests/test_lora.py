@@ -26,6 +26,7 @@ from liger_models.arch import list_archs
 from liger_models.convert.tensors import hf_tensors, load_hf_tensors
 from liger_models.kernels.quantized_weight import QuantizedWeight
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
+from liger_models.layers.lm_head import LigerLMHead
 
 from .arch import test_gemma3, test_gemma4_images, test_mllama, test_vision
 from .arch.families import LIMIT, VISION_CASES, error, hf_model, is_tower, load, make_folder, tiny, tokens
@@ -337,6 +338,19 @@ def test_dropout_saves_a_byte_for_each_element():
     assert torch.equal(x.grad, y)
     assert set(y.flatten().tolist()) == {0.0, 2.0}
     assert dropout.eval()(x) is x
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_logits_without_gradients_are_those_with_them(use_dora, backend, monkeypatch):
+    """The head adds its low-rank term to the logits, instead of columns to its weight."""
+    model = llama(LoRAConfig(use_dora=use_dora, target_modules=["lm_head"])).to(backend).eval()
+    ids = IDS[:, :5].to(backend)
+    want = model(ids).logits.detach()
+    monkeypatch.delattr(type(model.lm_head), "operands")
+    monkeypatch.delattr(LigerLMHead, "operands")
+    with torch.no_grad():
+        for got, count in ((model(ids).logits, 0), (model(ids, logits_to_keep=1).logits, -1)):
+            torch.testing.assert_close(got, want[:, count:], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj", "lm_head"], "all-linear"], ids=["some", "all"])

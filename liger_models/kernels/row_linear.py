@@ -391,6 +391,8 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``; few rows that need no gradient take `row_linear`."""
-    plain = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or not takes_row(x, weight, bias)
-    return torch.nn.functional.linear(x, weight, bias) if plain else row_linear(x, weight, bias)
+    """``F.linear``; few rows that need no gradient take `row_linear`, if the weight is a tensor of its own numbers."""
+    plain = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
+    if plain or type(weight) not in (Tensor, torch.nn.Parameter) or not takes_row(x, weight, bias):
+        return torch.nn.functional.linear(x, weight, bias)
+    return row_linear(x, weight, bias)

@@ -110,6 +110,10 @@ class LigerLMHead(nn.Linear, Layer):
         self.vocab_shard = VocabShard(group, self.out_features).check()
         return {"weight": 0}
 
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The logits before scale and cap, without gradients; a head has no bias."""
+        return inference_linear(x, local(self.weight), bias)
+
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input and the weight whose product is the logits before scale and cap; adapters add columns to both."""
         return x, local(self.weight)
@@ -141,15 +145,17 @@ class LigerLMHead(nn.Linear, Layer):
             ValueError: ``loss_function`` with a sharded vocabulary.
         """
         scale, cap, vocab_shard = self.logit_scale, self.softcap, self.vocab_shard
-        x, weight = self.operands(x)
         # A sharded vocabulary always needs the fused loss: otherwise the logits would have to be gathered.
         fused = self.kernels.fused_linear_cross_entropy or vocab_shard is not None
-        raw = None
-        if target is None or return_logits or not (fused or log_probs or loss_function):
-            # A kernel for few rows may read its weight early, which one that was just computed does not allow.
-            raw = inference_linear(x, weight) if weight is self.weight else F.linear(x, weight)
-            raw = raw if vocab_shard is None else gather_vocab(raw, vocab_shard.ranks, vocab_shard.vocabulary)
-        logits = None
+        raw = logits = None
+        if target is None and not torch.is_grad_enabled():
+            raw = self.product(x, None)
+        else:
+            x, weight = self.operands(x)
+            if target is None or return_logits or not (fused or log_probs or loss_function):
+                raw = F.linear(x, weight)
+        if raw is not None and vocab_shard is not None:
+            raw = gather_vocab(raw, vocab_shard.ranks, vocab_shard.vocabulary)
         if raw is not None and (target is None or return_logits):
             logits = raw if scale == 1.0 else raw * scale
             if cap is not None:
