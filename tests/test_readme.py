@@ -197,6 +197,7 @@ def test_every_op_is_documented():
         "fused_norm.py",
         "moments.py",
         "options.py",
+        "overlap.py",
         "scalar_loss.py",
         "moe/grouped_mm.py",
         "moe/permutation.py",

@@ -111,7 +111,7 @@ class UnpackedLMHead(Layer):
     """`LigerLMHead`, but no `nn.Linear`: PEFT would replace it by a layer without the loss."""
 
     forward = LigerLMHead.forward
-    operands = LigerLMHead.operands
+    operands, product = LigerLMHead.operands, LigerLMHead.product
 
     def extra_repr(self) -> str:
         """What to do instead of giving it an adapter, for PEFT's error."""
