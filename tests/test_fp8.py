@@ -90,15 +90,13 @@ def test_fused_ops_compute_what_the_reference_computes(kernel_device, config, re
     model = AutoLigerModel.from_config(SIZES | {"model_type": config, "num_hidden_layers": 1}).to(kernel_device)
     ids = IDS[:, :7].to(kernel_device)
     with reference_backend():
-        _, plain = step(model, ids=ids)
         want = step(convert_to_float8(model, recipe), ids=ids)
     for policy in CHECKPOINTING_POLICIES:
         model.set_checkpointing(policy)
         loss, gradients = step(model, ids=ids)
         torch.testing.assert_close(loss, want[0], rtol=1e-3, atol=0)
-        for got, exact, unrounded in zip(gradients, want[1], plain, strict=True):
-            # Another order of a sum can round a number to the next one in float8.
-            assert (got - exact).norm() < 0.5 * (exact - unrounded).norm()
+        for got, exact in zip(gradients, want[1], strict=True):
+            assert (got - exact).norm() < 0.03 * exact.norm()
 
 
 def test_no_layer_is_called(kernel_device, monkeypatch):
