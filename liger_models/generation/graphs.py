@@ -12,7 +12,7 @@ step would not see; new values in the same parameters are seen. `release_steps` 
 import functools
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -158,7 +158,7 @@ class DecodeStep:
     def _run(self, model: Decoder) -> Tensor:
         self.cache.step()
         kept: dict[str, Any] = {"return_logits": False} if self.returns_hidden else {"logits_to_keep": 1}
-        with overlapping() if self.captured else nullcontext():  # otherwise weights may be gathered in a step
+        with overlapping(self.captured):  # otherwise weights may be gathered in a step
             out = model(self._tokens, position_ids=self._positions, cache=self.cache, **kept)
         if self.records_routing:
             self.routed_experts = model.choose_experts(out.router_logits)

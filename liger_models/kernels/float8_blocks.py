@@ -18,7 +18,7 @@ from .dispatch import on_device_of, tl, triton, use_triton
 from .frozen_float8_linear import takes_float8_rows
 from .nf4_linear import has_ptx
 from .overlap import end_previous, start_next
-from .row_linear import LowRank, add_low_rank_rows, load_B, low_rank_arguments, low_rank_row, store_row, store_rows
+from .row_linear import LowRank, load_B, low_rank_arguments, low_rank_row, store_row, store_rows
 
 ROWS = 4
 COLUMNS = 1024
@@ -47,7 +47,7 @@ cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff00
 
 @triton.jit
 def _numbers(codes, scales):
-    """What codes stand for, in float32, before it is rounded to bfloat16."""
+    """The products of codes and scales in float32, which the weight rounds to bfloat16."""
     return codes.to(tl.float32) * scales.to(tl.float32)
 
 
@@ -162,9 +162,7 @@ def _block_rows_kernel(
         numbers = _numbers(codes, scales[:, :, None]).to(tl.bfloat16).to(x.dtype)
         total = tl.dot(numbers, x, total)
     y = tl.sum(total, 0)
-    if RANKS:
-        y = add_low_rank_rows(y, load_B(B_ptr, row, N, R, RANKS), low_ptr, column, M, R, RANKS)
-    store_rows(y, bias_ptr, y_ptr, product_ptr, M, N, HAS_BIAS, ACT, ROWS, COLUMNS)
+    store_rows(y, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, COLUMNS)
 
 
 def takes_block_rows(x: Tensor, codes: Tensor, scales: Tensor, width: int) -> bool:

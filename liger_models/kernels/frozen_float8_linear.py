@@ -24,10 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .batch_invariance import is_batch_invariant
 from .checks import check
 from .dispatch import LIBRARY, cuda_capability, on_device_of, tl, triton, use_triton
-from .row_linear import row_linear_forward
+from .row_linear import are_few, row_linear_forward
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -162,13 +161,7 @@ def multiplies(x: Tensor, codes: Tensor) -> bool:
 
 def takes_float8_rows(x: Tensor, codes: Tensor) -> bool:
     """Whether `row_linear_forward` takes them: few rows, a device that converts float8, no `batch_invariant`."""
-    rows = x.numel() // max(x.shape[-1], 1)
-    return (
-        (rows == 1 or (1 < rows <= MOST_ROWS and x.dtype != torch.float32))
-        and codes.is_contiguous()
-        and not is_batch_invariant()
-        and converts(x.device)
-    )
+    return are_few(x, MOST_ROWS) and codes.is_contiguous() and converts(x.device)
 
 
 def float8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ from .batch_invariance import is_batch_invariant, product
 from .checks import check
 from .dispatch import LIBRARY, cuda_capability, on_device_of, tl, triton, use_triton
 from .overlap import end_previous, start_next
-from .row_linear import LowRank, add_low_rank_rows, load_B, low_rank_arguments, low_rank_row, store_row, store_rows
+from .row_linear import LowRank, load_B, low_rank_arguments, low_rank_row, store_row, store_rows
 
 NF4_BLOCK, MOST_SCALES = 64, 256
 """Numbers with one scale, and at most so many scales with one factor."""
@@ -276,9 +276,7 @@ def _nf4_rows_kernel(
         part = tl.dot(second, odd, tl.dot(first, even))
         total += part * scale[:, :, None]
     y = tl.sum(total, 0)
-    if RANKS:
-        y = add_low_rank_rows(y, load_B(B_ptr, row, N, R, RANKS), low_ptr, column, M, R, RANKS)
-    store_rows(y, bias_ptr, y_ptr, product_ptr, M, N, HAS_BIAS, ACT, ROWS, COLUMNS)
+    store_rows(y, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, COLUMNS)
 
 
 Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -28,10 +28,13 @@ _active = False
 
 
 @contextmanager
-def overlapping() -> Iterator[None]:
-    """Context in which kernels overlap. No kernel in it may write weights, or what `row_linear` takes for one."""
+def overlapping(active: bool = True) -> Iterator[None]:
+    """Context in which kernels overlap. No kernel in it may write weights, or what `row_linear` takes for one.
+
+    With ``active=False`` they don't, inside of it.
+    """
     global _active
-    before, _active = _active, True
+    before, _active = _active, active
     try:
         yield
     finally:

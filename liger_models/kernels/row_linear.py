@@ -86,14 +86,6 @@ def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
 
 
 @triton.jit
-def add_low_rank_rows(y, B, low_ptr, column, M, R, RANKS: tl.constexpr):
-    """y [ROWS, COLUMNS] and the low-rank term of M rows of x, which are its columns."""
-    rank = tl.arange(0, RANKS)
-    mask = (rank < R)[:, None] & (column < M)[None, :]
-    return tl.dot(B, tl.load(low_ptr + column[None, :] * R + rank[:, None], mask=mask, other=0.0), y)
-
-
-@triton.jit
 def store_row(
     y, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
@@ -113,12 +105,17 @@ def store_row(
 
 @triton.jit
 def store_rows(
-    y, bias_ptr, y_ptr, product_ptr, M, N, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    y, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
+    RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`store_row` for sums [ROWS, COLUMNS], whose columns are M rows of the result."""
+    """`store_row` for sums [ROWS, COLUMNS], whose columns are M rows of the result, and their low-rank term."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS).to(tl.int64)
+    if RANKS:
+        rank = tl.arange(0, RANKS)
+        mask = (rank < R)[:, None] & (column < M)[None, :]
+        low = tl.load(low_ptr + column[None, :] * R + rank[:, None], mask=mask, other=0.0)
+        y = tl.dot(load_B(B_ptr, row, N, R, RANKS), low, y)
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
     y = y.to(y_ptr.dtype.element_ty)
@@ -179,14 +176,11 @@ def _finish_rows(
     y, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store whole sums [ROWS, COLUMNS] with what is multiplied with them and added to them."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """`store_rows` of whole sums [ROWS, COLUMNS], times the scales of their rows."""
     if HAS_SCALE:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         y *= tl.load(scale_ptr + row, mask=row < N, other=0.0)[:, None]
-    if RANKS:
-        column = tl.arange(0, COLUMNS)
-        y = add_low_rank_rows(y, load_B(B_ptr, row, N, R, RANKS), low_ptr, column, M, R, RANKS)
-    store_rows(y, bias_ptr, y_ptr, product_ptr, M, N, HAS_BIAS, ACT, ROWS, COLUMNS)
+    store_rows(y, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -241,15 +235,19 @@ def _add_rows_kernel(
     )  # fmt: skip
 
 
+def are_few(x: Tensor, most: int) -> bool:
+    """Whether rows x [..., K] are one, or up to ``most`` in half precision, outside of `batch_invariant`."""
+    rows = x.numel() // max(x.shape[-1], 1)
+    return (rows == 1 or (1 < rows <= most and x.dtype != torch.float32)) and not is_batch_invariant()
+
+
 def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `row_linear_forward` takes these: few rows, and tensors of one dtype as they are in memory.
 
     Several rows must be in half precision. Never within `batch_invariant`: rows would get other bits.
     """
-    rows = x.numel() // max(weight.shape[1], 1)
     return (
-        (rows == 1 or (1 < rows <= MOST_ROWS and x.dtype != torch.float32))
-        and not is_batch_invariant()
+        are_few(x, MOST_ROWS)
         and x.dtype == weight.dtype
         and x.dtype in TRITON_DTYPES
         and (bias is None or bias.dtype == x.dtype)

@@ -108,9 +108,11 @@ def apply_fsdp(
     for adapted in adapted_layers(model).values():
         if isinstance(adapted, LoRALinear):
             adapted.store()
-    for stored in stored_weights(model).values():
+    stored = stored_weights(model).values()
+    if stored:
         _make_frozen_parameters()
-        stored.dtype = param_dtype or stored.dtype
+    for weight in stored:
+        weight.dtype = param_dtype or weight.dtype
     if isinstance(model, LigerMedusa):
         _shard_medusa(
             model, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype, cpu_offload=cpu_offload,

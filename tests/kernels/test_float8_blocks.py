@@ -26,7 +26,7 @@ def make(shape, width, device, number=torch.float32):
 
 
 def dtypes(device, rows):
-    """Those of x that the kernels take. The interpreter truncates results in bfloat16."""
+    """The dtypes of x that the kernels take; without bfloat16 on the CPU, where the interpreter truncates results."""
     return [*([torch.float32] if rows == 1 else []), torch.float16, *([torch.bfloat16] if device == "cuda" else [])]
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.kernels.batch_invariance import is_batch_invariant
-from liger_models.kernels.dispatch import LIBRARY, on_device_of, tl, triton
+from liger_models.kernels.dispatch import LIBRARY, cuda_capability, on_device_of, tl, triton
 from liger_models.kernels.invariant_linear import invariant_linear
 
 PRODUCT_BLOCKS = {2: (128, 128, 64), 4: (64, 64, 32)}
@@ -185,16 +185,14 @@ def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
     the Triton kernel runs, which has one tile for all numbers of rows.
     """
     return (
-        gate_up_weight.device.type == "cuda"
+        cuda_capability(gate_up_weight.device)[0] == 9
         and not is_batch_invariant()
-        and torch.version.hip is None
         and gate_up_weight.dtype == torch.bfloat16
         and gate_up_weight.shape[0] < 1024
         and down_weight.shape[1] % 8 == 0
         and down_weight.shape[2] % 8 == 0
         and gate_up_weight.data_ptr() % 16 == 0
         and down_weight.data_ptr() % 16 == 0
-        and torch.cuda.get_device_capability(gate_up_weight.device)[0] == 9
     )
 
 
