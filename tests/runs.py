@@ -28,11 +28,11 @@ def on_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
 
 
-def save_llama(folder: Path, tokenizer: str, *, hidden_size: int = 32, seed: int = 0) -> None:
+def save_llama(folder: Path, tokenizer: str, *, seed: int = 0, **sizes: int) -> None:
     """A Llama with random weights, and a tokenizer of bytes that begins with <s> and </s>, by its tokenizer.json."""
     torch.manual_seed(seed)
-    sizes = {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": hidden_size}
-    model = LigerLlama.from_config(LlamaConfig(vocab_size=258, bos_token_id=0, eos_token_id=1, **sizes))
+    default = {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
+    model = LigerLlama.from_config(LlamaConfig(vocab_size=258, bos_token_id=0, eos_token_id=1, **{**default, **sizes}))
     config = json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
     model.assets = {"tokenizer.json": tokenizer.encode(), "tokenizer_config.json": config.encode()}
     model.save_pretrained(folder)

@@ -310,6 +310,28 @@ def test_two_ranks_share_batches(folder, two, options):  # noqa: F811
     assert log(folder / f"{name}-again") == log(folder / name)
 
 
+@pytest.mark.parametrize("kind", ["lora_4bit", "lora_keep_float8"])
+def test_two_ranks_share_layers_with_quantised_weights(folder, two, kind, tmp_path):  # noqa: F811
+    pytest.importorskip("torchao")
+    save_llama(
+        tmp_path / "wide",
+        (folder / "checkpoint" / "tokenizer.json").read_text(),
+        hidden_size=256,
+        intermediate_size=128,
+    )
+    source = tmp_path / "wide" if kind == "lora_4bit" else in_float8(tmp_path / "wide", tmp_path, (24, 32))[0]
+    given = {"model": str(source), "batch_size": 4, "dtype": "bfloat16", kind: True}
+    runs = {name: str(tmp_path / name) for name in ("ranks", "alone", "again")}
+    two(partial(train_adapters, tensor_parallel=2, **given), folder, runs["ranks"])
+    train_adapters(folder, runs["alone"], **given)
+    losses, alone = ([line["loss"] for line in log(Path(runs[name]))] for name in ("ranks", "alone"))
+    assert losses[-1] < losses[0] - 0.1
+    assert losses == pytest.approx(alone, rel=1e-2)  # both compute in bf16
+    stopped_in_the_middle(tmp_path, "ranks", "again")
+    two(partial(train_adapters, tensor_parallel=2, **given), folder, runs["again"])
+    assert adapter_files(tmp_path / "again") == adapter_files(tmp_path / "ranks")
+
+
 def test_two_ranks_make_a_plan_for_their_shards(folder, two):  # noqa: F811
     """In less than the gradients of a rank take beside the rest: each steps in its backward, with the same bits."""
     given = {"lora_r": 0, "lr": 1e-2, "max_norm": math.inf}
@@ -459,16 +481,12 @@ def test_options_that_cannot_be(capsys):
         ("--lora-r=4 --lora-4bit --lora-float8", "lora_4bit, lora_float8 are ways to store the same weights"),
         ("--lora-targets=q_proj", "lora_targets needs lora_r"),
         ("--context-parallel=3", "length must be a multiple of the 3 GPUs that share a row, got 4096"),
-        ("--tensor-parallel=2 --context-parallel=2", "tensor_parallel goes neither with context_parallel nor with"),
+        ("--tensor-parallel=2 --context-parallel=2", "tensor_parallel does not go with context_parallel, got 2"),
         ("--optimizer=sgd", "optimizer must be one of adamw, muon, got 'sgd'"),
         ("--muon-lr=0.1", "muon_lr needs optimizer muon, got 0.1 and adamw"),
         ("--optimizer=muon --muon-lr=0", "muon_lr must be more than 0, got 0"),
         ("--optimizer=muon --lora-r=4", "optimizer muon goes neither with adapters, which are AdamW's, nor with"),
         ("--optimizer=muon --moments-8bit", "got lora_r=0 and moments_8bit=True"),
-        (
-            "--tensor-parallel=2 --lora-r=4 --lora-4bit",
-            "tensor_parallel goes neither with context_parallel nor with lora_4",
-        ),
         ("--tensor-parallel=2 --memory=60GB", "memory is planned for objectives sft and pretrain without tensor_paral"),
         ("--objective=dpo --memory=60GB", "memory is planned for objectives sft and pretrain without tensor_parallel"),
     ):

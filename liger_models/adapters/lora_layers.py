@@ -178,7 +178,8 @@ class LoRALinear(nn.Linear, Layer):
         """
         row_norms: dict[str, Tensor] = {}
         if self.config.use_dora:
-            weight = self.dense_weight()
+            stored = stored_weight(self)
+            weight = self.dense_weight() if stored is None else stored.whole(self.weight).dense()
             norms: Any = _row_norms(weight.to(torch.promote_types(weight.dtype, torch.float32)))
             row_norms = self.expression.unpack(norms.full_tensor() if is_sharded(norms) else norms)
         for name, adapter in self.adapters():
@@ -208,7 +209,7 @@ class LoRALinear(nn.Linear, Layer):
         return hasattr(self.weight, "qdata") if stored is None else stored.factors is None and not stored.has_blocks
 
     def dense_weight(self) -> Tensor:
-        """The frozen weight [O, C], dequantised if it is quantised."""
+        """The frozen weight [O, C], dequantised if it is quantised: then this rank's slice of it after `apply_tp`."""
         quantized = self.quantized_weight
         return self.weight if quantized is None else quantized.dense()
 

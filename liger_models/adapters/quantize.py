@@ -60,8 +60,8 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
     )
     check(
         not any(is_sharded(each.weight) for each in layers) and not any(each.groups.tensor for each in mixtures),
-        "quantize_base: linear layers must not be sharded yet, got some that are. Quantise, then call apply_fsdp; "
-        "apply_tp takes no quantised weights.",
+        "quantize_base: linear layers must not be sharded yet, got some that are. Quantise, then call apply_tp and "
+        "apply_fsdp.",
     )
     for layer in layers:
         weight = layer.weight.detach()

@@ -38,13 +38,7 @@ from liger_models.kernels.quantized_weight import QuantizedWeight
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of
 from liger_models.layers.linear import local
-from liger_models.layers.stored import (
-    StoredLinear,
-    StoredWeight,
-    first_row,
-    stored_linears,
-    stored_weights,
-)
+from liger_models.layers.stored import StoredLinear, StoredWeight, offset_of, stored_linears, stored_weights
 from liger_models.parallel.groups import raise_on_all_ranks, rank
 
 Model = TypeVar("Model", bound=Decoder)
@@ -261,10 +255,12 @@ def _fill_codes(parameter: Tensor, weight: StoredWeight, expression: Expression,
             return read_scales(files, stored[name], first, last)
 
         def fill(bytes_of_rows: Tensor, width: int, read: Callable[[str, int, int], Tensor]) -> None:
-            start, own = first_row(bytes_of_rows), local(bytes_of_rows)
+            size = bytes_of_rows.shape[1] // width
+            (start, column), own = offset_of(bytes_of_rows), local(bytes_of_rows)
             shapes = {name: (stored[name].shape[0], width) for name in expression.names()}
             whole = lambda: expression.pack({name: read(name, 0, rows) for name, (rows, _) in shapes.items()})
-            taken = read_part(expression, Part((start, 0), (len(own), width)), shapes, read, whole)
+            part = Part((start, column // size), (len(own), own.shape[1] // size))
+            taken = read_part(expression, part, shapes, read, whole)
             own.copy_(taken.contiguous().view(torch.uint8))
 
         columns = weight.shape[1]

@@ -9,6 +9,7 @@ from einops import EinopsError
 from torch import Tensor
 
 from liger_models.convert.weight_map import Cat, Expression, Name, Rearrange, Split, Stack, _same_dtype
+from liger_models.kernels.moe.quantized import QuantizedExperts, quantize_experts
 from liger_models.layers.linear import local
 from liger_models.layers.stored import StoredWeight
 
@@ -72,9 +73,15 @@ def fill_part(
         part = Part((first, 0), (last - first, stored.layout[1]))
         return read_part(expression, part, shapes, read, read_whole)
 
-    if stored is None:
-        sharded: Any = parameter
-        local(parameter).copy_(read_part(expression, Part.of(sharded), shapes, read, read_whole))
+    sharded: Any = parameter
+    own = local(parameter)
+    if stored is None and isinstance(own, QuantizedExperts) and sharded.placements[0].dim > 0:
+        # A slice of each matrix (`apply_tp`), which shares scales or factors with others: the whole is quantised first.
+        part, mesh = Part((0,) * parameter.dim(), tuple(parameter.shape)), sharded.device_mesh
+        whole = quantize_experts(read_part(expression, part, shapes, read, read_whole), own.kind)
+        own.copy_(whole.slice(sharded.placements[0].dim, mesh.get_local_rank(), mesh.size()))
+    elif stored is None:
+        own.copy_(read_part(expression, Part.of(sharded), shapes, read, read_whole))
     else:
         stored.quantise(parameter, rows)
 

@@ -233,7 +233,7 @@ class Stored(NamedTuple):
                 yield name, codes
                 yield name + SCALES, scales
             elif layer is None and weight is not None:
-                yield name, weight.join(parameter).dense()
+                yield name, weight.whole(parameter).dense()
             elif layer is None:
                 yield name, _full(parameter.detach())
             else:

@@ -56,7 +56,6 @@ from .gated_act import check_act, gated_act_backward, gated_act_forward, gated_a
 from .norm_linear import (
     check_linear,
     check_low_rank,
-    check_one_rank,
     given_or_empty,
     input_gradient,
     linear,
@@ -461,8 +460,6 @@ def gated_mlp(
     check_low_rank("gated_mlp", "gate_up_low_rank", gate_up_low_rank, gate_up_weight)
     check_low_rank("gated_mlp", "down_low_rank", down_low_rank, down_weight)
     check(ranks is None or down_bias is None, "gated_mlp: down_bias must be None with ranks. Add it to their sum.")
-    check_one_rank("gated_mlp", "gate_up_weight", gate_up_weight, ranks)
-    check_one_rank("gated_mlp", "down_weight", down_weight, ranks)
     if not use_triton(residual):
         return gated_mlp_reference(
             x, residual, norm_weight, gate_up_weight, down_weight, gate_up_bias, down_bias, act=act, eps=eps,

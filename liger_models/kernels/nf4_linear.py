@@ -296,6 +296,18 @@ def nf4_layout(shape: Sequence[int]) -> list[int]:
     return [*shape, NF4_BLOCK, math.gcd(size // NF4_BLOCK, MOST_SCALES)]
 
 
+def scales_per_factor(shape: Sequence[int], block: int, dim: int, per_factor: int) -> int:
+    """Successive scales of a slice of a matrix that have the same factor, in each of equal slices.
+
+    Args:
+        shape: of the slice: rows, columns.
+        block: numbers with one scale. The slice has whole blocks.
+        dim: 0 for slices of rows, 1 for slices of columns.
+        per_factor: scales of the whole matrix that have the same factor.
+    """
+    return math.gcd((math.prod(shape) if dim == 0 else shape[1]) // block, per_factor)
+
+
 def nf4_dense(packed: Packed, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Launch the kernel: the weight [rows, columns], rounded to the dtype of the table and then cast to ``dtype``.
 

@@ -346,14 +346,6 @@ def check_low_rank(op: str, name: str, low_rank: LowRank | None, weight: Weight)
         raise TypeError(f"{op}: {name} must have the weight's dtype, {weight.dtype}, got {A.dtype} and {B.dtype}.")
 
 
-def check_one_rank(op: str, name: str, weight: Weight, ranks: Group | None) -> None:
-    """Raise if a quantised weight is given with ranks."""
-    check(
-        ranks is None or isinstance(weight, Tensor),
-        f"{op}: {name} must be a tensor with ranks, got a QuantizedWeight. Use one rank.",
-    )
-
-
 def norm_linear(
     x: Tensor | None,
     residual: Tensor,
@@ -368,7 +360,6 @@ def norm_linear(
     norm.check(op, x, residual)
     check_linear(op, "weight", weight, bias, residual.shape[-1])
     check_low_rank(op, "low_rank", low_rank, weight)
-    check_one_rank(op, "weight", weight, ranks)
     if not use_triton(residual):
         return norm_linear_reference(x, residual, norm, weight, bias, ranks, low_rank)
     (A, B), quantized = low_rank or (None, None), ()
@@ -402,7 +393,7 @@ def rms_norm_linear(
             Autocast does not change it.
         bias: [O].
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.
-        ranks: tensor parallel ranks, each with its own rows of a dense weight and of bias; None for one rank. With
+        ranks: tensor parallel ranks, each with its own rows of weight and bias; None for one rank. With
             ``ranks.sequence`` x and residual hold the rank's own tokens, y is of all tokens, and the gradients of the
             norm's weights are the own tokens' share.
         low_rank: ``(A [R, C], B [O, R])`` in the weight's dtype; y gains ``(rms_norm(residual) @ Aᵀ) @ Bᵀ``. With ranks

@@ -7,17 +7,42 @@
 Each is sharded by its own rows. All are gathered before the weight is used, so that it is the same on any number of
 ranks. A rank that reads its part of a checkpoint quantises that part alone. The scales of NF4 are quantised together:
 the ranks exchange the largest number of each block, which is 1/64 of the weight.
+
+Under tensor parallelism a rank uses its slice of the weight as it is, without gathering. The slice is made of whole
+blocks, so its numbers are those of the weight. The slices of NF4 by columns have the parameters in another shape, and
+mean and table, which every rank has, are a parameter of their own::
+
+    layer.weight             [O, C / 2]
+    layer.stored.scales      [O, C / 64]
+    layer.stored.factors     [O, bytes of the factors of a row]
+    layer.stored.constants   mean and table, [17, bytes of one]
+
+If a slice has only a part of the scales of a factor, the factor is repeated for fewer scales.
 """
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from liger_models.kernels.checks import check
+from liger_models.kernels.collectives import copy_to_region
+from liger_models.kernels.nf4_linear import scales_per_factor
 from liger_models.kernels.quantized_weight import QuantizedWeight, quantized_linear
 from liger_models.layers.layer import Layer
-from liger_models.layers.linear import is_sharded, local, sharded_as
+from liger_models.layers.linear import (
+    ColumnParallelLinear,
+    PartialLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    is_sharded,
+    local,
+    local_or_none,
+    replicated,
+    sharded_as,
+)
 
 TABLE = 16
 """Number of different codes of NF4."""
@@ -36,10 +61,15 @@ class StoredWeight(nn.Module):
         self.scales = _as_bytes(weight.scales, len(weight.scales))
         self.own = weight.scales.dtype
         self.factors: nn.Parameter | None = None
+        self.constants: nn.Parameter | None = None
+        """Mean and table, where they are not the last of ``factors``."""
+        self.sharded: tuple[int, int] | None = None
+        """The dimension along which `apply_tp` has sharded the weight, and the number of ranks."""
         self._largest: Tensor | None = None
         if weight.factors is not None and weight.mean is not None and weight.table is not None:
             numbers = torch.cat([weight.factors, weight.mean.view(1), weight.table])
             self.own, self.factors = numbers.dtype, _as_bytes(numbers, len(numbers))
+            self._per_factor = self.layout[3]  # as the scales are quantised
 
     @staticmethod
     def codes_of(weight: QuantizedWeight) -> nn.Parameter:
@@ -57,22 +87,74 @@ class StoredWeight(nn.Module):
         return torch.Size(self.layout[:2])
 
     def join(self, codes: Tensor) -> QuantizedWeight:
-        """The weight as ops take it, from the parameter ``weight`` of the layer; gathered from all ranks if sharded."""
-        codes, scales = _whole(codes), _whole(self.scales)
+        """The weight as ops take it, from the parameter ``weight`` of the layer.
+
+        It is gathered from all ranks if it is sharded, but by `apply_tp`, after which each rank uses its slice.
+        """
+        # Parameters that FSDP has sharded, too, have a dimension of the mesh more; in the forward they are gathered.
+        if self.sharded is None or not is_sharded(codes) or codes.device_mesh.ndim > 1:  # type: ignore[attr-defined]
+            return self.whole(codes)
+        layout = [*self.layout]
+        layout[self.sharded[0]] //= self.sharded[1]
+        return self._join(local, codes, layout)
+
+    def whole(self, codes: Tensor) -> QuantizedWeight:
+        """As `join`, gathered from all ranks also after `apply_tp`."""
+        return self._join(_whole, codes, self.layout)
+
+    def _join(self, take: Callable[[Tensor], Tensor], codes: Tensor, layout: list[int]) -> QuantizedWeight:
+        codes, scales = take(codes), take(self.scales)
         if self.factors is None:
             found = scales.view(self.own)
             found = found if self.has_blocks else found.flatten()
-            return QuantizedWeight(codes.view(torch.float8_e4m3fn), found, None, None, None, self.layout, self.dtype)
-        numbers = _whole(self.factors).view(self.own).flatten()
+            return QuantizedWeight(codes.view(torch.float8_e4m3fn), found, None, None, None, layout, self.dtype)
+        factors = take(self.factors).view(self.own).flatten()
+        if self.constants is None:
+            factors, constants = factors[: -TABLE - 1], factors[-TABLE - 1 :]
+        else:
+            constants = take(self.constants).view(self.own).flatten()
         return QuantizedWeight(
-            codes.flatten(), scales.view(torch.int8).flatten(), numbers[: -TABLE - 1], numbers[-TABLE - 1],
-            numbers[-TABLE:], self.layout, self.dtype,
-        )  # fmt: skip
+            codes.flatten(), scales.view(torch.int8).flatten(), factors, constants[0], constants[1:], layout, self.dtype
+        )
 
     def parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and scales of a weight in float8, with their own dtypes; gathered from all ranks if sharded."""
-        weight = self.join(codes.detach())
+        weight = self.whole(codes.detach())
         return weight.codes, weight.scales.detach()
+
+    @torch.no_grad()
+    def shard(self, path: str, layer: nn.Linear, dim: int, ranks: int) -> dict[str, int]:
+        """Expect to be sharded by `apply_tp`, which then shards the parameters.
+
+        Args:
+            path: of the layer, for errors.
+            layer: whose weight it is.
+            dim: 0 for slices of rows, 1 for slices of columns.
+            ranks: number of slices.
+
+        Returns:
+            As `Layer.shard`.
+
+        Raises:
+            ValueError: a slice would end within a block that shares a scale.
+        """
+        rows, columns, *blocks = self.layout
+        own = [rows // ranks, columns] if dim == 0 else [rows, columns // ranks]
+        nf4 = self.factors is not None
+        check_blocks(path, [rows, columns], dim, ranks, blocks[0] if blocks and (nf4 or dim == 1) else 1, nf4)
+        self.sharded = dim, ranks
+        if self.factors is None:
+            by_row = {"weight": dim, "stored.scales": dim}
+            return by_row if dim == 0 or self.has_blocks else {"weight": dim}  # every rank has the scales of its rows
+        numbers = self.factors.view(self.own).flatten()
+        self.layout[3] = scales_per_factor(own, blocks[0], dim, self._per_factor)
+        factors = numbers[: -TABLE - 1].repeat_interleave(self._per_factor // self.layout[3])
+        self.constants = _as_bytes(numbers[-TABLE - 1 :], TABLE + 1)
+        self.factors = _as_bytes(factors, rows if dim == 1 else len(factors))
+        if dim == 1:
+            layer.weight = _as_bytes(layer.weight, rows)
+            self.scales = _as_bytes(self.scales, rows)
+        return {"weight": dim, "stored.scales": dim, "stored.factors": dim}
 
     @torch.no_grad()
     def quantise(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> None:
@@ -84,39 +166,47 @@ class StoredWeight(nn.Module):
         """
         import torchao.quantization as torchao
 
-        start, own = first_row(codes), local(codes)
+        (start, column), own = offset_of(codes), local(codes)
         count, (_, columns) = len(own), self.layout[:2]
+        by_columns = self.sharded is not None and self.sharded[0] == 1
         if self.factors is None and count > 0:
             rows = QuantizedWeight.of_float8(torchao.Float8Tensor.from_hp(read(start, start + count)))
-            own.copy_(self.codes_of(rows))
+            own.copy_(self.codes_of(rows)[:, column : column + own.shape[1]])
             local(self.scales).copy_(_as_bytes(rows.scales, count))
         elif self.factors is not None:
             size = self.layout[2]
-            first, last = start * size // columns, -(-(start + count) * size // columns)
-            numbers = read(first, last).to(self.own).flatten()[start * size - first * columns :][: count * size]
-            self._largest = numbers.view(count, size).abs().amax(1)
+            if by_columns:
+                numbers = read(start, start + count)[:, 2 * column : 2 * (column + own.shape[1])].to(self.own).flatten()
+            else:
+                first, last = start * size // columns, -(-(start + count) * size // columns)
+                numbers = read(first, last).to(self.own).flatten()[start * size - first * columns :][: count * size]
+            self._largest = numbers.view(-1, size).abs().amax(1)
             if count > 0:
-                own.copy_(torchao.to_nf4(numbers, size, count).quantized_data.view(count, -1))
+                own.copy_(torchao.to_nf4(numbers, size, len(self._largest)).quantized_data.view(own.shape))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Quantise the scales of NF4, which ranks do together."""
         if self._largest is None or self.factors is None:
             return
-        per_factor, largest, self._largest = self.layout[3], self._largest, None
+        largest, self._largest = self._largest, None
         if is_sharded(self.scales):
             sharded: Any = self.scales
-            parts = _as_bytes(largest, len(largest)).to(sharded.device_mesh.device_type)
-            whole = sharded_as(sharded, parts, torch.Size([len(sharded), largest.itemsize]))
+            parts = largest.view(local(sharded).shape).view(torch.uint8).to(sharded.device_mesh.device_type)
+            whole = sharded_as(sharded, parts, torch.Size([len(sharded), sharded.shape[1] * largest.itemsize]))
             largest = _whole(whole).view(self.own).flatten()
         mean = largest.mean()
-        centred = (largest - mean).view(-1, per_factor)
+        centred = (largest - mean).view(-1, self._per_factor)
         factors = 256 / (2 * centred.abs().amax(1))
         scales = (centred * factors[:, None]).round().clamp(-128, 127).to(torch.int8).flatten()
-        numbers = torch.cat([factors, mean.view(1), nf4_table(factors)])
-        for parameter, values in ((self.scales, scales), (self.factors, numbers)):
-            start, own = first_row(parameter), local(parameter)
-            own.copy_(_as_bytes(values, len(values))[start : start + len(own)])
+        numbers = [factors.repeat_interleave(self._per_factor // self.layout[3])]
+        numbers.append(torch.cat([mean.view(1), nf4_table(factors)]))
+        if self.constants is None:
+            numbers = [torch.cat(numbers)]
+        else:
+            _copy_part(self.constants, numbers[1])
+        _copy_part(self.scales, scales)
+        _copy_part(self.factors, numbers[0])
 
 
 class StoredLinear(nn.Linear, Layer):
@@ -129,6 +219,8 @@ class StoredLinear(nn.Linear, Layer):
 
     is_low_rank = True
     """Fused ops take the weight, see `QuantizedWeight`."""
+    parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
+    """Kind of parallel layer -> the class that `PartialLinear.of` converts the layer into."""
 
     def __init__(self, linear: nn.Linear, weight: QuantizedWeight) -> None:
         nn.Module.__init__(self)
@@ -145,10 +237,50 @@ class StoredLinear(nn.Linear, Layer):
         return quantized_linear(x, self.quantized_weight, self.bias)
 
 
+class StoredColumnParallelLinear(StoredLinear, ColumnParallelLinear):
+    """`ColumnParallelLinear` with a weight in fewer bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] of all tokens, or of this rank's tokens under sequence parallelism."""
+        return quantized_linear(copy_to_region(x, self.group), self.quantized_weight, local_or_none(self.bias))
+
+
+class StoredRowParallelLinear(StoredLinear, RowParallelLinear):
+    """`RowParallelLinear` with a weight in fewer bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., I / R] of all tokens; the result has only this rank's tokens under sequence parallelism."""
+        return self.sum(quantized_linear(x, self.quantized_weight))
+
+
+class StoredReplicatedLinear(StoredLinear, ReplicatedLinear):
+    """`ReplicatedLinear` with a weight in fewer bits."""
+
+    is_low_rank = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] of all tokens, or of this rank's tokens under sequence parallelism."""
+        bias = None if self.bias is None else replicated(self.bias, self.group)
+        return quantized_linear(x, self.quantized_weight, bias)
+
+
+StoredLinear.parallel_kinds = {
+    ColumnParallelLinear: StoredColumnParallelLinear,
+    RowParallelLinear: StoredRowParallelLinear,
+    ReplicatedLinear: StoredReplicatedLinear,
+}
+
+
 def stored_weight(layer: nn.Module) -> StoredWeight | None:
     """The submodule ``stored`` of a linear layer; None for other layers."""
     found = layer._modules.get("stored")
     return found if isinstance(found, StoredWeight) else None
+
+
+def dtype_of(linear: nn.Linear) -> torch.dtype:
+    """The dtype of a layer's weight, also if the parameter ``weight`` holds codes."""
+    stored = stored_weight(linear)
+    return linear.weight.dtype if stored is None else stored.dtype
 
 
 def stored_linears(model: nn.Module) -> list[StoredLinear]:
@@ -188,11 +320,40 @@ def _whole(tensor: Any) -> Tensor:
     return whole
 
 
-def first_row(parameter: Any) -> int:
-    """The first row of this rank's part of a parameter."""
+def offset_of(parameter: Any) -> tuple[int, int]:
+    """The first row and the first column of this rank's part of a parameter."""
     if not is_sharded(parameter):
-        return 0
+        return 0, 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
 
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return int(offset[0])
+    return int(offset[0]), int(offset[1])
+
+
+def _copy_part(parameter: Tensor, values: Tensor) -> None:
+    """Copy this rank's part of a tensor into a parameter that holds its bytes."""
+    (row, column), own = offset_of(parameter), local(parameter)
+    rows = _as_bytes(values, len(parameter))[row : row + len(own)]
+    own.copy_(rows[:, column : column + own.shape[1]])
+
+
+def check_blocks(path: str, shape: Sequence[int], dim: int, ranks: int, block: int, nf4: bool) -> None:
+    """Raise ValueError unless each rank's slice of a matrix [O, C] has whole blocks that share a scale.
+
+    Args:
+        path: of the layer or of the parameter, for the error.
+        shape: of the matrix.
+        dim: 0 for slices of rows, 1 for slices of columns.
+        ranks: number of slices.
+        block: numbers of a block, which go over the ends of rows if ``nf4``.
+        nf4: whether the matrix is in NF4.
+    """
+    count = math.prod(shape) // ranks if dim == 0 else shape[1] // ranks
+    what = f"{shape[0] // ranks} rows of {shape[1]} numbers" if dim == 0 else f"{count} of {shape[1]} columns"
+    other = 'dtype="float8" in quantize_base' if nf4 else "keep_float8=False"
+    check(
+        count % block == 0,
+        f"apply_tp: each rank's slice of a quantised weight must have a multiple of {block} "
+        f"{'numbers' if dim == 0 else 'columns'}, which share a scale, got {what} of {path} on each of {ranks} ranks. "
+        f"Use fewer ranks for tensor parallelism, {other}, or apply_fsdp alone.",
+    )

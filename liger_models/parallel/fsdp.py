@@ -100,10 +100,15 @@ def apply_fsdp(
         f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is. Call it once for each model.",
     )
     mixtures = {name: layer for name, layer in named_layers(model) if isinstance(layer, LigerMoE)}
-    quantised = [name for name, layer in mixtures.items() if layer.quantized_weights and layer.groups.expert is None]
+    quantised = [
+        name
+        for name, layer in mixtures.items()
+        if layer.quantized_weights and layer.groups.expert is None and layer.groups.tensor is None
+    ]
     check(
         not quantised,
-        f"apply_fsdp: experts must not be quantised, got {', '.join(quantised[:2])} and others. Call apply_ep before.",
+        f"apply_fsdp: experts must not be quantised, got {', '.join(quantised[:2])} and others. Call apply_ep or "
+        "apply_tp before.",
     )
     for adapted in adapted_layers(model).values():
         if isinstance(adapted, LoRALinear):
@@ -134,7 +139,7 @@ def apply_fsdp(
         balance=group_over(mesh) if routed_layers(model) and mesh.size() > 1 else model.groups.balance,
     )
     passes, options = BackwardPasses(), _options(mesh, param_dtype, reduce_dtype, cpu_offload)
-    # Quantised experts are frozen, and already distributed by apply_ep.
+    # Quantised experts are frozen, and already distributed by apply_ep or apply_tp.
     frozen = {getattr(layer, name) for layer in mixtures.values() for name in layer.quantized_weights}
     options["ignored_params"] = frozen or None
     tied = model.lm_head.weight is model.embed_tokens.weight
@@ -202,8 +207,9 @@ def _options(
 
     def along(parameter: nn.Parameter) -> Shard | None:
         # If `apply_tp` has sharded rows unevenly (a vocabulary's) and they are sharded again, PyTorch computes wrong
-        # offsets for checkpoints. Shard columns instead, where the ranks divide them.
+        # offsets for checkpoints. Shard columns instead, where the ranks divide them. Bytes of blocks stay together.
         uneven = isinstance(parameter, DTensor) and parameter.shape[0] % parameter.device_mesh.size() > 0
+        uneven = uneven and parameter.is_floating_point()
         return Shard(1) if uneven and parameter.ndim > 1 and parameter.shape[1] % mesh.size(-1) == 0 else None
 
     return {

@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from liger_models.adapters.quantize import quantised_layers
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import group_of
+from liger_models.kernels.moe.quantized import QuantizedExperts
+from liger_models.kernels.nf4_linear import NF4_BLOCK
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of, named_layers
 from liger_models.layers.linear import ReplicatedLinear
-from liger_models.layers.moe import LigerMoE
-from liger_models.layers.stored import stored_weights
+from liger_models.layers.stored import check_blocks, stored_weights
 from liger_models.parallel.agreement import check_first_forward
 from liger_models.parallel.mesh import own_dimension
 
@@ -31,6 +32,7 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     Each rank has 1 / R of the attention heads, of the MLP's (and each expert's) width and of the vocabulary. Norms and
     routers are replicated. The fused ops run on the rank's shard. The loss does not gather logits. Of an adapter
     (`apply_lora`), the matrix on the side along which the weight is sharded is sharded, and the other is replicated.
+    Quantised weights (`quantize_base`, ``keep_float8``) are sharded as they are stored, with their scales.
 
     A vision tower is sharded in the same way, but every rank has all patches. A layer of the tower is replicated if R
     does not divide its attention heads or MLP width. So are everything outside the tower's layers, and Gemma 4's tower.
@@ -51,23 +53,20 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
         ``model``.
 
     Raises:
-        ValueError: the model is already sharded, has quantised weights or linear layers that are replaced by others
-            than `apply_lora`, the mesh does not fit, or R does not divide the heads or widths of the language model.
-            The model may then be changed in part; create it again.
+        ValueError: the model is already sharded or has linear layers that are replaced by others than `apply_lora` and
+            `quantize_base`, the mesh does not fit, R does not divide the heads or widths of the language model, or a
+            rank's slice of a quantised weight would end within a block of numbers that share a scale. The model may
+            then be changed in part; create it again.
 
     Source: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2205.05198.
     """
     check_unsharded("apply_tp", model)
-    check(
-        not (stored_weights(model) or any(each.is_nf4 or each.is_float8 for each in quantised_layers(model)))
-        and not any(isinstance(each, LigerMoE) and each.quantized_weights for each in layers_of(model)),
-        f"apply_tp: weights must not be quantised, got {type(model).__name__} with weights in 4 or 8 bits. Leave "
-        "quantize_base or keep_float8 out, or shard the model by apply_fsdp alone.",
-    )
     mesh = own_dimension("apply_tp", mesh, "tp")
     group = group_of(mesh.get_group(), sequence_parallel=sequence_parallel)
     if group.size == 1:
         return model
+    for adapted in quantised_layers(model):
+        adapted.store()
     tower = set() if model.visual is None else set(model.visual.modules())
     given = set(layers_of(model))
     summed = set()
@@ -86,6 +85,12 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False)
     put_in = {name: layer for name, layer in named_layers(model) if layer not in given}
     for name, layer in put_in.items():
         dims |= {f"{name}.{parameter}": dim for parameter, dim in layer.shard(group).items()}
+    for weight, stored in stored_weights(model).items():
+        if weight in dims:
+            path, linear = weight.removesuffix(".weight"), model.get_submodule(weight.removesuffix(".weight"))
+            assert isinstance(linear, nn.Linear)
+            of_layer = stored.shard(path, linear, dims[weight], group.size)
+            dims |= {f"{path}.{parameter}": dim for parameter, dim in of_layer.items()}
     if sequence_parallel:
         summed |= {layer for layer in put_in.values() if layer.sum_gradients(group)}
         _check_gradients(model, summed, dims)
@@ -158,7 +163,8 @@ def _check_gradients(model: Decoder, summed: Collection[nn.Module], dims: dict[s
     for name, module in model.named_modules():
         if not name.startswith("layers.") and module is not model.norm:
             continue
-        replicated = [each for each, _ in module.named_parameters(recurse=False) if f"{name}.{each}" not in dims]
+        own = module.named_parameters(recurse=False)
+        replicated = [each for each, p in own if f"{name}.{each}" not in dims and p.is_floating_point()]
         check(
             not replicated or module in summed,
             f"apply_tp: {name} ({type(module).__name__}) must be a Layer whose sum_gradients sums the gradients of "
@@ -174,12 +180,16 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, dims: dict[str, int], *, res
             continue
         placement = Shard(dims[name]) if name in dims else Replicate()
         owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, _as_dtensor(parameter, mesh, placement))
+        setattr(model.get_submodule(owner), attribute, _as_dtensor(name, parameter, mesh, placement))
 
 
-def _as_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+def _as_dtensor(name: str, parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     local: Tensor = parameter.detach()
-    if isinstance(placement, Shard):
+    if isinstance(placement, Shard) and placement.dim > 0 and isinstance(local, QuantizedExperts):
+        dim, nf4 = placement.dim, local.kind == "nf4"
+        check_blocks(name, local.shape[1:], dim - 1, mesh.size(), NF4_BLOCK if nf4 else 1, nf4)
+        local = local.slice(dim, mesh.get_local_rank(), mesh.size())
+    elif isinstance(placement, Shard):
         # A copy, so that the memory of the whole parameter is freed.
         local = local.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].clone(
             memory_format=torch.contiguous_format

@@ -230,9 +230,9 @@ class TrainOptions(ObjectiveOptions):
             f"lora_r={self.lora_r} and moments_8bit={self.moments_8bit}. Use adamw.",
         )
         check(
-            self.tensor_parallel == 1 or not (self.context_parallel > 1 or stored),
-            f"TrainOptions: tensor_parallel goes neither with context_parallel nor with {', '.join(STORED)}, got "
-            f"{self.tensor_parallel}, {self.context_parallel} and {', '.join(stored) or 'none'}. Leave it out.",
+            self.tensor_parallel == 1 or self.context_parallel == 1,
+            f"TrainOptions: tensor_parallel does not go with context_parallel, got {self.tensor_parallel} and "
+            f"{self.context_parallel}. Leave one out.",
         )
         check(
             self.sharing == 1 or self.sample_prompt is None,

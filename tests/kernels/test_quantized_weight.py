@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from liger_models.kernels import gated_mlp as module
-from liger_models.kernels.collectives import Group
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.kernels.float8_blocks import blocks_dense_reference
 from liger_models.kernels.frozen_float8_linear import MOST_ROWS, frozen_float8_linear, quantize_rows_reference
@@ -315,13 +314,9 @@ def test_compiles_without_graph_breaks(kernel_device, make):
 
 
 def test_bad_arguments():
-    weight, stream, group = nf4(F, C), draw(2, C), Group("", 2, 0)
+    weight, stream = nf4(F, C), draw(2, C)
     with pytest.raises(ValueError, match=r"rms_norm_linear: weight must be \[out, 32\], got \[96, 64\]"):
         rms_norm_linear(None, draw(2, 32), draw(32), weight)
-    with pytest.raises(ValueError, match=r"rms_norm_linear: weight must be a tensor with ranks, got a QuantizedWeight"):
-        rms_norm_linear(None, stream, draw(C), weight, ranks=group)
-    with pytest.raises(ValueError, match=r"gated_mlp: down_weight must be a tensor with ranks"):
-        gated_mlp(None, stream, draw(C), draw(2 * F, C), nf4(C, F), ranks=group)
     with pytest.raises(TypeError, match=r"must have one dtype, got torch.float32 and torch.float16"):
         gated_mlp(None, stream, draw(C), nf4(2 * F, C), nf4(C, F, dtype=torch.float16))
     with pytest.raises(TypeError, match=r"low_rank must have the weight's dtype, torch.float16, got torch.float32"):

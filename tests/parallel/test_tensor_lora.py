@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, lora_layers, quantize_base, save_adapter
+from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, lora_layers, save_adapter
 from liger_models.convert import get_hf_state_dict
 from liger_models.kernels.collectives import Group
 from liger_models.parallel import (
@@ -22,7 +22,7 @@ from liger_models.parallel import (
     targets_per_rank,
 )
 
-from .models import batch, gradients, init_device_mesh, mixture, share, stir, tiny, whole
+from .models import batch, gradients, init_device_mesh, share, stir, tiny, whole
 from .test_lora import trained
 from .test_tensor import assert_same, assert_same_once, batch_for, build, mesh_of, run_config
 
@@ -173,18 +173,3 @@ def test_dropout(two):
     for got in others:
         for part, right in first.items():
             assert_same(got[part], right)
-
-
-def quantise(dtype: str) -> None:
-    mesh = mesh_of(2)
-    with pytest.raises(ValueError, match="apply_tp: weights must not be quantised, got LigerLlama"):
-        apply_tp(quantize_base(apply_lora(tiny()), dtype=dtype), mesh)
-    for model in (apply_lora(tiny()), apply_lora(mixture(), LoRAConfig(target_modules=["experts.down_proj"]))):
-        with pytest.raises(ValueError, match="quantize_base: linear layers must not be sharded yet"):
-            quantize_base(apply_tp(model, mesh), dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", ["nf4", "float8"])
-def test_quantised_weights_are_refused(two, dtype):
-    pytest.importorskip("torchao")
-    two(quantise, dtype)

@@ -25,6 +25,7 @@ from liger_models.layers.layer import Layer
 from liger_models.layers.linear import local
 from liger_models.layers.norm import LigerRMSNorm, add_norm
 from liger_models.layers.rope import AxialRotaryEmbedding
+from liger_models.layers.stored import dtype_of
 from liger_models.memory.recompute import recomputes, run_twice
 
 
@@ -254,7 +255,7 @@ class Gemma4Tower(nn.Module):
         (n, P), valid, place = pixels.shape[:2], (positions >= 0).all(-1), positions.clamp_min(0)
         table = local(self.pos_embed.weight)
         placed = F.embedding(place[..., 0], table) + F.embedding(place[..., 1] + self.positions, table)
-        embedded = self.patch_embed((2 * (pixels - 0.5)).to(self.patch_embed.weight.dtype))
+        embedded = self.patch_embed((2 * (pixels - 0.5)).to(dtype_of(self.patch_embed)))
         x, residual = None, (embedded + placed * valid[..., None]).flatten(0, 1)[None]
         segments = 2 * torch.arange(n, device=valid.device)[:, None] + ~valid  # images, each followed by its padding
         layout = BatchLayout.bidirectional(place.flatten(0, 1).T[:, None], {"default": self.rotary}, segments.flatten())

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.frozen_float8_linear import float8_dense, quantize_rows_reference
-from liger_models.kernels.nf4_linear import nf4_dense, nf4_dense_reference, nf4_layout
+from liger_models.kernels.nf4_linear import nf4_dense, nf4_dense_reference, nf4_layout, scales_per_factor
 
 ATTRIBUTES = ("codes", "scales", "factors", "means", "table")
 
@@ -91,6 +91,32 @@ class QuantizedExperts(Tensor):
     def of_experts(self, function: Callable[[Tensor], Tensor]) -> "QuantizedExperts":
         """``function`` of each stored tensor that has experts in its first dimension."""
         return self.map(lambda each: each if each is self.table else function(each))
+
+    def slice(self, dim: int, rank: int, ranks: int) -> "QuantizedExperts":
+        """One of equal slices of each matrix, as a copy with the same numbers. It must have whole blocks of NF4.
+
+        Args:
+            dim: 1 for slices of rows, 2 for slices of columns.
+            rank, ranks: place and number of the slices.
+        """
+        X, out, width = self.shape
+        rows = 1 if dim == 1 else out
+
+        def part(each: Tensor, per_matrix: int) -> Tensor:
+            """The slice of what has equal numbers for each matrix, or for each row of it."""
+            taken = each.reshape(X, per_matrix, -1).chunk(ranks, 2)[rank]
+            return taken.clone(memory_format=torch.contiguous_format).view(X, -1)
+
+        new = [out // ranks, width] if dim == 1 else [out, width // ranks]
+        codes, scales, factors = self.codes, self.scales, self.factors
+        codes = part(codes, rows).view(X, new[0], -1)
+        if factors is not None:
+            per_factor = scales.shape[1] // factors.shape[1]
+            fewer = scales_per_factor(new, out * width // scales.shape[1], dim - 1, per_factor)
+            factors = part(factors.repeat_interleave(per_factor // fewer, 1), rows)
+        if factors is not None or dim == 1:
+            scales = part(scales, rows)
+        return QuantizedExperts(codes, scales, factors, self.means, self.table, self.dtype)
 
     @property
     def kind(self) -> str:
