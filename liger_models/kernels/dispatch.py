@@ -18,6 +18,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # Triton has no wheel for this platform: only the reference backend exists
 
     class _Absent:
@@ -29,9 +30,9 @@ except ImportError:  # Triton has no wheel for this platform: only the reference
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return self
 
-    triton = tl = _Absent()
+    triton = tl = TensorDescriptor = _Absent()
 
-__all__ = ["tl", "triton"]  # re-exported, so that kernels can be defined without Triton
+__all__ = ["TensorDescriptor", "tl", "triton"]  # re-exported, so that kernels can be defined without Triton
 
 HAS_TRITON = type(triton).__name__ != "_Absent"
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"

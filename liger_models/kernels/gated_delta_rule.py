@@ -10,55 +10,61 @@ value, E_ij = exp(G_i − G_j) for i ≥ j and 0 otherwise, and rows of matrices
     M_ij = β_i · E_ij · k̂_i·k̂_j  (i > j),   A = (I + M)⁻¹,   P_ij = scale · E_ij · q̂_i·k̂_j
     X = β · (V − e^{G_i} · K̂ S),   D = A X,   O = scale · e^{G_i} · Q̂ S + P D,   S ← e^G · S + (e^{G − G_i} · K̂)ᵀ D
 
-P and, without its β, M of all chunks come from one kernel, with the factors of rows of Q, K and X, and A from a second
-one. A third goes through the chunks in order, each program with some columns of S in registers. Backward, with dS the
-gradient of the state after the chunk, in the opposite order::
+P of all chunks comes from one kernel, with the factors of rows of Q, K and X, and A from a second one. A third goes
+through the chunks in order, each program with some columns of S in registers. Backward, with dS the gradient of the
+state after the chunk, in the opposite order::
 
     dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
-The other gradients of a chunk need what its queries and keys read, and what its keys write, ∘ for element by element::
+S and D, which do not depend on these, are recomputed at the same time. The other gradients of a chunk need what its
+queries and keys read, and what its keys write, ∘ for element by element::
 
     dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)
     R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i
     W = e^{G − G_i} · D dSᵀ − (E ∘ dV Dᵀ)ᵀ K̂    (i > j),   dK̂ = W − β · R + scale · (E ∘ dO Dᵀ)ᵀ Q̂
 
-Where a key head serves several value heads, one program adds up what they give. Products are in the dtype of q, k and
-v and are summed in fp32; the state, the decay and the inverse are in fp32. Saved: only the inputs. The backward
-recomputes A, P, S and D.
+Where a key head serves several value heads, one program adds up what they give: a first kernel E ∘ dO Dᵀ and
+β · E ∘ dX Dᵀ, a second one what goes through S and dS, to which it adds the products with those sums. Products are in
+the dtype of q, k and v and are summed in fp32; the state and the decay are in fp32, and products within the inverse
+have errors of at most 2⁻¹⁶. Saved: the inputs, and A in their dtype. The backward recomputes P, S and D.
 
 A few tokens without gradients (decoding) have a kernel of their own, which follows the recurrence.
 
 Source: https://arxiv.org/abs/2412.06464; the form in chunks: https://arxiv.org/abs/2406.06484.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .checks import check, check_documents, check_floating
-from .dispatch import LIBRARY, fitting_stages, on_device_of, tl, triton, use_triton
+from .dispatch import INTERPRET, LIBRARY, TensorDescriptor, fitting_stages, on_device_of, tl, triton, use_triton
 from .documents import bounds, flat, locate, slots
 
 CHUNK = 64
-"""Tokens that are computed together: four blocks of 16, whose inverses are found one by one."""
+"""Tokens that are computed together: four blocks of 16, the least that tensor cores multiply."""
 
 L2_EPS = 1e-6
 
 STEP_TOKENS = 16
 """Most tokens for which the recurrence is followed token by token, where no gradient is needed."""
 
-SIMILARITY_WARPS, INVERSE_WARPS = 8, 1
+SIMILARITY_WARPS, INVERSE_WARPS, INVERSE_STAGES = 8, 1, 3
 SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 32
 """In the kernels that go through the chunks in order, each program has this many columns of the state of one head. With
 32, heads of 128 have four programs, which fill a GPU where there is one text with 32 heads."""
 
-READ_WARPS, WRITE_WARPS = 4, 8
-GRADIENT_STAGES, GRADIENT_COLUMNS = 2, 64
-"""The kernels with the other gradients take this many columns of v at a time, and at most half of them: without loops
-the tiles of all products would be in shared memory at once."""
+BACK_STAGES = 2
+"""Stages in the scans of the backward: with more, the shared memory of Hopper would not hold two programs."""
+
+GRADIENT_WARPS, GRADIENT_STAGES, GRADIENT_COLUMNS = 4, 2, 64
+"""The kernels with the other gradients take this many columns of v at a time, and at most half of them. Four warps took
+less time on Hopper than eight, with 255 registers each or 128."""
 
 KEY_COLUMNS = 64
-"""Kernels take the columns of q and k in one or two parts of this size. Other sizes gave wrong results on Hopper with
+"""Kernels take this many columns of q and k, or twice as many. Other numbers gave wrong results on Hopper with
 Triton 3.6."""
 
 STEP_WARPS, STEP_COLUMNS = 4, 32
@@ -160,12 +166,12 @@ def _decays(left, right, keep):
 
 @triton.jit
 def _similarity_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, cu_ptr, m_ptr, p_ptr, total_ptr, q_norm_ptr, k_norm_ptr, factor_ptr, tokens,
-    documents, q_t, q_h, k_t, k_h, g_t, g_h, beta_t, beta_h, scale, GROUP: tl.constexpr, C: tl.constexpr,
-    DK: tl.constexpr, BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
-    NEED_P: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, cu_ptr, p_ptr, total_ptr, q_norm_ptr, k_norm_ptr, factor_ptr, tokens, documents, q_t,
+    q_h, k_t, k_h, g_t, g_h, beta_t, beta_h, scale, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr,
+    BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr, NEED_P: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """M without its β, P, the running sums of g and the inverse norms of one chunk and key head.
+    """P, the running sums of g and the inverse norms of one chunk and key head.
 
     The factors of rows are β, those of K̂ S in X and of D in the next state, which include the inverse norm of k, and
     that of Q̂ S in O.
@@ -180,8 +186,6 @@ def _similarity_kernel(
     k = _load_rows(k_ptr + key_head * k_h, rows, k_t, end, DK, BLOCK_K)
     k_norm = _inverse_norms(k, NORMALIZE, EPS)
     tl.store(k_norm_ptr + key_head * tokens + rows, k_norm, mask=inside)
-    kk = tl.dot(k, tl.trans(k), input_precision=PRECISION) * (k_norm[:, None] * k_norm[None, :])
-    kk = tl.where(index[:, None] > index[None, :], kk, 0.0)
     if NEED_P:
         q = _load_rows(q_ptr + key_head * q_h, rows, q_t, end, DK, BLOCK_K)
         q_norm = _inverse_norms(q, NORMALIZE, EPS)
@@ -196,42 +200,11 @@ def _similarity_kernel(
         tl.store(at_factors + tokens, beta * tl.exp(total) * k_norm, mask=inside)
         whole = tl.sum(tl.where(rows == end - 1, total, 0.0), 0)
         tl.store(at_factors + 2 * tokens, tl.exp(whole - total) * k_norm, mask=inside)
-        decays = _decays(total, total, index[:, None] >= index[None, :])
-        at = (head * tokens + rows)[:, None] * C + index[None, :]
-        tl.store(m_ptr + at, kk * decays, mask=inside[:, None])
         if NEED_P:
-            tl.store(p_ptr + at, (qk * decays).to(p_ptr.dtype.element_ty), mask=inside[:, None])
+            p = qk * _decays(total, total, index[:, None] >= index[None, :])
+            at = (head * tokens + rows)[:, None] * C + index[None, :]
+            tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=inside[:, None])
             tl.store(at_factors + 3 * tokens, tl.exp(total) * q_norm * scale, mask=inside)
-
-
-@triton.jit
-def _row_solved(x, m_ptr, beta_ptr, i, C: tl.constexpr, BLOCK: tl.constexpr, beta_t, rows):
-    """One step of the forward substitution that turns I into (I + βM)⁻¹, for a block of 16 x 16 on the diagonal."""
-    index = tl.arange(0, 16)
-    row = BLOCK * 16 + i
-    beta = tl.load(beta_ptr + row * beta_t, mask=row < rows, other=0.0).to(tl.float32)
-    m = tl.load(m_ptr + row * C + BLOCK * 16 + index, mask=(index < i) & (row < rows), other=0.0) * beta
-    return tl.where(index[:, None] == i, x - tl.sum(m[:, None] * x, 0)[None, :], x)
-
-
-@triton.jit
-def _block(ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexpr):
-    """Where a block of 16 x 16 of a chunk's matrix is, and its rows."""
-    index = tl.arange(0, 16)
-    return (ROW * 16 + index)[:, None] * C + (COLUMN * 16 + index)[None, :], ROW * 16 + index
-
-
-@triton.jit
-def _load_block(m_ptr, beta_ptr, beta_t, rows, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexpr):
-    at, row = _block(ROW, COLUMN, C)
-    beta = tl.load(beta_ptr + row * beta_t, mask=row < rows, other=0.0).to(tl.float32)
-    return tl.load(m_ptr + at, mask=(row < rows)[:, None], other=0.0) * beta[:, None]
-
-
-@triton.jit
-def _store_block(a_ptr, x, rows, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexpr):
-    at, row = _block(ROW, COLUMN, C)
-    tl.store(a_ptr + at, x.to(a_ptr.dtype.element_ty), mask=(row < rows)[:, None])
 
 
 @triton.jit
@@ -240,74 +213,121 @@ def _times(left, right, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _add_dots(sum, left, right, PRECISION: tl.constexpr):
+    return tl.dot(left, tl.trans(right), sum, input_precision=PRECISION)
+
+
+@triton.jit
+def _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, ROW: tl.constexpr):
+    """Of 16 rows from ``ROW`` on: the running sum of g, β times the inverse norm of k, and that norm."""
+    rows = ROW + tl.arange(0, 16)
+    norm = tl.load(k_norm_ptr + rows, mask=rows < count, other=0.0)
+    beta = tl.load(factor_ptr + rows, mask=rows < count, other=0.0)
+    return tl.load(total_ptr + tl.minimum(rows, count - 1)), beta * norm, norm
+
+
+@triton.jit
+def _scaled(products, left, right, keep):
+    """A block of M, given k_i·k_j and the factors of its rows and columns."""
+    return products * _decays(left[0], right[0], keep) * left[1][:, None] * right[2][None, :]
+
+
+@triton.jit
+def _inverted(products, factors, PRECISION: tl.constexpr):
+    """(I + M)⁻¹ for a block on the diagonal of M, by those of 2, 4 and 8 on its own diagonal in turn."""
+    row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    m = _scaled(products, factors, factors, row > column)
+    a = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -m, 0.0))
+    for i in tl.static_range(1, 4):
+        apart = (row >> i != column >> i) & (row >> (i + 1) == column >> (i + 1))
+        a -= _times(a, _times(tl.where(apart, m, 0.0), a, PRECISION), PRECISION)
+    return a
+
+
+@triton.jit
+def _store_block(a_ptr, x, count, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexpr):
+    rows, columns = ROW + tl.arange(0, 16), COLUMN + tl.arange(0, 16)
+    at = a_ptr + rows[:, None] * C + columns[None, :]
+    tl.store(at, x.to(a_ptr.dtype.element_ty), mask=(rows < count)[:, None])
+
+
+@triton.jit
 def _inverse_kernel(
-    m_ptr, beta_ptr, cu_ptr, a_ptr, tokens, documents, beta_t, beta_h, C: tl.constexpr, DOCUMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    k_ptr, total_ptr, factor_ptr, k_norm_ptr, cu_ptr, a_ptr, tokens, documents, k_t, k_h, GROUP: tl.constexpr,
+    C: tl.constexpr, DK: tl.constexpr, BLOCK: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A of one chunk and value head: the blocks on the diagonal row by row, then those below them by products."""
+    """A of one chunk and value head, in blocks of 16 x 16: those on the diagonal, then by products those below them."""
     head = tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
-    rows = end - first
-    if rows == 0:
+    if first == end:
         return
-    m_ptr += (head * tokens + first) * C
+    count, index = (end - first).to(tl.int32), tl.arange(0, 16)
+    k_ptr += head // GROUP * k_h + first * k_t
+    k_norm_ptr += head // GROUP * tokens + first
+    total_ptr += head * tokens + first
+    factor_ptr += 4 * head * tokens + first
     a_ptr += (head * tokens + first) * C
-    beta_ptr += head * beta_h + first * beta_t
-    index = tl.arange(0, 16)
-    unit = (index[:, None] == index[None, :]).to(tl.float32)
-    a00, a11, a22, a33 = unit, unit, unit, unit
-    for i in range(1, 16):
-        a00 = _row_solved(a00, m_ptr, beta_ptr, i, C, 0, beta_t, rows)
-        a11 = _row_solved(a11, m_ptr, beta_ptr, i, C, 1, beta_t, rows)
-        a22 = _row_solved(a22, m_ptr, beta_ptr, i, C, 2, beta_t, rows)
-        a33 = _row_solved(a33, m_ptr, beta_ptr, i, C, 3, beta_t, rows)
-    # Each block is stored as soon as no product needs it any more, which frees its registers.
     none = tl.zeros([16, 16], tl.float32)
-    _store_block(a_ptr, none, rows, 0, 1, C)
-    _store_block(a_ptr, none, rows, 0, 2, C)
-    _store_block(a_ptr, none, rows, 0, 3, C)
-    _store_block(a_ptr, none, rows, 1, 2, C)
-    _store_block(a_ptr, none, rows, 1, 3, C)
-    _store_block(a_ptr, none, rows, 2, 3, C)
-    m10 = _load_block(m_ptr, beta_ptr, beta_t, rows, 1, 0, C)
+    m00, m11, m22, m33, m10, m20, m21, m30, m31, m32 = none, none, none, none, none, none, none, none, none, none
+    for start in tl.range(0, DK, BLOCK, num_stages=STAGES):
+        k0 = _load_rows(k_ptr + start, index, k_t, count, DK - start, BLOCK)
+        k1 = _load_rows(k_ptr + start, 16 + index, k_t, count, DK - start, BLOCK)
+        k2 = _load_rows(k_ptr + start, 32 + index, k_t, count, DK - start, BLOCK)
+        k3 = _load_rows(k_ptr + start, 48 + index, k_t, count, DK - start, BLOCK)
+        m00, m11 = _add_dots(m00, k0, k0, PRECISION), _add_dots(m11, k1, k1, PRECISION)
+        m22, m33 = _add_dots(m22, k2, k2, PRECISION), _add_dots(m33, k3, k3, PRECISION)
+        m10, m20 = _add_dots(m10, k1, k0, PRECISION), _add_dots(m20, k2, k0, PRECISION)
+        m21, m30 = _add_dots(m21, k2, k1, PRECISION), _add_dots(m30, k3, k0, PRECISION)
+        m31, m32 = _add_dots(m31, k3, k1, PRECISION), _add_dots(m32, k3, k2, PRECISION)
+    f0 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 0)
+    f1 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 16)
+    f2 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 32)
+    f3 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 48)
+    a00, a11 = _inverted(m00, f0, PRECISION), _inverted(m11, f1, PRECISION)
+    a22, a33 = _inverted(m22, f2, PRECISION), _inverted(m33, f3, PRECISION)
+    m10, m20, m21 = _scaled(m10, f1, f0, True), _scaled(m20, f2, f0, True), _scaled(m21, f2, f1, True)
+    m30, m31, m32 = _scaled(m30, f3, f0, True), _scaled(m31, f3, f1, True), _scaled(m32, f3, f2, True)
+    # Each block is stored as soon as no product needs it any more, which frees its registers.
+    _store_block(a_ptr, none, count, 0, 16, C)
+    _store_block(a_ptr, none, count, 0, 32, C)
+    _store_block(a_ptr, none, count, 0, 48, C)
+    _store_block(a_ptr, none, count, 16, 32, C)
+    _store_block(a_ptr, none, count, 16, 48, C)
+    _store_block(a_ptr, none, count, 32, 48, C)
     a10 = -_times(a11, _times(m10, a00, PRECISION), PRECISION)
-    _store_block(a_ptr, a10, rows, 1, 0, C)
-    m20 = _load_block(m_ptr, beta_ptr, beta_t, rows, 2, 0, C)
-    m21 = _load_block(m_ptr, beta_ptr, beta_t, rows, 2, 1, C)
+    _store_block(a_ptr, a10, count, 16, 0, C)
     a20 = -_times(a22, _times(m20, a00, PRECISION) + _times(m21, a10, PRECISION), PRECISION)
-    _store_block(a_ptr, a20, rows, 2, 0, C)
-    m30 = _load_block(m_ptr, beta_ptr, beta_t, rows, 3, 0, C)
-    m31 = _load_block(m_ptr, beta_ptr, beta_t, rows, 3, 1, C)
-    m32 = _load_block(m_ptr, beta_ptr, beta_t, rows, 3, 2, C)
+    _store_block(a_ptr, a20, count, 32, 0, C)
     a30 = -_times(
         a33, _times(m30, a00, PRECISION) + _times(m31, a10, PRECISION) + _times(m32, a20, PRECISION), PRECISION
     )
-    _store_block(a_ptr, a30, rows, 3, 0, C)
-    _store_block(a_ptr, a00, rows, 0, 0, C)
+    _store_block(a_ptr, a30, count, 48, 0, C)
+    _store_block(a_ptr, a00, count, 0, 0, C)
     a21 = -_times(a22, _times(m21, a11, PRECISION), PRECISION)
-    _store_block(a_ptr, a21, rows, 2, 1, C)
+    _store_block(a_ptr, a21, count, 32, 16, C)
     a31 = -_times(a33, _times(m31, a11, PRECISION) + _times(m32, a21, PRECISION), PRECISION)
-    _store_block(a_ptr, a31, rows, 3, 1, C)
-    _store_block(a_ptr, a11, rows, 1, 1, C)
+    _store_block(a_ptr, a31, count, 48, 16, C)
+    _store_block(a_ptr, a11, count, 16, 16, C)
     a32 = -_times(a33, _times(m32, a22, PRECISION), PRECISION)
-    _store_block(a_ptr, a32, rows, 3, 2, C)
-    _store_block(a_ptr, a22, rows, 2, 2, C)
-    _store_block(a_ptr, a33, rows, 3, 3, C)
+    _store_block(a_ptr, a32, count, 48, 32, C)
+    _store_block(a_ptr, a22, count, 32, 32, C)
+    _store_block(a_ptr, a33, count, 48, 48, C)
 
 
 @triton.jit
-def _columns(documents, Hv: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr):
+def _columns(program, Hv: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr):
     """What a program of a scan owns: document, value head, key head, and columns of the state."""
     BLOCKS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
-    head = (tl.program_id(0) // BLOCKS % Hv).to(tl.int64)
-    columns = tl.program_id(0) % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
-    return (tl.program_id(0) // (BLOCKS * Hv)).to(tl.int64), head, head // GROUP, columns
+    head = (program // BLOCKS % Hv).to(tl.int64)
+    columns = program % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
+    return (program // (BLOCKS * Hv)).to(tl.int64), head, head // GROUP, columns
 
 
 @triton.jit
-def _scan_kernel(
-    q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, out_ptr, final_ptr, states_ptr,
-    d_ptr, tokens, documents, q_t, q_h, k_t, k_h, v_t, v_h, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
+def _scan(
+    program, q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, out_ptr, final_ptr,
+    states_ptr, d_ptr, tokens, q_t, q_h, k_t, k_h, v_t, v_h, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
     DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr,
     STORE_OUT: tl.constexpr, STORE_STATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -316,7 +336,7 @@ def _scan_kernel(
     A GPU has few programs for each of its processors here, so a step has to be short: what is the same for all columns
     comes from the kernels before, and offsets are 32-bit numbers within a chunk.
     """
-    n, head, key_head, v_columns = _columns(documents, Hv, GROUP, DV, BLOCK_V)
+    n, head, key_head, v_columns = _columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     k_columns, index = tl.arange(0, BLOCK_K), tl.arange(0, C)
@@ -383,15 +403,29 @@ def _scan_kernel(
 
 
 @triton.jit
-def _scan_back_kernel(
-    q_ptr, k_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, d_out_ptr, d_final_ptr,
-    d_states_ptr, dx_ptr, d_initial_ptr, tokens, documents, q_t, q_h, k_t, k_h, d_out_t, d_out_h,
-    Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
-    DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_OUT: tl.constexpr, HAS_FINAL: tl.constexpr,
-    STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+def _scan_kernel(
+    q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, out_ptr, final_ptr, tokens, q_t, q_h,
+    k_t, k_h, v_t, v_h, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr,
+    BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    STORE_OUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dX, the gradient of the state after each chunk, and that of the initial state; steps as in `_scan_kernel`."""
-    n, head, key_head, v_columns = _columns(documents, Hv, GROUP, DV, BLOCK_V)
+    _scan(
+        tl.program_id(0), q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, out_ptr,
+        final_ptr, out_ptr, out_ptr, tokens, q_t, q_h, k_t, k_h, v_t, v_h, Hv, GROUP, C, DK, BLOCK_K, DV, BLOCK_V,
+        HAS_INITIAL, STORE_OUT, False, PRECISION, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _scan_back(
+    program, q_ptr, k_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, d_out_ptr, d_final_ptr, d_states_ptr, dx_ptr,
+    d_initial_ptr, tokens, q_t, q_h, k_t, k_h, d_out_t, d_out_h, Hv: tl.constexpr, GROUP: tl.constexpr,
+    C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_OUT: tl.constexpr, HAS_FINAL: tl.constexpr, STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """dX, the gradient of the state after each chunk, and that of the initial state; steps as in `_scan`."""
+    n, head, key_head, v_columns = _columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     k_columns, index = tl.arange(0, BLOCK_K), tl.arange(0, C)
@@ -400,7 +434,7 @@ def _scan_back_kernel(
     inside_state = (k_columns < DK)[:, None] & inside_v
     at_state = k_columns[:, None] * DV + v_columns[None, :]
     at_q, at_k = index[:, None] * q_t + k_columns[None, :], index[:, None] * k_t + k_columns[None, :]
-    at_d_out, at_dx = index[:, None] * d_out_t + v_columns[None, :], index[:, None] * (Hv * DV) + v_columns[None, :]
+    at_d_out, at_dx = index[:, None] * d_out_t + v_columns[None, :], index[:, None] * DV + v_columns[None, :]
     at_a = index[:, None] * C + index[None, :]
     length = (end - start).to(tl.int32)
     chunks = tl.cdiv(length, C)
@@ -408,7 +442,7 @@ def _scan_back_kernel(
     q_ptr += key_head * q_h + last * q_t
     k_ptr += key_head * k_h + last * k_t
     d_out_ptr += head * d_out_h + last * d_out_t
-    dx_ptr += (last * Hv + head) * DV
+    dx_ptr += (head * tokens + last) * DV
     a_ptr += (head * tokens + last) * C
     p_ptr += (head * tokens + last) * C
     total_ptr += head * tokens + last
@@ -445,7 +479,7 @@ def _scan_back_kernel(
         q_ptr -= C * q_t
         k_ptr -= C * k_t
         d_out_ptr -= C * d_out_t
-        dx_ptr -= C * Hv * DV
+        dx_ptr -= C * DV
         a_ptr -= C * C
         p_ptr -= C * C
         total_ptr -= C
@@ -456,220 +490,231 @@ def _scan_back_kernel(
 
 
 @triton.jit
-def _key_part(ptr, rows, stride, count, PART: tl.constexpr, WIDTH: tl.constexpr, DK: tl.constexpr):
-    """Some columns of the rows of q or k."""
-    return _load_rows(ptr + PART * WIDTH, rows, stride, count, DK - PART * WIDTH, WIDTH)
+def _scans_kernel(
+    q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, states_ptr, d_ptr, d_out_ptr,
+    d_final_ptr, d_states_ptr, dx_ptr, d_initial_ptr, tokens, q_t, q_h, k_t, k_h, v_t, v_h, d_out_t, d_out_h,
+    Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
+    DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_OUT: tl.constexpr,
+    HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Both scans of the backward, which do not depend on each other: half of the programs for one, half for the other.
+
+    The longer one comes first. A multiprocessor that runs a program of each hides the latency of both.
+    """
+    programs = tl.num_programs(0) // 2
+    program = tl.program_id(0)
+    if program < programs:
+        _scan_back(
+            program, q_ptr, k_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, d_out_ptr, d_final_ptr, d_states_ptr,
+            dx_ptr, d_initial_ptr, tokens, q_t, q_h, k_t, k_h, d_out_t, d_out_h, Hv, GROUP, C, DK, BLOCK_K, DV,
+            BLOCK_V, HAS_OUT, HAS_FINAL, HAS_INITIAL, PRECISION, STAGES,
+        )  # fmt: skip
+    else:
+        _scan(
+            program - programs, q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, d_ptr,
+            initial_ptr, states_ptr, d_ptr, tokens, q_t, q_h, k_t, k_h, v_t, v_h, Hv, GROUP, C, DK, BLOCK_K, DV,
+            BLOCK_V, HAS_INITIAL, False, True, PRECISION, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit
-def _state_part(ptr, v_columns, PART: tl.constexpr, WIDTH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr):
-    """Some rows and columns of a stored state."""
-    k_rows = PART * WIDTH + tl.arange(0, WIDTH)
-    mask = (k_rows < DK)[:, None] & (v_columns < DV)[None, :]
-    return tl.load(ptr + k_rows[:, None] * DV + v_columns[None, :], mask=mask, other=0.0)
+def _tile(tensor, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A part of matrix i of a tensor of matrices, of which a descriptor is given; 0 outside of the matrix."""
+    return tensor.load([i, row, column]).reshape(ROWS, COLUMNS)
 
 
 @triton.jit
-def _along(d, x, norms):
-    """The product of each row of ``d`` with the normalised row of ``x``."""
-    return tl.sum(d * x.to(tl.float32), 1) * norms
+def _pair_kernel(
+    d, d_out, dx, v, q_ptr, k_ptr, cu_ptr, total_ptr, factor_ptr, q_norm_ptr, k_norm_ptr, dv_ptr, for_q_ptr, for_k_ptr,
+    d_total_ptr, d_beta_ptr, tokens, documents, q_t, q_h, k_t, k_h, scale, Hv: tl.constexpr, GROUP: tl.constexpr,
+    C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
+    DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """What the tokens of one chunk and key head do to each other in the backward, and dV.
+
+    That is E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ, summed over the value heads, with the inverse norms of both sides; and the
+    parts of dβ and of the gradients of the running sums of g that come from them. Tiles are loaded by descriptors,
+    which know no end of a document: rows that follow it are dropped from the products.
+    """
+    _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
+    if first == end:
+        return
+    key_head, rows, at = tl.program_id(1).to(tl.int64), tl.arange(0, C), first.to(tl.int32)
+    count = end.to(tl.int32) - at
+    inside, square = rows < count, rows[:, None] * C + rows[None, :]
+    keep, strict = (rows[:, None] >= rows[None, :]) & inside[:, None], rows[:, None] > rows[None, :]
+    k = _load_rows(k_ptr + key_head * k_h + first * k_t, rows, k_t, count, DK, BLOCK_K)
+    k_norm = tl.load(k_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
+    at_pairs = (key_head * tokens + first) * C
+    kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    kk = tl.where(strict, kk * (k_norm[:, None] * k_norm[None, :]), 0.0)
+    pairs = tl.zeros([C, C], tl.float32)
+    for n in range(GROUP):
+        head = key_head * GROUP + n
+        matrix, at_head = head.to(tl.int32), head * tokens + first
+        total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
+        beta = tl.load(factor_ptr + 3 * head * tokens + at_head + rows, mask=inside, other=0.0)
+        product, along = tl.zeros_like(kk), tl.zeros([C], tl.float32)
+        for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
+            written, x = _tile(d, matrix, at, start, C, BLOCK_V), _tile(dx, matrix, at, start, C, BLOCK_V)
+            product = tl.dot(x, tl.trans(written), product, input_precision=PRECISION)
+            wide, columns = x.to(tl.float32), start + tl.arange(0, BLOCK_V)[None, :]
+            along += tl.sum(wide * _tile(v, matrix, at, start, C, BLOCK_V).to(tl.float32), 1)
+            at_dv = dv_ptr + (first * Hv + head) * DV + (rows[:, None] * (Hv * DV) + columns)
+            tl.store(at_dv, (wide * beta[:, None]).to(k.dtype), mask=inside[:, None] & (columns < DV))
+        product = tl.where(keep, product * _decays(total, total, keep), 0.0)
+        by_decay = product * kk
+        by_row = tl.sum(by_decay, 1)
+        tl.store(d_beta_ptr + at_head + rows, along - by_row, mask=inside)
+        pairs -= product * beta[:, None]
+        by_decay *= beta[:, None]
+        tl.store(d_total_ptr + at_head + rows, tl.sum(by_decay, 0) - by_row * beta, mask=inside)
+    pairs = tl.where(strict, pairs * (k_norm[:, None] * k_norm[None, :]), 0.0)
+    tl.store(for_k_ptr + at_pairs + square, pairs.to(k.dtype), mask=inside[:, None])
+    if HAS_OUT:
+        tl.debug_barrier()  # the sums are read again below, by other threads
+        k = _load_rows(k_ptr + key_head * k_h + first * k_t, rows, k_t, count, DK, BLOCK_K)
+        q = _load_rows(q_ptr + key_head * q_h + first * q_t, rows, q_t, count, DK, BLOCK_K)
+        q_norm = tl.load(q_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0) * scale
+        k_norm = tl.load(k_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (q_norm[:, None] * k_norm[None, :])
+        pairs = tl.zeros([C, C], tl.float32)
+        for n in range(GROUP):
+            head = key_head * GROUP + n
+            matrix, at_head = head.to(tl.int32), head * tokens + first
+            product = tl.zeros_like(qk)
+            for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
+                written, out = _tile(d, matrix, at, start, C, BLOCK_V), _tile(d_out, matrix, at, start, C, BLOCK_V)
+                product = tl.dot(out, tl.trans(written), product, input_precision=PRECISION)
+            total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
+            product = tl.where(keep, product * _decays(total, total, keep), 0.0)
+            pairs += product
+            product *= qk
+            d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
+            tl.store(d_total_ptr + at_head + rows, d_total + tl.sum(product, 1) - tl.sum(product, 0), mask=inside)
+        pairs *= q_norm[:, None] * k_norm[None, :]
+        tl.store(for_q_ptr + at_pairs + square, pairs.to(k.dtype), mask=inside[:, None])
+
+
+@triton.jit
+def _through_state(
+    x, states, head, row, slot, factor, y, key_head, inside, C: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """factor · x Sᵀ for a chunk of x, and the products of its rows with those of y."""
+    product = tl.zeros([C, BLOCK_K], tl.float32)
+    for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
+        state = tl.trans(_tile(states, slot, 0, start, BLOCK_K, BLOCK_V))
+        product = tl.dot(_tile(x, head, row, start, C, BLOCK_V), state, product, input_precision=PRECISION)
+    product *= factor[:, None]
+    along = tl.sum(product * _tile(y, key_head, row, 0, C, BLOCK_K).to(tl.float32), 1)
+    return product, tl.where(inside, along, 0.0)
+
+
+@triton.jit
+def _add_pairs(sum, pairs, x, once, PRECISION: tl.constexpr):
+    """``sum`` + pairs @ x. In a loop of its own, or Triton gives the product to half of the warps."""
+    for _ in tl.range(0, once, num_stages=1):
+        sum = tl.dot(pairs, x, sum, input_precision=PRECISION)
+    return sum
 
 
 @triton.jit
 def _store_gradient(
-    ptr, first, second, x_ptr, x_t, norms, rows, count, row_size: tl.constexpr, DK: tl.constexpr,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, NORMALIZE: tl.constexpr,
+    ptr, dx, x, norm, inside, row_size: tl.constexpr, DK: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x, q or k, given the parts of that of x · norms with the inverse L2 norms of the rows."""
+    """The gradient of x, q or k, given that of x · norm with the inverse L2 norms of the rows, times norm."""
     if NORMALIZE:
-        x = _key_part(x_ptr, rows, x_t, count, 0, WIDTH, DK).to(tl.float32)
-        along = _along(first, x, norms)
-        if PARTS == 2:
-            other = _key_part(x_ptr, rows, x_t, count, 1, WIDTH, DK).to(tl.float32)
-            along += _along(second, other, norms)
-            second = (second - other * (along * norms)[:, None]) * norms[:, None]
-        first = (first - x * (along * norms)[:, None]) * norms[:, None]
-    columns, inside = tl.arange(0, WIDTH)[None, :], (rows < count)[:, None]
-    at = ptr + rows[:, None] * row_size + columns
-    tl.store(at, first.to(ptr.dtype.element_ty), mask=inside & (columns < DK))
-    if PARTS == 2:
-        tl.store(at + WIDTH, second.to(ptr.dtype.element_ty), mask=inside & (columns + WIDTH < DK))
+        unit = x.to(tl.float32) * norm[:, None]
+        dx -= unit * tl.sum(dx * unit, 1)[:, None]
+    columns = tl.arange(0, BLOCK_K)[None, :]
+    at = ptr + tl.arange(0, C)[:, None] * row_size + columns
+    tl.store(at, dx.to(ptr.dtype.element_ty), mask=inside[:, None] & (columns < DK))
 
 
 @triton.jit
-def _read_kernel(
-    x_ptr, k_ptr, v_ptr, beta_ptr, cu_ptr, p_ptr, total_ptr, x_norm_ptr, k_norm_ptr, states_ptr, d_ptr, d_read_ptr,
-    dx_ptr, out_ptr, d_total_ptr, dbeta_ptr, tokens, documents, x_t, x_h, k_t, k_h, v_t, v_h, beta_t, beta_h, d_read_t,
-    d_read_h, scale, KEYS: tl.constexpr, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr,
+def _state_kernel(
+    d, d_out, dx, states, d_states, queries, keys, q_ptr, k_ptr, cu_ptr, total_ptr, factor_ptr, q_norm_ptr, k_norm_ptr,
+    for_q_ptr, for_k_ptr, d_total_ptr, d_beta_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, tokens, documents, q_t, q_h, k_t,
+    k_h, scale, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
+    DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr,
     NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of what one chunk and key head read from the state before it and from D.
+    """dq, dk, dβ and dg of one chunk and key head: what goes through the states, and what `_pair_kernel` has left.
 
-    Queries read for O, which gives dq. With KEYS, keys read for X, which gives a part of dk in fp32, dβ, and dV in
-    place of dX. Each also gives a part of the gradients of the running sums of g.
+    Where rows of q and k are multiplied with those of a product, element by element, they are loaded by descriptors:
+    for loads by pointers, Triton changed the layout of the whole product before its sums.
     """
-    slot, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
         return
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
-    count, rows = (end - first).to(tl.int32), tl.arange(0, C)
-    inside = rows < count
-    x_ptr += first * x_t + key_head * x_h
-    k_ptr += first * k_t + key_head * k_h
-    x_norm = tl.load(x_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
-    k_norm = tl.load(k_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
-    sum0, sum1 = tl.zeros([C, WIDTH], tl.float32), tl.zeros([C, WIDTH], tl.float32)
-    for head in range(key_head * GROUP, (key_head + 1) * GROUP):
-        at_read, at_v = d_read_ptr + first * d_read_t + head * d_read_h, v_ptr + first * v_t + head * v_h
-        at_d, at_states = d_ptr + (head * tokens + first) * DV, states_ptr + (slot * Hv + head) * (DK * DV)
-        total = tl.load(total_ptr + head * tokens + first + rows, mask=inside, other=0.0)
-        if KEYS:
-            beta = tl.load(beta_ptr + first * beta_t + head * beta_h + rows * beta_t, mask=inside, other=0.0)
-            beta = beta.to(tl.float32)
-            along = tl.zeros([C], tl.float32)
-        between, part0, part1 = tl.zeros([C, C], tl.float32), tl.zeros_like(sum0), tl.zeros_like(sum0)
+    key_head, rows, at = tl.program_id(1).to(tl.int64), tl.arange(0, C), first.to(tl.int32)
+    slot, count = tl.program_id(0) * Hv, end.to(tl.int32) - at
+    inside, once, row_size = rows < count, tl.minimum(count, 1), Hv // GROUP * DK
+    square, both = rows[:, None] * C + rows[None, :], inside[:, None] & inside[None, :]
+    at_x, at_rows, key_matrix = first * row_size + key_head * DK, key_head * tokens + first, key_head.to(tl.int32)
+    q_ptr += key_head * q_h + first * q_t
+    k_ptr += key_head * k_h + first * k_t
+    if HAS_OUT:
+        q_norm = tl.load(q_norm_ptr + at_rows + rows, mask=inside, other=0.0)
+        dq = tl.zeros([C, BLOCK_K], tl.float32)
+        for n in range(GROUP):
+            head = key_head * GROUP + n
+            at_head = head * tokens + first
+            total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
+            read, along = _through_state(
+                d_out, states, head.to(tl.int32), at, slot + head.to(tl.int32), tl.exp(total) * q_norm * scale, queries,
+                key_matrix, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,
+            )  # fmt: skip
+            dq += read
+            along += tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
+            tl.store(d_total_ptr + at_head + rows, along, mask=inside)
+        pairs = tl.load(for_q_ptr + at_rows * C + square, mask=both, other=0.0)
+        k = _load_rows(k_ptr, rows, k_t, count, DK, BLOCK_K)
+        dq = _add_pairs(dq, pairs, k, once, PRECISION)
+        q = _tile(queries, key_matrix, at, 0, C, BLOCK_K)
+        _store_gradient(dq_ptr + at_x, dq, q, q_norm, inside, Hv // GROUP * DK, DK, C, BLOCK_K, NORMALIZE)
+        tl.debug_barrier()  # the sums are read again below, by other threads
+    k_norm = tl.load(k_norm_ptr + at_rows + rows, mask=inside, other=0.0)
+    dk = tl.zeros([C, BLOCK_K], tl.float32)
+    for n in range(GROUP):
+        head = key_head * GROUP + n
+        at_head, at_out = head * tokens + first, first * Hv + head + rows * Hv
+        total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
+        beta = tl.load(factor_ptr + 3 * head * tokens + at_head + rows, mask=inside, other=0.0)
+        whole = tl.load(total_ptr + at_head + count - 1)
+        read, along = _through_state(
+            dx, states, head.to(tl.int32), at, slot + head.to(tl.int32), tl.exp(total) * k_norm, keys,
+            key_matrix, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,
+        )  # fmt: skip
+        dk -= read * beta[:, None]
+        d_beta = tl.load(d_beta_ptr + at_head + rows, mask=inside, other=0.0) - along
+        tl.store(dbeta_ptr + at_out, d_beta, mask=inside)
+        d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0) - along * beta
+        written, product = tl.zeros([C, BLOCK_K], tl.float32), tl.zeros([BLOCK_K], tl.float32)
         for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
-            v_columns = start + tl.arange(0, BLOCK_V)
-            mask = inside[:, None] & (v_columns < DV)[None, :]
-            d_read = tl.load(at_read + rows[:, None] * d_read_t + v_columns[None, :], mask=mask, other=0.0)
-            d = tl.load(at_d + rows[:, None] * DV + v_columns[None, :], mask=mask, other=0.0)
-            between = tl.dot(d_read, tl.trans(d), between, input_precision=PRECISION)
-            state = _state_part(at_states, v_columns, 0, WIDTH, DK, DV)
-            part0 = tl.dot(d_read, tl.trans(state), part0, input_precision=PRECISION)
-            if PARTS == 2:
-                state = _state_part(at_states, v_columns, 1, WIDTH, DK, DV)
-                part1 = tl.dot(d_read, tl.trans(state), part1, input_precision=PRECISION)
-            if KEYS:
-                v = tl.load(at_v + rows[:, None] * v_t + v_columns[None, :], mask=mask, other=0.0)
-                wide = d_read.to(tl.float32)
-                along += tl.sum(wide * v.to(tl.float32), 1)
-                at_dx = dx_ptr + (first * Hv + head) * DV + rows[:, None] * (Hv * DV) + v_columns[None, :]
-                tl.store(at_dx, (wide * beta[:, None]).to(dtype), mask=mask)
-        k = _key_part(k_ptr, rows, k_t, count, 0, WIDTH, DK)
-        factor = tl.exp(total) * scale
-        part0 *= factor[:, None]
-        part1 *= factor[:, None]
-        if KEYS:
-            earlier = (rows[:, None] > rows[None, :]) & inside[:, None]
-            between = (between * _decays(total, total, earlier) * k_norm[None, :]).to(dtype)
-            part0 = tl.dot(between, k, part0, input_precision=PRECISION)
-            read = _along(part0, k, k_norm)
-            sum0 -= part0 * beta[:, None]
-            if PARTS == 2:
-                k = _key_part(k_ptr, rows, k_t, count, 1, WIDTH, DK)
-                part1 = tl.dot(between, k, part1, input_precision=PRECISION)
-                read += _along(part1, k, k_norm)
-                sum1 -= part1 * beta[:, None]
-            tl.store(dbeta_ptr + (first * Hv + head) + rows * Hv, along - read, mask=inside)
-            d_total = -beta * read
-        else:
-            by_decay = between * _load_rows(p_ptr + (head * tokens + first) * C, rows, C, count, C, C).to(tl.float32)
-            d_total = tl.sum(by_decay, 1) - tl.sum(by_decay, 0)
-            causal = (rows[:, None] >= rows[None, :]) & inside[:, None]
-            between = (between * _decays(total, total, causal) * (scale * k_norm)[None, :]).to(dtype)
-            d_total += _along(part0, _key_part(x_ptr, rows, x_t, count, 0, WIDTH, DK), x_norm)
-            sum0 = tl.dot(between, k, sum0 + part0, input_precision=PRECISION)
-            if PARTS == 2:
-                k = _key_part(k_ptr, rows, k_t, count, 1, WIDTH, DK)
-                d_total += _along(part1, _key_part(x_ptr, rows, x_t, count, 1, WIDTH, DK), x_norm)
-                sum1 = tl.dot(between, k, sum1 + part1, input_precision=PRECISION)
-        tl.store(d_total_ptr + head * tokens + first + rows, d_total, mask=inside)
-    at = out_ptr + (first * (Hv // GROUP) + key_head) * DK
-    _store_gradient(
-        at, sum0, sum1, x_ptr, x_t, x_norm, rows, count, Hv // GROUP * DK, DK, PARTS, WIDTH, NORMALIZE and not KEYS
-    )
-
-
-@triton.jit
-def _write_kernel(
-    q_ptr, k_ptr, cu_ptr, total_ptr, q_norm_ptr, k_norm_ptr, states_ptr, d_states_ptr, d_ptr, d_out_ptr, dv_ptr,
-    d_total_q_ptr, d_total_k_ptr, read_ptr, dk_ptr, dg_ptr, tokens, documents, q_t, q_h, k_t, k_h, d_out_t, d_out_h,
-    scale, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr,
-    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Gradients of what one chunk and key head write: D, into the state after the chunk and for its later tokens.
-
-    With the part of dk from `_read_kernel` this gives dk, and with the parts of its sums dg.
-    """
-    slot, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
-    if first == end:
-        return
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
-    count, rows = (end - first).to(tl.int32), tl.arange(0, C)
-    inside = rows < count
-    q_ptr += first * q_t + key_head * q_h
-    k_ptr += first * k_t + key_head * k_h
-    k_norm = tl.load(k_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
-    row_size: tl.constexpr = Hv // GROUP * DK
-    at_read = read_ptr + (first * (Hv // GROUP) + key_head) * DK
-    dk0, dk1 = _key_part(at_read, rows, row_size, count, 0, WIDTH, DK), tl.zeros([C, WIDTH], tl.float32)
-    if PARTS == 2:
-        dk1 = _key_part(at_read, rows, row_size, count, 1, WIDTH, DK)
-    for head in range(key_head * GROUP, (key_head + 1) * GROUP):
-        at_d, at_dv = d_ptr + (head * tokens + first) * DV, dv_ptr + (first * Hv + head) * DV
-        at_states = states_ptr + (slot * Hv + head) * (DK * DV)
-        at_d_states = d_states_ptr + (slot * Hv + head) * (DK * DV)
-        at_out = d_out_ptr + first * d_out_t + head * d_out_h
-        for_x, for_out = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-        part0, part1 = tl.zeros_like(dk0), tl.zeros_like(dk0)
-        product = tl.zeros([WIDTH, WIDTH], tl.float32)  # its diagonal is the product of S and dS, row by row
-        for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
-            v_columns = start + tl.arange(0, BLOCK_V)
-            mask = inside[:, None] & (v_columns < DV)[None, :]
-            d = tl.load(at_d + rows[:, None] * DV + v_columns[None, :], mask=mask, other=0.0)
-            dv = tl.load(at_dv + rows[:, None] * (Hv * DV) + v_columns[None, :], mask=mask, other=0.0)
-            for_x = tl.dot(d, tl.trans(dv), for_x, input_precision=PRECISION)
-            if HAS_OUT:
-                d_out = tl.load(at_out + rows[:, None] * d_out_t + v_columns[None, :], mask=mask, other=0.0)
-                for_out = tl.dot(d, tl.trans(d_out), for_out, input_precision=PRECISION)
-            d_state = _state_part(at_d_states, v_columns, 0, WIDTH, DK, DV)
-            part0 = tl.dot(d, tl.trans(d_state), part0, input_precision=PRECISION)
-            state = _state_part(at_states, v_columns, 0, WIDTH, DK, DV)
-            product = tl.dot(state, tl.trans(d_state), product, input_precision=PRECISION)
-            if PARTS == 2:
-                d_state = _state_part(at_d_states, v_columns, 1, WIDTH, DK, DV)
-                part1 = tl.dot(d, tl.trans(d_state), part1, input_precision=PRECISION)
-                state = _state_part(at_states, v_columns, 1, WIDTH, DK, DV)
-                product = tl.dot(state, tl.trans(d_state), product, input_precision=PRECISION)
-        whole = tl.load(total_ptr + head * tokens + end - 1)
-        total = tl.load(total_ptr + head * tokens + first + rows, mask=inside, other=0.0)
-        total = tl.where(inside, total, whole)  # differences stay negative for rows that do not exist
-        later = tl.exp(tl.where(rows[:, None] <= rows[None, :], total[None, :] - total[:, None], float("-inf")))
-        for_x = tl.where(rows[:, None] == rows[None, :], 0.0, for_x * later) * -k_norm[None, :]
-        for_x, left = for_x.to(dtype), tl.exp(whole - total)[:, None]
-        part0 *= left
-        part1 *= left
-        k = _key_part(k_ptr, rows, k_t, count, 0, WIDTH, DK)
-        diagonal = tl.arange(0, WIDTH)[:, None] == tl.arange(0, WIDTH)[None, :]
-        d_end = tl.sum(tl.sum(tl.where(diagonal, product, 0.0), 1), 0) * tl.exp(whole)
-        d_end += tl.sum(_along(part0, k, k_norm), 0)
-        part0 = tl.dot(for_x, k, part0, input_precision=PRECISION)
-        written = _along(part0, k, k_norm)
-        dk0 += part0
-        if PARTS == 2:
-            k = _key_part(k_ptr, rows, k_t, count, 1, WIDTH, DK)
-            d_end += tl.sum(_along(part1, k, k_norm), 0)
-            part1 = tl.dot(for_x, k, part1, input_precision=PRECISION)
-            written += _along(part1, k, k_norm)
-            dk1 += part1
-        d_total = tl.load(d_total_k_ptr + head * tokens + first + rows, mask=inside, other=0.0) - written
-        if HAS_OUT:
-            q_norm = tl.load(q_norm_ptr + key_head * tokens + first + rows, mask=inside, other=0.0)
-            for_out = (for_out * later * (scale * q_norm)[None, :]).to(dtype)
-            q = _key_part(q_ptr, rows, q_t, count, 0, WIDTH, DK)
-            dk0 = tl.dot(for_out, q, dk0, input_precision=PRECISION)
-            if PARTS == 2:
-                q = _key_part(q_ptr, rows, q_t, count, 1, WIDTH, DK)
-                dk1 = tl.dot(for_out, q, dk1, input_precision=PRECISION)
-            d_total += tl.load(d_total_q_ptr + head * tokens + first + rows, mask=inside, other=0.0)
-        dg = tl.cumsum(tl.where(inside, d_total, 0.0), 0, reverse=True) + d_end
-        tl.store(dg_ptr + (first * Hv + head) + rows * Hv, dg, mask=inside)
-    at = dk_ptr + (first * (Hv // GROUP) + key_head) * DK
-    _store_gradient(at, dk0, dk1, k_ptr, k_t, k_norm, rows, count, row_size, DK, PARTS, WIDTH, NORMALIZE)
+            d_state = _tile(d_states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
+            state = _tile(states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
+            x = _tile(d, head.to(tl.int32), at, start, C, BLOCK_V)
+            written = tl.dot(x, tl.trans(d_state), written, input_precision=PRECISION)
+            product += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
+        written *= (tl.exp(tl.where(inside, whole - total, float("-inf"))) * k_norm)[:, None]
+        dk += written
+        y = _tile(keys, key_matrix, at, 0, C, BLOCK_K)
+        along = tl.where(inside, tl.sum(written * y.to(tl.float32), 1), 0.0)
+        dg = tl.cumsum(d_total - along, 0, reverse=True) + (tl.sum(product, 0) * tl.exp(whole) + tl.sum(along, 0))
+        tl.store(dg_ptr + at_out, dg, mask=inside)
+    if HAS_OUT:
+        pairs = tl.load(for_q_ptr + at_rows * C + square, mask=both, other=0.0)
+        q = _load_rows(q_ptr, rows, q_t, count, DK, BLOCK_K)
+        dk = _add_pairs(dk, tl.trans(pairs), q, once, PRECISION)
+    k = _load_rows(k_ptr, rows, k_t, count, DK, BLOCK_K)
+    pairs = tl.load(for_k_ptr + at_rows * C + square, mask=both, other=0.0)
+    dk = _add_pairs(dk, pairs, k, once, PRECISION)
+    dk = _add_pairs(dk, tl.trans(pairs), k, once, PRECISION)
+    k = _tile(keys, key_matrix, at, 0, C, BLOCK_K)
+    _store_gradient(dk_ptr + at_x, dk, k, k_norm, inside, Hv // GROUP * DK, DK, C, BLOCK_K, NORMALIZE)
 
 
 @triton.jit
@@ -679,7 +724,7 @@ def _step_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """The recurrence, token by token."""
-    n, head, key_head, v_columns = _columns(0, Hv, GROUP, DV, BLOCK_V)
+    n, head, key_head, v_columns = _columns(tl.program_id(0), Hv, GROUP, DV, BLOCK_V)
     k_columns = tl.arange(0, BLOCK_K)
     inside_k, inside_v = k_columns < DK, v_columns < DV
     inside_state = inside_k[:, None] & inside_v[None, :]
@@ -717,48 +762,65 @@ class _Sizes:
         block_v = max(triton.next_power_of_2(self.Dv), 16)
         columns = min(block_v, SCAN_COLUMNS)
         self.shape = {"GROUP": self.Hv // self.Hk, "C": CHUNK, "DK": self.Dk, "BLOCK_K": block_k}
-        # Three products of TF32 are as good as one of fp32, and tensor cores have them.
-        self.precision = {"PRECISION": "tf32x3" if torch.version.hip is None else "ieee"}
+        # Three products of TF32 are as good as one of fp32, and tensor cores have them. Three of bfloat16 take half of
+        # the instructions, with errors of 2⁻¹⁶, far below those of an inverse that is stored in half precision, but the
+        # interpreter of Triton does not know them.
+        is_amd, in_half = torch.version.hip is not None, k.element_size() == 2 and not INTERPRET
+        self.precision = {"PRECISION": "ieee" if is_amd else "tf32x3"}
+        self.inverse_precision = "ieee" if is_amd else "bf16x3" if in_half else "tf32x3"
         self.chunked = {"DOCUMENTS": triton.next_power_of_2(self.documents)}
+        self.scan_programs = self.documents * self.Hv * triton.cdiv(self.Dv, columns)
+        self.columns, self.block_v = columns, block_v
+
+    def scan(self, k: Tensor, stages: int) -> dict[str, Any]:
+        """Constants of the kernels that go through the chunks."""
         # A chunk of q, k, A, P and v or dO, as many times as there are stages.
-        stage = CHUNK * (2 * block_k + 2 * CHUNK + columns) * k.element_size()
-        self.scan = self.shape | self.precision | {
-            "Hv": self.Hv, "DV": self.Dv, "BLOCK_V": columns, "STAGES": fitting_stages(k, SCAN_STAGES, stage),
+        stage = CHUNK * (2 * self.shape["BLOCK_K"] + 2 * CHUNK + self.columns) * k.element_size()
+        return self.shape | self.precision | {
+            "Hv": self.Hv, "DV": self.Dv, "BLOCK_V": self.columns, "STAGES": fitting_stages(k, stages, stage),
             "num_warps": SCAN_WARPS,
         }  # fmt: skip
-        self.scan_grid = (self.documents * self.Hv * triton.cdiv(self.Dv, columns),)
-        self.block_v = block_v
 
 
 def _prepare(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, sizes: _Sizes, scale: float, normalize: bool, need_p: bool
-) -> tuple[Tensor, ...]:
-    """A, P, running sums of g, factors of rows, and inverse norms of q and k; all with the heads first."""
-    similarity = k.new_empty(sizes.Hv, sizes.tokens, CHUNK, dtype=torch.float32)
-    inverse, p = (k.new_empty(sizes.Hv, sizes.tokens, CHUNK) for _ in range(2))
-    total = similarity.new_empty(sizes.Hv, sizes.tokens)
-    q_norm, k_norm = (similarity.new_empty(sizes.Hk, sizes.tokens) for _ in range(2))
-    factors = similarity.new_empty(sizes.Hv, 4, sizes.tokens)
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, sizes: _Sizes, scale: float, normalize: bool, need_p: bool,
+    inverse: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """A, unless it is given; P, running sums of g, factors of rows, and inverse norms of q and k; the heads first."""
+    p = k.new_empty(sizes.Hv, sizes.tokens, CHUNK)
+    total = k.new_empty(sizes.Hv, sizes.tokens, dtype=torch.float32)
+    q_norm, k_norm = (total.new_empty(sizes.Hk, sizes.tokens) for _ in range(2))
+    factors = total.new_empty(sizes.Hv, 4, sizes.tokens)
     counts = sizes.tokens, sizes.documents
     _similarity_kernel[(sizes.slots, sizes.Hk)](
-        q, k, g, beta, sizes.cu, similarity, p, total, q_norm, k_norm, factors, *counts, *q.stride()[:2],
-        *k.stride()[:2], *g.stride(), *beta.stride(), scale, NORMALIZE=normalize, EPS=L2_EPS, NEED_P=need_p,
+        q, k, g, beta, sizes.cu, p, total, q_norm, k_norm, factors, *counts, *q.stride()[:2], *k.stride()[:2],
+        *g.stride(), *beta.stride(), scale, NORMALIZE=normalize, EPS=L2_EPS, NEED_P=need_p,
         num_warps=SIMILARITY_WARPS, **sizes.shape, **sizes.precision, **sizes.chunked,
     )  # fmt: skip
-    _inverse_kernel[(sizes.slots, sizes.Hv)](
-        similarity, beta, sizes.cu, inverse, *counts, *beta.stride(), C=CHUNK, num_warps=INVERSE_WARPS,
-        **sizes.chunked, **sizes.precision,
-    )  # fmt: skip
+    if inverse is None:
+        inverse = torch.empty_like(p)
+        _inverse_kernel[(sizes.slots, sizes.Hv)](
+            k, total, factors, k_norm, sizes.cu, inverse, *counts, *k.stride()[:2], GROUP=sizes.Hv // sizes.Hk,
+            C=CHUNK, DK=sizes.Dk, BLOCK=KEY_COLUMNS, PRECISION=sizes.inverse_precision, STAGES=INVERSE_STAGES,
+            num_warps=INVERSE_WARPS, **sizes.chunked,
+        )  # fmt: skip
     return inverse, p, total, factors, q_norm, k_norm
+
+
+def _matrices(x: Tensor, rows: int, columns: int) -> Any:
+    """A descriptor of a tensor of matrices, of which programs load ``rows`` x ``columns`` at a time."""
+    if x.data_ptr() % 16 or any(not size or size * x.itemsize % 16 for size in x.stride()[:2]):
+        x = x.clone(memory_format=torch.contiguous_format)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
 
 
 LIBRARY.define(
     "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens,"
-    " float scale, bool normalize, bool need_out) -> (Tensor, Tensor)"
+    " float scale, bool normalize, bool need_out) -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "gated_delta_rule_backward(Tensor? d_out, Tensor? d_final, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,"
-    " Tensor? initial_state, Tensor? cu_seqlens, float scale, bool normalize)"
+    " Tensor? initial_state, Tensor? cu_seqlens, Tensor inverse, float scale, bool normalize)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
@@ -771,31 +833,32 @@ LIBRARY.define(
 def _gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, normalize: bool, need_out: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     sizes = _Sizes(k, v, cu_seqlens)
     out, final = _outputs(k, v, cu_seqlens, need_out)
-    if not final.numel():
-        return out, final
+    if not final.numel() or not sizes.tokens:
+        if initial_state is not None:
+            final.copy_(initial_state)
+        return out, final if initial_state is not None else final.zero_(), _inverse_like(k, v)
     q, k, v, g, beta = map(flat, (q, k, v, g, beta))
     initial = final if initial_state is None else initial_state.contiguous()
     with on_device_of(k):
-        made = _prepare(q, k, g, beta, sizes, scale, normalize, need_out)[:4] if sizes.tokens else (final,) * 4
+        made = _prepare(q, k, g, beta, sizes, scale, normalize, need_out)[:4]
         # A pointer argument that the constants switch off still has to be a tensor.
-        _scan_kernel[sizes.scan_grid](
-            q, k, v, sizes.cu, *made, initial, out, final, k, k, sizes.tokens, sizes.documents,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], HAS_INITIAL=initial_state is not None,
-            STORE_OUT=need_out, STORE_STATES=False, **sizes.scan,
+        _scan_kernel[(sizes.scan_programs,)](
+            q, k, v, sizes.cu, *made, initial, out, final, sizes.tokens, *q.stride()[:2], *k.stride()[:2],
+            *v.stride()[:2], HAS_INITIAL=initial_state is not None, STORE_OUT=need_out, **sizes.scan(k, SCAN_STAGES),
         )  # fmt: skip
-    return out, final
+    return out, final, made[0]
 
 
 @torch.library.impl(LIBRARY, "gated_delta_rule_backward", "CompositeExplicitAutograd")
 def _gated_delta_rule_backward(
     d_out: Tensor | None, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, normalize: bool,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, inverse: Tensor, scale: float, normalize: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     sizes = _Sizes(k, v, cu_seqlens)
-    grads = dq, dk, dx, dg, dbeta, d_initial = _gradients_like(d_out, q, k, v, g, beta, initial_state)
+    grads = dq, dk, dv, dg, dbeta, d_initial = _gradients_like(d_out, q, k, v, g, beta, initial_state)
     if not k.numel() or not v.numel():
         if d_final is not None and initial_state is not None:
             d_initial.copy_(d_final)
@@ -803,47 +866,38 @@ def _gated_delta_rule_backward(
     has_out, has_final = d_out is not None, d_final is not None
     q, k, v, g, beta = map(flat, (q, k, v, g, beta))
     d_out = v if d_out is None else flat(d_out)
-    states, d_states = (k.new_empty(sizes.slots, sizes.Hv, sizes.Dk, sizes.Dv) for _ in range(2))
-    d = k.new_empty(sizes.Hv, sizes.tokens, sizes.Dv)
+    states, d_states = (k.new_empty(sizes.slots * sizes.Hv, sizes.Dk, sizes.Dv) for _ in range(2))
+    d, dx = (k.new_empty(sizes.Hv, sizes.tokens, sizes.Dv) for _ in range(2))
     counts, strides = (sizes.tokens, sizes.documents), (*q.stride()[:2], *k.stride()[:2])
     with on_device_of(k):
-        *made, q_norm, k_norm = _prepare(q, k, g, beta, sizes, scale, normalize, has_out)
-        _, p, total, _ = made
+        *made, q_norm, k_norm = _prepare(q, k, g, beta, sizes, scale, normalize, has_out, inverse)
+        total, factors = made[2:]
         # A pointer argument that the constants switch off still has to be a tensor.
-        _scan_kernel[sizes.scan_grid](
-            q, k, v, sizes.cu, *made, total if initial_state is None else initial_state.contiguous(), k, total,
-            states, d, *counts, *strides, *v.stride()[:2], HAS_INITIAL=initial_state is not None, STORE_OUT=False,
-            STORE_STATES=True, **sizes.scan,
+        _scans_kernel[(2 * sizes.scan_programs,)](
+            q, k, v, sizes.cu, *made, total if initial_state is None else initial_state.contiguous(), states, d, d_out,
+            total if d_final is None else d_final.contiguous(), d_states, dx, d_initial, sizes.tokens, *strides,
+            *v.stride()[:2], *d_out.stride()[:2], HAS_INITIAL=initial_state is not None, HAS_OUT=has_out,
+            HAS_FINAL=has_final, **sizes.scan(k, BACK_STAGES),
         )  # fmt: skip
-        _scan_back_kernel[sizes.scan_grid](
-            q, k, sizes.cu, *made, d_out, total if d_final is None else d_final.contiguous(), d_states, dx,
-            d_initial, *counts, *strides, *d_out.stride()[:2], HAS_OUT=has_out, HAS_FINAL=has_final,
-            STORE_INITIAL=initial_state is not None, **sizes.scan,
-        )  # fmt: skip
-        block_k, block_v = sizes.shape["BLOCK_K"], max(min(sizes.block_v // 2, GRADIENT_COLUMNS), 16)
-        stage = (2 * block_k + 3 * CHUNK) * block_v * k.element_size()  # S, dS, D, dV and dO
-        common = sizes.chunked | sizes.precision | {
-            "GROUP": sizes.Hv // sizes.Hk, "C": CHUNK, "DK": sizes.Dk, "PARTS": block_k // KEY_COLUMNS,
-            "WIDTH": KEY_COLUMNS, "Hv": sizes.Hv, "DV": sizes.Dv, "BLOCK_V": block_v, "NORMALIZE": normalize,
+        block_v = max(min(sizes.block_v // 2, GRADIENT_COLUMNS), 16)
+        stage = (2 * sizes.shape["BLOCK_K"] + CHUNK) * block_v * k.element_size()  # S, dS and D
+        common = sizes.shape | sizes.chunked | sizes.precision | {
+            "Hv": sizes.Hv, "DV": sizes.Dv, "BLOCK_V": block_v, "HAS_OUT": has_out, "num_warps": GRADIENT_WARPS,
             "STAGES": fitting_stages(k, GRADIENT_STAGES, stage),
         }  # fmt: skip
-        grid = sizes.slots, sizes.Hk
-        d_total_q, d_total_k = (torch.empty_like(total) for _ in range(2))
-        read = torch.empty(k.shape, dtype=torch.float32, device=k.device)
-        inputs, value_strides = (v, beta, sizes.cu, p, total), (*v.stride()[:2], *beta.stride())
-        if has_out:
-            _read_kernel[grid](
-                q, k, *inputs, q_norm, k_norm, states, d, d_out, dx, dq, d_total_q, dbeta, *counts, *strides,
-                *value_strides, *d_out.stride()[:2], scale, KEYS=False, num_warps=READ_WARPS, **common,
-            )  # fmt: skip
-        _read_kernel[grid](
-            k, k, *inputs, k_norm, k_norm, states, d, dx, dx, read, d_total_k, dbeta, *counts, *strides[2:],
-            *strides[2:], *value_strides, sizes.Hv * sizes.Dv, sizes.Dv, 1.0, KEYS=True, num_warps=READ_WARPS,
-            **common,
+        grid, inputs = (sizes.slots, sizes.Hk), (q, k, sizes.cu, total, factors, q_norm, k_norm)
+        by_chunk = [_matrices(x, CHUNK, block_v) for x in (d, d_out.transpose(0, 1), dx)]
+        by_state = [_matrices(x, sizes.shape["BLOCK_K"], block_v) for x in (states, d_states)]
+        for_q, for_k = (k.new_empty(sizes.Hk, sizes.tokens, CHUNK) for _ in range(2))
+        d_total, d_beta = (torch.empty_like(total) for _ in range(2))
+        _pair_kernel[grid](
+            *by_chunk, _matrices(v.transpose(0, 1), CHUNK, block_v), *inputs, dv, for_q, for_k, d_total, d_beta,
+            *counts, *strides, scale, **common,
         )  # fmt: skip
-        _write_kernel[grid](
-            q, k, sizes.cu, total, q_norm, k_norm, states, d_states, d, d_out, dx, d_total_q, d_total_k, read, dk, dg,
-            *counts, *strides, *d_out.stride()[:2], scale, HAS_OUT=has_out, num_warps=WRITE_WARPS, **common,
+        by_key = [_matrices(x.transpose(0, 1), CHUNK, sizes.shape["BLOCK_K"]) for x in (q, k)]
+        _state_kernel[grid](
+            *by_chunk, *by_state, *by_key, *inputs, for_q, for_k, d_total, d_beta, dq, dk, dg, dbeta, *counts, *strides,
+            scale, NORMALIZE=normalize, **common,
         )  # fmt: skip
     return grads
 
@@ -875,6 +929,10 @@ def _outputs(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, need_out: bool) ->
     return out, v.new_empty(documents, v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
 
 
+def _inverse_like(k: Tensor, v: Tensor) -> Tensor:
+    return k.new_empty(v.shape[2], k.shape[0] * k.shape[1], CHUNK)
+
+
 def _gradients_like(
     d_out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, ...]:
@@ -889,7 +947,7 @@ def _gradients_like(
 
 @torch.library.register_fake("liger_models::gated_delta_rule", lib=LIBRARY)
 def _gated_delta_rule_fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize, need_out):
-    return _outputs(k, v, cu_seqlens, need_out)
+    return *_outputs(k, v, cu_seqlens, need_out), _inverse_like(k, v)
 
 
 @torch.library.register_fake("liger_models::gated_delta_rule_backward", lib=LIBRARY)
@@ -904,11 +962,13 @@ def _gated_delta_step_fake(q, k, v, *_):
 
 def _setup(ctx, inputs, output):
     *tensors, ctx.scale, ctx.normalize, _ = inputs
+    inverse = output[2]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
+    ctx.mark_non_differentiable(inverse)
+    ctx.save_for_backward(*tensors, inverse)
 
 
-def _backward(ctx, d_out, d_final):
+def _backward(ctx, d_out, d_final, _):
     if d_out is None and d_final is None:
         return (None,) * 10
     saved = ctx.saved_tensors  # once: checkpointing recomputes what it unpacks
@@ -952,11 +1012,12 @@ def _check(
 def is_fused(k: Tensor, v: Tensor) -> bool:
     """Whether kernels compute the rule: in half precision on an accelerator, where heads fit them.
 
-    Heads of k have at most 128 columns, and those of v whole 16 bytes. In float32 the backward was wrong on a GPU,
-    so plain torch runs there.
+    Heads have whole 16 bytes, and those of k at most 128 columns. In float32 the backward was wrong on a GPU, so plain
+    torch runs there.
     """
     in_half = k.dtype != torch.float32 or k.device.type == "cpu"
-    return use_triton(k) and in_half and k.shape[-1] <= 2 * KEY_COLUMNS and v.shape[-1] * v.itemsize % 16 == 0
+    fits = k.shape[-1] <= 2 * KEY_COLUMNS and not any(x.shape[-1] * x.itemsize % 16 for x in (k, v))
+    return use_triton(k) and in_half and fits
 
 
 def gated_delta_rule(
@@ -1004,7 +1065,7 @@ def gated_delta_rule(
     elif cu_seqlens is None and T <= STEP_TOKENS and not _differentiable(*inputs):
         out, state = torch.ops.liger_models.gated_delta_step(*inputs, scale, normalize)
     else:
-        out, state = torch.ops.liger_models.gated_delta_rule(*inputs, cu_seqlens, scale, normalize, True)
+        out, state, _ = torch.ops.liger_models.gated_delta_rule(*inputs, cu_seqlens, scale, normalize, True)
     return (out, state) if return_state else out
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from liger_models.kernels import gated_delta_rule as module
 from liger_models.kernels.gated_delta_rule import (
+    CHUNK,
     STEP_TOKENS,
     gated_delta_rule,
     gated_delta_rule_reference,
@@ -271,12 +272,14 @@ def test_only_one_result_has_a_gradient(backend, which):
         assert (wide(mine) - exact).norm() <= LIMITS[torch.float32] * exact.norm()
 
 
-def test_nothing_but_inputs_is_saved(kernel_device):
+def test_only_inputs_and_inverses_are_saved(kernel_device):
     inputs, _, _ = make((1, 20, 1, 1, 16, 24), dtype=fused_dtype(kernel_device), device=kernel_device)
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()), lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         gated_delta_rule(*(x.requires_grad_() for x in inputs[:5]))
-    assert sorted(saved) == sorted(x.data_ptr() for x in inputs[:5])
+    more = [t for t in saved if all(t.data_ptr() != x.data_ptr() for x in inputs[:5])]
+    assert len(saved) == 6
+    assert [(t.shape, t.dtype) for t in more] == [((1, 20, CHUNK), inputs[0].dtype)]
 
 
 def test_second_backward_agrees_and_nothing_is_overwritten(backend):
@@ -323,7 +326,9 @@ def test_opcheck(kernel_device):
     cu_seqlens = torch.tensor([0, 2, 18], device=kernel_device)
     leaves = [x.requires_grad_() for x in inputs]
     opcheck(ops.gated_delta_rule, (*leaves, cu_seqlens, 0.25, True, True))
-    opcheck(ops.gated_delta_rule_backward, (*upstream, *(x.detach() for x in inputs), cu_seqlens, 0.25, True))
+    inputs = [x.detach() for x in leaves]
+    inverse = ops.gated_delta_rule(*inputs, cu_seqlens, 0.25, True, True)[2]
+    opcheck(ops.gated_delta_rule_backward, (*upstream, *inputs, cu_seqlens, inverse, 0.25, True))
     opcheck(ops.gated_delta_step, (*(x[:, :2].detach() for x in inputs[:5]), None, 0.25, True))
 
 
