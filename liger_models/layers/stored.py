@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import copy_to_region
+from liger_models.kernels.moe.quantized import QuantizedExperts
 from liger_models.kernels.nf4_linear import scales_per_factor
 from liger_models.kernels.quantized_weight import QuantizedWeight, quantized_linear
 from liger_models.layers.layer import Layer
@@ -292,6 +293,14 @@ def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
     """All of a model, by the names of the parameters that hold their codes."""
     found = ((path, stored_weight(layer)) for path, layer in model.named_modules())
     return {f"{path}.weight": stored for path, stored in found if stored is not None}
+
+
+def has_blocks(parameter: Tensor, stored: StoredWeight | None) -> bool:
+    """Whether a parameter is in float8 with the scales of a checkpoint: codes of ``stored``, or experts' matrices."""
+    if stored is not None:
+        return stored.has_blocks
+    own = local(parameter)
+    return isinstance(own, QuantizedExperts) and own.block > 0
 
 
 def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:

@@ -108,7 +108,7 @@ def apply_fsdp(
     check(
         not quantised,
         f"apply_fsdp: experts must not be quantised, got {', '.join(quantised[:2])} and others. Call apply_ep or "
-        "apply_tp before.",
+        "apply_tp before, or leave quantize_base and keep_float8 out.",
     )
     for adapted in adapted_layers(model).values():
         if isinstance(adapted, LoRALinear):

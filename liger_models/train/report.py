@@ -19,7 +19,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.generation.options import resolve
 from liger_models.kernels.moments import moment_bytes
 from liger_models.layers.linear import is_sharded, local
-from liger_models.layers.stored import stored_weight
+from liger_models.layers.stored import has_blocks, stored_weight, stored_weights
 from liger_models.memory.estimate import TrainingMemory, training_memory, with_parameters
 from liger_models.parallel.fsdp import reshard
 from liger_models.parallel.groups import rank
@@ -174,9 +174,9 @@ def estimate(
 
     This rank's parameters, gradients and the optimizer's moments are counted as they are. Activations, the head, and
     what FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation, but quantised
-    weights as they are stored. For these, what a product makes is counted besides: of 4-bit weights and of experts the
-    dense ones; in float8 the transposed weight and the rows that it is multiplied with. On one device nothing is
-    gathered.
+    weights as they are stored. For these, what a product makes is counted besides: of 4-bit weights, of experts and of
+    weights with scales of blocks (``keep_float8``) the dense ones; in float8 the transposed weight and the rows that it
+    is multiplied with. On one device nothing is gathered.
 
     Args:
         model: as it is trained; not sharded by `apply_tp`. It may be on the meta device.
@@ -209,6 +209,10 @@ def estimate(
 
     ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
     gathered = 2 * (sum(ends.values()) + 2 * max(sum(p.numel() for p in block.parameters()) for block in empty.layers))
+    codes = stored_weights(model)
+    kept = [each.numel() for name, each in model.named_parameters() if has_blocks(each, codes.get(name))]
+    if kept and not any(map(is_sharded, model.parameters())):
+        gathered = 2 * max(kept)
     if quantised:
         stored = {each: quantised_bytes(each, kind) for each in shapes}
         stored |= dict.fromkeys(quantised_experts(empty), 0)  # which stay on their rank
