@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from huggingface_hub.utils.tqdm import tqdm
@@ -290,9 +290,9 @@ def _fill_codes(
             own.view(torch.uint8).copy_(taken.contiguous().view(torch.uint8))
 
         if weight is None:
-            own: Any = local(parameter)
-            *rows, column = Part.of(parameter).offset if is_sharded(parameter) else (0, 0, 0)
-            columns, block = parameter.shape[-1], own.block
+            experts, own = cast(Any, parameter), cast(Any, local(parameter))
+            *rows, column = Part.of(experts).offset if is_sharded(experts) else (0, 0, 0)
+            columns, block = experts.shape[-1], own.block
             fill(own.codes, Part((*rows, column), own.codes.shape), columns, codes)
             fill(own.scales, Part((*rows, column // block), own.scales.shape), -(-columns // block), scales)
             return

@@ -1,5 +1,6 @@
 """Frozen weights in fewer bits under FSDP2: loss, gradients and files are those of one device with the same weights."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from liger_models import AutoLigerModel, LigerLlama
 from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, quantize_base, save_adapter
-from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
+from liger_models.adapters.lora_layers import EXPERTS, LoRALinear, adapted_layers
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
+from liger_models.layers.layer import routed_layers
 from liger_models.layers.linear import local
 from liger_models.layers.stored import stored_weights
 from liger_models.parallel import apply_fsdp, compile_blocks, targets_per_rank, unsharded
@@ -19,7 +21,7 @@ from ..convert.conftest import assert_same_bits, read_tensors
 from ..convert.test_fp8 import quantised
 from ..late import Late
 from .models import batch, gradients, share, stir, tiny
-from .test_lora import goes_on, run, trained
+from .test_lora import goes_on, over_experts, run, trained
 from .test_tensor import assert_same
 
 quantization = Late("torchao.quantization", "quantised weights need torchao")
@@ -199,15 +201,22 @@ def test_generates_as_one(two, dtype):
         assert all(each.equal(ids) for each in found)
 
 
-def step_on_float8(folder: str, saved: str) -> tuple[Tensor, dict[str, Tensor]]:
+def step_on_float8(folder: str, saved: str, experts: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of adapters on weights that ranks have read as they are; the base is saved as it was."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    shard = lambda model: apply_fsdp(model, param_dtype=None) if ranks > 1 else model
-    read = lambda prepare: AutoLigerModel.from_pretrained(folder, progress=False, keep_float8=True, shard=prepare)
+    over_ranks = partial(over_experts, ranks=ranks) if experts else partial(apply_fsdp, param_dtype=None)
+    shard = lambda model: over_ranks(model) if ranks > 1 else model
+    read = lambda prepare, dtype: AutoLigerModel.from_pretrained(
+        folder, dtype=dtype, progress=False, keep_float8=True, shard=prepare
+    )
     if saved:
-        read(shard).save_pretrained(saved)
-    model = stir_sharded(read(lambda model: shard(apply_lora(model, LoRAConfig(r=4)))))
+        read(shard, None).save_pretrained(saved)
+    config = LoRAConfig(r=4, target_parameters=EXPERTS if experts else ())
+    model = stir_sharded(read(lambda model: shard(apply_lora(model, config)), "float32" if experts else None))
     assert len(stored_weights(model)) > 0
+    assert all(len(layer.quantized_weights) == 2 for layer in routed_layers(model))
+    if experts and ranks > 1:
+        assert routed_layers(model)[0].quantized_weights["down_weight"].shape[0] * ranks == 6
     ids = torch.arange(2, 14).view(2, 6)
     loss = model(ids, labels=ids).loss
     loss.backward()
@@ -222,12 +231,13 @@ def stir_sharded(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "phi3"])
+@pytest.mark.parametrize("arch", ["qwen3", "phi3", "qwen3_moe"])
 def test_float8_of_a_checkpoint_on_ranks(two, arch, tmp_path):
-    """Shards end within blocks, whose scales are those of their rows."""
+    """Shards end within blocks, whose scales are those of their rows; experts are distributed by `apply_ep`."""
     codes, _ = quantised(arch, tmp_path, (24, 20))
-    want, expected = step_on_float8(str(codes), "")
-    for loss, found in two(step_on_float8, str(codes), str(tmp_path / "saved")):
+    experts = arch == "qwen3_moe"
+    want, expected = step_on_float8(str(codes), "", experts)
+    for loss, found in two(step_on_float8, str(codes), str(tmp_path / "saved"), experts):
         torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
