@@ -15,7 +15,10 @@ from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.layers.layer import named_layers, routed_layers
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.stored import StoredLinear, stored_weights
+from liger_models.memory.estimate import training_memory
+from liger_models.parallel import compile_blocks
 from liger_models.train.metrics import flops
+from liger_models.train.report import estimate
 
 from .conftest import assert_same_bits, read_tensors
 from .test_fp8 import CASES, quantised
@@ -172,6 +175,35 @@ def test_saved_as_it_was(arch: str, number: torch.dtype, tmp_path: Path) -> None
     assert torch.equal(load(tmp_path / "saved")(IDS).logits, model(IDS).logits)
     model.save_pretrained(tmp_path / "dense", dtype="bfloat16")
     assert_same_bits(read_tensors(tmp_path / "dense"), read_tensors(dense))
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_memory_is_counted(arch: str, tmp_path: Path) -> None:
+    """Of weights what is stored; of what is made of them, the largest dense one."""
+    codes, _ = quantised(arch, tmp_path, BLOCK)
+    dense, kept = (stirred(load(codes, keep_float8=each)) for each in (False, True))
+    kinds = [each for each in as_stored(kept).values() if not each.requires_grad]
+    counted, without = estimate(kept, 64), estimate(dense, 64)
+    trained = sum(each.nbytes for each in kept.parameters() if each.requires_grad)
+    assert counted.weights == trained + sum(each.nbytes for each in kinds)
+    assert counted._replace(weights=0, temporary=0) == without._replace(weights=0, temporary=0)
+    ends = "proj.weight", "gate_up_weight", "down_weight"
+    assert counted.temporary == max(each.nbytes for name, each in dense.named_parameters() if name.endswith(ends))
+    assert counted.weights < without.weights
+    for policy, expected in training_memory(dense, 64).activations.items():
+        assert training_memory(kept, 64).activations[policy] == expected
+
+
+@pytest.mark.compile
+def test_blocks_with_experts_compile(tmp_path: Path) -> None:
+    codes, _ = quantised("qwen3_moe", tmp_path, BLOCK, powers=True)
+    model = stirred(load(codes, keep_float8=True, dtype="float32"))
+    want = step(model)
+    compile_blocks(model, backend="eager")
+    loss, gradients = step(model)
+    torch.testing.assert_close(loss, want[0])
+    for name, gradient in want[1].items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_what_does_not_work_is_named(tmp_path: Path) -> None:
