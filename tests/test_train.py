@@ -376,11 +376,10 @@ def test_adapters_on_experts_in_float8_as_they_are(folder, two, tmp_path):  # no
     """As on the dense weights that they stand for; and two ranks that share the layers."""
     plain = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
     sizes = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 1}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 16}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2}
     torch.manual_seed(0)
-    model = AutoLigerModel.from_config(
-        {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "head_dim": 16, **sizes}
-    )
+    model = AutoLigerModel.from_config({"model_type": "qwen3_moe", **sizes})
     model.assets = plain.assets
     model.save_pretrained(tmp_path / "mixture")
     codes, dense = in_float8(tmp_path / "mixture", tmp_path, (12, 8))
