@@ -213,7 +213,7 @@ def test_a_long_prompt_is_computed_in_chunks(model, events):
 def test_few_prompts_wait_for_more(model, events, monkeypatch):
     """Each read ends one of 4 rows. With half of the rows idle, or enough tokens, there is a prefill."""
     prompts, options = make_prompts([5] * 8), {"eos_token_id": [], "batch_size": 4, "steps_per_read": 1}
-    new = [1, 2, 3, 4, 9, 9, 9, 9]
+    new = [12, 11, 10, 9, 8, 8, 8, 8]
 
     def sizes(**more):
         events.clear()
@@ -232,8 +232,20 @@ def test_steps_get_fewer_rows_when_none_wait(model, monkeypatch):
     prompts, new = make_prompts([9] * 7), [2, 4, 4, 4, 6, 8, 10]
     options = {"max_new_tokens": new, "eos_token_id": [], "batch_size": 6, "steps_per_read": 2}
     found = rollout(model, prompts, **options)
-    assert sizes == [6] * 4 + [3] * 4 + [1] * 4
+    assert sizes == [6] * 6 + [2] * 2 + [1] * 2  # the row with 2 tokens starts last
     assert_alone(model, prompts, new, found)
+    start = Scheduler._start_steps
+
+    def start_as_if_captured(self):
+        self.captured = False
+        start(self)
+        self.captured = True
+
+    sizes.clear()
+    monkeypatch.setattr(Scheduler, "_start_steps", start_as_if_captured)
+    monkeypatch.setattr(module, "CAPTURE_ROWS", 16)  # 4 rows less for 4 steps
+    assert_alone(model, prompts, new, rollout(model, prompts, **options))
+    assert sizes == [6] * 6 + [2] * 4
 
 
 def test_whole_prompts_share_a_forward(model, events):
