@@ -271,7 +271,7 @@ def _fill_codes(
 
     Args:
         parameter: the codes of ``weight``, or `QuantizedExperts`.
-        weight: of a linear layer; None for experts.
+        weight: what belongs to the codes; None for `QuantizedExperts`.
         expression, stored: of the parameter.
     """
     with torch.no_grad(), open_all(stored[name] for name in expression.names()) as files:
@@ -296,10 +296,10 @@ def _fill_codes(
             fill(own.codes, Part((*rows, column), own.codes.shape), columns, codes)
             fill(own.scales, Part((*rows, column // block), own.scales.shape), -(-columns // block), scales)
             return
-        columns, block = weight.layout[1:]
+        columns, block = weight.shape[-1], weight.block
         for numbers, width, read in ((parameter, columns, codes), (weight.scales, -(-columns // block), scales)):
-            (row, column), own, size = offset_of(numbers), local(numbers), numbers.shape[1] // width
-            fill(own, Part((row, column // size), (len(own), own.shape[1] // size)), width, read)
+            (*rows, column), own, size = offset_of(numbers), local(numbers), numbers.shape[-1] // width
+            fill(own, Part((*rows, column // size), (*own.shape[:-1], own.shape[-1] // size)), width, read)
 
 
 def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:

@@ -70,7 +70,8 @@ def fill_part(
 
     def rows(first: int, last: int) -> Tensor:
         assert stored is not None
-        part = Part((first, 0), (last - first, stored.layout[1]))
+        shape = last - first, *stored.shape[1:]
+        part = Part((first, *[0] * (len(shape) - 1)), shape)
         return read_part(expression, part, shapes, read, read_whole)
 
     sharded: Any = parameter

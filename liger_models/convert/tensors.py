@@ -333,7 +333,7 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
     weights = format_of(type(model)).weight_map(config)
     quantised = {} if parameters is not None else stored_weights(model)
     added = tuple(f"{path}.lora." for path in layers)
-    added += tuple(f"{name.removesuffix('weight')}stored." for name in quantised)
+    added += tuple(f"{name.rpartition('.')[0]}.stored." for name in quantised)
     stored = {
         name: each
         for name, each in stored.items()
