@@ -116,7 +116,7 @@ class LigerMoE(Layer):
         return self.lora.merged(name, weight) if merge else dense(weight)
 
     def matrices(self, name: str) -> Tensor:
-        """The matrices in the parameter ``name``, as ops take them: this rank's part, but all if they were stored."""
+        """The matrices in the parameter ``name``, as ops take them: this rank's part, or all after `store`."""
         parameter: Tensor = getattr(self, name)
         if self.stored is None or name not in self.stored:
             return local(parameter)

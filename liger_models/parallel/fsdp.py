@@ -61,7 +61,7 @@ def apply_fsdp(
     of the model itself. Experts sharded by `apply_ep` form one group per layer, sharded over the ranks that hold the
     same experts. Parameters keep their dtype (fp32 for master weights); the computation uses ``param_dtype``. Weights
     that `quantize_base` has quantised or that `from_pretrained` has kept in float8 are sharded and gathered as they are
-    stored; those of routed experts by experts.
+    stored; of routed experts each rank has some, whole.
 
     Create the optimizer afterwards, because it must hold the sharded parameters.
 

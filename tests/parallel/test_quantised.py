@@ -13,6 +13,7 @@ from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, quantize
 from liger_models.adapters.lora_layers import EXPERTS, LoRALinear, adapted_layers
 from liger_models.arch.mixtral import MixtralConfig
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
+from liger_models.kernels import dispatch
 from liger_models.layers.layer import routed_layers
 from liger_models.layers.linear import local
 from liger_models.layers.moe import MATRICES
@@ -323,6 +324,38 @@ def test_experts_on_two_ranks_are_one(two, dtype, experts, policy, compiled, opt
     loaded = load_adapter(mixed(experts), tmp_path / "two")
     for name, parameter in one.named_parameters():
         torch.testing.assert_close(loaded.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
+
+
+@DTYPES
+def test_experts_on_four_ranks_are_one(four, dtype, tmp_path):
+    """One of them has no expert. In between they are resharded over two ranks."""
+    quantization.to_nf4  # noqa: B018
+    want = mixture_on_ranks(dtype, 3, "none", False, str(tmp_path / "one"), {})
+    for got in four(mixture_on_ranks, dtype, 3, "none", False, str(tmp_path / "four"), {"reshard_after_forward": 2}):
+        assert got["run"].keys() == want["run"].keys()
+        for name, gradient in want["run"].items():
+            torch.testing.assert_close(got["run"][name], gradient, rtol=1e-4, atol=1e-6)
+        assert_same_bits(got["base"], want["base"])
+
+
+def experts_on_kernels(dtype: str) -> None:
+    """The fused ops with gathered codes."""
+    assert dispatch.INTERPRET
+    inputs, results = {key: value[:2, :6] for key, value in batch(0).items()}, []
+    for shard in (False, True):
+        model = quantize_base(adapted_mixture(), dtype=dtype)
+        model.layers = model.layers[:1]
+        if shard:
+            apply_fsdp(model, param_dtype=None)
+        model(**inputs).loss.backward()
+        results.append(gradients(model))
+    assert_same(results[1], results[0], limit=1e-4)
+
+
+@DTYPES
+def test_experts_on_kernels(two_with_kernels, dtype):
+    quantization.to_nf4  # noqa: B018
+    two_with_kernels(experts_on_kernels, dtype)
 
 
 def experts_resumed(folder: str, dtype: str) -> bool:
