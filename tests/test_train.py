@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint import FileSystemReader
 
-from liger_models import LigerLlama, LlamaConfig, PackedDataset
+from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, PackedDataset
 from liger_models.adapters import load_adapter
 from liger_models.data import collate
 from liger_models.memory import training_memory
@@ -370,6 +370,35 @@ def test_adapters_on_a_checkpoint_in_float8_as_it_is(folder, two, tmp_path):  # 
     stopped_in_the_middle(tmp_path, "kept", "again")
     two(partial(train_adapters, model=str(codes), **given), folder, runs["again"])
     assert adapter_files(tmp_path / "again") == adapter_files(tmp_path / "kept")
+
+
+def test_adapters_on_experts_in_float8_as_they_are(folder, two, tmp_path):  # noqa: F811
+    """As on the dense weights that they stand for, also on two ranks that share the layers, or the experts."""
+    plain = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    sizes = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 16}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    model = AutoLigerModel.from_config({"model_type": "qwen3_moe", **sizes})
+    model.assets = plain.assets
+    model.save_pretrained(tmp_path / "mixture")
+    codes, dense = in_float8(tmp_path / "mixture", tmp_path, (12, 8))
+    given = {"dtype": "bfloat16", "batch_size": 4, "lora_experts": True, "lora_targets": ["q_proj", "v_proj"]}
+    runs = {name: str(tmp_path / name) for name in ("kept", "dense", "ranks", "experts", "again")}
+    train_adapters(folder, runs["kept"], model=str(codes), lora_keep_float8=True, **given)
+    train_adapters(folder, runs["dense"], model=str(dense), **given)
+    shared = partial(train_adapters, model=str(codes), lora_keep_float8=True, tensor_parallel=2, **given)
+    two(shared, folder, runs["ranks"])
+    of_experts = partial(train_adapters, model=str(codes), lora_keep_float8=True, **{**given, "batch_size": 2})
+    two(of_experts, folder, runs["experts"])
+    kept, plain, *ranks = ([line["loss"] for line in log(Path(runs[name]))] for name in [*runs][:-1])
+    assert kept[-1] < kept[0] - 0.1
+    torch.testing.assert_close(kept, plain, rtol=1e-3, atol=0)
+    for losses in ranks:
+        torch.testing.assert_close(losses, kept, rtol=1e-2, atol=0)  # all compute in bf16
+    stopped_in_the_middle(tmp_path, "experts", "again")
+    two(of_experts, folder, runs["again"])
+    assert adapter_files(tmp_path / "again") == adapter_files(tmp_path / "experts")
 
 
 @pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning")

@@ -266,15 +266,21 @@ def read_rows(files: Mapping[Path, Any], name: str, one: Stored, first: int, las
 
 
 def read_codes(files: Mapping[Path, Any], name: str, one: Stored, first: int, last: int) -> torch.Tensor:
-    """Rows of a tensor [O, C] in float8 as its codes: bytes [n, C]."""
+    """Rows of a tensor [..., C] in float8 as its codes: bytes [n, ..., C]."""
     codes: torch.Tensor = files[one.file].get_slice(name)[first:last]
     return codes.view(torch.uint8)
 
 
 def read_scales(files: Mapping[Path, Any], one: Stored, first: int, last: int) -> torch.Tensor:
-    """The scales of rows of a tensor [O, C] in float8, those of its block for every row: [n, C / width], rounded up."""
+    """The scales of rows of a tensor [O, C] in float8, those of its block for every row: [n, C / width], rounded up.
+
+    Of a tensor [X, O, C] those of matrices: [n, O, C / width].
+    """
     assert one.scales is not None
     file, name, _, (height, _) = one.scales
+    if len(one.shape) > 2:
+        whole: torch.Tensor = files[file].get_slice(name)[first:last]
+        return whole.repeat_interleave(height, 1)[:, : one.shape[1]]
     begin = first // height
     scales: torch.Tensor = files[file].get_slice(name)[begin : -(-last // height)]
     return scales.repeat_interleave(height, 0)[first - begin * height :][: last - first]

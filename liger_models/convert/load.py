@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from huggingface_hub.utils.tqdm import tqdm
@@ -16,6 +16,7 @@ from liger_models.convert.config_map import blaming, read_config
 from liger_models.convert.files import (
     CONFIG,
     FLOATS,
+    BlockScales,
     Stored,
     as_dtype,
     asset_patterns,
@@ -33,12 +34,21 @@ from liger_models.convert.format import format_of
 from liger_models.convert.sharded import Part, fill_part, moves_rows, read_part
 from liger_models.convert.weight_map import Expression, WeightMap
 from liger_models.kernels.checks import check
+from liger_models.kernels.moe.quantized import QuantizedExperts
 from liger_models.kernels.options import KernelOptions
 from liger_models.kernels.quantized_weight import QuantizedWeight
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import layers_of
-from liger_models.layers.linear import local
-from liger_models.layers.stored import StoredLinear, StoredWeight, offset_of, stored_linears, stored_weights
+from liger_models.layers.linear import is_sharded, local
+from liger_models.layers.moe import MATRICES, LigerMoE
+from liger_models.layers.stored import (
+    StoredLinear,
+    StoredWeight,
+    has_blocks,
+    offset_of,
+    stored_linears,
+    stored_weights,
+)
 from liger_models.parallel.groups import raise_on_all_ranks, rank
 
 Model = TypeVar("Model", bound=Decoder)
@@ -75,8 +85,8 @@ def load_pretrained(
         kernels: which parts run on fused kernels.
         shard: called with the model on the meta device, to distribute its parameters in place:
             ``parallel.apply_fsdp``, or a function that calls it.
-        keep_float8: keep the weights of linear layers that the checkpoint has in float8 with scales of blocks as they
-            are, frozen: 8 bits each in memory, dequantised in their products. Routed experts become bfloat16.
+        keep_float8: keep the weights of linear layers and of routed experts that the checkpoint has in float8 with
+            scales of blocks as they are, frozen: 8 bits each in memory, dequantised in their products.
         hf_config: replaces the content of config.json.
 
     Returns:
@@ -163,7 +173,11 @@ def _load_whole(
             _fill_codes(model.get_parameter(name), kept[name], weights.entries[name], stored)
         if name in kept or name not in weights.entries:
             continue
-        packed = _read(weights.entries[name], stored, dtype, device)
+        if isinstance(parameter, QuantizedExperts):
+            packed: Tensor = torch.empty_like(parameter, device=device)
+            _fill_codes(packed, None, weights.entries[name], stored)
+        else:
+            packed = _read(weights.entries[name], stored, dtype, device)
         loaded = nn.Parameter(packed, requires_grad=parameter.requires_grad)
         for alias in aliases[id(parameter)]:
             owner, _, attribute = alias.rpartition(".")
@@ -194,8 +208,8 @@ def _load_parts(
             if name not in weights.entries:  # added by `shard`
                 continue
             expression = weights.entries[name]
-            if name in quantised and quantised[name].has_blocks:
-                _fill_codes(parameter, quantised[name], expression, stored)
+            if has_blocks(parameter, quantised.get(name)):
+                _fill_codes(parameter, quantised.get(name), expression, stored)
                 continue
             if not hasattr(parameter, "to_local") and name not in quantised:
                 parameter.copy_(_read(expression, stored, dtype, device))
@@ -215,37 +229,51 @@ def _load_parts(
 
 
 def _keep_float8(model: Decoder, weights: WeightMap, stored: Mapping[str, Stored], dtype: torch.dtype | None) -> None:
-    """Replace the linear layers of a model on the meta device whose weights are in float8 by `StoredLinear`."""
-    for path, linear in [*model.named_modules()]:
-        expression = weights.entries.get(f"{path}.weight")
-        if type(linear) is not nn.Linear or expression is None:
-            continue
-        scales = [stored[name].scales for name in expression.names()]
-        first = scales[0]
-        alike = first is not None and all(each is not None and each[2:] == first[2:] for each in scales)
-        if (
-            first is None
-            or not alike
-            or first.dtype not in ("BF16", "F32")
-            or not moves_rows(expression, linear.weight)
-        ):
-            continue
-        (rows, columns), width = linear.weight.shape, first.block[1]
-        codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device="meta")
-        numbers = torch.empty(rows, -(-columns // width), dtype=FLOATS[first.dtype], device="meta")
-        layout = [rows, columns, width]
-        weight = QuantizedWeight(codes, numbers, None, None, None, layout, dtype or torch.bfloat16)
-        model.set_submodule(path, StoredLinear(linear, weight))
+    """Make the weights of a model on the meta device that are in float8 such as are kept: those of linear layers, which
+    become `StoredLinear`, and of routed experts, which become `QuantizedExperts`."""
+    found = False
+    for path, layer in [*model.named_modules()]:
+        names = MATRICES if isinstance(layer, LigerMoE) else ("weight",) if type(layer) is nn.Linear else ()
+        for name in names:
+            weight, expression = getattr(layer, name), weights.entries.get(f"{path}.{name}")
+            scales = None if expression is None else _common_scales(expression, stored)
+            if expression is None or scales is None or not moves_rows(expression, weight):
+                continue
+            (*rows, columns), width = weight.shape, scales.block[1]
+            codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+            numbers = weight.new_empty(*rows, -(-columns // width), dtype=FLOATS[scales.dtype])
+            parts, kind, found = (codes, numbers, None, None, None), dtype or torch.bfloat16, True
+            if isinstance(layer, nn.Linear):
+                model.set_submodule(path, StoredLinear(layer, QuantizedWeight(*parts, [*rows, columns, width], kind)))
+            else:
+                setattr(layer, name, nn.Parameter(QuantizedExperts(*parts, kind, width), requires_grad=False))
     check(
-        len(stored_linears(model)) > 0,
-        "load_pretrained: keep_float8 needs linear layers in float8 with scales of blocks, got a checkpoint without "
-        "any. Leave it out.",
+        found,
+        "load_pretrained: keep_float8 needs linear layers or experts in float8 with scales of blocks, got a checkpoint "
+        "without any. Leave it out.",
     )
     model.float8_tensors = frozenset(name for name, one in stored.items() if one.scales is not None)
 
 
-def _fill_codes(parameter: Tensor, weight: StoredWeight, expression: Expression, stored: Mapping[str, Stored]) -> None:
-    """Read this rank's rows of the codes and the scales of a weight that is kept in float8."""
+def _common_scales(expression: Expression, stored: Mapping[str, Stored]) -> BlockScales | None:
+    """The scales of the first of the tensors of a parameter, if they can be kept and all have such scales."""
+    scales = [stored[name].scales for name in expression.names()]
+    first = scales[0]
+    if first is None or first.dtype not in ("BF16", "F32"):
+        return None
+    return first if all(each is not None and each[2:] == first[2:] for each in scales) else None
+
+
+def _fill_codes(
+    parameter: Tensor, weight: StoredWeight | None, expression: Expression, stored: Mapping[str, Stored]
+) -> None:
+    """Read this rank's part of the codes and the scales of a weight that is kept in float8.
+
+    Args:
+        parameter: the codes of ``weight``, or `QuantizedExperts`.
+        weight: what belongs to the codes; None for `QuantizedExperts`.
+        expression, stored: of the parameter.
+    """
     with torch.no_grad(), open_all(stored[name] for name in expression.names()) as files:
 
         def codes(name: str, first: int, last: int) -> Tensor:
@@ -254,18 +282,24 @@ def _fill_codes(parameter: Tensor, weight: StoredWeight, expression: Expression,
         def scales(name: str, first: int, last: int) -> Tensor:
             return read_scales(files, stored[name], first, last)
 
-        def fill(bytes_of_rows: Tensor, width: int, read: Callable[[str, int, int], Tensor]) -> None:
-            size = bytes_of_rows.shape[1] // width
-            (start, column), own = offset_of(bytes_of_rows), local(bytes_of_rows)
-            shapes = {name: (stored[name].shape[0], width) for name in expression.names()}
-            whole = lambda: expression.pack({name: read(name, 0, rows) for name, (rows, _) in shapes.items()})
-            part = Part((start, column // size), (len(own), own.shape[1] // size))
+        def fill(own: Tensor, part: Part, width: int, read: Callable[[str, int, int], Tensor]) -> None:
+            """Fill the memory of ``own`` with a part of numbers that have rows of ``width``."""
+            shapes = {name: (*stored[name].shape[:-1], width) for name in expression.names()}
+            whole = lambda: expression.pack({name: read(name, 0, shape[0]) for name, shape in shapes.items()})
             taken = read_part(expression, part, shapes, read, whole)
-            own.copy_(taken.contiguous().view(torch.uint8))
+            own.view(torch.uint8).copy_(taken.contiguous().view(torch.uint8))
 
-        columns = weight.shape[1]
-        fill(parameter, columns, codes)
-        fill(weight.scales, -(-columns // weight.layout[2]), scales)
+        if weight is None:
+            experts, own = cast(Any, parameter), cast(Any, local(parameter))
+            *rows, column = Part.of(experts).offset if is_sharded(experts) else (0, 0, 0)
+            columns, block = experts.shape[-1], own.block
+            fill(own.codes, Part((*rows, column), own.codes.shape), columns, codes)
+            fill(own.scales, Part((*rows, column // block), own.scales.shape), -(-columns // block), scales)
+            return
+        columns, block = weight.shape[-1], weight.block
+        for numbers, width, read in ((parameter, columns, codes), (weight.scales, -(-columns // block), scales)):
+            (*rows, column), own, size = offset_of(numbers), local(numbers), numbers.shape[-1] // width
+            fill(own, Part((*rows, column // size), (*own.shape[:-1], own.shape[-1] // size)), width, read)
 
 
 def check_model_type(model_class: type, hf_config: Mapping[str, Any]) -> None:

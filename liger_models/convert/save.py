@@ -94,12 +94,7 @@ def save_pretrained(
     if mxfp4 is not None:
         weights, quantised = read_mxfp4(type(model), stored.config, Path(mxfp4))
         stored = stored._replace(weights=weights)
-    kept = {
-        theirs
-        for name, weight in stored.quantised.items()
-        if weight.has_blocks
-        for theirs in stored.weights.entries[name].names()
-    }
+    kept = {theirs for name in stored.kept for theirs in stored.weights.entries[name].names()}
     if dtype is None and kept and kept == model.float8_tensors:
         quantised = {"quantization_config": model.hf_config["quantization_config"]}
         stored = stored._replace(height=block_size(quantised["quantization_config"])[0])

@@ -70,7 +70,8 @@ def fill_part(
 
     def rows(first: int, last: int) -> Tensor:
         assert stored is not None
-        part = Part((first, 0), (last - first, stored.layout[1]))
+        shape = last - first, *stored.shape[1:]
+        part = Part((first, *[0] * (len(shape) - 1)), shape)
         return read_part(expression, part, shapes, read, read_whole)
 
     sharded: Any = parameter
@@ -126,10 +127,12 @@ def read_part(
 
 
 def moves_rows(expression: Expression, weight: Tensor) -> bool:
-    """Whether a weight consists of whole rows of the checkpoint's matrices. A patch embedding, stored as a convolution,
-    does not."""
+    """Whether a weight [O, C] or [X, O, C] consists of whole rows of the checkpoint's matrices. A patch embedding,
+    stored as a convolution, does not."""
+    rows = weight.new_empty(len(weight)) if weight.dim() == 2 else weight.new_empty(*weight.shape[:2], 1)
     try:
-        return all(part.dim() == 1 for part in expression.unpack(weight.new_empty(len(weight))).values())
+        parts = expression.unpack(rows).values()
+        return all(part.dim() == 1 if rows.dim() == 1 else part.shape[-1] == 1 for part in parts)
     except (EinopsError, IndexError):
         return False
 

@@ -20,7 +20,7 @@ from liger_models.kernels.moe.quantized import QuantizedExperts, dense
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import Layer, named_layers
 from liger_models.layers.linear import is_sharded, sharded_as
-from liger_models.layers.stored import StoredWeight, stored_weights
+from liger_models.layers.stored import StoredWeight, has_blocks, stored_weights
 from liger_models.parallel.groups import raise_on_all_ranks
 
 
@@ -139,7 +139,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
     config = stored.config
     quantised = stored.quantised
     check(
-        not any(each.has_blocks for each in quantised.values()),
+        not stored.kept,
         "load_hf_tensors: weights must not be kept in float8, got a model that was loaded with keep_float8. Load it "
         "without.",
     )
@@ -208,16 +208,31 @@ class Stored(NamedTuple):
         """Whether gathering is a collective."""
         return any(is_sharded(each) for each in self.parameters.values())
 
+    @property
+    def kept(self) -> list[str]:
+        """The names of the parameters that are in float8 with the scales of a checkpoint."""
+        return [name for name, each in self.parameters.items() if has_blocks(each, self.quantised.get(name))]
+
     def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """The checkpoint's tensors on the meta device, in ``dtype`` or in that of each parameter."""
         found = self.weights.shapes({name: self.dense(name, dtype) for name in self.parameters})
-        if self.height is not None:
-            for name, weight in self.quantised.items():
-                codes, scales = (torch.empty_like(each, device="meta") for each in weight.parts(self.parameters[name]))
-                found |= self.weights.entries[name].unpack(codes)
-                for theirs, rows in self.weights.entries[name].unpack(scales).items():
-                    found[theirs + SCALES] = rows[:: self.height]
+        for name in self.kept if self.height is not None else ():
+            codes, scales = (torch.empty_like(each, device="meta") for each in self.parts(name))
+            found |= self.weights.entries[name].unpack(codes)
+            for theirs, rows in self.weights.entries[name].unpack(scales).items():
+                found[theirs + SCALES] = rows[..., :: self.height, :]
         return found
+
+    def parts(self, name: str) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a parameter that is `kept`, with their own dtypes; gathered from all ranks if sharded."""
+        parameter, weight = self.parameters[name], self.quantised.get(name)
+        if weight is not None:
+            return weight.parts(parameter)
+        experts: Any = _local(parameter)
+        *rows, columns = parameter.shape
+        codes = _full(sharded_as(parameter, experts.codes.view(torch.uint8)))
+        scales = sharded_as(parameter, experts.scales, torch.Size([*rows, -(-columns // experts.block)]))
+        return codes.view(experts.codes.dtype), _full(scales)
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A parameter on the meta device, in ``dtype`` or its own; of one that holds codes, what they stand for."""
@@ -228,8 +243,8 @@ class Stored(NamedTuple):
         """Our name of each parameter and its value, gathered from all ranks and with merged adapters."""
         for name, parameter in self.parameters.items():
             layer, weight = self.adapted.get(name), self.quantised.get(name)
-            if layer is None and weight is not None and self.height is not None:
-                codes, scales = weight.parts(parameter)
+            if layer is None and self.height is not None and has_blocks(parameter, weight):
+                codes, scales = self.parts(name)
                 yield name, codes
                 yield name + SCALES, scales
             elif layer is None and weight is not None:
@@ -251,7 +266,7 @@ class Stored(NamedTuple):
         for ours, whole in gathered:
             tensors = self.weights.entries[ours.removesuffix(SCALES)].unpack(whole)
             if ours.endswith(SCALES):
-                tensors = {name + SCALES: rows[:: self.height] for name, rows in tensors.items()}
+                tensors = {name + SCALES: rows[..., :: self.height, :] for name, rows in tensors.items()}
             del whole
             while tensors:
                 name = next(iter(tensors))
@@ -318,7 +333,7 @@ def as_stored(where: str, model: Decoder, *, merge: bool, parameters: Mapping[st
     weights = format_of(type(model)).weight_map(config)
     quantised = {} if parameters is not None else stored_weights(model)
     added = tuple(f"{path}.lora." for path in layers)
-    added += tuple(f"{name.removesuffix('weight')}stored." for name in quantised)
+    added += tuple(f"{name.rpartition('.')[0]}.stored." for name in quantised)
     stored = {
         name: each
         for name, each in stored.items()

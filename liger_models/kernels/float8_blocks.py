@@ -165,10 +165,14 @@ def _block_rows_kernel(
     store_rows(y, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, COLUMNS)
 
 
+def takes_width(width: int) -> bool:
+    """Whether kernels for few rows take blocks of so many columns."""
+    return WIDTHS[0] <= width <= WIDTHS[1] and width & (width - 1) == 0
+
+
 def takes_block_rows(x: Tensor, codes: Tensor, scales: Tensor, width: int) -> bool:
     """Whether `block_rows` takes x: few rows, as `takes_float8_rows` has them, and blocks whose width fits."""
-    fits = WIDTHS[0] <= width <= WIDTHS[1] and width & (width - 1) == 0
-    return fits and scales.is_contiguous() and takes_float8_rows(x, codes)
+    return takes_width(width) and scales.is_contiguous() and takes_float8_rows(x, codes)
 
 
 def block_rows(

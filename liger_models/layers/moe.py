@@ -26,6 +26,7 @@ from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights, call_linear
+from liger_models.layers.stored import StoredExperts
 from liger_models.memory.recompute import run_twice
 
 MATRICES = ("gate_up_weight", "down_weight")
@@ -87,6 +88,8 @@ class LigerMoE(Layer):
         """Recompute gate and up in the backward (checkpointing policies "selective" and "full")."""
         self.lora: Any = None
         """The experts' adapters (`liger_models.adapters.lora_layers.LoRAExperts`), if there are any."""
+        self.stored: Any = None
+        """What belongs to parameters that hold codes (`StoredExperts` by their names), if `store` has made some."""
         self.reset_parameters()
 
     @property
@@ -108,13 +111,32 @@ class LigerMoE(Layer):
     def adapted_weight(self, name: str, *, merge: bool) -> Tensor:
         """See `Layer.adapted_weight`."""
         weight = getattr(self, name).detach()
+        if self.stored is not None and name in self.stored:
+            weight = self.matrices(name)
         return self.lora.merged(name, weight) if merge else dense(weight)
+
+    def matrices(self, name: str) -> Tensor:
+        """The matrices in the parameter ``name``, as ops take them: this rank's part, or all after `store`."""
+        parameter: Tensor = getattr(self, name)
+        if self.stored is None or name not in self.stored:
+            return local(parameter)
+        stored: StoredExperts = self.stored[name]
+        return stored.join(parameter)
 
     @property
     def quantized_weights(self) -> dict[str, QuantizedExperts]:
-        """The names of the parameters whose matrices are quantised, and this rank's part of them."""
-        parts = {name: local(getattr(self, name)) for name in MATRICES}
+        """The names of the parameters whose matrices are quantised, and what `matrices` returns for them."""
+        parts = {name: self.matrices(name) for name in MATRICES}
         return {name: each for name, each in parts.items() if isinstance(each, QuantizedExperts)}
+
+    def store(self) -> None:
+        """Store quantised matrices that no rank shares yet as parameters of bytes, for `apply_fsdp`."""
+        weights = {name: getattr(self, name) for name in MATRICES}
+        found = {name: each for name, each in weights.items() if isinstance(each, QuantizedExperts)}
+        if found:
+            self.stored = nn.ModuleDict({name: StoredExperts(each) for name, each in found.items()})
+        for name, weight in found.items():
+            setattr(self, name, StoredExperts.codes_of(weight))
 
     def set_policy(self, policy: str) -> None:
         """Recompute gate and up under every policy but "none"."""
@@ -180,7 +202,7 @@ class LigerMoE(Layer):
 
     def extra_repr(self) -> str:
         """Sizes and constants, for ``print(model)``."""
-        X, C, F = self.down_weight.shape
+        X, C, F = self.down_weight.shape if self.stored is None else self.matrices("down_weight").shape
         return f"{C}, {F}, num_experts={X}, top_k={self.top_k}, normalize={self.normalize}, act={self.act}"
 
     def add_norm(
@@ -221,9 +243,7 @@ class LigerMoE(Layer):
         down_bias = local_or_none(self.down_bias)
         if group is not None and down_bias is not None:  # one rank adds it to the sum, and all get its gradient
             down_bias = sum_gradient(down_bias, group) * (group.rank == 0)
-        matrices = autocast_weights(
-            x, local(self.gate_up_weight), local(self.down_weight), local_or_none(self.gate_up_bias), down_bias
-        )
+        matrices = autocast_weights(x, *map(self.matrices, MATRICES), local_or_none(self.gate_up_bias), down_bias)
         low_ranks: Any = (None, None)
         if self.lora is not None:
             assert matrices[0] is not None

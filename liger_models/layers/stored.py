@@ -18,6 +18,15 @@ mean and table, which every rank has, are a parameter of their own::
     layer.stored.constants   mean and table, [17, bytes of one]
 
 If a slice has only a part of the scales of a factor, the factor is repeated for fewer scales.
+
+The frozen matrices of routed experts are tensors of a kind of their own, `QuantizedExperts`. `apply_fsdp` alone turns
+them into parameters of bytes, too, which are sharded by experts::
+
+    layer.gate_up_weight                    codes    NF4 [X, O, C / 2]    float8 [X, O, C]
+    layer.stored.gate_up_weight.scales               [X, bytes of an expert's scales], or for blocks [X, O, bytes]
+    layer.stored.gate_up_weight.factors              NF4 [X, bytes of an expert's factors]
+    layer.stored.gate_up_weight.means                NF4 [X, bytes of one]
+    layer.stored.gate_up_weight.table                NF4 [16, bytes of one]
 """
 
 import math
@@ -29,6 +38,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import copy_to_region
+from liger_models.kernels.moe.quantized import ATTRIBUTES, QuantizedExperts, quantize_experts
 from liger_models.kernels.nf4_linear import scales_per_factor
 from liger_models.kernels.quantized_weight import QuantizedWeight, quantized_linear
 from liger_models.layers.layer import Layer
@@ -80,6 +90,11 @@ class StoredWeight(nn.Module):
     def has_blocks(self) -> bool:
         """Whether it is in float8 with the scales of a checkpoint, which is read as it is."""
         return self.factors is None and len(self.layout) == 3
+
+    @property
+    def block(self) -> int:
+        """Columns that share a scale if the weight `has_blocks`; 0 otherwise."""
+        return self.layout[-1] if self.has_blocks else 0
 
     @property
     def shape(self) -> torch.Size:
@@ -209,6 +224,82 @@ class StoredWeight(nn.Module):
         _copy_part(self.factors, numbers[0])
 
 
+class StoredExperts(StoredWeight):
+    """What frozen matrices [X, O, C] of experts have besides their codes, in the submodule ``stored`` of their layer.
+
+    Each expert is quantised by itself: a rank needs no others to quantise its experts.
+
+    Args:
+        weight: the matrices, whose tensors it shares; on the meta device for a layer that is to be loaded.
+    """
+
+    means: nn.Parameter | None
+    table: nn.Parameter | None
+
+    def __init__(self, weight: QuantizedExperts) -> None:
+        nn.Module.__init__(self)
+        self.layout, self.dtype = [*weight.shape, *([weight.block] if weight.block else [])], weight.dtype
+        self.kinds = {name: each.dtype for name in ATTRIBUTES if (each := getattr(weight, name)) is not None}
+        for name in ATTRIBUTES[1:]:
+            each = getattr(weight, name)
+            setattr(self, name, None if each is None else _bytes_of_rows(each))
+
+    @staticmethod
+    def codes_of(weight: QuantizedExperts) -> nn.Parameter:  # type: ignore[override]
+        """The parameter of the layer."""
+        return _bytes_of_rows(weight.codes)
+
+    @property
+    def has_blocks(self) -> bool:
+        """As of `StoredWeight`."""
+        return len(self.layout) == 4
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[X, O, C]``."""
+        return torch.Size(self.layout[:3])
+
+    def join(self, codes: Tensor) -> QuantizedExperts:  # type: ignore[override]
+        """The matrices as ops take them, from the parameter of the layer; gathered from all ranks if it is sharded."""
+        parts = {"codes": codes, **self._parameters}
+        found = {name: _whole(parts[name]).view(kind) for name, kind in self.kinds.items()}
+        found |= {name: found[name].flatten() for name in ("means", "table") if name in found}
+        return QuantizedExperts.__tensor_unflatten__(found, (self.dtype, self.block))
+
+    def whole(self, codes: Tensor) -> QuantizedExperts:  # type: ignore[override]
+        """As `join`."""
+        return self.join(codes)
+
+    @torch.no_grad()
+    def quantise(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> None:
+        """Quantise this rank's experts.
+
+        Args:
+            codes: the parameter of the layer.
+            read: first expert, last expert + 1 -> their dense matrices [n, O, C].
+        """
+        start, count = offset_of(codes)[0], len(local(codes))
+        if self.table is not None:
+            table = nf4_table(torch.empty((), dtype=self.kinds["table"], device=local(self.table).device))
+            _copy_part(self.table, table)
+        if count == 0:
+            return
+        dense = read(start, start + count)
+        made = quantize_experts(dense if self.table is None else dense.to(self.kinds["factors"]), self.kind)
+        local(codes).copy_(_bytes_of_rows(made.codes))
+        for name in ("scales", "factors", "means"):
+            if name in self.kinds:
+                local(getattr(self, name)).copy_(_bytes_of_rows(getattr(made, name)))
+
+    @property
+    def kind(self) -> str:
+        """As of `QuantizedExperts`."""
+        return "float8" if self.table is None else "nf4"
+
+    def finish(self) -> None:
+        """Nothing: no experts are quantised together."""
+
+
 class StoredLinear(nn.Linear, Layer):
     """A linear layer with a frozen weight [O, C] in fewer bits.
 
@@ -288,18 +379,35 @@ def stored_linears(model: nn.Module) -> list[StoredLinear]:
     return [each for each in model.modules() if isinstance(each, StoredLinear)]
 
 
+def stored_parts(layer: nn.Module) -> dict[str, StoredWeight]:
+    """What is stored beside a layer's own parameters that hold codes, by the names of these."""
+    found = layer._modules.get("stored")
+    if isinstance(found, StoredWeight):
+        return {"weight": found}
+    each = found._modules.items() if isinstance(found, nn.ModuleDict) else ()
+    return {name: one for name, one in each if isinstance(one, StoredExperts)}
+
+
 def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
     """All of a model, by the names of the parameters that hold their codes."""
-    found = ((path, stored_weight(layer)) for path, layer in model.named_modules())
-    return {f"{path}.weight": stored for path, stored in found if stored is not None}
+    found = ((path, stored_parts(layer)) for path, layer in model.named_modules())
+    return {f"{path}.{name}": stored for path, parts in found for name, stored in parts.items()}
+
+
+def has_blocks(parameter: Tensor, stored: StoredWeight | None) -> bool:
+    """Whether a parameter is in float8 with the scales of a checkpoint: codes of ``stored``, or experts' matrices."""
+    if stored is not None:
+        return stored.has_blocks
+    own = local(parameter)
+    return isinstance(own, QuantizedExperts) and own.block > 0
 
 
 def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
     """A module's own parameters, and the number of elements of each: of one that holds codes, those of the weight."""
-    stored, found = stored_weight(module), {}
+    stored, found = stored_parts(module), {}
     for name, each in module.named_parameters(recurse=False):
         if not isinstance(module, StoredWeight):
-            found[each] = each.numel() if stored is None or name != "weight" else stored.shape.numel()
+            found[each] = stored[name].shape.numel() if name in stored else each.numel()
     return found
 
 
@@ -315,19 +423,25 @@ def _as_bytes(values: Tensor, rows: int) -> nn.Parameter:
     return nn.Parameter(values.detach().reshape(rows, -1).view(torch.uint8), requires_grad=False)
 
 
+def _bytes_of_rows(values: Tensor) -> nn.Parameter:
+    """The bytes of a tensor [rows, ...], which keeps its dimensions; of a flat one: [rows, bytes of one]."""
+    values = values.detach()
+    return nn.Parameter((values[:, None] if values.dim() == 1 else values).view(torch.uint8), requires_grad=False)
+
+
 def _whole(tensor: Any) -> Tensor:
     whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return whole
 
 
-def offset_of(parameter: Any) -> tuple[int, int]:
-    """The first row and the first column of this rank's part of a parameter."""
+def offset_of(parameter: Any) -> tuple[int, ...]:
+    """Where this rank's part of a parameter starts in each dimension."""
     if not is_sharded(parameter):
-        return 0, 0
+        return (0,) * int(parameter.dim())
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
 
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return int(offset[0]), int(offset[1])
+    return tuple(int(each) for each in offset)
 
 
 def _copy_part(parameter: Tensor, values: Tensor) -> None:

@@ -28,7 +28,8 @@ from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import group_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.groups import ParallelGroups
-from liger_models.layers.layer import layers_of, named_layers, routed_layers
+from liger_models.layers.layer import layers_of, routed_layers
+from liger_models.layers.linear import is_sharded
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.stored import stored_weights
 from liger_models.memory.recompute import is_compiled
@@ -59,7 +60,8 @@ def apply_fsdp(
     gathered from its first to its last use. The final norm and a tower's parameters outside its blocks form the group
     of the model itself. Experts sharded by `apply_ep` form one group per layer, sharded over the ranks that hold the
     same experts. Parameters keep their dtype (fp32 for master weights); the computation uses ``param_dtype``. Weights
-    that `quantize_base` has quantised are sharded and gathered as they are stored.
+    that `quantize_base` has quantised or that `from_pretrained` has kept in float8 are sharded and gathered as they are
+    stored; of routed experts each rank has some, whole.
 
     Create the optimizer afterwards, because it must hold the sharded parameters.
 
@@ -99,17 +101,9 @@ def apply_fsdp(
         not isinstance(model, FSDPModule),
         f"apply_fsdp: {type(model).__name__} must not be sharded yet, got one that is. Call it once for each model.",
     )
-    mixtures = {name: layer for name, layer in named_layers(model) if isinstance(layer, LigerMoE)}
-    quantised = [
-        name
-        for name, layer in mixtures.items()
-        if layer.quantized_weights and layer.groups.expert is None and layer.groups.tensor is None
-    ]
-    check(
-        not quantised,
-        f"apply_fsdp: experts must not be quantised, got {', '.join(quantised[:2])} and others. Call apply_ep or "
-        "apply_tp before.",
-    )
+    mixtures = [layer for layer in layers_of(model) if isinstance(layer, LigerMoE)]
+    for mixture in mixtures:
+        mixture.store()
     for adapted in adapted_layers(model).values():
         if isinstance(adapted, LoRALinear):
             adapted.store()
@@ -139,9 +133,9 @@ def apply_fsdp(
         balance=group_over(mesh) if routed_layers(model) and mesh.size() > 1 else model.groups.balance,
     )
     passes, options = BackwardPasses(), _options(mesh, param_dtype, reduce_dtype, cpu_offload)
-    # Quantised experts are frozen, and already distributed by apply_ep or apply_tp.
-    frozen = {getattr(layer, name) for layer in mixtures.values() for name in layer.quantized_weights}
-    options["ignored_params"] = frozen or None
+    # Quantised experts that apply_ep or apply_tp has distributed stay on their ranks. They are frozen.
+    matrices = [getattr(layer, name) for layer in mixtures for name in layer.quantized_weights]
+    options["ignored_params"] = {each for each in matrices if is_sharded(each)} or None
     tied = model.lm_head.weight is model.embed_tokens.weight
     if tied:
         _shard([model.embed_tokens, model.lm_head], passes, reshard_after_forward=False, **options)

@@ -187,7 +187,8 @@ def _as_dtensor(name: str, parameter: nn.Parameter, mesh: DeviceMesh, placement:
     local: Tensor = parameter.detach()
     if isinstance(placement, Shard) and placement.dim > 0 and isinstance(local, QuantizedExperts):
         dim, nf4 = placement.dim, local.kind == "nf4"
-        check_blocks(name, local.shape[1:], dim - 1, mesh.size(), NF4_BLOCK if nf4 else 1, nf4)
+        block = NF4_BLOCK if nf4 else local.block if dim == 2 and local.block else 1
+        check_blocks(name, local.shape[1:], dim - 1, mesh.size(), block, nf4)
         local = local.slice(dim, mesh.get_local_rank(), mesh.size())
     elif isinstance(placement, Shard):
         # A copy, so that the memory of the whole parameter is freed.

@@ -141,7 +141,7 @@ class TrainOptions(ObjectiveOptions):
     lora_float8: bool = option(default=False, metadata={"help": "float8 weights of adapted layers and of experts"})
     lora_keep_float8: bool = option(
         default=False,
-        metadata={"help": "weights that the checkpoint has in float8, as they are"},
+        metadata={"help": "weights that the checkpoint has in float8, also of experts, as they are"},
     )
     tensor_parallel: int = option(default=1, metadata={"help": "GPUs that share the layers, and the batch"})
     context_parallel: int = option(default=1, metadata={"help": "GPUs that share the tokens of a row, and the batch"})

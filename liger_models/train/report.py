@@ -19,7 +19,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.generation.options import resolve
 from liger_models.kernels.moments import moment_bytes
 from liger_models.layers.linear import is_sharded, local
-from liger_models.layers.stored import stored_weight
+from liger_models.layers.stored import StoredExperts, has_blocks, stored_weight, stored_weights
 from liger_models.memory.estimate import TrainingMemory, training_memory, with_parameters
 from liger_models.parallel.fsdp import reshard
 from liger_models.parallel.groups import rank
@@ -174,9 +174,9 @@ def estimate(
 
     This rank's parameters, gradients and the optimizer's moments are counted as they are. Activations, the head, and
     what FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation, but quantised
-    weights as they are stored. For these, what a product makes is counted besides: of 4-bit weights and of experts the
-    dense ones; in float8 the transposed weight and the rows that it is multiplied with. On one device nothing is
-    gathered.
+    weights as they are stored. For these, what a product makes is counted besides: of 4-bit weights, of experts and of
+    weights with scales of blocks (``keep_float8``) the dense ones; in float8 the transposed weight and the rows that it
+    is multiplied with. On one device nothing is gathered.
 
     Args:
         model: as it is trained; not sharded by `apply_tp`. It may be on the meta device.
@@ -195,7 +195,9 @@ def estimate(
     quantised, kind = four_bit or float8, "nf4" if four_bit else "float8"
     layers = quantised_layers(empty) if quantised else []
     shapes = {layer.weight: layer.weight.shape for layer in layers}
-    experts = {*quantised_experts(model)} if quantised else set()
+    codes = stored_weights(model)
+    by_fsdp = any(isinstance(each, StoredExperts) for each in codes.values())
+    experts = {*quantised_experts(model)} if quantised and not by_fsdp else set()
     base = {each.weight for each in quantised_layers(model) if stored_weight(each) is None} if layers else set()
     matrices = {*model.hidden_matrices().values()} if muon else set()
 
@@ -209,15 +211,19 @@ def estimate(
 
     ends = {id(each): each.numel() for each in (empty.embed_tokens.weight, empty.lm_head.weight)}
     gathered = 2 * (sum(ends.values()) + 2 * max(sum(p.numel() for p in block.parameters()) for block in empty.layers))
+    kept = [each.numel() for name, each in model.named_parameters() if has_blocks(each, codes.get(name))]
+    if kept and not any(map(is_sharded, model.parameters())):
+        gathered = 2 * max(kept)
     if quantised:
         stored = {each: quantised_bytes(each, kind) for each in shapes}
-        stored |= dict.fromkeys(quantised_experts(empty), 0)  # which stay on their rank
+        # Others than apply_fsdp leave experts on their ranks.
+        stored |= {each: quantised_bytes(each, kind) if by_fsdp else 0 for each in quantised_experts(empty)}
         saved = [
             sum(2 * each.numel() - stored[each] for each in block.parameters() if each in stored)
             for block in empty.layers
         ]
         gathered = gathered - 2 * max(saved) if any(map(is_sharded, model.parameters())) else 0
-        made = [2 * local(each).numel() for each in experts]
+        made = [2 * local(each).numel() for each in (quantised_experts(empty) if by_fsdp else experts)]
         if layers:
             largest = max(shape.numel() for shape in shapes.values())
             made.append(2 * largest if four_bit else largest + tokens * max(map(max, shapes.values())))

@@ -35,18 +35,18 @@ def in_float8(
     codes, dense = {}, {}
     for name, weight in read_tensors(folder).items():
         dense[name] = codes[name] = weight.bfloat16()
-        if not re.search(r"(_proj|experts\.\d+\.\w+)\.weight$", name):
+        if not re.search(r"(_proj|experts\.\d+\.\w+)\.weight$|experts\.\w+_proj$", name):
             continue
         codes[name] = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-        blocks = [-(-size // each) for size, each in zip(weight.shape, block, strict=True)]
-        scales = torch.empty(blocks, dtype=number)
-        for i in range(scales.shape[0]):
-            for j in range(scales.shape[1]):
-                place = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
-                scales[i, j] = weight[place].abs().max() / 448
+        *before, rows, columns = weight.shape
+        scales = torch.empty(*before, -(-rows // block[0]), -(-columns // block[1]), dtype=number)
+        for i in range(scales.shape[-2]):
+            for j in range(scales.shape[-1]):
+                place = ..., slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+                scales[..., i, j] = weight[place].abs().amax((-1, -2)) / 448
                 if powers:
-                    scales[i, j] = scales[i, j].log2().ceil().exp2()
-                scale = scales[i, j].float()
+                    scales[..., i, j] = scales[..., i, j].log2().ceil().exp2()
+                scale = scales[..., i, j, None, None].float()
                 codes[name][place] = (weight[place] / scale).to(torch.float8_e4m3fn)
                 dense[name][place] = (codes[name][place].float() * scale).bfloat16()
         codes[f"{name}_scale_inv"] = scales

@@ -5,16 +5,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from liger_models import AutoLigerModel
 from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter, unmerge_lora
+from liger_models.adapters.lora_layers import EXPERTS
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
+from liger_models.layers.layer import named_layers, routed_layers
+from liger_models.layers.moe import LigerMoE
 from liger_models.layers.stored import StoredLinear, stored_weights
+from liger_models.memory.estimate import training_memory
+from liger_models.parallel import compile_blocks
 from liger_models.train.metrics import flops
+from liger_models.train.report import estimate
 
 from .conftest import assert_same_bits, read_tensors
-from .test_fp8 import quantised
+from .test_fp8 import CASES, quantised
 
 BLOCK = 24, 20
 """Blocks end within rows, columns, heads, and the parts of fused tensors."""
@@ -26,14 +33,20 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 def stirred(model: Any) -> Any:
-    """With adapters away from where they start."""
+    """With adapters away from where they start, also of routed experts."""
     torch.manual_seed(3)
-    apply_lora(model, LoRAConfig(r=4))
+    apply_lora(model, LoRAConfig(r=4, target_parameters=EXPERTS if routed_layers(model) else ()))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.copy_(torch.randn_like(parameter) / 10)
     return model
+
+
+def as_stored(model: Any) -> dict[str, Tensor]:
+    """The parameters of a model, with codes and scales of experts apart."""
+    parts = {name: getattr(each, "stored", [each]) for name, each in model.named_parameters()}
+    return {f"{name} {number}": each for name, group in parts.items() for number, each in enumerate(group)}
 
 
 def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -44,7 +57,7 @@ def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("arch", [*CASES, "mixtral", "qwen3_vl_moe", "gpt_oss"])
 def test_computes_as_the_dequantised_model(arch: str, tmp_path: Path) -> None:
     codes, _ = quantised(arch, tmp_path, BLOCK)
     dense, kept = load(codes), load(codes, keep_float8=True)
@@ -54,16 +67,32 @@ def test_computes_as_the_dequantised_model(arch: str, tmp_path: Path) -> None:
         if isinstance(layer, StoredLinear):
             assert torch.equal(layer.quantized_weight.dense(), dense.get_submodule(path).weight)
             assert layer.weight.nbytes == layer.in_features * layer.out_features
+    for path, experts in named_layers(kept):
+        for name, weight in experts.quantized_weights.items() if isinstance(experts, LigerMoE) else ():
+            assert torch.equal(weight.dense(), dense.get_submodule(path).get_parameter(name))
+            assert (weight.codes.nbytes, weight.block) == (weight.numel(), BLOCK[1])
+            assert not weight.requires_grad
+    # Those of GPT-OSS are transposed in its checkpoints, so that rows share no scales.
+    count = 0 if arch == "gpt_oss" else 2
+    assert all(len(layer.quantized_weights) == count for layer in routed_layers(kept))
     assert_same_bits(get_hf_state_dict(kept), get_hf_state_dict(dense))
     assert torch.equal(kept(IDS).logits, dense(IDS).logits)
-    if arch != "qwen3_next":
+    if arch not in ("qwen3_next", "qwen3_vl_moe"):
         made = [each.generate(IDS, max_new_tokens=4, eos_token_id=[]) for each in (kept, dense)]
         assert torch.equal(*made)
 
 
-@pytest.mark.parametrize("policy", ["none", "selective", "full"])
-def test_adapters_train_as_on_the_dequantised_model(policy: str, tmp_path: Path, kernel_device: str) -> None:
-    codes, _ = quantised("qwen3", tmp_path, BLOCK, powers=True)
+@pytest.mark.parametrize(
+    ("arch", "policy"),
+    [
+        *(("qwen3", policy) for policy in ("none", "selective", "full")),
+        ("qwen3_moe", "none"),
+        ("qwen3_moe", "full"),
+        ("qwen3_next", "selective"),
+    ],
+)
+def test_adapters_train_as_on_the_dequantised_model(arch: str, policy: str, tmp_path: Path, kernel_device: str) -> None:
+    codes, _ = quantised(arch, tmp_path, BLOCK, powers=True)
     options = {"dtype": "float32", "device": kernel_device}
     dense, kept = stirred(load(codes, **options)), stirred(load(codes, keep_float8=True, **options))
     batch = {"input_ids": IDS, "labels": IDS, "cu_seqlens": torch.tensor([0, 6, 12])}
@@ -82,26 +111,34 @@ def test_adapters_train_as_on_the_dequantised_model(policy: str, tmp_path: Path,
     again = load_adapter(load(codes, keep_float8=True, **options), tmp_path / "adapter")
     ids = IDS.to(kernel_device)
     assert torch.equal(again(ids).logits, kept(ids).logits)
-    frozen = {name: each.clone() for name, each in kept.named_parameters()}
+    frozen = {name: each.clone() for name, each in as_stored(kept).items()}
     assert_same_bits(
         dict(merge_lora(kept, reversible=True).named_parameters()), dict(merge_lora(dense).named_parameters())
     )
     kept.save_pretrained(tmp_path / "merged")
     assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
-    assert torch.equal(load(tmp_path / "merged", device=kernel_device)(ids).logits, kept(ids).logits)
-    assert_same_bits(dict(unmerge_lora(kept).named_parameters()), frozen)
+    loaded = load(tmp_path / "merged", device=kernel_device).requires_grad_(False)
+    assert torch.equal(loaded(ids).logits, kept(ids).logits)
+    assert_same_bits(as_stored(unmerge_lora(kept)), frozen)
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapted"])
 @pytest.mark.parametrize("prompts", [[[2]], [[5, 17, 3], [7, 33, 21]]], ids=["one", "two"])
 def test_generates_from_codes(
-    prompts: list[list[int]], adapted: bool, tmp_path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+    arch: str,
+    prompts: list[list[int]],
+    adapted: bool,
+    tmp_path: Path,
+    kernel_device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Few tokens make no weight dense. Single rows in fp32, several in 16 bits; only the order of the sums differs."""
-    codes, _ = quantised("qwen3", tmp_path, (24, 32), powers=True)
+    codes, _ = quantised(arch, tmp_path, (24, 32), powers=True)
     dtype = "float32" if len(prompts) == 1 else "float16"
     dense, kept = (load(codes, dtype=dtype, device=kernel_device, keep_float8=each) for each in (False, True))
     monkeypatch.delattr("liger_models.kernels.quantized_weight.blocks_dense")
+    monkeypatch.delattr("liger_models.kernels.moe.quantized.blocks_dense")
     found = []
     for model in (dense, kept):
         made = (stirred(model) if adapted else model).generate(
@@ -114,14 +151,25 @@ def test_generates_from_codes(
     torch.testing.assert_close(logprobs, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "phi3", "qwen3_moe"])
+def without_scales(codes: Path, dense: Path, name: str) -> None:
+    """Let one tensor of a checkpoint be in bfloat16."""
+    tensors = read_tensors(codes)
+    del tensors[f"{name}_scale_inv"]
+    save_file({**tensors, name: read_tensors(dense)[name]}, codes / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "phi3", "qwen3_moe", "qwen3_next", "gpt_oss", "partly"])
 @pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
 def test_saved_as_it_was(arch: str, number: torch.dtype, tmp_path: Path) -> None:
-    """Bit for bit, with its scales; in a mixture, whose experts are not kept, as the numbers that it stands for."""
-    codes, dense = quantised(arch, tmp_path, BLOCK, number)
+    """Bit for bit, with its scales; a mixture of which some experts are not kept as the numbers that it stands for."""
+    kept = arch not in ("gpt_oss", "partly")
+    codes, dense = quantised("qwen3_moe" if arch == "partly" else arch, tmp_path, BLOCK, number)
+    if arch == "partly":
+        without_scales(codes, dense, "model.layers.1.mlp.experts.2.up_proj.weight")
     model = load(codes, keep_float8=True)
     model.save_pretrained(tmp_path / "saved", max_shard_size=20_000)
-    kept = arch != "qwen3_moe"
+    if arch == "partly":
+        assert sorted(routed_layers(model)[-1].quantized_weights) == ["down_weight"]
     assert_same_bits(read_tensors(tmp_path / "saved"), read_tensors(codes if kept else dense))
     assert ("quantization_config" in (tmp_path / "saved" / "config.json").read_text()) == kept
     assert torch.equal(load(tmp_path / "saved")(IDS).logits, model(IDS).logits)
@@ -129,9 +177,40 @@ def test_saved_as_it_was(arch: str, number: torch.dtype, tmp_path: Path) -> None
     assert_same_bits(read_tensors(tmp_path / "dense"), read_tensors(dense))
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_memory_is_counted(arch: str, tmp_path: Path) -> None:
+    """Of weights what is stored; of what is made of them, the largest dense one."""
+    codes, _ = quantised(arch, tmp_path, BLOCK)
+    dense, kept = (stirred(load(codes, keep_float8=each)) for each in (False, True))
+    kinds = [each for each in as_stored(kept).values() if not each.requires_grad]
+    counted, without = estimate(kept, 64), estimate(dense, 64)
+    trained = sum(each.nbytes for each in kept.parameters() if each.requires_grad)
+    assert counted.weights == trained + sum(each.nbytes for each in kinds)
+    assert counted._replace(weights=0, temporary=0) == without._replace(weights=0, temporary=0)
+    ends = "proj.weight", "gate_up_weight", "down_weight"
+    assert counted.temporary == max(each.nbytes for name, each in dense.named_parameters() if name.endswith(ends))
+    assert counted.weights < without.weights
+    for policy, expected in training_memory(dense, 64).activations.items():
+        assert training_memory(kept, 64).activations[policy] == expected
+
+
+@pytest.mark.compile
+def test_blocks_with_experts_compile(tmp_path: Path) -> None:
+    codes, _ = quantised("qwen3_moe", tmp_path, BLOCK, powers=True)
+    model = stirred(load(codes, keep_float8=True, dtype="float32"))
+    want = step(model)
+    compile_blocks(model, backend="eager")
+    loss, gradients = step(model)
+    torch.testing.assert_close(loss, want[0])
+    for name, gradient in want[1].items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
 def test_what_does_not_work_is_named(tmp_path: Path) -> None:
     codes, dense = quantised("qwen3", tmp_path, BLOCK)
-    with pytest.raises(ValueError, match=r"keep_float8 needs linear layers in float8 .* got a checkpoint without any"):
+    with pytest.raises(
+        ValueError, match=r"keep_float8 needs linear layers or experts in float8 .* got a checkpoint without any"
+    ):
         load(dense, keep_float8=True)
     with pytest.raises(ValueError, match="load_hf_tensors: weights must not be kept in float8"):
         load_hf_tensors(load(codes, keep_float8=True), get_hf_state_dict(load(dense)))

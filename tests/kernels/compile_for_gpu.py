@@ -49,7 +49,7 @@ from liger_models.kernels.linear_kl_div import linear_kl_div
 from liger_models.kernels.linear_logprobs import fused_linear_logprobs
 from liger_models.kernels.low_rank_linear import low_rank_linear
 from liger_models.kernels.moe import moe_mlp, route
-from liger_models.kernels.moe.quantized import quantize_experts
+from liger_models.kernels.moe.quantized import QuantizedExperts, quantize_experts
 from liger_models.kernels.newton_schulz import newton_schulz
 from liger_models.kernels.nf4_linear import nf4_linear
 from liger_models.kernels.norm_linear import layer_norm_linear, rms_norm_linear
@@ -206,6 +206,12 @@ def run_wide_norm() -> None:
     differentiate(layer_norm_linear(None, x, norm, norm, draw(1, 65536)))
 
 
+def with_blocks(weight: QuantizedExperts) -> QuantizedExperts:
+    """Matrices in float8 with a scale for 128 columns of a row."""
+    scales = weight.scales.new_ones(*weight.shape[:2], -(-weight.shape[2] // 128))
+    return QuantizedExperts(weight.codes, scales, None, None, None, weight.dtype, 128)
+
+
 def run_experts(X: int, K: int, F: int) -> None:
     for act, biases in (("silu", ()), ("clamped_swiglu", (draw(X, 2 * F), draw(X, 256)))):
         x, logits = draw(5, 256), draw(5, X)
@@ -219,6 +225,7 @@ def run_experts(X: int, K: int, F: int) -> None:
         frozen = weights.detach(), experts, *(each.detach() for each in matrices)
         differentiate(moe_mlp(x, *frozen, *biases, **pairs, act=act, limit=7.0, dropout=0.1))
         quantised = [[quantize_experts(each.detach(), kind) for each in matrices] for kind in ("nf4", "float8")]
+        quantised.append([with_blocks(each) for each in quantised[1]])
         for stored in quantised:
             differentiate(moe_mlp(x, *frozen[:2], *stored, *biases, **pairs, act=act, limit=7.0))
         with torch.no_grad():

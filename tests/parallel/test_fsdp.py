@@ -1,7 +1,6 @@
 """A model under FSDP2 trains as in one process."""
 
 import copy
-import importlib.util
 import itertools
 import socket
 import warnings
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from liger_models import AutoLigerModel, LigerAdamW, LigerFusedLinearDPOLoss, step_in_backward
-from liger_models.adapters import LoRAConfig, apply_lora, convert_to_float8, quantize_base
+from liger_models.adapters import convert_to_float8
 from liger_models.memory import offload
 from liger_models.parallel import apply_fsdp, compile_blocks, load_state, reshard, save_state
 from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
@@ -414,10 +413,6 @@ def refuse() -> None:
         apply_fsdp(tiny(), prefetch=-1)
     with pytest.raises(ValueError, match="mesh must have one dimension, or two with names"):
         apply_fsdp(tiny(), init_device_mesh("cpu", (2, 1)))
-    if importlib.util.find_spec("torchao"):
-        config = LoRAConfig(target_modules=[], target_parameters=["experts.down_proj"])
-        with pytest.raises(ValueError, match=r"must not be quantised, got layers\.0\.mlp, .* apply_ep or apply_tp"):
-            apply_fsdp(quantize_base(apply_lora(mixture(), config), dtype="float8"))
 
 
 def test_errors(two):

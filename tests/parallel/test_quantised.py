@@ -1,5 +1,6 @@
 """Frozen weights in fewer bits under FSDP2: loss, gradients and files are those of one device with the same weights."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,19 +8,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_models import AutoLigerModel, LigerLlama
+from liger_models import AutoLigerModel, LigerLlama, LigerMixtral
 from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, quantize_base, save_adapter
-from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
+from liger_models.adapters.lora_layers import EXPERTS, LoRALinear, adapted_layers
+from liger_models.arch.mixtral import MixtralConfig
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
+from liger_models.kernels import dispatch
+from liger_models.layers.layer import routed_layers
 from liger_models.layers.linear import local
+from liger_models.layers.moe import MATRICES
 from liger_models.layers.stored import stored_weights
 from liger_models.parallel import apply_fsdp, compile_blocks, targets_per_rank, unsharded
+from liger_models.train.report import estimate
 
 from ..convert.conftest import assert_same_bits, read_tensors
 from ..convert.test_fp8 import quantised
 from ..late import Late
-from .models import batch, gradients, share, stir, tiny
-from .test_lora import goes_on, run, trained
+from .models import TINY, batch, gradients, share, stir, tiny
+from .test_lora import goes_on, over_experts, run, trained
 from .test_tensor import assert_same
 
 quantization = Late("torchao.quantization", "quantised weights need torchao")
@@ -104,7 +110,7 @@ def with_options(arguments: tuple[Any, ...], options: dict[str, Any]):
     return sharded(*arguments, **options)
 
 
-def in_bfloat16(dtype: str, older: bool) -> tuple[Tensor, bool]:
+def in_bfloat16(dtype: str, experts: bool, older: bool) -> tuple[Tensor, bool]:
     """Loss of a model in fp32 that computes in bfloat16, and whether gathered codes are bytes."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
@@ -118,18 +124,21 @@ def in_bfloat16(dtype: str, older: bool) -> tuple[Tensor, bool]:
     try:
         if older:
             FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[method-assign]
-        model = apply_fsdp(quantize_base(adapted(), dtype=dtype))
+        model = apply_fsdp(quantize_base(adapted_mixture() if experts else adapted(), dtype=dtype))
         loss = model(**batch(0)).loss.detach()
         with unsharded(model) as gathered:
-            return loss, all(each.dtype == torch.uint8 for n, each in gathered.named_parameters() if ".stored." in n)
+            codes = [each for name, each in gathered.named_parameters() if ".stored." in name]
+            codes += [gathered.get_parameter(name) for name in stored_weights(model)]
+            return loss, all(each.dtype == torch.uint8 for each in codes)
     finally:
         FSDPParam.init_dtype_attrs = before  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_gathered_codes_are_bytes_whatever_the_others_are_cast_to(two, older):
-    (loss, are_bytes), (other, _) = two(in_bfloat16, "nf4", older)
-    want = quantize_base(adapted())(**batch(0)).loss
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_gathered_codes_are_bytes_whatever_the_others_are_cast_to(two, experts, older):
+    (loss, are_bytes), (other, _) = two(in_bfloat16, "nf4", experts, older)
+    want = quantize_base(adapted_mixture() if experts else adapted())(**batch(0)).loss
     assert are_bytes
     assert loss.equal(other)
     torch.testing.assert_close(loss.float(), want.detach(), rtol=0.02, atol=0)
@@ -199,15 +208,22 @@ def test_generates_as_one(two, dtype):
         assert all(each.equal(ids) for each in found)
 
 
-def step_on_float8(folder: str, saved: str) -> tuple[Tensor, dict[str, Tensor]]:
+def step_on_float8(folder: str, saved: str, experts: bool, parallel: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of adapters on weights that ranks have read as they are; the base is saved as it was."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    shard = lambda model: apply_fsdp(model, param_dtype=None) if ranks > 1 else model
-    read = lambda prepare: AutoLigerModel.from_pretrained(folder, progress=False, keep_float8=True, shard=prepare)
+    over_ranks = partial(over_experts, ranks=ranks) if parallel else partial(apply_fsdp, param_dtype=None)
+    shard = lambda model: over_ranks(model) if ranks > 1 else model
+    read = lambda prepare, dtype: AutoLigerModel.from_pretrained(
+        folder, dtype=dtype, progress=False, keep_float8=True, shard=prepare
+    )
     if saved:
-        read(shard).save_pretrained(saved)
-    model = stir_sharded(read(lambda model: shard(apply_lora(model, LoRAConfig(r=4)))))
+        read(shard, None).save_pretrained(saved)
+    config = LoRAConfig(r=4, target_parameters=EXPERTS if experts else ())
+    model = stir_sharded(read(lambda model: shard(apply_lora(model, config)), "float32" if experts else None))
     assert len(stored_weights(model)) > 0
+    assert all(len(layer.quantized_weights) == 2 for layer in routed_layers(model))
+    if experts and ranks > 1:
+        assert len(local(routed_layers(model)[0].down_weight)) * ranks == 6
     ids = torch.arange(2, 14).view(2, 6)
     loss = model(ids, labels=ids).loss
     loss.backward()
@@ -222,14 +238,166 @@ def stir_sharded(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "phi3"])
-def test_float8_of_a_checkpoint_on_ranks(two, arch, tmp_path):
-    """Shards end within blocks, whose scales are those of their rows."""
+@pytest.mark.parametrize(
+    ("arch", "parallel"), [("qwen3", False), ("phi3", False), ("qwen3_moe", False), ("qwen3_moe", True)]
+)
+def test_float8_of_a_checkpoint_on_ranks(two, arch, parallel, tmp_path):
+    """Shards end within blocks, whose scales are those of their rows; experts may be distributed by `apply_ep`."""
     codes, _ = quantised(arch, tmp_path, (24, 20))
-    want, expected = step_on_float8(str(codes), "")
-    for loss, found in two(step_on_float8, str(codes), str(tmp_path / "saved")):
+    experts = arch == "qwen3_moe"
+    want, expected = step_on_float8(str(codes), "", experts, parallel)
+    for loss, found in two(step_on_float8, str(codes), str(tmp_path / "saved"), experts, parallel):
         torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
     assert_same_bits(read_tensors(tmp_path / "saved"), read_tensors(codes))
+
+
+OF_EXPERTS: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS}
+
+
+def mixed(experts: int = 3) -> LigerMixtral:
+    """A mixture whose experts ranks share unevenly if their number is odd."""
+    torch.manual_seed(7)
+    sizes = {**TINY, **SIZES, "intermediate_size": 64, "initializer_range": 0.1}
+    return LigerMixtral.from_config(
+        MixtralConfig(**sizes, num_local_experts=experts, num_experts_per_tok=min(experts, 2))
+    )
+
+
+def adapted_mixture(experts: int = 3) -> LigerMixtral:
+    return stir(apply_lora(mixed(experts), LoRAConfig(**OF_EXPERTS)))
+
+
+def mixture_on_ranks(
+    dtype: str, experts: int, policy: str, compiled: bool, folder: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    model = quantize_base(adapted_mixture(experts), dtype=dtype)
+    if dist.is_initialized():
+        apply_fsdp(model, **{"param_dtype": None, **options})
+    model.set_checkpointing(policy)
+    if compiled:
+        compile_blocks(model, backend="eager")
+    names = [f"mlp.{each}" for each in MATRICES] + [f"mlp.stored.{each}." for each in MATRICES]
+    frozen = [each for name, each in model.named_parameters() if any(part in name for part in names)]
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    counted = estimate(model, 64, **{"four_bit" if dtype == "nf4" else "float8": True})
+    if ranks > 1:
+        assert counted.weights == sum(local(each).nbytes for each in model.parameters())
+    found = {"run": run(model, rank, ranks), "count": model.num_parameters()}
+    save_adapter(model, folder)
+    found |= {"base": get_hf_state_dict(model, merge=False), "merged": get_hf_state_dict(model)}
+    assert all(each.grad is None for each in frozen)
+    return found | {"sizes": [(len(each), len(local(each)), each.dtype) for each in frozen]}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("dtype", "experts", "policy", "compiled", "options"),
+    [
+        ("nf4", 3, "none", False, {}),
+        ("nf4", 4, "full", False, {"reshard_after_forward": False}),
+        ("float8", 3, "selective", False, {"cpu_offload": True}),
+        ("float8", 2, "none", True, {"prefetch": 2}),
+        ("nf4", 3, "none", True, {}),
+    ],
+)
+def test_experts_on_two_ranks_are_one(two, dtype, experts, policy, compiled, options, tmp_path):
+    """Shared by experts, in 4 bits or in float8, gathered as codes: gradients, base and files of one process."""
+    quantization.to_nf4  # noqa: B018
+    want = mixture_on_ranks(dtype, experts, "none", False, str(tmp_path / "one"), {})
+    one = load_adapter(mixed(experts), tmp_path / "one")
+    found = two(mixture_on_ranks, dtype, experts, policy, compiled, str(tmp_path / "two"), options)
+    for rank, got in enumerate(found):
+        own = len(torch.arange(experts).chunk(2)[rank])
+        table = [(16, 8, torch.uint8)] if dtype == "nf4" else []
+        counts = [(experts, own, torch.uint8)] * (4 if dtype == "nf4" else 2) + table
+        assert sorted(got["sizes"], key=str) == sorted(counts * 2 * 2, key=str)  # two matrices of two layers
+        assert got["count"] == want["count"]
+        assert got["run"].keys() == want["run"].keys()
+        for name, gradient in want["run"].items():
+            torch.testing.assert_close(got["run"][name], gradient, rtol=1e-4, atol=1e-6)
+        assert_same_bits(got["base"], want["base"])
+        for name, tensor in want["merged"].items():
+            torch.testing.assert_close(got["merged"][name], tensor, rtol=1e-4, atol=1e-5)
+    loaded = load_adapter(mixed(experts), tmp_path / "two")
+    for name, parameter in one.named_parameters():
+        torch.testing.assert_close(loaded.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
+
+
+@DTYPES
+def test_experts_on_four_ranks_are_one(four, dtype, tmp_path):
+    """One of them has no expert. In between they are resharded over two ranks."""
+    quantization.to_nf4  # noqa: B018
+    want = mixture_on_ranks(dtype, 3, "none", False, str(tmp_path / "one"), {})
+    for got in four(mixture_on_ranks, dtype, 3, "none", False, str(tmp_path / "four"), {"reshard_after_forward": 2}):
+        assert got["run"].keys() == want["run"].keys()
+        for name, gradient in want["run"].items():
+            torch.testing.assert_close(got["run"][name], gradient, rtol=1e-4, atol=1e-6)
+        assert_same_bits(got["base"], want["base"])
+
+
+def experts_on_kernels(dtype: str) -> None:
+    """The fused ops with gathered codes."""
+    assert dispatch.INTERPRET
+    inputs, results = {key: value[:2, :6] for key, value in batch(0).items()}, []
+    for shard in (False, True):
+        model = quantize_base(adapted_mixture(), dtype=dtype)
+        model.layers = model.layers[:1]
+        if shard:
+            apply_fsdp(model, param_dtype=None)
+        model(**inputs).loss.backward()
+        results.append(gradients(model))
+    assert_same(results[1], results[0], limit=1e-4)
+
+
+@DTYPES
+def test_experts_on_kernels(two_with_kernels, dtype):
+    quantization.to_nf4  # noqa: B018
+    two_with_kernels(experts_on_kernels, dtype)
+
+
+def experts_resumed(folder: str, dtype: str) -> bool:
+    return goes_on(folder, lambda: apply_fsdp(quantize_base(adapted_mixture(), dtype=dtype), param_dtype=None))
+
+
+@DTYPES
+def test_a_run_on_experts_goes_on_from_its_state(two, dtype, tmp_path):
+    quantization.to_nf4  # noqa: B018
+    assert all(two(experts_resumed, str(tmp_path), dtype))
+
+
+def experts_loaded(folder: str, dtype: str, shard: bool) -> list[Any]:
+    """The base as it is read and quantised, twice that, tokens, and an adapted step of the latter."""
+
+    def prepare(model: Any) -> None:
+        quantize_base(apply_lora(model, LoRAConfig(**OF_EXPERTS)), dtype=dtype)
+        if shard:
+            apply_fsdp(model, param_dtype=None)
+
+    model = AutoLigerModel.from_pretrained(folder, progress=False, shard=prepare)
+    base = get_hf_state_dict(model, merge=False)
+    load_hf_tensors(model, {name: tensor * 2 for name, tensor in base.items()})
+    results = [base, get_hf_state_dict(model, merge=False)]
+    ids = batch(0)["input_ids"][:1, :5]
+    results.append({"ids": model.generate(ids, max_new_tokens=4, eos_token_id=[])})
+    with unsharded(model) as gathered:
+        results.append({"ids": gathered.generate(ids, max_new_tokens=4, eos_token_id=[])})
+    return results
+
+
+@DTYPES
+@pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("experts", [1, 3])
+def test_each_rank_quantises_its_experts_to_the_same_weights(two, dtype, number, experts, tmp_path):
+    """Also a rank that has none."""
+    quantization.to_nf4  # noqa: B018
+    model = mixed(experts).to(number)
+    model.save_pretrained(tmp_path)
+    want = experts_loaded(str(tmp_path), dtype, False)
+    whole = quantize_base(apply_lora(model, LoRAConfig(**OF_EXPERTS)), dtype=dtype)
+    assert_same_bits(want[0], get_hf_state_dict(whole, merge=False))
+    for found in two(experts_loaded, str(tmp_path), dtype, True):
+        for mine, its in zip(found, want, strict=True):
+            assert_same_bits(mine, its)

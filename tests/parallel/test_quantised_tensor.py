@@ -15,7 +15,6 @@ from liger_models.adapters.lora_layers import EXPERTS
 from liger_models.arch.mixtral import MixtralConfig
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.kernels import dispatch, gated_mlp
-from liger_models.kernels.moe.quantized import quantize_experts
 from liger_models.layers.linear import local
 from liger_models.layers.moe import MATRICES, LigerMoE
 from liger_models.layers.stored import stored_weights
@@ -23,6 +22,7 @@ from liger_models.parallel import apply_fsdp, apply_tp, compile_blocks, load_sta
 
 from ..convert.conftest import assert_same_bits, read_tensors
 from ..convert.test_fp8 import quantised
+from ..kernels.moe.cases import quantise
 from ..late import Late
 from .models import TINY, batch, gradients, init_device_mesh, share, stir, tiny, whole
 from .test_lora import trained
@@ -151,12 +151,12 @@ def test_a_rank_multiplies_with_its_slice(two, dtype):
 
 
 @pytest.mark.parametrize("dim", [1, 2])
-@DTYPES
+@pytest.mark.parametrize("dtype", ["nf4", "float8", "blocks"])
 def test_slices_of_experts(dtype, dim):
     """In which factors begin and end: of 5 blocks a row."""
     quantization.to_nf4  # noqa: B018  skips without torchao
     weight = torch.randn(3, 32, 320, generator=torch.Generator().manual_seed(0))
-    experts = quantize_experts(weight, dtype)
+    experts = quantise(weight, dtype)
     ranks = 5 if dim == 2 else 4
     for rank, want in enumerate(experts.dense().chunk(ranks, dim)):
         part = experts.slice(dim, rank, ranks)
@@ -200,7 +200,7 @@ def step_on_float8(folder: Path, shape: tuple[int, ...], targets: Any, saved: Pa
 
     if saved is not None:
         read(lambda model: on_ranks(model, shape), None).save_pretrained(saved)
-    config = LoRAConfig(r=4, target_modules=targets)
+    config = LoRAConfig(r=4, target_modules=targets, target_parameters=EXPERTS if "moe" in str(folder) else ())
     model = read(lambda model: on_ranks(apply_lora(model, config), shape), "float32")
     with torch.no_grad():
         for parameter in trained(model):
@@ -212,10 +212,12 @@ def step_on_float8(folder: Path, shape: tuple[int, ...], targets: Any, saved: Pa
     return {"loss": {"": loss.detach()}, "run": gradients(model), "base": get_hf_state_dict(model, merge=False)}
 
 
-@pytest.mark.parametrize(("arch", "targets"), [("qwen3", "all-linear"), ("phi3", ["qkv_proj"])])
+@pytest.mark.parametrize(
+    ("arch", "targets"), [("qwen3", "all-linear"), ("phi3", ["qkv_proj"]), ("qwen3_moe", ["v_proj", "o_proj"])]
+)
 def test_float8_of_a_checkpoint_on_ranks(two, four, arch, targets, tmp_path):
     """Blocks are whole in a slice of columns, and not in one of rows. Some layers have no adapters."""
-    codes, _ = quantised(arch, tmp_path, (24, 4))
+    codes, _ = quantised(arch, tmp_path / arch, (24, 4))
     want = step_on_float8(codes, (), targets, None)
     for group, shape in zip((two, four), SHAPES, strict=True):
         saved = tmp_path / str(len(shape))
@@ -353,7 +355,7 @@ def test_what_the_gpus_are_to_run(two):
     two(on_devices, "cpu", "nf4", True)
 
 
-def refused(codes: Path) -> None:
+def refused(codes: Path, mixed: Path) -> None:
     mesh = mesh_of(2)
     narrow: list[tuple[dict[str, Any], str]] = [
         ({}, r"64 columns, which share a scale, got 32 of 64 columns of layers\.0\.self_attn\.o_proj on each of 2"),
@@ -374,6 +376,12 @@ def refused(codes: Path) -> None:
         AutoLigerModel.from_pretrained(
             codes, progress=False, keep_float8=True, shard=lambda model: apply_tp(model, mesh)
         )  # fmt: skip
+    with pytest.raises(
+        ValueError, match=r"multiple of 16 columns.* 12 of 24 columns of layers\.0\.mlp\.down_weight .*keep_"
+    ):
+        AutoLigerModel.from_pretrained(
+            mixed, progress=False, keep_float8=True, shard=lambda model: apply_tp(model, mesh)
+        )  # fmt: skip
     for model in (apply_lora(plain()), apply_lora(plain(experts=True), config)):
         with pytest.raises(ValueError, match=r"linear layers must not be sharded yet.*Quantise, then call apply_tp"):
             quantize_base(apply_tp(model, mesh))
@@ -381,7 +389,8 @@ def refused(codes: Path) -> None:
 
 def test_bad_input(two, tmp_path):
     quantization.to_nf4  # noqa: B018
-    two(refused, quantised("qwen3", tmp_path, (24, 20))[0])
+    mixed, _ = quantised("qwen3_moe", tmp_path / "moe", (24, 16))
+    two(refused, quantised("qwen3", tmp_path, (24, 20))[0], mixed)
 
 
 def gathered_tower() -> Tensor:

@@ -371,8 +371,8 @@ def _moe_mlp_inference(
 
 def _matrices(gate_up_weight: Tensor, down_weight: Tensor, stored: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """The matrices of gate and up, and of down, of the arguments of an op."""
-    gate_up_weight = experts_from_op(gate_up_weight.contiguous(), stored[:5])
-    return gate_up_weight, experts_from_op(down_weight.contiguous(), stored[5:])
+    gate_up_weight = experts_from_op(gate_up_weight.contiguous(), stored[:6])
+    return gate_up_weight, experts_from_op(down_weight.contiguous(), stored[6:])
 
 
 def _contiguous(bias: Tensor | None) -> Tensor | None:
@@ -487,7 +487,7 @@ def _moe_mlp_backward_fake(
 def _setup(ctx, inputs, output):
     x, weights, _, gate_up_weight, down_weight, ctx.act, recompute, *biases, ctx.limit = inputs[:10]
     low_ranks, (seed, ctx.dropout), stored = inputs[10:14], inputs[14:16], inputs[16:]
-    ctx.dtypes = stored[4], stored[9]
+    ctx.constants = stored[4:6], stored[10:]
     _, order, slot, ends, gate_up = output
     ctx.set_materialize_grads(False)
     ctx.x_dtype = x.dtype
@@ -496,11 +496,11 @@ def _setup(ctx, inputs, output):
     need_rows = recompute or every[3] or every[10] or every[11]
     ctx.save_for_backward(
         x if need_rows else None, weights, order, slot, ends, None if recompute else gate_up,
-        gate_up_weight, down_weight, *biases, *low_ranks, seed, *stored[:4], *stored[5:9],
+        gate_up_weight, down_weight, *biases, *low_ranks, seed, *stored[:4], *stored[6:10],
     )  # fmt: skip
 
 
-ARGUMENTS = 26
+ARGUMENTS = 28
 """Number of arguments of the op."""
 
 
@@ -516,12 +516,12 @@ def _backward(ctx, dy, *_):
     needs = [every[i] for i in (0, 1, 3, 4, 7, 8, 10, 11, 12, 13)]
     *tensors, seed = ctx.saved_tensors[:15]
     stored = ctx.saved_tensors[15:]
-    rest = seed, ctx.dropout, *stored[:4], ctx.dtypes[0], *stored[4:], ctx.dtypes[1]
+    rest = seed, ctx.dropout, *stored[:4], *ctx.constants[0], *stored[4:], *ctx.constants[1]
     grads = torch.ops.liger_models.moe_mlp_backward(dy, *tensors, ctx.act, ctx.limit, ctx.x_dtype, needs, *rest)
     dx, d_weights, d_gate_up, d_down, *others = (
         grad if need else None for grad, need in zip(grads, needs, strict=True)
     )
-    return dx, d_weights, None, d_gate_up, d_down, None, None, *others[:2], None, *others[2:], *[None] * 12
+    return dx, d_weights, None, d_gate_up, d_down, None, None, *others[:2], None, *others[2:], *[None] * 14
 
 
 torch.library.register_autograd("liger_models::moe_mlp", _backward, setup_context=_setup, lib=LIBRARY)

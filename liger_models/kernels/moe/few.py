@@ -21,6 +21,7 @@ from torch import Tensor
 
 from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton
+from liger_models.kernels.float8_blocks import _numbers, takes_width
 from liger_models.kernels.frozen_float8_linear import converts
 from liger_models.kernels.nf4_linear import _scale
 from liger_models.kernels.overlap import await_previous, overlap
@@ -155,10 +156,14 @@ def _few_nf4_kernel(
 @triton.jit
 def _few_kernel(
     rows_ptr, weight_ptr, scale_ptr, where_ptr, bias_ptr, out_ptr, COUNT, IN, OUT, K, limit, PRECISION: tl.constexpr,
-    SORTED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, OVERLAPS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    SORTED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
-    """Result s is that of row s // K. A step reads BLOCK_IN columns of BLOCK_OUT rows of the expert's matrix."""
+    """Result s is that of row s // K. A step reads BLOCK_IN columns of BLOCK_OUT rows of the expert's matrix.
+
+    A scale is that of a row, or of WIDTH columns of it, a multiple of BLOCK_IN.
+    """
     await_previous(OVERLAPS)
     tiles_out = tl.cdiv(OUT, BLOCK_OUT)
     tile = tl.program_id(0) // tiles_out
@@ -170,14 +175,17 @@ def _few_kernel(
         known = (columns < OUT)[:, None]
         matrix_row = (expert * OUT + columns)[:, None]
         a_starts = rows_ptr + (rows // K)[:, None] * IN
-        if SCALED:
+        if SCALED and not WIDTH:
             scale = tl.load(scale_ptr + matrix_row, mask=known, other=0.0)
         total = tl.zeros([BLOCK_OUT, BLOCK_IN] if BLOCK_ROWS == 1 else [BLOCK_ROWS, BLOCK_OUT], tl.float32)
         for start in range(0, IN, BLOCK_IN):
             i = (start + tl.arange(0, BLOCK_IN))[None, :]
             a = tl.load(a_starts + i, mask=inside[:, None] & (i < IN), other=0.0)
             weight = tl.load(weight_ptr + matrix_row * IN + i, mask=known & (i < IN), other=0.0)
-            if SCALED:
+            if WIDTH:
+                scale = tl.load(scale_ptr + matrix_row * tl.cdiv(IN, WIDTH) + start // WIDTH, mask=known, other=0.0)
+                weight = _numbers(weight, scale).to(tl.bfloat16).to(dtype)
+            elif SCALED:
                 weight = (weight.to(tl.float32) * scale).to(dtype)
             if BLOCK_ROWS == 1:
                 total += a.to(tl.float32) * weight.to(tl.float32)
@@ -188,11 +196,14 @@ def _few_kernel(
 
 
 def _fits(weight: Tensor) -> bool:
-    """Whether the kernels read these matrices: in NF4 whole scales in each row, in float8 on GPUs that convert it."""
+    """Whether the kernels read these matrices: in NF4 whole scales in each row, in float8 on GPUs that convert it.
+
+    The width of blocks must be one that `float8_blocks` multiplies.
+    """
     if not isinstance(weight, QuantizedExperts):
         return True
     if weight.kind == "float8":
-        return converts(weight.codes.device)
+        return converts(weight.codes.device) and (not weight.block or takes_width(weight.block))
     _, out, width = weight.shape
     codes_per_scale = out * width // weight.scales.shape[1]
     return codes_per_scale == FEW_BLOCKS["nf4"][1] and width % codes_per_scale == 0
@@ -219,6 +230,8 @@ def _launch(
     kind = weight.kind if quantized else "dense"
     one_row = one_row and kind != "nf4"
     block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, FEW_BLOCKS[kind])
+    blocks = weight.block if quantized else 0
+    block_in = min(block_in, blocks or block_in)
     stored = weight.stored if quantized else [weight, None]
     stage = block_in * (block_rows * rows.element_size() + block_out * stored[0].element_size())
     if is_sorted:
@@ -235,7 +248,7 @@ def _launch(
     if kind == "nf4":
         kernel, constants["SCALES_PER_FACTOR"] = _few_nf4_kernel, weight.scales.shape[1] // weight.factors.shape[1]
     else:
-        kernel, constants["SCALED"] = _few_kernel, quantized
+        kernel, constants["SCALED"], constants["WIDTH"] = _few_kernel, quantized, blocks
     result = rows.new_empty(results, out // 2 if act else out)
     with on_device_of(rows):
         kernel[(tiles * triton.cdiv(out, block_out),)](

@@ -1,7 +1,8 @@
 """Frozen matrices of experts that are stored in fewer bits than they are multiplied in, and their grouped products.
 
     NF4       codes of 4 bits, a scale of 8 bits for 64 of them, a factor for 256 scales, and a mean for each expert
-    float8    codes in e4m3, and a scale for each row of each expert's matrix
+    float8    codes in e4m3, and a scale for each row of each expert's matrix, or the scales of a checkpoint, which has
+              them for blocks: one for so many columns of each row (`float8_blocks`)
 
 Each expert is quantised by itself, so that every stored tensor has experts in its first dimension and shards over it.
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.dispatch import use_triton
+from liger_models.kernels.float8_blocks import blocks_dense
 from liger_models.kernels.frozen_float8_linear import float8_dense, quantize_rows_reference
 from liger_models.kernels.nf4_linear import nf4_dense, nf4_dense_reference, nf4_layout, scales_per_factor
 
@@ -33,9 +35,10 @@ class QuantizedExperts(Tensor):
 
     Attributes:
         codes: NF4: uint8 [X, O, C / 2], the first of two in the upper half. Float8: float8_e4m3fn [X, O, C].
-        scales: NF4: int8 [X, blocks]. Float8: float32 [X, O].
+        scales: NF4: int8 [X, blocks]. Float8: float32 [X, O], or [X, O, C / block], rounded up, for blocks.
         factors, means: of NF4, [X, factors] and [X] in the dtype that was quantised; None for float8.
         table: of NF4, the numbers [16] that the codes stand for; None for float8.
+        block: columns that share a scale, of float8 with the scales of a checkpoint; 0 for all others.
     """
 
     codes: Tensor
@@ -43,6 +46,7 @@ class QuantizedExperts(Tensor):
     factors: Tensor | None
     means: Tensor | None
     table: Tensor | None
+    block: int
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -55,12 +59,14 @@ class QuantizedExperts(Tensor):
         means: Tensor | None,
         table: Tensor | None,
         dtype: torch.dtype,
+        block: int = 0,
     ) -> "QuantizedExperts":
         X, out, width = codes.shape
         width = width if table is None else 2 * width
         made = torch.Tensor._make_wrapper_subclass(cls, (X, out, width), dtype=dtype, device=codes.device)
         for name, value in zip(ATTRIBUTES, (codes, scales, factors, means, table), strict=True):
             setattr(made, name, value)
+        made.block = block
         return made
 
     @property
@@ -76,6 +82,9 @@ class QuantizedExperts(Tensor):
     def dense(self) -> Tensor:
         """The matrices [X, O, C] in ``dtype``, newly made."""
         X, out, width = self.shape
+        if self.block:
+            codes, scales = self.codes.view(X * out, width), self.scales.view(X * out, -1)
+            return blocks_dense(codes, scales, self.block, self.dtype).view(X, out, width)
         if self.factors is None or self.means is None or self.table is None:
             return float8_dense(self.codes, self.scales, self.dtype)
         packed = self.codes.view(-1), self.scales.view(-1), self.factors.view(-1), self.means, self.table
@@ -86,14 +95,15 @@ class QuantizedExperts(Tensor):
     def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "QuantizedExperts":
         """``function`` of each stored tensor, and of nothing for what is None."""
         kept = {name: each for name in ATTRIBUTES if (each := getattr(self, name)) is not None}
-        return self.__tensor_unflatten__({name: function(each) for name, each in kept.items()}, dtype or self.dtype)
+        tensors = {name: function(each) for name, each in kept.items()}
+        return self.__tensor_unflatten__(tensors, (dtype or self.dtype, self.block))
 
     def of_experts(self, function: Callable[[Tensor], Tensor]) -> "QuantizedExperts":
         """``function`` of each stored tensor that has experts in its first dimension."""
         return self.map(lambda each: each if each is self.table else function(each))
 
     def slice(self, dim: int, rank: int, ranks: int) -> "QuantizedExperts":
-        """One of equal slices of each matrix, as a copy with the same numbers. It must have whole blocks of NF4.
+        """One of equal slices of each matrix, as a copy with the same numbers. It must have whole blocks.
 
         Args:
             dim: 1 for slices of rows, 2 for slices of columns.
@@ -114,9 +124,10 @@ class QuantizedExperts(Tensor):
             per_factor = scales.shape[1] // factors.shape[1]
             fewer = scales_per_factor(new, out * width // scales.shape[1], dim - 1, per_factor)
             factors = part(factors.repeat_interleave(per_factor // fewer, 1), rows)
-        if factors is not None or dim == 1:
+        if factors is not None or dim == 1 or self.block:
             scales = part(scales, rows)
-        return QuantizedExperts(codes, scales, factors, self.means, self.table, self.dtype)
+        scales = scales.view(X, new[0], -1) if self.block else scales
+        return QuantizedExperts(codes, scales, factors, self.means, self.table, self.dtype, self.block)
 
     @property
     def kind(self) -> str:
@@ -126,15 +137,17 @@ class QuantizedExperts(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedExperts({self.kind}, {list(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return [name for name in ATTRIBUTES if getattr(self, name) is not None], self.dtype
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, int]]:
+        return [name for name in ATTRIBUTES if getattr(self, name) is not None], (self.dtype, self.block)
 
     @staticmethod
-    def __tensor_unflatten__(tensors: dict[str, Tensor], dtype: torch.dtype, *_: Any) -> "QuantizedExperts":
+    def __tensor_unflatten__(
+        tensors: dict[str, Tensor], constants: tuple[torch.dtype, int], *_: Any
+    ) -> "QuantizedExperts":
         codes, scales, factors, means, table = (tensors.get(name) for name in ATTRIBUTES)
         assert codes is not None
         assert scales is not None
-        return QuantizedExperts(codes, scales, factors, means, table, dtype)
+        return QuantizedExperts(codes, scales, factors, means, table, *constants)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -151,7 +164,7 @@ class QuantizedExperts(Tensor):
         if func is aten.split.Tensor and rest[1:] in ([], [0]):
             starts = range(0, self.shape[0], rest[0])
             return [self.of_experts(lambda each, first=first: each[first : first + rest[0]]) for first in starts]
-        if func is aten.copy_.default and isinstance(self, cls):
+        if func is aten.copy_.default and isinstance(self, cls) and (isinstance(rest[0], cls) or not self.block):
             other = rest[0] if isinstance(rest[0], cls) else quantize_experts(rest[0], self.kind)
             for mine, its in zip(self.stored, other.stored, strict=True):
                 mine.copy_(its)
@@ -218,7 +231,7 @@ def bytes_of_experts(weight: Tensor, kind: str) -> int:
 
 SCHEMA = (
     "Tensor? {0}scales=None, Tensor? {0}factors=None, Tensor? {0}means=None, Tensor? {0}table=None,"
-    " ScalarType? {0}dtype=None"
+    " ScalarType? {0}dtype=None, int {0}block=0"
 )
 """Arguments of an op besides matrices. If they are given, the matrices are codes."""
 
@@ -226,8 +239,9 @@ SCHEMA = (
 def experts_for_op(weight: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
     """Matrices as arguments of an op: the tensor, and what `SCHEMA` has besides."""
     if not isinstance(weight, QuantizedExperts):
-        return weight, (None,) * 5
-    return weight.codes, (weight.scales, weight.factors, weight.means, weight.table, weight.dtype)
+        return weight, (*[None] * 5, 0)
+    rest = weight.scales, weight.factors, weight.means, weight.table, weight.dtype, weight.block
+    return weight.codes, rest
 
 
 def experts_from_op(weight: Tensor, rest: Sequence[Any]) -> Tensor:

@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from liger_models.kernels.moe import moe_mlp, moe_mlp_reference
-from liger_models.kernels.moe.quantized import quantize_experts
+from liger_models.kernels.moe.quantized import QuantizedExperts, quantize_experts
 
 from ..oracle import assert_close_to_truth
 
 GPU_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 KINDS = pytest.mark.parametrize("kind", ["nf4", "float8"])
+STORED = pytest.mark.parametrize("kind", ["nf4", "float8", "blocks"])
+BLOCK = 32
+"""Columns that share a scale in "blocks"."""
 
 
 def dtypes(device: str) -> list[torch.dtype]:
@@ -42,7 +45,22 @@ def make(shape, dtype, device, weight_dtype=None, kind="any"):
 
 def stored(size, kind, device="cpu", dtype=torch.float32):
     weight = torch.randn(size, generator=torch.Generator().manual_seed(sum(size))) / size[-1] ** 0.5
-    return quantize_experts(weight.to(device, dtype), kind)
+    return quantise(weight.to(device, dtype), kind)
+
+
+def quantise(weight, kind):
+    """Matrices in NF4, in float8, or in float8 with the scales that a checkpoint would have; "dense" as they are."""
+    if kind == "dense":
+        return weight
+    if kind != "blocks":
+        return quantize_experts(weight, kind)
+    columns = weight.shape[2]
+    blocks = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK)).unflatten(2, (-1, BLOCK))
+    scales = blocks.abs().amax(3) / 448
+    if not weight.is_cuda:  # Triton's interpreter truncates where torch rounds the numbers to bfloat16
+        scales = scales.log2().ceil().exp2()
+    codes = (blocks / scales[..., None]).flatten(2)[..., :columns].to(torch.float8_e4m3fn).contiguous()
+    return QuantizedExperts(codes, scales, None, None, None, weight.dtype, BLOCK)
 
 
 def with_biases(inputs, generator=0):

@@ -15,10 +15,11 @@ from liger_models.kernels.moe.quantized import (
     experts_for_op,
     quantize_experts,
 )
+from liger_models.kernels.quantized_weight import QuantizedWeight
 
 from ...late import Late
 from ..oracle import opcheck, run
-from .cases import KINDS, RECOMPUTE, dtypes, make, stored, with_biases, with_low_ranks
+from .cases import BLOCK, KINDS, RECOMPUTE, STORED, dtypes, make, quantise, stored, with_biases, with_low_ranks
 
 quantization = Late("torchao.quantization", "4-bit weights need torchao")
 
@@ -49,7 +50,7 @@ def test_each_expert_has_the_numbers_of_a_linear_layer(backend, size, kind, pois
         torch.testing.assert_close(found.to(torch.float32).dense(), found.dense().float(), rtol=1e-2, atol=1e-6)
 
 
-@KINDS
+@STORED
 def test_it_is_a_parameter(kind):
     weight = torch.nn.Parameter(stored((4, 6, 64), kind), requires_grad=False)
     module = torch.nn.Module()
@@ -61,7 +62,12 @@ def test_it_is_a_parameter(kind):
     assert isinstance(other.weight, QuantizedExperts)
     want = weight.dense()
     assert torch.equal(torch.cat([each.dense() for each in weight.chunk(2)]), want)
-    other.weight.copy_(torch.zeros(4, 6, 64))  # quantises
+    if kind == "blocks":
+        with pytest.raises(TypeError, match=r"aten\.copy_\.default has no meaning for codes"):
+            other.weight.copy_(torch.zeros(4, 6, 64))
+        other.weight.scales.zero_()
+    else:
+        other.weight.copy_(torch.zeros(4, 6, 64))  # quantises
     assert not other.weight.dense().any()
     assert torch.equal(weight.dense(), want)
     other.load_state_dict(module.state_dict())
@@ -69,13 +75,27 @@ def test_it_is_a_parameter(kind):
     module.to(torch.bfloat16)
     assert module.weight.dtype == torch.bfloat16
     assert torch.equal(module.weight.dense(), want.bfloat16())
-    assert repr(weight) == f"QuantizedExperts({kind}, [4, 6, 64], dtype=torch.bfloat16, device='cpu')"
+    assert repr(weight) == f"QuantizedExperts({weight.kind}, [4, 6, 64], dtype=torch.bfloat16, device='cpu')"
     with pytest.raises(TypeError, match=r"QuantizedExperts: aten\.mul\.Tensor has no meaning for codes\. Call dense"):
         torch.ops.aten.mul.Tensor(weight, 2)
 
 
+@pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [(3, 12, 64), (2, 5, 40), (1, 64, 8)], ids=str)
+def test_blocks_are_those_of_a_linear_layer(backend, size, number):
+    """The numbers of a checkpoint, rounded to bfloat16, in any dtype."""
+    for dtype in dtypes(backend):
+        found = stored(size, "blocks", backend, dtype)
+        found.scales = found.scales.to(number)
+        for ours, codes, scales in zip(found.dense(), found.codes, found.scales, strict=True):
+            want = QuantizedWeight(codes, scales, None, None, None, [*size[1:], BLOCK], dtype).dense()
+            assert torch.equal(ours, want)
+            assert want.any()
+        assert found.nbytes == math.prod(size[:2]) * (size[2] + -(-size[2] // BLOCK) * number.itemsize)
+
+
 @RECOMPUTE
-@KINDS
+@STORED
 @pytest.mark.parametrize("few", [True, False])
 def test_the_op_is_that_of_the_dense_matrices(backend, few, kind, recompute, monkeypatch, poisoned_empty):
     """Forward and the gradients of x, routing weights, biases, A and B, in fp32; and with one matrix dense."""
@@ -84,7 +104,7 @@ def test_the_op_is_that_of_the_dense_matrices(backend, few, kind, recompute, mon
     options = {"act": "clamped_swiglu", "limit": 0.75} if biased else {}
     x, weights, gate_up, down, *low_ranks = with_low_ranks(inputs)
     biases = with_biases(inputs)[4:] if biased else ()
-    quantised = [quantize_experts(each, kind) for each in (gate_up, down)]
+    quantised = [quantise(each, kind) for each in (gate_up, down)]
     if not few:
         monkeypatch.setattr(experts_module, "takes_few", lambda *_: False)
 
@@ -106,12 +126,12 @@ def test_the_op_is_that_of_the_dense_matrices(backend, few, kind, recompute, mon
             assert (a - b).norm() <= 5e-6 * b.norm()
 
 
-@KINDS
+@STORED
 @RECOMPUTE
 def test_only_what_is_stored_is_saved(kernel_device, recompute, kind):
     inputs, experts, _ = make(SHAPE, torch.float32, kernel_device)
     x, weights, gate_up, down, *low_ranks = with_low_ranks(inputs)
-    quantised = [quantize_experts(each, kind) for each in (gate_up, down)]
+    quantised = [quantise(each, kind) for each in (gate_up, down)]
     saved, leaves = [], [each.requires_grad_() for each in (x, weights, *low_ranks)]
     x, weights, A, B, *pair = leaves
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -124,10 +144,10 @@ def test_only_what_is_stored_is_saved(kernel_device, recompute, kind):
     assert others == [(20,), (20,), (len(gate_up),), *kept, (2,)]
 
 
-@KINDS
+@STORED
 def test_decoding_dequantises_no_matrix(kernel_device, kind, monkeypatch):
     inputs, experts, _ = make(SHAPE, torch.float32, kernel_device)
-    quantised = [quantize_experts(each, kind) for each in inputs[2:]]
+    quantised = [quantise(each, kind) for each in inputs[2:]]
     want = moe_mlp(*inputs[:2], experts, *(each.dense() for each in quantised))
     monkeypatch.setattr(QuantizedExperts, "dense", lambda _: pytest.fail("a matrix was dequantised"))
     with torch.no_grad():
@@ -144,19 +164,19 @@ def test_opcheck(kernel_device, kind):
     opcheck(op, (*leaves, gate_up, down, "silu", False, *[None] * 2, 0.0, *[None] * 5, 0.0, *of_gate_up, *of_down))
 
 
-@KINDS
+@STORED
 def test_no_token(kernel_device, kind):
     inputs, experts, _ = make((0, 2, 3, 64, 64), torch.float32, kernel_device)
     x, weights, *matrices = inputs
-    assert moe_mlp(x, weights, experts, *(quantize_experts(each, kind) for each in matrices)).shape == (0, 64)
+    assert moe_mlp(x, weights, experts, *(quantise(each, kind) for each in matrices)).shape == (0, 64)
 
 
 @pytest.mark.gpu
-@KINDS
+@STORED
 @pytest.mark.parametrize("tokens", [3, 700])
 def test_on_a_gpu_in_half_precision(kind, tokens):
     inputs, experts, dy = make((tokens, 4, 16, 256, 192), torch.bfloat16, "cuda")
-    quantised = [quantize_experts(each, kind) for each in inputs[2:]]
+    quantised = [quantise(each, kind) for each in inputs[2:]]
     call = lambda *matrices: lambda x, w: moe_mlp(x, w, experts, *matrices)
     got, want = (run(call(*each), inputs[:2], [dy]) for each in (quantised, [each.dense() for each in quantised]))
     for a, b in zip(got, want, strict=True):
