@@ -37,11 +37,11 @@ FEW_ROWS = 16
 FEW_COPIES = 128, 512
 """So many copies a program looks at, the fewest that are all of them. More copies are sorted."""
 
-FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128), "dense": (32, 128)}
+FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128), "blocks": (64, 128), "dense": (32, 128)}
 FEW_WARPS = 4
 FEW_STAGES = 4
-"""The results of a tile and the columns of the matrix that a step reads (in NF4 those of a scale), the warps of a
-program, and its pipeline stages."""
+"""The results of a tile and the columns of the matrix that a step reads (in NF4 those of a scale, in "blocks" of
+float8 at most those of one), the warps of a program, and its pipeline stages."""
 
 ROW_BLOCKS = 8, 256
 ROW_WARPS = 2
@@ -229,8 +229,9 @@ def _launch(
     (X, out, width), quantized = weight.shape, isinstance(weight, QuantizedExperts)
     kind = weight.kind if quantized else "dense"
     one_row = one_row and kind != "nf4"
-    block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, FEW_BLOCKS[kind])
     blocks = weight.block if quantized else 0
+    tile = FEW_BLOCKS["blocks" if blocks else kind]
+    block_rows, (block_out, block_in) = (1, ROW_BLOCKS) if one_row else (FEW_ROWS, tile)
     block_in = min(block_in, blocks or block_in)
     stored = weight.stored if quantized else [weight, None]
     stage = block_in * (block_rows * rows.element_size() + block_out * stored[0].element_size())
