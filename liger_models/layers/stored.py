@@ -225,7 +225,7 @@ class StoredWeight(nn.Module):
 
 
 class StoredExperts(StoredWeight):
-    """What frozen matrices [X, O, C] of experts have besides their codes, in the submodule ``stored`` of their layer.
+    """Scales, factors, means and table of frozen matrices [X, O, C] of experts, in the submodule ``stored`` of a layer.
 
     Each expert is quantised by itself: a rank needs no others to quantise its experts.
 
@@ -380,7 +380,7 @@ def stored_linears(model: nn.Module) -> list[StoredLinear]:
 
 
 def stored_parts(layer: nn.Module) -> dict[str, StoredWeight]:
-    """What is stored beside a layer's own parameters that hold codes, by the names of these."""
+    """The stored weights of a layer, by the names of its parameters that hold their codes."""
     found = layer._modules.get("stored")
     if isinstance(found, StoredWeight):
         return {"weight": found}
