@@ -26,7 +26,7 @@ from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, check_divisible, local, local_or_none
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights, call_linear
-from liger_models.layers.stored import StoredExperts
+from liger_models.layers.stored import StoredExperts, stored_parts
 from liger_models.memory.recompute import run_twice
 
 MATRICES = ("gate_up_weight", "down_weight")
@@ -89,7 +89,7 @@ class LigerMoE(Layer):
         self.lora: Any = None
         """The experts' adapters (`liger_models.adapters.lora_layers.LoRAExperts`), if there are any."""
         self.stored: Any = None
-        """What belongs to parameters that hold codes (`StoredExperts` by their names), if `store` has made some."""
+        """Scales and the like of the parameters that `store` has made, as `StoredExperts` by their names."""
         self.reset_parameters()
 
     @property
@@ -110,9 +110,7 @@ class LigerMoE(Layer):
 
     def adapted_weight(self, name: str, *, merge: bool) -> Tensor:
         """See `Layer.adapted_weight`."""
-        weight = getattr(self, name).detach()
-        if self.stored is not None and name in self.stored:
-            weight = self.matrices(name)
+        weight = self.matrices(name) if name in stored_parts(self) else getattr(self, name).detach()
         return self.lora.merged(name, weight) if merge else dense(weight)
 
     def matrices(self, name: str) -> Tensor:
@@ -202,7 +200,7 @@ class LigerMoE(Layer):
 
     def extra_repr(self) -> str:
         """Sizes and constants, for ``print(model)``."""
-        X, C, F = self.down_weight.shape if self.stored is None else self.matrices("down_weight").shape
+        X, C, F = stored_parts(self).get("down_weight", self.down_weight).shape
         return f"{C}, {F}, num_experts={X}, top_k={self.top_k}, normalize={self.normalize}, act={self.act}"
 
     def add_norm(

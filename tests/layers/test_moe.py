@@ -1,8 +1,11 @@
 import pytest
 import torch
+from torch import nn
 
 from liger_models.kernels.moe import route_reference
-from liger_models.layers.moe import LigerMoE
+from liger_models.kernels.moe.quantized import quantize_experts
+from liger_models.layers.moe import MATRICES, LigerMoE
+from liger_models.layers.stored import StoredExperts
 
 from ..late import Late, transformers
 
@@ -153,6 +156,16 @@ def test_parameters_and_initialisation():
     for weight in (moe.gate_up_weight, moe.down_weight):
         assert 0.48 < weight.std().item() < 0.52
         assert abs(weight.mean().item()) < 0.02
+    assert "40, 30, num_experts=5, top_k=2" in repr(moe)
+
+
+def test_printing_gathers_no_stored_matrices(monkeypatch):
+    moe = LigerMoE(40, 30, 5, 2, normalize=True)
+    for name in MATRICES:
+        quantised = quantize_experts(getattr(moe, name).detach(), "float8")
+        setattr(moe, name, nn.Parameter(quantised, requires_grad=False))
+    moe.store()
+    monkeypatch.delattr(StoredExperts, "join")
     assert "40, 30, num_experts=5, top_k=2" in repr(moe)
 
 
