@@ -219,7 +219,7 @@ def _add_dots(sum, left, right, PRECISION: tl.constexpr):
 
 @triton.jit
 def _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, ROW: tl.constexpr):
-    """Of 16 rows from ``ROW`` on: the running sum of g, β times the inverse norm of k, and that norm."""
+    """Load the running sums of g, β times the inverse norms of k, and these norms, for 16 rows from ``ROW`` on."""
     rows = ROW + tl.arange(0, 16)
     norm = tl.load(k_norm_ptr + rows, mask=rows < count, other=0.0)
     beta = tl.load(factor_ptr + rows, mask=rows < count, other=0.0)
@@ -499,7 +499,7 @@ def _scans_kernel(
 ):  # fmt: skip
     """Both scans of the backward, which do not depend on each other: half of the programs for one, half for the other.
 
-    The longer one comes first. A multiprocessor that runs a program of each hides the latency of both.
+    The longer one comes first. On an H200 one launch takes as long as one after the other.
     """
     programs = tl.num_programs(0) // 2
     program = tl.program_id(0)
@@ -530,9 +530,9 @@ def _pair_kernel(
     C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
     DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens of one chunk and key head do to each other in the backward, and dV.
+    """The matrices between the tokens of one chunk and key head in the backward, and dV.
 
-    That is E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ, summed over the value heads, with the inverse norms of both sides; and the
+    They are E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ, summed over the value heads, with the inverse norms of both sides; and the
     parts of dβ and of the gradients of the running sums of g that come from them. Tiles are loaded by descriptors,
     which know no end of a document: rows that follow it are dropped from the products.
     """

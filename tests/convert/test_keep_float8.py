@@ -179,7 +179,7 @@ def test_saved_as_it_was(arch: str, number: torch.dtype, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_memory_is_counted(arch: str, tmp_path: Path) -> None:
-    """Of weights what is stored; of what is made of them, the largest dense one."""
+    """The estimate counts stored weights, and the largest dense weight that is made of them."""
     codes, _ = quantised(arch, tmp_path, BLOCK)
     dense, kept = (stirred(load(codes, keep_float8=each)) for each in (False, True))
     kinds = [each for each in as_stored(kept).values() if not each.requires_grad]

@@ -401,7 +401,7 @@ def gathered_tower() -> Tensor:
 
 
 def test_the_patch_embedding_of_a_tower_is_not_cast_to_bytes(two):
-    """Of FSDP alone; those of tensor parallelism are above."""
+    """The tower is under FSDP alone. The tests above have towers under tensor parallelism."""
     quantization.to_nf4  # noqa: B018
     want = gathered_tower()
     for got in two(gathered_tower):
