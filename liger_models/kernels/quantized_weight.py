@@ -21,7 +21,8 @@ from .checks import check
 from .dispatch import LIBRARY, use_triton
 from .float8_blocks import block_rows, blocks_dense, takes_block_rows
 from .frozen_float8_linear import float8_dense, float8_input_product, float8_product, takes_float8_rows
-from .nf4_linear import Packed, nf4_dense, nf4_dense_reference, nf4_rows, takes_nf4_rows
+from .nf4_linear import nf4_dense, nf4_dense_reference
+from .nf4_rows import Packed, nf4_rows, takes_nf4_rows
 from .row_linear import LowRank, row_linear_forward, takes_low_rank, takes_row
 
 

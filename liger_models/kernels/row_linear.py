@@ -115,7 +115,7 @@ def store_rows(
         rank = tl.arange(0, RANKS)
         mask = (rank < R)[:, None] & (column < M)[None, :]
         low = tl.load(low_ptr + column[None, :] * R + rank[:, None], mask=mask, other=0.0)
-        y = tl.dot(load_B(B_ptr, row, N, R, RANKS), low, y)
+        y = tl.dot(load_B(B_ptr, row, N, R, RANKS), low, y, input_precision="ieee")
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
     y = y.to(y_ptr.dtype.element_ty)

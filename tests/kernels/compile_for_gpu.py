@@ -132,7 +132,7 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
         differentiate(act_linear(x, draw_(64, C), draw_(64), act))
     differentiate(nf4_linear(draw_(3, 64), to_nf4(draw_(8, 64).detach(), 64, 1)))
     codes, rounded = to_nf4(draw_(8, 512).detach(), 64, 1), Float8Tensor.from_hp(draw_(64, C).detach())
-    for rows in (1, 3, 20):
+    for rows in (1, 2, 3, 20):
         nf4_linear(draw_(rows, 512).detach(), codes)
         frozen_float8_linear(draw_(rows, C).detach(), rounded)
         for weight in (QuantizedWeight.of_nf4(codes), QuantizedWeight.of_float8(rounded), draw_(8, 512).detach()):
@@ -317,7 +317,7 @@ if __name__ == "__main__":
     JITFunction.__getitem__ = compile_instead
     dispatch.INTERPRET = True  # ops on the CPU take the way of the kernels
     torch.manual_seed(0)
-    for name in ("nf4_linear", "float8_blocks"):
+    for name in ("nf4_rows", "float8_blocks"):
         importlib.import_module(f"liger_models.kernels.{name}").has_ptx = lambda x: sys.argv[1] == "sm_90"
     for name in ("overlap", "row_linear"):
         importlib.import_module(f"liger_models.kernels.{name}").can_overlap = lambda device: sys.argv[1] == "sm_90"

@@ -7,6 +7,9 @@ from ..processes import ROOT, run
 
 pytest.importorskip("triton", reason="no wheel for this platform")
 
+PTX = ["liger_models.kernels.nf4_rows._nf4_lookup_kernel"]
+"""Kernels that only GPUs of NVIDIA have."""
+
 
 @pytest.mark.compile
 @pytest.mark.slow
@@ -15,5 +18,5 @@ def test_every_kernel_compiles_for_a_gpu(target):
     script = Path(__file__).with_name("compile_for_gpu.py")
     found = json.loads(run(script, target, cwd=ROOT).stdout.splitlines()[-1])
     assert found["refused"] == {}
-    assert found["never"] == []
+    assert found["never"] == ([] if target == "sm_90" else PTX)
     assert all(found["compiled"].values())

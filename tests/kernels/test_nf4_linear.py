@@ -4,7 +4,8 @@ import torch.nn.functional as F
 
 from liger_models.kernels.batch_invariance import batch_invariant
 from liger_models.kernels.invariant_linear import invariant_linear
-from liger_models.kernels.nf4_linear import BLOCK, MOST_ROWS, nf4_linear
+from liger_models.kernels.nf4_linear import BLOCK, nf4_linear
+from liger_models.kernels.nf4_rows import MOST_ROWS
 
 from ..late import Late
 from .oracle import opcheck
@@ -56,7 +57,7 @@ def test_few_rows_match_fp64(kernel_device, shape, per_factor, poisoned_empty):
     for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if kernel_device == "cuda" else [])):
         weight = make(shape, per_factor, dtype, kernel_device)
         exact, limits = unrounded(weight), torch.finfo(dtype)
-        for rows in (1,) if dtype == torch.float32 else (1, 2, 9, MOST_ROWS):
+        for rows in (1,) if dtype == torch.float32 else (1, 2, 3, 9, MOST_ROWS):
             generator = torch.Generator().manual_seed(rows)
             sizes = (rows, 1, shape[1]), shape[:1]
             x, bias = (torch.randn(size, generator=generator).to(kernel_device, dtype) for size in sizes)
@@ -84,11 +85,11 @@ def test_many_rows_are_multiplied_by_the_dense_weight(kernel_device):
 def test_ptx_looks_up_what_other_devices_do(monkeypatch):
     for dtype in (torch.float16, torch.bfloat16):
         weight = make((96, 1088), 102, dtype, "cuda")
-        for rows in (1, 2, 16, MOST_ROWS):
+        for rows in (1, 2, 3, 8, 16, MOST_ROWS):
             x = torch.randn(rows, 1088, device="cuda").to(dtype)
             got = nf4_linear(x, weight)
             with monkeypatch.context() as patch:
-                patch.setattr("liger_models.kernels.nf4_linear.has_ptx", lambda x: False)
+                patch.setattr("liger_models.kernels.nf4_rows.has_ptx", lambda x: False)
                 torch.testing.assert_close(got, nf4_linear(x, weight))
             eye = torch.eye(1088, device="cuda", dtype=dtype)
             for start in (0, 512, 1088 - rows):
@@ -101,7 +102,7 @@ def test_ptx_looks_up_what_other_devices_do(monkeypatch):
 def test_real_sizes(shape):
     weight = make(shape, 256, torch.bfloat16, "cuda")
     exact = unrounded(weight)
-    for rows in (1, 2, 4, 8, 16, MOST_ROWS):
+    for rows in (1, 2, 3, 8, 16, MOST_ROWS):
         x = torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16)
         want = x.double() @ exact.T
         assert (nf4_linear(x, weight).double() - want).norm() <= 2e-3 * want.norm()

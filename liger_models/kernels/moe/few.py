@@ -23,7 +23,7 @@ from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton
 from liger_models.kernels.float8_blocks import _numbers, takes_width
 from liger_models.kernels.frozen_float8_linear import converts
-from liger_models.kernels.nf4_linear import _scale
+from liger_models.kernels.nf4_rows import nf4_scale
 from liger_models.kernels.overlap import await_previous, overlap
 
 from .expert_act import _expert_act
@@ -142,7 +142,7 @@ def _few_nf4_kernel(
         total = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
         for step in range(0, IN // BLOCK_IN):
             block = matrix_row * (IN // BLOCK_IN) + step
-            scale = _scale(scale_ptr, factor_ptr, mean, block, known, stored, SCALES_PER_FACTOR)[:, None]
+            scale = nf4_scale(scale_ptr, factor_ptr, mean, block, known, stored, SCALES_PER_FACTOR)[:, None]
             pair = tl.load(code_ptrs + step * (BLOCK_IN // 2), mask=known[:, None], other=0).to(tl.int32)
             upper = (tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale).to(stored).to(dtype)
             lower = (tl.load(table_ptr + (pair & 15)).to(tl.float32) * scale).to(stored).to(dtype)
