@@ -4,6 +4,7 @@ The process imports everything, then waits for a line on its standard input befo
 started while another one is measured. ``imported_s`` leaves that wait out. Processes of torchrun do not wait.
 """
 
+import contextlib
 import json
 import os
 import pkgutil
@@ -44,16 +45,17 @@ def main(function: str, mode_text: str, model: str, batch: str, steps: str) -> N
     mode = Mode.parse(mode_text)
     import_libraries(mode)
     job = Job(mode, model, batch, int(steps), sharded="LOCAL_RANK" in os.environ, imported_s=process_age_s())
-    if not job.sharded:
+    if job.sharded:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("nccl")
+    else:
         sys.stdin.readline()
-        print(json.dumps({"device": torch.cuda.get_device_name()} | measure(job)))
-        return
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl")
-    found = {"device": torch.cuda.get_device_name()} | measure(job)
-    if torch.distributed.get_rank() == 0:
+    with contextlib.redirect_stdout(sys.stderr):  # lines that a library prints must not be taken for rows
+        found = {"device": torch.cuda.get_device_name()} | measure(job)
+    if not job.sharded or torch.distributed.get_rank() == 0:
         print(json.dumps(found))
-    torch.distributed.destroy_process_group()
+    if job.sharded:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -2,14 +2,19 @@
 
 from typing import Any
 
+SPECIAL = ("<bos>", "<eos>", "<pad>", "<unk>")
+"""Words 0 to 3. No other word contains one of them: a tokenizer finds special words inside of others, too."""
+
 
 def words_tokenizer(vocabulary: int) -> Any:
-    """A tokenizer of transformers with the words t0, t1, ..., whose ids are these numbers; t0 to t3 are special."""
+    """A tokenizer of transformers with the words t4, t5, ..., whose ids are these numbers, after `SPECIAL`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"t{index}": index for index in range(vocabulary)}, unk_token="t3"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = [*SPECIAL, *(f"t{index}" for index in range(len(SPECIAL), vocabulary))]
+    bos, eos, padding, unknown = SPECIAL
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="t0", eos_token="t1", pad_token="t2", unk_token="t3"
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=padding, unk_token=unknown
     )

@@ -1,5 +1,6 @@
 """The command line, and the processes that it starts."""
 
+import io
 import json
 import pkgutil
 import re
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import processes, report
+from benchmarks import grpo, processes, report, worker
 from benchmarks.ops.benchmark import with_fractions
 from benchmarks.training.modes import MODE, MODES
 
@@ -136,3 +137,19 @@ def test_workers_find_what_they_measure():
     assert all(
         callable(pkgutil.resolve_name(f"benchmarks.{name}")) for name in [*functions, "load:save", "curves:start"]
     )
+
+
+def test_a_worker_prints_its_row_and_nothing_else(monkeypatch, capsys):
+    """transformers' trainers print their logs, which begin like a row."""
+
+    def measure(job):
+        print({"train_runtime": "0.2"})
+        return {"rows": job.shape[0], "new_tokens": job.steps}
+
+    monkeypatch.setattr(grpo, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "X")
+    monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
+    worker.main("grpo:measure", "ours", "llama-3.2-3b", "16x8", "4")
+    out, err = capsys.readouterr()
+    assert [json.loads(line) for line in out.splitlines()] == [{"device": "X", "rows": 16, "new_tokens": 4}]
+    assert "train_runtime" in err
