@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import cuda_capability, on_device_of, tl, triton
-from .overlap import end_previous, start_next
+from .overlap import start_next
 from .row_linear import LowRank, are_few, load_B, low_rank_arguments, low_rank_row, store_row, store_rows
 
 Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -182,7 +182,7 @@ def _lookup_scale(
 def _nf4_lookup_kernel(
     x_ptr, bias_ptr, code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, y_ptr, product_ptr, low_ptr, B_ptr,
     M, N, blocks, R, SCALES_PER_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr,
-    LOW: tl.constexpr, OVERLAPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
+    OVERLAPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """ROWS = 16 results of each of up to COLUMNS rows of x. Tensors have an element for each thread (`_step`)."""
     start_next(OVERLAPS)
@@ -206,8 +206,6 @@ def _nf4_lookup_kernel(
     if RANKS and COLUMNS == 1:
         B = load_B(B_ptr, tl.program_id(0) * ROWS + tl.arange(0, ROWS), N, R, RANKS)
     pairs = tl.inline_asm_elementwise(FILL, "=&r,l", [table_ptr.to(tl.uint64, bitcast=True)], tl.int32, False, 1)
-    if LOW != "awaited":
-        end_previous(OVERLAPS)
     part = (quarter % LANES) * (32 // LANES)  # bytes of a block's codes
     ahead = quarter // LANES  # blocks
     codes = code_ptr + row * blocks * 32 + ahead * 32 + part
@@ -236,7 +234,7 @@ def _nf4_lookup_kernel(
     if COLUMNS == 1:
         total = tl.sum(y, 1)
         if RANKS:
-            total += low_rank_row(B, low_ptr, R, RANKS, LOW)
+            total += low_rank_row(B, low_ptr, R, RANKS, "")
         store_row(total, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS, ACT, ROWS)
     else:
         if COLUMNS == 2:  # sums of the slots, which `store_rows` takes as the first of eight columns
@@ -332,16 +330,14 @@ def nf4_rows(
     constants = {"SCALES_PER_FACTOR": per_factor, "HAS_BIAS": bias is not None, "ACT": act}
     bias = x if bias is None else bias.contiguous()
     (low, B, R), options = low_rank_arguments(x, low_rank)
-    early = options.pop("LOW", "") == "awaited"
-    if not early:  # each multiprocessor fills its table once, if programs are evenly distributed
-        options.pop("launch_pdl", None)
-    constants |= options
+    # Kernels that start early are slower here: their programs take places that are not evenly distributed.
+    constants |= {name: options[name] for name in ("RANKS", "OVERLAPS")}
     arguments = bias, *packed, y, product, low, B, M, N
     with on_device_of(x):
         if ptx and M <= MOST_LOOKUPS and codes_per_scale == LOOKUP_BLOCK and packed[0].data_ptr() % 16 == 0:
             _nf4_lookup_kernel[(triton.cdiv(N, LOOKUP_ROWS),)](
                 x, *arguments, K // LOOKUP_BLOCK, R, COLUMNS=M if M <= 2 else 8, ROWS=LOOKUP_ROWS, WARPS=LOOKUP_WARPS,
-                LOW="awaited" if early else "", **constants, num_warps=LOOKUP_WARPS,
+                **constants, num_warps=LOOKUP_WARPS,
             )  # fmt: skip
         else:
             rows, scales, warps = next(tile for most, *tile in TILES if most >= M)
