@@ -91,16 +91,14 @@ def measure_errors(job: Job) -> Row:
 
 
 def by_family(rows: Rows) -> dict[str, Rows]:
-    """The rows by the name of the family; the name includes the batch where there are several."""
-    groups = grouped(rows, "model", "batch")
-    several_batches = len({batch for _, batch in groups}) > 1
-    return {
-        f"{model}, {tokens(batch)}" if several_batches else model: group for (model, batch), group in groups.items()
-    }
+    """The rows by the name of the family, in order; the name includes the batch where there are several."""
+    groups = sorted(grouped(rows, "model", "batch").items())
+    several_batches = len({batch for (_, batch), _ in groups}) > 1
+    return {f"{model}, {tokens(batch)}" if several_batches else model: group for (model, batch), group in groups}
 
 
 def table(rows: Rows) -> str:
-    """One line per family. Ratios are to the faster and to the smaller peer; what was not measured is empty."""
+    """One line per family. Ratios are to the faster and to the smaller peer; what its run did not measure is empty."""
     lines = []
     for family, group in by_family(rows).items():
         by_mode = {row["mode"]: row for row in group}

@@ -17,13 +17,13 @@ STEPS = {
 def table(rows: Rows) -> str:
     """A line for each of `STEPS`, and the medians over families."""
     steps = {
-        (row["batch"], row["commit"], row["mode"]): row
+        (row["batch"], row.get("run"), row["mode"]): row
         for row in rows
         if row.get("model") == MODEL and "batch" in row and "error" not in row
     }
     lines = []
     for name, (batch, *modes) in STEPS.items():
-        runs = [commit for at, commit, mode in steps if (at, mode) == (batch, modes[1])]
+        runs = [run for at, run, mode in steps if (at, mode) == (batch, modes[1])]
         peer, ours = (steps.get((batch, runs[-1] if runs else "", mode)) for mode in modes)
         if peer and ours:
             shown = (f"{row['tokens_per_s']:,.0f} tokens/s, {row['peak_gib']:.1f} GiB" for row in (peer, ours))

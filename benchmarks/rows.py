@@ -9,8 +9,8 @@ from . import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 
-RUNS = ("train", "fsdp", "curves")
-"""Benchmarks whose rows are compared only within one run (one commit). Each run of curves makes its own start."""
+RUNS = ("train", "fsdp", "curves", "families")
+"""Benchmarks whose rows are compared only within one run. Each run of curves makes its own start."""
 
 NEEDED = {"benchmark", "mode", "date", "commit", "versions"}
 """Keys of every row."""
@@ -35,6 +35,11 @@ def of_transformers(row: Row) -> bool:
     return bool(row["mode"].startswith("hf"))
 
 
+def of_a_run(row: Row) -> bool:
+    """Whether the row is compared only within its run; one of errors is a comparison by itself."""
+    return row["benchmark"] in RUNS and row["mode"] != "error"
+
+
 def parse(file: Path, number: int, line: str) -> Row:
     try:
         row: Row = json.loads(line)
@@ -46,21 +51,23 @@ def parse(file: Path, number: int, line: str) -> Row:
             f"report: {file}, line {number}: must be a JSON object with {distinct(NEEDED)}, "
             f"it lacks {distinct(missing)}: {line[:60]!r}. Delete the line and repeat the measurement."
         )
+    row["run"] = json.dumps([row["commit"], row["date"], row["versions"]], sort_keys=True)
     return row
 
 
 def key_of(row: Row) -> tuple[str, ...]:
     """Rows with the same key are repetitions of one measurement."""
     names = ("benchmark", "model", "op", "gpus", "memory_gb", "layers", "batch", "shape", "mode", "device")
-    return (*(row.get(name, "") for name in names), row["commit"] if row["benchmark"] in RUNS else "")
+    return (*(row.get(name, "") for name in names), row["run"] if of_a_run(row) else "")
 
 
 def read(folder: Path) -> Rows:
     """The latest row of each measurement; of `RUNS` only the rows of the last run.
 
-    A run is named by its commit. The last run is the one with the latest row of transformers that is not an error. Of
-    ``train`` every mode of this package has a last run, which may measure a few modes beside their peer. Old rows of
-    early failures have no device; they count for the device of the row before them.
+    Rows of one run have the same commit, date, versions and device. The last run is the one with the latest row of
+    transformers that is not an error. Of ``train`` every mode of this package has a last run, which may measure a few
+    modes beside their peer. Old rows of early failures have no device; they count for the device of the row before
+    them.
     """
     latest: dict[tuple[str, ...], Row] = {}
     for file in sorted(folder.glob("*.jsonl")):
@@ -74,19 +81,19 @@ def read(folder: Path) -> Rows:
             if row.get("shape"):  # replaces an earlier row that failed before its first shape
                 latest.pop(key_of(row | {"shape": ""}), None)
             if key not in latest or row["date"] >= latest[key]["date"]:
-                if row["benchmark"] in RUNS:  # a repetition moves behind the day's other runs
+                if of_a_run(row):  # a repetition moves behind the day's other runs
                     latest.pop(key, None)
                 latest[key] = row
-    shown = [row for row in latest.values() if row["benchmark"] not in RUNS]
-    of_runs = [row for row in latest.values() if row["benchmark"] in RUNS]
+    shown = [row for row in latest.values() if not of_a_run(row)]
+    of_runs = [row for row in latest.values() if of_a_run(row)]
     for (benchmark, *_), group in grouped(of_runs, "benchmark", "model", "gpus", "batch", "device").items():
         peers = [row for row in group if of_transformers(row) and "error" not in row] or group
-        last = sorted(peers, key=lambda row: row["date"])[-1]["commit"]
+        last = sorted(peers, key=lambda row: row["date"])[-1]["run"]
         runs = {last}
         if benchmark == "train":
-            with_peer = {row["commit"] for row in peers}
-            modes = {row["mode"]: row for row in group if row["commit"] in with_peer and row["mode"].startswith("ours")}
-            runs |= {row["commit"] for row in modes.values()}
+            with_peer = {row["run"] for row in peers}
+            modes = {row["mode"]: row for row in group if row["run"] in with_peer and row["mode"].startswith("ours")}
+            runs |= {row["run"] for row in modes.values()}
             group = [row for row in group if row is modes.get(row["mode"], row)]
-        shown += [row for row in group if row["commit"] in runs]
+        shown += [row for row in group if row["run"] in runs]
     return shown

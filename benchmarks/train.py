@@ -91,9 +91,7 @@ def measure(job: Job) -> Row:
 
 def table(rows: Rows) -> str:
     lines = []
-    for (model, batch, _), group in sorted(
-        grouped(rows, "model", "batch", "commit").items(), key=lambda run: run[0][:2]
-    ):
+    for (model, batch, _), group in sorted(grouped(rows, "model", "batch", "run").items(), key=lambda run: run[0][:2]):
         for row in sorted(group, key=lambda row: row["mode"]):
             names = (model, tokens(batch), row["commit"], title(row["mode"]))
             if "error" in row:
@@ -114,7 +112,7 @@ def short_table(rows: Rows) -> str:
     model, modes = SHORT
     lines = []
     shown = [row for row in rows if row["model"] == model and "error" not in row]
-    for (batch, _), group in sorted(grouped(shown, "batch", "commit").items(), key=lambda run: run[0][0]):
+    for (batch, _), group in sorted(grouped(shown, "batch", "run").items(), key=lambda run: run[0][0]):
         by_mode = {row["mode"]: row for row in group}
         if not any(mode.startswith("ours") for mode in modes if mode in by_mode):
             continue

@@ -184,6 +184,25 @@ def test_each_mode_is_compared_within_its_last_run(tmp_path):
     assert sorted(length for _, length, _ in train.bars(rows)) == [50.0, 60.0, 100.0, 130.0]
 
 
+@pytest.mark.parametrize("other", [{"commit": "def"}, {"date": "2026-01-02"}, {"versions": {"torch": "2.12.0"}}])
+def test_families_have_no_ratio_to_another_run(tmp_path, other):
+    family = {"benchmark": "families", "model": "gemma", "first_step_s": 3.0}
+    peer, ours, *later = (
+        train_row("hf", 1.0, step_ms=8.0, **family),
+        train_row("ours", 1.0, step_ms=4.0, **family),
+        train_row("ours", 1.0, step_ms=2.0, **family | other),
+        train_row("error", 1.0, step_ms=None, ours_logits=1e-2, **family | other),  # compares within itself
+    )
+    for rows, ratios in (([peer, ours, *later], ["2.000"]), ([peer, *later], [])):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = read(tmp_path)
+        (line,) = cells(families.table(rows))
+        assert [cell for cell in (line[4],) if cell] == ratios
+        assert line[-2] == "failed / 1.00e-02"
+        assert [f"{length:.3f}" for _, length, _ in families.bars(rows)] == ratios
+        assert bool(headline.family_ratios(rows)) == bool(ratios)
+
+
 def test_a_run_of_the_same_day_that_is_measured_again_is_the_last(tmp_path):
     rows = [train_row("ours", rate, commit=commit) for rate, commit in ((1.0, "abc"), (2.0, "def"), (3.0, "abc"))]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
