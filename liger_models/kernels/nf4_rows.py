@@ -36,7 +36,7 @@ MOST_LOOKUPS = 8
 """Up to so many rows of x are multiplied with pairs that shared memory holds."""
 LOOKUP_BLOCK = 64
 LOOKUP_ROWS, LOOKUP_WARPS = 16, 4
-STEP_BLOCKS = tl.constexpr(8)
+STEP_BLOCKS = 8
 """Numbers of a block, rows of W that a program multiplies, its warps, which share their columns, and the blocks that a
 warp reads in a step."""
 
@@ -75,7 +75,7 @@ def _step(kind: str, columns: int) -> str:
     """
     slots, lanes = 8 // columns, 4 if columns == 8 else 2
     loads, words, numbers = max(slots * lanes // 4, 1), 8 // lanes, 32 // lanes
-    repeats = STEP_BLOCKS.value // slots
+    repeats = STEP_BLOCKS // slots
     ptx = "{.reg .b32 o, s, y<2>, a<4>; .reg .b64 p, q; .reg .pred loads, uses; .reg .f32 c<8>, u, v;\n"
     ptx += f".reg .b32 w<{2 * words * loads * repeats}>, x<{numbers * repeats}>;\nsetp.ge.s32 loads, $13, 0;\n"
     names = lambda name, start, count: "{" + ", ".join(f"{name}{start + i}" for i in range(count)) + "}"
@@ -182,7 +182,7 @@ def _lookup_scale(
 def _nf4_lookup_kernel(
     x_ptr, bias_ptr, code_ptr, scale_ptr, factor_ptr, mean_ptr, table_ptr, y_ptr, product_ptr, low_ptr, B_ptr,
     M, N, blocks, R, SCALES_PER_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr,
-    OVERLAPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
+    OVERLAPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """ROWS = 16 results of each of up to COLUMNS rows of x. Tensors have an element for each thread (`_step`)."""
     start_next(OVERLAPS)
@@ -215,8 +215,8 @@ def _nf4_lookup_kernel(
     t1 = t0
     t2 = t0
     t3 = t0
-    for start in range(0, blocks, STEP_BLOCKS * WARPS):
-        at = start + warp * STEP_BLOCKS
+    for start in range(0, blocks, BLOCKS * WARPS):
+        at = start + warp * BLOCKS
         s0 = _lookup_scale(scale_ptr, factor_ptr, mean, row, at + first, blocks, dtype, SCALES_PER_FACTOR)
         s1 = _lookup_scale(scale_ptr, factor_ptr, mean, row, at + second, blocks, dtype, SCALES_PER_FACTOR)
         s2 = _lookup_scale(scale_ptr, factor_ptr, mean, row8, at + first, blocks, dtype, SCALES_PER_FACTOR)
@@ -336,8 +336,8 @@ def nf4_rows(
     with on_device_of(x):
         if ptx and M <= MOST_LOOKUPS and codes_per_scale == LOOKUP_BLOCK and packed[0].data_ptr() % 16 == 0:
             _nf4_lookup_kernel[(triton.cdiv(N, LOOKUP_ROWS),)](
-                x, *arguments, K // LOOKUP_BLOCK, R, COLUMNS=M if M <= 2 else 8, ROWS=LOOKUP_ROWS, WARPS=LOOKUP_WARPS,
-                **constants, num_warps=LOOKUP_WARPS,
+                x, *arguments, K // LOOKUP_BLOCK, R, COLUMNS=M if M <= 2 else 8, ROWS=LOOKUP_ROWS, BLOCKS=STEP_BLOCKS,
+                WARPS=LOOKUP_WARPS, **constants, num_warps=LOOKUP_WARPS,
             )  # fmt: skip
         else:
             rows, scales, warps = next(tile for most, *tile in TILES if most >= M)
