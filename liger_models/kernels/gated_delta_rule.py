@@ -17,8 +17,8 @@ state after the chunk, in the opposite order::
     dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
-S and D are recomputed first, by the scan of the forward. The other gradients of a chunk need what its queries and keys
-read, and what its keys write, ∘ for element by element::
+S and D, which do not depend on these, are recomputed at the same time. The other gradients of a chunk need what its
+queries and keys read, and what its keys write, ∘ for element by element::
 
     dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)
     R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i
@@ -57,7 +57,7 @@ SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 32
 32, heads of 128 have four programs, which fill a GPU where there is one text with 32 heads."""
 
 BACK_STAGES = 2
-"""Stages in the scan of dS: with more, the shared memory of Hopper would not hold two programs."""
+"""Stages in the scans of the backward: with more, the shared memory of Hopper would not hold two programs."""
 
 GRADIENT_WARPS, GRADIENT_STAGES, GRADIENT_COLUMNS = 4, 2, 64
 """The kernels with the other gradients take this many columns of v at a time, and at most half of them. Four warps took
@@ -316,19 +316,18 @@ def _inverse_kernel(
 
 
 @triton.jit
-def _columns(Hv: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr):
+def _columns(program, Hv: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr):
     """What a program of a scan owns: document, value head, key head, and columns of the state."""
     BLOCKS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
-    program = tl.program_id(0)
     head = (program // BLOCKS % Hv).to(tl.int64)
     columns = program % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
     return (program // (BLOCKS * Hv)).to(tl.int64), head, head // GROUP, columns
 
 
 @triton.jit
-def _scan_kernel(
-    q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, out_ptr, final_ptr, states_ptr,
-    d_ptr, tokens, q_t, q_h, k_t, k_h, v_t, v_h, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
+def _scan(
+    program, q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, out_ptr, final_ptr,
+    states_ptr, d_ptr, tokens, q_t, q_h, k_t, k_h, v_t, v_h, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
     DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr,
     STORE_OUT: tl.constexpr, STORE_STATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -337,7 +336,7 @@ def _scan_kernel(
     A GPU has few programs for each of its processors here, so a step has to be short: what is the same for all columns
     comes from the kernels before, and offsets are 32-bit numbers within a chunk.
     """
-    n, head, key_head, v_columns = _columns(Hv, GROUP, DV, BLOCK_V)
+    n, head, key_head, v_columns = _columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     k_columns, index = tl.arange(0, BLOCK_K), tl.arange(0, C)
@@ -404,15 +403,29 @@ def _scan_kernel(
 
 
 @triton.jit
-def _scan_back_kernel(
-    q_ptr, k_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, d_out_ptr, d_final_ptr, d_states_ptr, dx_ptr,
+def _scan_kernel(
+    q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, out_ptr, final_ptr, tokens, q_t, q_h,
+    k_t, k_h, v_t, v_h, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr,
+    BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    STORE_OUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    _scan(
+        tl.program_id(0), q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, out_ptr,
+        final_ptr, out_ptr, out_ptr, tokens, q_t, q_h, k_t, k_h, v_t, v_h, Hv, GROUP, C, DK, BLOCK_K, DV, BLOCK_V,
+        HAS_INITIAL, STORE_OUT, False, PRECISION, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _scan_back(
+    program, q_ptr, k_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, d_out_ptr, d_final_ptr, d_states_ptr, dx_ptr,
     d_initial_ptr, tokens, q_t, q_h, k_t, k_h, d_out_t, d_out_h, Hv: tl.constexpr, GROUP: tl.constexpr,
     C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_OUT: tl.constexpr, HAS_FINAL: tl.constexpr, STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dX, the gradient of the state after each chunk, and that of the initial state; steps as in `_scan_kernel`."""
-    n, head, key_head, v_columns = _columns(Hv, GROUP, DV, BLOCK_V)
+    """dX, the gradient of the state after each chunk, and that of the initial state; steps as in `_scan`."""
+    n, head, key_head, v_columns = _columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     k_columns, index = tl.arange(0, BLOCK_K), tl.arange(0, C)
@@ -474,6 +487,34 @@ def _scan_back_kernel(
         d_states_ptr -= Hv * DK * DV
     if STORE_INITIAL:
         tl.store(d_initial_ptr + (n * Hv + head) * (DK * DV) + at_state, d_state, mask=inside_state)
+
+
+@triton.jit
+def _scans_kernel(
+    q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, states_ptr, d_ptr, d_out_ptr,
+    d_final_ptr, d_states_ptr, dx_ptr, d_initial_ptr, tokens, q_t, q_h, k_t, k_h, v_t, v_h, d_out_t, d_out_h,
+    Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
+    DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_OUT: tl.constexpr,
+    HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Both scans of the backward, which do not depend on each other: half of the programs for one, half for the other.
+
+    The longer one comes first. On an H200 one launch takes as long as one after the other.
+    """
+    programs = tl.num_programs(0) // 2
+    program = tl.program_id(0)
+    if program < programs:
+        _scan_back(
+            program, q_ptr, k_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, d_out_ptr, d_final_ptr, d_states_ptr,
+            dx_ptr, d_initial_ptr, tokens, q_t, q_h, k_t, k_h, d_out_t, d_out_h, Hv, GROUP, C, DK, BLOCK_K, DV,
+            BLOCK_V, HAS_OUT, HAS_FINAL, HAS_INITIAL, PRECISION, STAGES,
+        )  # fmt: skip
+    else:
+        _scan(
+            program - programs, q_ptr, k_ptr, v_ptr, cu_ptr, a_ptr, p_ptr, total_ptr, factor_ptr, initial_ptr, d_ptr,
+            initial_ptr, states_ptr, d_ptr, tokens, q_t, q_h, k_t, k_h, v_t, v_h, Hv, GROUP, C, DK, BLOCK_K, DV,
+            BLOCK_V, HAS_INITIAL, False, True, PRECISION, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -683,7 +724,7 @@ def _step_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """The recurrence, token by token."""
-    n, head, key_head, v_columns = _columns(Hv, GROUP, DV, BLOCK_V)
+    n, head, key_head, v_columns = _columns(tl.program_id(0), Hv, GROUP, DV, BLOCK_V)
     k_columns = tl.arange(0, BLOCK_K)
     inside_k, inside_v = k_columns < DK, v_columns < DV
     inside_state = inside_k[:, None] & inside_v[None, :]
@@ -805,9 +846,8 @@ def _gated_delta_rule(
         made = _prepare(q, k, g, beta, sizes, scale, normalize, need_out)[:4]
         # A pointer argument that the constants switch off still has to be a tensor.
         _scan_kernel[(sizes.scan_programs,)](
-            q, k, v, sizes.cu, *made, initial, out, final, out, out, sizes.tokens, *q.stride()[:2], *k.stride()[:2],
-            *v.stride()[:2], HAS_INITIAL=initial_state is not None, STORE_OUT=need_out, STORE_STATES=False,
-            **sizes.scan(k, SCAN_STAGES),
+            q, k, v, sizes.cu, *made, initial, out, final, sizes.tokens, *q.stride()[:2], *k.stride()[:2],
+            *v.stride()[:2], HAS_INITIAL=initial_state is not None, STORE_OUT=need_out, **sizes.scan(k, SCAN_STAGES),
         )  # fmt: skip
     return out, final, made[0]
 
@@ -833,15 +873,11 @@ def _gated_delta_rule_backward(
         *made, q_norm, k_norm = _prepare(q, k, g, beta, sizes, scale, normalize, has_out, inverse)
         total, factors = made[2:]
         # A pointer argument that the constants switch off still has to be a tensor.
-        initial = total if initial_state is None else initial_state.contiguous()
-        _scan_kernel[(sizes.scan_programs,)](
-            q, k, v, sizes.cu, *made, initial, d, initial, states, d, sizes.tokens, *strides, *v.stride()[:2],
-            HAS_INITIAL=initial_state is not None, STORE_OUT=False, STORE_STATES=True, **sizes.scan(k, SCAN_STAGES),
-        )  # fmt: skip
-        _scan_back_kernel[(sizes.scan_programs,)](
-            q, k, sizes.cu, *made, d_out, total if d_final is None else d_final.contiguous(), d_states, dx, d_initial,
-            sizes.tokens, *strides, *d_out.stride()[:2], HAS_OUT=has_out, HAS_FINAL=has_final,
-            STORE_INITIAL=initial_state is not None, **sizes.scan(k, BACK_STAGES),
+        _scans_kernel[(2 * sizes.scan_programs,)](
+            q, k, v, sizes.cu, *made, total if initial_state is None else initial_state.contiguous(), states, d, d_out,
+            total if d_final is None else d_final.contiguous(), d_states, dx, d_initial, sizes.tokens, *strides,
+            *v.stride()[:2], *d_out.stride()[:2], HAS_INITIAL=initial_state is not None, HAS_OUT=has_out,
+            HAS_FINAL=has_final, **sizes.scan(k, BACK_STAGES),
         )  # fmt: skip
         block_v = max(min(sizes.block_v // 2, GRADIENT_COLUMNS), 16)
         stage = (2 * sizes.shape["BLOCK_K"] + CHUNK) * block_v * k.element_size()  # S, dS and D
