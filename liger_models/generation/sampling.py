@@ -66,13 +66,13 @@ class Sampler:
         """The most likely tokens, or tokens that are drawn, [B] int64.
 
         Args:
-            logits: [B, V] fp32, processed.
+            logits: [B, V], processed.
             step: number of new tokens so far, or [B] int64.
         """
         settings = self.settings
         if not settings.do_sample:
             return logits.argmax(1)
-        logits = logits / settings.temperature
+        logits = logits.float() / settings.temperature
         if settings.top_k:
             logits = keep_top_k(logits, settings.top_k)
         if settings.top_p < 1:
