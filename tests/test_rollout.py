@@ -269,7 +269,7 @@ def test_the_host_reads_once_for_several_steps(model, monkeypatch):
     read, original = [], Scheduler._read
     monkeypatch.setattr(Scheduler, "_read", lambda self, steps: read.append(steps) or original(self, steps))
     rollout(model, make_prompts([5, 6]), max_new_tokens=[20, 11], eos_token_id=[])
-    assert read == [8, 8, 4]
+    assert read == [16, 4]
 
 
 def test_the_mode_is_restored_and_no_gradients_are_kept(model):
