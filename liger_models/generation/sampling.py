@@ -72,7 +72,9 @@ class Sampler:
         settings = self.settings
         if not settings.do_sample:
             return logits.argmax(1)
-        logits = logits.float() / settings.temperature
+        logits = logits.float()
+        if settings.temperature != 1:
+            logits = logits / settings.temperature
         if settings.top_k:
             logits = keep_top_k(logits, settings.top_k)
         if settings.top_p < 1:
@@ -103,8 +105,10 @@ def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
         ValueError: a probability is NaN. On CUDA and ROCm this is a device-side assertion.
     """
     message = "generate: logits must be numbers below infinity, and finite for some token, got others in a row."
-    check_values((probabilities >= 0).all(), message)
-    return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(1)
+    scores = probabilities / torch.empty_like(probabilities).exponential_(generator=generator)
+    tokens = scores.argmax(1)
+    check_values((scores.gather(1, tokens[:, None]) >= 0).all(), message)  # the largest score of a row with NaN is NaN
+    return tokens
 
 
 _LOW = 0xFFFFFFFF
