@@ -20,7 +20,7 @@ from .training.models import read_config
 from .training.modes import title
 
 HELP = "decoding: milliseconds a token, beside the time to read the weights"
-MODES = r"hf(\+static)?|ours(\+lora(\+nf4|\+float8)?)?"
+MODES = r"hf(\+static)?|ours(\+lora)?(\+nf4|\+float8)?"
 REPEATS = 5
 """Timed calls, after one that compiles, captures and tunes what a mode has."""
 
@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "llama-3.2-3b")
     add_modes(
         parser, "hf,hf+static,ours", MODES,
-        "comma-separated, of hf, hf+static, ours, ours+lora, ours+lora+nf4 and ours+lora+float8",
+        "comma-separated, of hf, hf+static and ours, ours with +lora, +nf4 or +float8, or +lora and one of these",
     )  # fmt: skip
     add_batch(parser, "1x512", "prompts x tokens per prompt")
     add_steps(parser, 128, "new tokens")

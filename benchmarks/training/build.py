@@ -142,11 +142,13 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
         set_policies(model, mode)
         return peft.get_peft_model(unpack_projections(model), peft.LoraConfig(**LORA))
     if "lora" in mode:
-        from liger_models.adapters import LoRAConfig, apply_lora, quantize_base
+        from liger_models.adapters import LoRAConfig, apply_lora
 
         apply_lora(model, LoRAConfig(**LORA | our_targets(model)))
-        for extra in {"nf4", "float8"} & mode.extras.keys():
-            quantize_base(model, dtype=extra)
+    for extra in {"nf4", "float8"} & mode.extras.keys():
+        from liger_models.adapters import quantize_base
+
+        quantize_base(model, dtype=extra)
     set_policies(model, mode)
     for extra in {"fp8", "fp8rowwise"} & mode.extras.keys():
         from liger_models.adapters.float8 import convert_to_float8

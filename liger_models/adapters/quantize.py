@@ -1,4 +1,4 @@
-"""Frozen weights of a model with adapters are stored in 4 bits (QLoRA) or in float8."""
+"""The weights of linear layers and experts are stored in 4 bits or in float8: those under adapters (QLoRA), or all."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from liger_models.adapters.lora import adaptable_layers
 from liger_models.adapters.lora_layers import LoRALinear, adapted_layers, adapter_config
 from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.checks import check
@@ -14,18 +15,20 @@ from liger_models.kernels.nf4_linear import NF4_BLOCK, nf4_layout
 from liger_models.kernels.quantized_weight import QuantizedWeight
 from liger_models.layers.linear import is_sharded, local, sharded_as
 from liger_models.layers.moe import MATRICES, LigerMoE
+from liger_models.layers.stored import StoredLinear
 
 Model = TypeVar("Model", bound=CausalLM)
 
 
 def quantize_base(model: Model, device: torch.device | str | None = None, dtype: str = "nf4") -> Model:
-    """Store the frozen weights of adapted layers and of all routed experts in 4 bits or in float8, in place.
+    """Store weights of linear layers and of all routed experts in 4 bits or in float8, in place. They are frozen.
 
-    Experts are quantised whether they have adapters or not: they are almost all weights of a mixture. The head is not
-    quantised. Needs torchao.
+    In a model with adapters the linear layers are those that have some, otherwise all of the blocks. Experts are
+    quantised whether they have adapters or not: they are almost all weights of a mixture. The head and the embedding
+    are not quantised. Needs torchao.
 
     Args:
-        model: with adapters. After `apply_ep` each rank quantises its experts.
+        model: with adapters or without; they may be added later. After `apply_ep` each rank quantises its experts.
         device: the device to move the model to; each weight is quantised there, one expert after the other. A model on
             the CPU then never takes more of the device's memory than the finished model and what quantising one weight
             takes, which is about 14 bytes an element. Default: the model stays where it is.
@@ -36,8 +39,9 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: there are no adapters, or only those of a head, weights are quantised already, ``dtype`` is unknown,
-            for "nf4" the size of a weight is not a multiple of 64, or linear layers are sharded.
+        ValueError: there is nothing to quantise, since adapters are only those of a head or layers are of other kinds,
+            weights are quantised already, ``dtype`` is unknown, for "nf4" the size of a weight is not a multiple of 64,
+            or linear layers are sharded.
 
     Source: https://arxiv.org/abs/2305.14314 (NF4), https://arxiv.org/abs/2209.05433 (float8).
     """
@@ -48,14 +52,17 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
         raise ImportError(
             "quantize_base: torchao must be installed, got none. Run: pip install 'liger_models[lora]'"
         ) from error
-    layers, mixtures = quantised_layers(model), _quantised_mixtures(model)
+    plain = [] if adapter_config(model) else [path for path in adaptable_layers(model) if path != "lm_head"]
+    layers: list[Any] = quantised_layers(model) or [model.get_submodule(path) for path in plain]
+    mixtures = [each for each in model.modules() if isinstance(each, LigerMoE)]
     check(
         bool(layers or mixtures),
-        f"quantize_base: {type(model).__name__} must have adapters on layers of the blocks, got none. Call apply_lora "
-        "first.",
+        f"quantize_base: {type(model).__name__} must have adapters on layers of the blocks, or no adapters and layers "
+        "that are nn.Linear, got neither. Quantise before you replace layers.",
     )
     check(
-        not any(each.quantized_weight for each in layers) and not any(each.quantized_weights for each in mixtures),
+        not any(getattr(each, "quantized_weight", None) for each in layers)
+        and not any(each.quantized_weights for each in mixtures),
         "quantize_base: weights must not be quantised yet, got some that are. Call it once.",
     )
     check(
@@ -63,7 +70,13 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
         "quantize_base: linear layers must not be sharded yet, got some that are. Quantise, then call apply_tp and "
         "apply_fsdp.",
     )
-    for layer in layers:
+    del layers  # each dense weight is freed as soon as it is quantised
+    for path in plain:
+        linear: Any = model.get_submodule(path)
+        weight = linear.weight.detach()
+        made = None if weight.is_meta else _OPERANDS[dtype](_FORMATS[dtype](torchao, weight.to(device)))
+        model.set_submodule(path, StoredLinear(linear, made or _empty(weight, dtype)))
+    for layer in quantised_layers(model):
         weight = layer.weight.detach()
         if weight.is_meta:
             layer.store(_empty(weight, dtype))
@@ -103,10 +116,12 @@ def _float8(torchao: Any, weight: Tensor) -> Tensor:
 
 
 _FORMATS: dict[str, Callable[[Any, Tensor], Tensor]] = {"nf4": _nf4, "float8": _float8}
+_OPERANDS = {"nf4": QuantizedWeight.of_nf4, "float8": QuantizedWeight.of_float8}
+"""A weight in torchao's format -> as ops take it."""
 
 
 def quantised_layers(model: nn.Module) -> list[LoRALinear]:
-    """The linear layers whose weights `quantize_base` quantises."""
+    """The linear layers with adapters whose weights `quantize_base` quantises."""
     found = adapted_layers(model).items()
     return [layer for path, layer in found if path != "lm_head" and isinstance(layer, LoRALinear)]
 

@@ -41,7 +41,7 @@ def _device(value: Any) -> Any:
         return None
 
 
-_FOUR_BITS = "Load the model, add adapters with apply_lora, then call quantize_base."
+_FOUR_BITS = "Load the model, add adapters with apply_lora if it is to be trained, and call quantize_base."
 _SHARD = "To spread a model over GPUs, pass shard=apply_fsdp on all ranks."
 _CACHE = "Pass cache=DecodeCache(tokens); without it generate makes its own cache."
 _GENERATE = "The models of liger_models.hf have transformers' own generate."

@@ -316,6 +316,29 @@ def test_kernels(two_with_kernels, dtype, sequence_parallel, policy, experts):
     two_with_kernels(on_kernels, dtype, sequence_parallel, policy, experts)
 
 
+def without_adapters(dtype: str, experts: bool) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """The loss of a model without adapters under `apply_tp` and under `apply_fsdp`, and what would be saved."""
+    found = []
+    for shape in ((2,), ()):
+        model = on_ranks(quantize_base(plain(experts), dtype=dtype), shape)
+        model = model if shape else apply_fsdp(model, param_dtype=None)
+        found.append((model(**batch(0)).loss.detach(), get_hf_state_dict(model)))
+    return found
+
+
+@DTYPES
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_a_model_without_adapters(two, dtype, experts):
+    quantization.to_nf4  # noqa: B018
+    want = quantize_base(plain(experts), dtype=dtype)
+    loss, tensors = want(**batch(0)).loss.detach(), get_hf_state_dict(want)
+    for rank, found in enumerate(two(without_adapters, dtype, experts)):
+        for got, stored in found:
+            torch.testing.assert_close(got, loss)
+            assert rank or stored.keys() == tensors.keys()
+            assert all(torch.equal(tensor, tensors[name]) for name, tensor in stored.items())
+
+
 def compiled(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
     model = quantize_base(adapted(), dtype=dtype)
     model.layers = model.layers[:1]
