@@ -81,7 +81,8 @@ def test_an_automatic_device_map_is_the_accelerator(folder, monkeypatch):
         (
             "load_in_4bit",
             True,
-            "'load_in_4bit' = True. Load the model, add adapters with apply_lora if it is to be trained, and call",
+            "'load_in_4bit' = True. Load the model, add adapters with apply_lora if it is to be trained, "
+            "and call quantize_base",
         ),
         ("quantization_config", object(), "'quantization_config'. Load the model, add adapters"),
         ("attn_implementation", "eager", "'attn_implementation' = 'eager'. There is nothing to choose"),

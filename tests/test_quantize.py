@@ -102,9 +102,17 @@ def test_decoding_on_a_gpu(dtype, experts):
     model = quantize_base(plain(experts).to(torch.bfloat16), "cuda", dtype=dtype).eval()
     assert {p.device.type for p in model.parameters()} == {"cuda"}
     found = model.generate(IDS[:, :7].cuda(), max_new_tokens=9, eos_token_id=[], return_logprobs=True)
-    whole = model(found.ids).logits[:, 6:-1].float().log_softmax(-1)
-    wanted = whole.gather(2, found.ids[:, 7:, None])[..., 0]
+    whole = model(found.sequences).logits[:, 6:-1].float().log_softmax(-1)
+    wanted = whole.gather(2, found.sequences[:, 7:, None])[..., 0]
     torch.testing.assert_close(found.logprobs, wanted, rtol=0, atol=0.1)
+
+
+def test_deterministic_rollouts():
+    """As under adapters: 4 bits are dequantised for all rows alike, float8 is refused."""
+    (found,) = quantize_base(plain()).rollout([[3, 4]], max_new_tokens=2, eos_token_id=[], deterministic=True)
+    assert len(found.tokens) == 2
+    with pytest.raises(ValueError, match=r"linear layers must not be float8, got layers\.0\.self_attn\.qkv_proj"):
+        quantize_base(plain(), dtype="float8").rollout([[3, 4]], max_new_tokens=2, deterministic=True)
 
 
 def test_what_cannot_be_quantised():

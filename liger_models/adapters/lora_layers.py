@@ -206,7 +206,7 @@ class LoRALinear(nn.Linear, Layer):
     def is_float8(self) -> bool:
         """Whether the frozen weight is stored in float8 with a scale for each row; see `quantize_base`."""
         stored = stored_weight(self)
-        return hasattr(self.weight, "qdata") if stored is None else stored.factors is None and not stored.has_blocks
+        return hasattr(self.weight, "qdata") if stored is None else stored.is_float8
 
     def dense_weight(self) -> Tensor:
         """The frozen weight [O, C], dequantised if it is quantised: then this rank's slice of it after `apply_tp`."""

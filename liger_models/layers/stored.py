@@ -92,6 +92,11 @@ class StoredWeight(nn.Module):
         return self.factors is None and len(self.layout) == 3
 
     @property
+    def is_float8(self) -> bool:
+        """Whether it is in float8 with a scale for each row, and GPUs with float8 multiply in it."""
+        return self.factors is None and not self.has_blocks
+
+    @property
     def block(self) -> int:
         """Columns that share a scale if the weight `has_blocks`; 0 otherwise."""
         return self.layout[-1] if self.has_blocks else 0
@@ -317,6 +322,11 @@ class StoredLinear(nn.Linear, Layer):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias, self.stored = StoredWeight.codes_of(weight), linear.bias, StoredWeight(weight)
+
+    @property
+    def is_float8(self) -> bool:
+        """As of `StoredWeight`."""
+        return self.stored.is_float8
 
     @property
     def quantized_weight(self) -> QuantizedWeight:
