@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.adapters.lora import adaptable_layers
-from liger_models.adapters.lora_layers import LoRALinear, adapted_layers, adapter_config
+from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.checks import check
 from liger_models.kernels.moe.quantized import bytes_of_experts, quantize_experts
@@ -52,41 +52,42 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
         raise ImportError(
             "quantize_base: torchao must be installed, got none. Run: pip install 'liger_models[lora]'"
         ) from error
-    plain = [] if adapter_config(model) else [path for path in adaptable_layers(model) if path != "lm_head"]
-    layers: list[Any] = quantised_layers(model) or [model.get_submodule(path) for path in plain]
-    mixtures = [each for each in model.modules() if isinstance(each, LigerMoE)]
+    found: Any = adapted_layers(model) or {path: layer for path, (layer, _) in adaptable_layers(model).items()}
+    layers = {path: each for path, each in found.items() if path != "lm_head" and isinstance(each, nn.Linear)}
+    mixtures = _mixtures(model)
     check(
         bool(layers or mixtures),
         f"quantize_base: {type(model).__name__} must have adapters on layers of the blocks, or no adapters and layers "
         "that are nn.Linear, got neither. Quantise before you replace layers.",
     )
     check(
-        not any(getattr(each, "quantized_weight", None) for each in layers)
+        not any(getattr(each, "quantized_weight", None) for each in layers.values())
         and not any(each.quantized_weights for each in mixtures),
         "quantize_base: weights must not be quantised yet, got some that are. Call it once.",
     )
     check(
-        not any(is_sharded(each.weight) for each in layers) and not any(each.groups.tensor for each in mixtures),
+        not any(is_sharded(each.weight) for each in layers.values())
+        and not any(each.groups.tensor for each in mixtures),
         "quantize_base: linear layers must not be sharded yet, got some that are. Quantise, then call apply_tp and "
         "apply_fsdp.",
     )
-    del layers  # each dense weight is freed as soon as it is quantised
-    for path in plain:
-        linear: Any = model.get_submodule(path)
-        weight = linear.weight.detach()
-        made = None if weight.is_meta else _OPERANDS[dtype](_FORMATS[dtype](torchao, weight.to(device)))
-        model.set_submodule(path, StoredLinear(linear, made or _empty(weight, dtype)))
-    for layer in quantised_layers(model):
+    del found
+    for path in [*layers]:
+        layer = layers.pop(path)  # so that nothing holds a dense weight that is quantised
         weight = layer.weight.detach()
-        if weight.is_meta:
+        made = None if weight.is_meta else _FORMATS[dtype](torchao, weight.to(device))
+        if not isinstance(layer, LoRALinear):
+            stored = _empty(weight, dtype) if made is None else _OPERANDS[dtype](made)
+            model.set_submodule(path, StoredLinear(layer, stored))
+        elif made is None:
             layer.store(_empty(weight, dtype))
         else:
-            layer.weight = nn.Parameter(_FORMATS[dtype](torchao, weight.to(device)), requires_grad=False)
+            layer.weight = nn.Parameter(made, requires_grad=False)
     for mixture in mixtures:
         for name in MATRICES:
             weight = getattr(mixture, name).detach()
-            stored = sharded_as(weight, quantize_experts(local(weight), dtype, device))
-            setattr(mixture, name, nn.Parameter(stored, requires_grad=False))
+            codes = sharded_as(weight, quantize_experts(local(weight), dtype, device))
+            setattr(mixture, name, nn.Parameter(codes, requires_grad=False))
     return model if device is None else model.to(device)
 
 
@@ -126,16 +127,14 @@ def quantised_layers(model: nn.Module) -> list[LoRALinear]:
     return [layer for path, layer in found if path != "lm_head" and isinstance(layer, LoRALinear)]
 
 
-def _quantised_mixtures(model: nn.Module) -> list[LigerMoE]:
-    """The layers whose experts `quantize_base` quantises: all routed experts of a model with adapters."""
-    if adapter_config(model) is None:
-        return []
+def _mixtures(model: nn.Module) -> list[LigerMoE]:
+    """The layers with routed experts, all of which `quantize_base` quantises."""
     return [each for each in model.modules() if isinstance(each, LigerMoE)]
 
 
 def quantised_experts(model: nn.Module) -> list[Tensor]:
     """The matrices of experts that `quantize_base` quantises, [X, O, C] each."""
-    return [getattr(each, name) for each in _quantised_mixtures(model) for name in MATRICES]
+    return [getattr(each, name) for each in _mixtures(model) for name in MATRICES]
 
 
 def quantised_bytes(weight: Tensor, dtype: str) -> int:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from liger_models.kernels.batch_invariance import batch_invariant
 from liger_models.kernels.checks import check
-from liger_models.kernels.cross_entropy import token_statistics
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.linear_cross_entropy import logits_buffer, write_logits
 from liger_models.layers.decoder import Decoder
@@ -78,10 +77,3 @@ def head_outputs(head: LigerLMHead, hidden: Tensor) -> tuple[Tensor, Tensor]:
     write_logits(x, weight, None, raw)
     logits = raw.float() * head.logit_scale
     return raw, logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
-
-
-def log_probs_of(head: LigerLMHead, raw: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probabilities [B] fp32 of tokens [B] from the ``raw`` of `head_outputs`, by the kernel that training uses."""
-    found = token_statistics(raw, tokens, None, -100, 0.0, 0.0, head.softcap, head.logit_scale)
-    assert found is not None
-    return found.log_probs

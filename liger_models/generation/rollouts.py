@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from liger_models.generation.deterministic import head_outputs
-from liger_models.generation.deterministic import log_probs_of as invariant_log_probs_of
 from liger_models.generation.deterministic import refusal as deterministic_refusal
 from liger_models.generation.eval_mode import evaluating
 from liger_models.generation.graphs import DecodeStep, can_capture
@@ -400,12 +399,13 @@ class Scheduler:
         stop_tokens = state[:, 5:]
         self.sampler.seeds = seeds if self.is_seeded else None
         self.pool.resume(lengths, remaining)
+        head = self.model.lm_head
         for step in range(steps):
             out = self.step(self.model, tokens, self.pool.positions)
             if self.deterministic:
-                raw, logits = head_outputs(self.model.lm_head, out)
+                raw, logits = head_outputs(head, out)
                 tokens = self.sampler.draw(logits, counts)
-                log_probs = invariant_log_probs_of(self.model.lm_head, raw, tokens)
+                log_probs = log_probs_of(raw, tokens, head.softcap, head.logit_scale)
             else:
                 tokens = self.sampler.draw(out, counts)
                 log_probs = log_probs_of(out, tokens)

@@ -111,8 +111,12 @@ class Rows:
         return read
 
 
-def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The log-probabilities [B] fp32 of tokens [B] int64 by logits [B, V], which are read once."""
-    found = token_statistics(logits, tokens, None, -1, 0.0, 0.0, None, 1.0)
+def log_probs_of(logits: Tensor, tokens: Tensor, softcap: float | None = None, logit_scale: float = 1.0) -> Tensor:
+    """The log-probabilities [B] fp32 of tokens [B] int64, by the kernel that training uses.
+
+    Args:
+        logits: [B, V], before ``softcap`` and ``logit_scale`` if these are given.
+    """
+    found = token_statistics(logits, tokens, None, -100, 0.0, 0.0, softcap, logit_scale)
     assert found is not None
     return found.log_probs

@@ -122,6 +122,11 @@ def cuda_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if is_cuda else (0, 0)
 
 
+def has_ptx(x: Tensor) -> bool:
+    """Whether kernels on the device of ``x`` may have PTX: on NVIDIA's GPUs from Ampere on."""
+    return cuda_capability(x.device) >= (8, 0)
+
+
 @functools.cache
 def _shared_memory(device: int) -> int:
     return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])

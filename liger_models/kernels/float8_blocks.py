@@ -14,9 +14,8 @@ Source: https://arxiv.org/abs/2412.19437, section 3.3.
 import torch
 from torch import Tensor
 
-from .dispatch import on_device_of, tl, triton, use_triton
+from .dispatch import has_ptx, on_device_of, tl, triton, use_triton
 from .frozen_float8_linear import takes_float8_rows
-from .nf4_rows import has_ptx
 from .overlap import end_previous, start_next
 from .row_linear import LowRank, load_B, low_rank_arguments, low_rank_row, store_row, store_rows
 

@@ -1,4 +1,4 @@
-"""Few rows, as in a step of decoding, times a weight in 4 bits (NF4), of which only the codes are read.
+"""Few rows, as in a step of decoding, times a weight in 4 bits (NF4). Only the codes of the weight are read.
 
 Numbers of the table are multiplied with x, and each sum over a block with the block's scale::
 
@@ -22,15 +22,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dispatch import cuda_capability, on_device_of, tl, triton
+from .dispatch import has_ptx, on_device_of, tl, triton
 from .overlap import start_next
 from .row_linear import LowRank, are_few, load_B, low_rank_arguments, low_rank_row, store_row, store_rows
 
 Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """A weight in NF4: codes, scales, factors, mean, table."""
-
-PTX_CAPABILITY = (8, 0)
-"""CUDA compute capability of the first GPUs with the PTX of these kernels."""
 
 MOST_LOOKUPS = 8
 """Up to so many rows of x are multiplied with pairs that shared memory holds."""
@@ -65,9 +62,9 @@ def _fill() -> str:
 def _step(kind: str, columns: int) -> str:
     """PTX that multiplies STEP_BLOCKS blocks of 16 rows of W with up to ``columns`` rows of x: 1, 2 or 8.
 
-    A lane is the ``group``-th of eight times the ``quarter``-th of four. It has codes of the rows ``group`` and
-    ``group + 8`` of W and the same numbers of x in the column ``group``, of which there are columns times slots; its
-    sums are those of the columns 2 · quarter and 2 · quarter + 1. Two lanes share a block, or four for eight rows of x.
+    The eight columns of a product are ``columns`` rows of x times ``slots`` blocks. Lane 4 · group + quarter of a warp
+    holds codes of the rows group and group + 8 of W, and the same numbers of x for column group. Its sums are those of
+    the columns 2 · quarter and 2 · quarter + 1. Two lanes share a block, or four for eight rows of x.
 
     $0 to $3 are the new sums and $4 to $7 the old ones, row ``group`` first. $8 and $9 are the addresses of the codes
     of both rows, $10 that of x, $11 and $12 the blocks from there to the last one of codes and of x. $13 says with
@@ -298,7 +295,7 @@ def _nf4_rows_kernel(
 
 
 def takes_nf4_rows(x: Tensor, packed: Packed, layout: Sequence[int]) -> bool:
-    """Whether `nf4_rows` takes x: few rows in the dtype of the table, of which the codes of a scale are a part."""
+    """Whether `nf4_rows` takes x: few rows in the dtype of the table, for a weight whose rows have whole blocks."""
     _, columns, codes_per_scale, _ = layout
     return (
         codes_per_scale & (codes_per_scale - 1) == 0 == columns % codes_per_scale
@@ -306,11 +303,6 @@ def takes_nf4_rows(x: Tensor, packed: Packed, layout: Sequence[int]) -> bool:
         and x.dtype == packed[-1].dtype
         and are_few(x, MOST_ROWS)
     )
-
-
-def has_ptx(x: Tensor) -> bool:
-    """Whether kernels on the device of x may have PTX."""
-    return cuda_capability(x.device) >= PTX_CAPABILITY
 
 
 def nf4_rows(

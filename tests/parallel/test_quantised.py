@@ -181,14 +181,16 @@ def test_each_rank_quantises_its_part_to_the_same_weights(two, dtype, number, si
             assert found[f"twice {name}"].equal(2 * weight) or dtype == "nf4", name
 
 
-def resumed(folder: str, dtype: str) -> bool:
-    return goes_on(folder, lambda: apply_fsdp(quantize_base(adapted(), dtype=dtype), param_dtype=None))
+def resumed(folder: str, dtype: str, experts: bool) -> bool:
+    make = adapted_mixture if experts else adapted
+    return goes_on(folder, lambda: apply_fsdp(quantize_base(make(), dtype=dtype), param_dtype=None))
 
 
 @DTYPES
-def test_a_run_goes_on_from_its_state(two, dtype, tmp_path):
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_a_run_goes_on_from_its_state(two, dtype, experts, tmp_path):
     quantization.to_nf4  # noqa: B018
-    assert all(two(resumed, str(tmp_path), dtype))
+    assert all(two(resumed, str(tmp_path), dtype, experts))
 
 
 def generated(dtype: str) -> tuple[Tensor, Tensor]:
@@ -356,16 +358,6 @@ def experts_on_kernels(dtype: str) -> None:
 def test_experts_on_kernels(two_with_kernels, dtype):
     quantization.to_nf4  # noqa: B018
     two_with_kernels(experts_on_kernels, dtype)
-
-
-def experts_resumed(folder: str, dtype: str) -> bool:
-    return goes_on(folder, lambda: apply_fsdp(quantize_base(adapted_mixture(), dtype=dtype), param_dtype=None))
-
-
-@DTYPES
-def test_a_run_on_experts_goes_on_from_its_state(two, dtype, tmp_path):
-    quantization.to_nf4  # noqa: B018
-    assert all(two(experts_resumed, str(tmp_path), dtype))
 
 
 def experts_loaded(folder: str, dtype: str, shard: bool) -> list[Any]:
