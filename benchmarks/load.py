@@ -70,7 +70,8 @@ def measure(job: Job) -> Row:
         if job.mode.library == "hf":
             from transformers import AutoModelForCausalLM
 
-            shard(AutoModelForCausalLM.from_pretrained(os.environ["START"], dtype=torch.bfloat16), ours=False)
+            model = AutoModelForCausalLM.from_pretrained(os.environ["START"], dtype=torch.bfloat16)
+            shard(model.float(), job.mode)
         else:
             from liger_models import AutoLigerModel, apply_fsdp
 

@@ -57,11 +57,12 @@ def measure(job: Job) -> Row:
     begun = time.monotonic()
     config = read_config(job.model)
     B, T = job.shape
+    together = job.mode.extras.get("tp") or 1  # GPUs that share the rows of all of them
     train = make_step(job.mode, config, lr=1e-5, sharded=job.sharded, shape=job.shape)
-    generator = torch.Generator("cuda").manual_seed(int(os.environ.get("RANK", 0)))
+    generator = torch.Generator("cuda").manual_seed(int(os.environ.get("RANK", 0)) // together)
 
     def step() -> Tensor:
-        return train(draw(config, B, T, generator))
+        return train(draw(config, B * together, T, generator))
 
     if "warm" in job.mode:
         from liger_models import warm_up  # not imported by processes of transformers

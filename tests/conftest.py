@@ -104,7 +104,7 @@ def speed_up_the_interpreter() -> None:
 FLOAT8 = {"fp8e4nv": "float8_e4m3fn", "fp8e5": "float8_e5m2"}
 """Triton's names of the formats -> PyTorch's."""
 
-GROUPS = {"two", "four", "two_with_kernels", "two_gpus"}
+GROUPS = {"two", "four", "two_with_kernels", "two_gpus", "four_gpus"}
 """Fixtures of tests/parallel: processes of a process group."""
 
 

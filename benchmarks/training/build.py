@@ -1,6 +1,7 @@
-"""The model of a mode, on the GPU in bf16. Both libraries start from the same weights.
+"""The model of a mode: on one GPU in bf16, or sharded over several in fp32. Both libraries start from the same weights.
 
-Where transformers has the experts of a layer in one tensor, their random numbers are others of the same distribution.
+Where transformers has the experts of a layer in one tensor, and where a model is too large for one GPU, their random
+numbers are others of the same distribution.
 
 A library is imported when its model is built: a process that measures one must not pay for the other.
 """
@@ -14,13 +15,25 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from .modes import Mode
 
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 MEDUSA_HEADS = 5
+
+DEVICE = "cuda"
+"""Tests have another one."""
+
+WHOLE = 12e9
+"""Parameters, at most, of a model that each GPU has whole in fp32 before it is sharded. Others are drawn in shards."""
+IN_SHARDS = {
+    "8bit", "ac", "adamw", "compile", "cp", "ep", "full", "hsdp", "inbackward", "liger", "moments", "offload",
+    "selective", "tp",
+}  # fmt: skip
+"""Words of modes that do not change what is drawn."""
 
 WITHOUT_SDPA = ("gpt_oss",)
 """Families for which transformers has no SDPA."""
@@ -56,8 +69,54 @@ def checkpoint(folder: str) -> dict[str, Tensor]:
     return tensors
 
 
+def build_sharded(config: dict, mode: Mode) -> nn.Module:
+    """The model over the GPUs of the process group."""
+    size = sum(each.numel() for each in build_empty(config, Mode(mode.library, {})).parameters())
+    if size <= WHOLE:
+        return shard(build(config, mode).float(), mode)
+    unknown = mode.extras.keys() - IN_SHARDS
+    if unknown:
+        raise ValueError(f"{'+'.join(sorted(unknown))}: is not for models that are drawn in shards.")
+    return fill_shards(shard(build_empty(config, mode), mode), mode)
+
+
+def build_empty(config: dict, mode: Mode) -> nn.Module:
+    """The model without values, in fp32."""
+    if mode.library == "hf":
+        return empty_hf(config, torch.float32, torch.device("meta"), liger="liger" in mode, recompute="ac" in mode)
+    from liger_models import AutoLigerModel
+
+    model = AutoLigerModel.from_config(config, dtype=torch.float32, device="meta")
+    set_policies(model, mode)
+    return model
+
+
+@torch.no_grad()
+def fill_shards(model: nn.Module, mode: Mode) -> nn.Module:
+    """Draw what each rank has of a sharded model without values. Replicas are alike."""
+    model.to_empty(device=DEVICE)
+    if mode.library == "hf":  # the buffers are lost with the meta device
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(DEVICE)
+    ranks = torch.distributed.get_world_size() // (mode.extras.get("hsdp") or 1)
+    torch.manual_seed(torch.distributed.get_rank() % ranks)
+    for name, parameter in model.named_parameters():
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        own.fill_(1.0) if "norm" in name else own.normal_(std=0.02)
+    return model
+
+
 @torch.no_grad()
 def build_hf(config: dict, liger: bool, recompute: bool, attention: str = "sdpa") -> nn.Module:
+    model = empty_hf(config, torch.bfloat16, torch.device(DEVICE), liger, recompute, attention)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weight(name, parameter.shape, parameter.device))
+    return model
+
+
+def empty_hf(
+    config: dict, dtype: torch.dtype, device: torch.device, liger: bool, recompute: bool, attention: str = "sdpa"
+) -> nn.Module:
+    """The model of transformers, with any values."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
@@ -67,12 +126,8 @@ def build_hf(config: dict, liger: bool, recompute: bool, attention: str = "sdpa"
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
         MODEL_TYPE_TO_APPLY_LIGER_FN[config["model_type"]]()
-    with torch.device("cuda"):
-        model = auto_class.from_config(
-            AutoConfig.for_model(**config), dtype=torch.bfloat16, attn_implementation=attention
-        )
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weight(name, parameter.shape, parameter.device))
+    with device:
+        model = auto_class.from_config(AutoConfig.for_model(**config), dtype=dtype, attn_implementation=attention)
     model.config.use_cache = False
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -126,7 +181,7 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
     from liger_models import AutoLigerModel
     from liger_models.convert import format_of
 
-    model = AutoLigerModel.from_config(config, dtype=torch.bfloat16, device="cuda")
+    model = AutoLigerModel.from_config(config, dtype=torch.bfloat16, device=DEVICE)
     weights = format_of(type(model)).module_map(model.config)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:  # a buffer in transformers
@@ -167,35 +222,46 @@ def build_ours(config: dict, mode: Mode) -> nn.Module:
 def set_policies(model: nn.Module, mode: Mode) -> None:
     """Offload and recompute in as many blocks as the mode says. Blocks that are not offloaded recompute first."""
     total = len(model.layers)
-    offloaded = mode.blocks("offload", total)
+    offloaded = mode.number("offload", total)
     model.set_checkpointing("none", offload_layers=offloaded)
     stay = [i for i in range(total) if i not in model.offloaded]
     policies = ["none"] * total
     for policy in ("selective", "full"):
-        count = mode.blocks(policy, total)
+        count = mode.number(policy, total)
         for i in (stay if count <= len(stay) else range(total))[:count]:
             policies[i] = policy
     model.set_checkpointing(policies, offload_layers=offloaded)
 
 
-def shard(model: nn.Module, ours: bool, context: bool = False, blocks: bool = False) -> nn.Module:
-    """Wrap a model with FSDP2: weights in fp32, computation in bf16.
+def shard(model: nn.Module, mode: Mode) -> nn.Module:
+    """Wrap a model in fp32 with FSDP2, which computes in bf16. A model of transformers is wrapped block by block."""
+    if mode.library == "ours":
+        from liger_models.parallel import apply_cp, apply_ep, apply_fsdp, apply_tp
 
-    Args:
-        ours: it is a model of this package. A model of transformers is wrapped block by block.
-        context: context parallel over all GPUs.
-        blocks: compile each block of a model of transformers. What FSDP2 does between them is not compiled.
-    """
-    model = model.float()
-    if ours:
-        from liger_models.parallel import apply_cp, apply_fsdp
-
-        if context:
-            apply_cp(model, init_device_mesh("cuda", (torch.distributed.get_world_size(),)))
-        return apply_fsdp(model)
+        mesh = mesh_of(mode)
+        if "tp" in mode:
+            apply_tp(model, mesh, sequence_parallel=True)
+        if "ep" in mode:
+            apply_ep(model, mesh)
+        if "cp" in mode:
+            apply_cp(model, mesh)
+        return apply_fsdp(model, mesh)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model.model.layers:
-        if blocks:
+        if "compile" in mode:  # what FSDP2 does between the blocks is not compiled
             layer.compile()
         fully_shard(layer, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
+
+
+def mesh_of(mode: Mode) -> DeviceMesh:
+    """All GPUs, with a dimension for what the mode shares among them."""
+    gpus = torch.distributed.get_world_size()
+    for word in ("tp", "ep", "cp"):
+        if word in mode:
+            size = mode.number(word, gpus)
+            return init_device_mesh(DEVICE, (gpus // size, size), mesh_dim_names=("dp", word))
+    copies = mode.number("hsdp", gpus)
+    if copies:
+        return init_device_mesh(DEVICE, (copies, gpus // copies), mesh_dim_names=("copies", "dp"))
+    return init_device_mesh(DEVICE, (gpus,))

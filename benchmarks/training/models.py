@@ -10,9 +10,11 @@ MODELS = {
     "llama-3-70b": ("llama/Meta-Llama-3.1-70B-Instruct.json", None),
     "llama-3.2-1b": ("llama/Llama-3.2-1B-Instruct.json", None),
     "llama-3.2-3b": ("llama/Llama-3.2-3B.json", None),
+    "llama-3-70b-8-layers": ("llama/Meta-Llama-3.1-70B-Instruct.json", 8),
     "qwen2-7b": ("qwen2/Qwen2-7B.json", None),
+    "qwen3-30b-a3b": ("qwen3_moe/Qwen3-30B-A3B.json", None),
 }
-"""Whole models: the file of the release's config.json, and None for all of its layers."""
+"""Releases at their real width: the file of their config.json, and the number of layers, or None for all of them."""
 FAMILIES = {
     "llama": ("llama/Llama-3.2-1B-Instruct.json", 4),
     "mistral": ("mistral/Mistral-7B-v0.1.json", 4),

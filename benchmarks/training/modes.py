@@ -28,6 +28,9 @@
 | ``fp8``, ``fp8rowwise`` | ours | float8 products, with one scale for a tensor or one for a row |
 | ``warm`` | ours | `warm_up` before the first step |
 | ``cp`` | ours | context parallel: the GPUs share one sequence |
+| ``tpK`` | ours | in ``fsdp``: tensor parallel over K GPUs, which share the rows of K |
+| ``epK`` | ours | in ``fsdp``: expert parallel over K GPUs |
+| ``hsdpK`` | ours | in ``fsdp``: K replicas, each sharded over its part of the GPUs |
 
 Without a number K means all blocks.
 """
@@ -46,14 +49,14 @@ MODES = (
 MODE = (
     r"hf(\+(ac|compile|graph|liger|medusa|lora(\+nf4)?))*"
     r"|ours(\+(8bit|adamw|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+float8|\+nf4|\+peft)?|medusa|warm"
-    r"|(full|moments|offload|selective)\d*|plan\d+))*"
+    r"|(full|moments|offload|selective)\d*|(ep|hsdp|plan|tp)\d+))*"
     r"|unsloth\+lora(\+nf4)?(\+ac)?"
     r"|titan(\+compile)?(\+selective|\+full)?"
 )
 """The regular expression of a valid mode."""
 
-COUNTED = re.compile(r"(full|moments|offload|plan|selective)(\d*)")
-"""Words that take a number: of blocks, or of GB."""
+COUNTED = re.compile(r"(ep|full|hsdp|moments|offload|plan|selective|tp)(\d*)")
+"""Words that take a number: of blocks, of GB, of GPUs or of replicas."""
 
 TITLES = {
     "hf": "transformers", "ours": "liger_models", "unsloth": "Unsloth", "titan": "torchtitan",
@@ -66,7 +69,13 @@ TITLES = {
     "cp": ", context parallel", "lora": ", LoRA", "peft": " by PEFT", "nf4": " on 4 bits",
     "float8": " on float8", "medusa": ", Medusa heads",
 }  # fmt: skip
-"""What the tables call each word."""
+"""What the tables call each word; a number after it is one of blocks."""
+
+COUNTED_TITLES = {
+    "plan": "planned for {} GB", "tp": "tensor parallel over {} GPUs", "ep": "expert parallel over {} GPUs",
+    "hsdp": "{} replicas",
+}  # fmt: skip
+"""What the tables call words whose number is not one of blocks."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +105,8 @@ class Mode:
     def __contains__(self, extra: str) -> bool:
         return extra in self.extras
 
-    def blocks(self, extra: str, total: int) -> int:
-        """How many of ``total`` blocks an extra applies to: none without it, all if it has no number."""
+    def number(self, extra: str, total: int) -> int:
+        """To how many of ``total``, such as blocks, an extra applies: none without it, all if it has no number."""
         count = self.extras.get(extra, 0)
         return total if count is None else count
 
@@ -106,9 +115,9 @@ def title(mode: str) -> str:
     """A mode in the words of the tables."""
     words = ""
     for part in mode.split("+"):
-        if re.fullmatch(r"plan\d+", part):
-            words += f", planned for {part[4:]} GB"
-            continue
         word = part if part in TITLES else part.rstrip("0123456789")
+        if word in COUNTED_TITLES:
+            words += ", " + COUNTED_TITLES[word].format(part[len(word) :])
+            continue
         words += TITLES.get(word, f", {word}") + (f" of {part[len(word) :]} blocks" if part != word else "")
     return words

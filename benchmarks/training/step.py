@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .build import build, shard
+from .build import build, build_sharded
 from .modes import Mode
 
 
@@ -45,10 +45,8 @@ def make_step(mode: Mode, config: dict, lr: float, sharded: bool = False, shape:
         assert shape is not None
         model = build_peer(config, mode, sharded, shape[1])
     else:
-        model = build(config, mode)
+        model = build_sharded(config, mode) if sharded else build(config, mode)
         plan = make_plan(model, mode, *shape) if shape and "plan" in mode else None
-        if sharded:
-            model = shard(model, ours, "cp" in mode, blocks="compile" in mode and not ours)
     model.train()
     whole = "compile" in mode and (ours or (mode.library == "hf" and not sharded))
     forward = torch.compile(model, fullgraph=ours) if whole else model
@@ -93,7 +91,7 @@ def make_optimizer(model: nn.Module, mode: Mode, lr: float, plan: Any = None) ->
 
     body = model.model if "medusa" in mode else model
     total = len(body.layers)
-    moments = plan.host_moments if plan else host_blocks(total, mode.blocks("moments", total), body.offloaded)
+    moments = plan.host_moments if plan else host_blocks(total, mode.number("moments", total), body.offloaded)
     on_host = [each for i in moments for each in body.layers[i].parameters() if each.requires_grad]
     optimizer = LigerAdamW(trained, lr=lr, offload=on_host, state_dtype=torch.int8 if "8bit" in mode else None)
     if plan.in_backward if plan else "inbackward" in mode:

@@ -50,7 +50,7 @@ def test_blocks_of_transformers_are_compiled_before_they_are_sharded(monkeypatch
     model = torch.nn.Module()
     model.model = torch.nn.Module()
     model.model.layers = torch.nn.ModuleList([block])
-    build.shard(model, ours=False, blocks=True)
+    build.shard(model, Mode.parse("hf+compile"))
     assert (compiled, sharded) == ([0], [block, model])
 
 
@@ -134,7 +134,7 @@ def test_a_mode_is_parsed():
     assert mode.library == "ours"
     assert "adamw" in mode
     assert "fp8" in mode
-    assert [mode.blocks(extra, 32) for extra in ("offload", "selective", "full")] == [12, 32, 0]
+    assert [mode.number(extra, 32) for extra in ("offload", "selective", "full")] == [12, 32, 0]
     assert re.fullmatch(MODE, "ours+adamw+8bit+moments16")
     assert re.fullmatch(MODE, "ours+adamw+plan60")
     assert re.fullmatch(MODE, "ours+lora+float8")
@@ -143,6 +143,9 @@ def test_a_mode_is_parsed():
     assert re.fullmatch(MODE, "titan+compile+full")
     assert Mode.parse("ours+plan60").extras == {"plan": 60}
     assert title("ours+plan60") == "liger_models, planned for 60 GB"
+    assert title("ours+adamw+tp2") == "liger_models, LigerAdamW, tensor parallel over 2 GPUs"
+    assert title("ours+hsdp2+offload4") == "liger_models, 2 replicas, offload of 4 blocks"
+    assert not re.fullmatch(MODE, "ours+ep")
     assert title("ours+adamw+8bit+moments16") == (
         "liger_models, LigerAdamW, moments in 8 bits, host memory for the moments of 16 blocks"
     )

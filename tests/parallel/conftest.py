@@ -172,10 +172,24 @@ def two_with_kernels() -> Iterator[Group]:
         yield group
 
 
+@contextmanager
+def on_gpus(ranks: int) -> Iterator[Group]:
+    """A group each of whose processes has a GPU of its own, over NCCL."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs that NCCL connects, got {torch.cuda.device_count()}")
+    with running(lasting(ranks, gpus=True)) as group:
+        yield group
+
+
 @pytest.fixture(scope="module")
 def two_gpus() -> Iterator[Group]:
-    """As `two`, each process with a GPU of its own, over NCCL."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs that NCCL connects, got {torch.cuda.device_count()}")
-    with running(lasting(2, gpus=True)) as group:
+    """As `two`, on GPUs."""
+    with on_gpus(2) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def four_gpus() -> Iterator[Group]:
+    """As `four`, on GPUs."""
+    with on_gpus(4) as group:
         yield group
