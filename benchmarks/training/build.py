@@ -7,6 +7,7 @@ A library is imported when its model is built: a process that measures one must 
 """
 
 import functools
+import math
 import os
 import tempfile
 import zlib
@@ -93,15 +94,22 @@ def build_empty(config: dict, mode: Mode) -> nn.Module:
 
 @torch.no_grad()
 def fill_shards(model: nn.Module, mode: Mode) -> nn.Module:
-    """Draw what each rank has of a sharded model without values. Replicas are alike."""
+    """Draw what each rank has of a sharded model without values. Replicas are alike.
+
+    Embeddings are large and what blocks add to them is small, as in Megatron-LM. Random routers then choose all experts
+    about equally often, as trained ones do.
+    """
     model.to_empty(device=DEVICE)
     if mode.library == "hf":  # the buffers are lost with the meta device
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(DEVICE)
     ranks = torch.distributed.get_world_size() // (mode.extras.get("hsdp") or 1)
     torch.manual_seed(torch.distributed.get_rank() % ranks)
+    small = 0.02 / math.sqrt(2 * model.config.num_hidden_layers)
+    stds = {"embed_tokens": 1.0, "o_proj": small, "down": small}
     for name, parameter in model.named_parameters():
         own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        own.fill_(1.0) if "norm" in name else own.normal_(std=0.02)
+        std = next((std for part, std in stds.items() if part in name), 0.02)
+        own.fill_(1.0) if "norm" in name else own.normal_(std=std)
     return model
 
 
