@@ -51,8 +51,8 @@ def register_autograd(
 ) -> None:
     """``torch.library.register_autograd`` for ops without keyword-only arguments and lists of tensors.
 
-    To fill in the default values, PyTorch's own reads the whole schema once for each argument, in every call. That takes
-    the host about as long as all else in a forward. Here they are read once.
+    To fill in the default values, PyTorch's own reads the whole schema once for each argument, in every call. That
+    takes the host about as long as all else in a forward. Here they are read once.
 
     Args:
         name: of an op of ``library``.
