@@ -10,7 +10,7 @@ import dataclasses
 import types
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -223,6 +223,8 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
         scaling = ROPE_TYPES[rope_type]
         hints = typing.get_type_hints(scaling)
         accepted = set(hints)
+        if "truncate" in accepted and given.get("truncate", True) is None:  # transformers takes null as false
+            rope["truncate"] = False
         if "original_max_position_embeddings" in accepted:
             rope["original_max_position_embeddings"] = (
                 top_level or rope.get("original_max_position_embeddings") or hf.get("max_position_embeddings")
@@ -274,6 +276,19 @@ def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
             f"got {nested['sliding_attention']}. The architecture scales the rotation of full attention only."
         )
     return flat
+
+
+def of_text(hf: Mapping[str, Any], text: Mapping[str, Any], top: Collection[str]) -> dict[str, Any]:
+    """The keys of a config.json with a ``text_config`` in one object, as transformers reads them.
+
+    Args:
+        hf: the content of config.json.
+        text: the keys of its ``text_config``. They count, whatever the top level says.
+        top: keys that count at the top level only.
+    """
+    strangers = ("text_config", "pad_token_id", *_ROPE_KEYS)
+    rest = {key: value for key, value in hf.items() if key not in strangers}
+    return rest | dict(text) | {key: hf[key] for key in top if key in hf}
 
 
 def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

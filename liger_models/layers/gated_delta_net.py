@@ -11,7 +11,7 @@ from liger_models.kernels.checks import check
 from liger_models.kernels.collectives import Group, sum_gradient, to_heads, to_tokens
 from liger_models.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
 from liger_models.kernels.gated_norm import gated_norm, gated_norm_reference
-from liger_models.kernels.short_conv import short_conv, short_conv_reference
+from liger_models.kernels.short_conv import MAX_WIDTH, short_conv, short_conv_reference
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible, local
@@ -91,7 +91,7 @@ class LigerGatedDeltaNet(Layer):
         kernel: False for plain torch.
 
     Raises:
-        ValueError: Hv is not a multiple of Hk.
+        ValueError: Hv is not a multiple of Hk, or K is 1, or more than the kernel takes.
 
     Source: https://arxiv.org/abs/2412.06464.
     """
@@ -118,6 +118,11 @@ class LigerGatedDeltaNet(Layer):
             num_value_heads % num_key_heads == 0,
             f"LigerGatedDeltaNet: num_value_heads ({num_value_heads}) must be a multiple of num_key_heads "
             f"({num_key_heads}).",
+        )
+        check(
+            conv_size > 1 and (conv_size <= MAX_WIDTH or not kernel),
+            f"LigerGatedDeltaNet: conv_size (linear_conv_kernel_dim) must be 2 to {MAX_WIDTH}, got {conv_size}. "
+            "KernelOptions(linear_attention=False) takes more.",
         )
         self.num_key_heads, self.num_value_heads, self.conv_size = num_key_heads, num_value_heads, conv_size
         self.key_dim, self.value_dim, self.layer, self.kernel = key_dim, value_dim, layer, kernel

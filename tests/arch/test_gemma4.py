@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from liger_models import AutoLigerModel
+from liger_models.convert.config_map import read_config, write_config
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.memory.estimate import training_memory
 
-from .families import CASES, LIMIT, error, gradients_of, tiny, tokens
+from ..late import transformers
+from .families import CASES, LIMIT, error, gradients_of, load, tiny, tokens
 
 CASES = [case for case in CASES if case[0] in ("gemma4_text", "gemma4_unified_text")]
 every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
@@ -157,3 +159,23 @@ def test_configurations_that_do_not_fit(changes, message):
     hf = {"model_type": "gemma4_text", **tiny("gemma4_text")["shared"]}
     with pytest.raises(ValueError, match=message):
         AutoLigerModel.from_config({**hf, **changes}, device="meta")
+
+
+def test_without_a_share_all_pairs_of_the_wide_heads_turn(tmp_path):
+    """Rope parameters that are given have no default of it; without any it is a quarter."""
+    rope = {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    }
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("gemma4_text", **tiny("gemma4_text")["rope"] | {"rope_parameters": rope})
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    theirs.save_pretrained(tmp_path)
+    ours, ids = load("gemma4_text", tmp_path), tokens("gemma4_text", "rope", 2, 30)
+    with torch.no_grad():
+        assert error(ours(ids).logits, theirs(ids).logits) <= LIMIT
+    assert ours.config.partial_rotary_factor == 1.0
+    again = read_config(type(ours.config), write_config(ours.config, {}, torch.float32))
+    assert again == ours.config
+    bare = {key: value for key, value in config.to_dict().items() if key != "rope_parameters"}
+    assert read_config(type(ours.config), bare).partial_rotary_factor == 0.25

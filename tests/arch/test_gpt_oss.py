@@ -1,11 +1,18 @@
 """What is particular to GPT-OSS."""
 
+import copy
+
 import torch
 
 from liger_models import LigerGptOss
+from liger_models.arch.gpt_oss import GptOssConfig
+from liger_models.convert.config_map import read_config, write_config
+from liger_models.layers.rope import RotaryEmbedding
 
-from ..late import transformers
+from ..late import Late, transformers
 from .families import error, tiny
+
+modeling = Late("transformers.models.gpt_oss.modeling_gpt_oss")
 
 
 def test_the_limit_of_the_experts_is_that_of_the_configuration(tmp_path):
@@ -24,3 +31,17 @@ def test_the_limit_of_the_experts_is_that_of_the_configuration(tmp_path):
     for layer in ours.layers:
         layer.mlp.limit = 7.0
     assert error(ours(ids).logits, want) > 1e-2
+
+
+def test_yarn_with_null_for_truncate_does_not_truncate():
+    """Null is false in transformers, where a missing key is true."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    for key in ({"truncate": None}, {"truncate": False}, {}):
+        hf = {**tiny("gpt_oss")["yarn"], "rope_parameters": yarn | key}
+        rotary = modeling.GptOssRotaryEmbedding(transformers.GptOssConfig(**copy.deepcopy(hf)))
+        config = read_config(GptOssConfig, hf)
+        ours = RotaryEmbedding(config.head_size, config.rope_theta, config.rope_scaling)
+        assert error(ours.inv_freq, rotary.inv_freq) <= 1e-6
+        assert config.rope_scaling.truncate == (key == {})
+        written = write_config(config, hf, torch.float32)
+        assert read_config(GptOssConfig, written) == config

@@ -1,14 +1,17 @@
 """Qwen3-Next beyond what every family is tested for: states in decoding, long texts, tensors that are kept."""
 
+import dataclasses
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from liger_models import LigerQwen3Next
+from liger_models import KernelOptions, LigerQwen3Next
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
 from liger_models.layers.kv_cache import DecodeCache
 
-from .families import LIMIT, assert_same_gradients, error, load, tokens
+from ..late import transformers
+from .families import LIMIT, assert_same_gradients, error, load, tiny, tokens
 
 CASE = ("qwen3_next", "aux")
 one_case = pytest.mark.parametrize("pair", [CASE], indirect=True, ids="-".join)
@@ -121,3 +124,19 @@ def test_layers_that_predict_a_second_token_are_saved_again(tmp_path):
     save_file({**tensors, "mtp_fc.weight": torch.ones(3)}, tmp_path / "plain" / "model.safetensors")
     with pytest.raises(ValueError, match=r"Unexpected: mtp_fc\.weight"):
         load(CASE[0], tmp_path / "plain")
+
+
+def test_a_convolution_that_the_kernel_does_not_take_is_refused_at_once(tmp_path):
+    """When the model is built, not by its first forward; plain torch takes wider ones."""
+    wide = {**tiny("qwen3_next")["aux"], "linear_conv_kernel_dim": 6}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("qwen3_next", **wide)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"linear_conv_kernel_dim\) must be 2 to 4, got 6\. KernelOptions"):
+        load(CASE[0], tmp_path)
+    ours, ids = load(CASE[0], tmp_path, kernels=KernelOptions(linear_attention=False)), tokens(*CASE, 2, 20)
+    with torch.no_grad():
+        assert error(ours(ids).logits, theirs(ids).logits) <= LIMIT
+    with pytest.raises(ValueError, match="must be 2 to 4, got 1"):
+        LigerQwen3Next(dataclasses.replace(ours.config, linear_conv_kernel_dim=1), ours.kernels)

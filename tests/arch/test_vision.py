@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 
 from liger_models import KernelOptions, LigerLlama, LlamaConfig
+from liger_models.arch import get_arch
+from liger_models.convert.config_map import read_config
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
+from ..late import transformers
 from .families import (
     LIMIT,
+    VIDEO_CASES,
+    VISION_CASES,
     assert_bounds_under_other_names,
     assert_same_gradients,
     error,
@@ -24,6 +29,7 @@ from .families import (
     load,
     make_folder,
     one_video_case_each,
+    tiny,
 )
 
 Grid = tuple[int, int, int]
@@ -510,3 +516,30 @@ def test_on_gpu(pair, root, rows, dtype):
     assert error(got.loss, want.loss) <= (LIMIT if dtype == torch.float32 else 0.02)
     if dtype == torch.float32:
         assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.parametrize("arch", sorted({arch for arch, _ in VISION_CASES}))
+def test_keys_of_the_language_model_count_in_its_own_configuration_only(arch):
+    """Transformers ignores them at the top level, where other tools put some."""
+    hf = transformers.AutoConfig.for_model(arch, **next(iter(tiny(arch).values()))).to_dict()
+    rope = {"rope_type": "default", "rope_theta": 77.0}
+    strange = {
+        "rms_norm_eps": 0.5, "sliding_window": 3, "final_logit_softcapping": 2.0, "use_bidirectional_attention": None,
+        "hidden_size": 8, "num_hidden_layers": 1, "rope_parameters": rope, "max_position_embeddings": 5,
+    }  # fmt: skip
+    strange = {key: value for key, value in strange.items() if key in hf["text_config"]}
+    assert len(strange) >= 5
+    theirs, same = (transformers.AutoConfig.for_model(**copy.deepcopy(each)) for each in (hf, hf | strange))
+    assert same.get_text_config().to_dict() == theirs.get_text_config().to_dict()
+    config_class = get_arch(arch).config_class
+    assert read_config(config_class, hf | strange) == read_config(config_class, hf)
+
+
+@pytest.mark.parametrize("arch", sorted({arch for arch, _ in VIDEO_CASES}))
+def test_the_default_rotation_of_a_tower_is_the_axial_one(arch):
+    """Transformers replaces the name of the type."""
+    hf = transformers.AutoConfig.for_model(arch, **next(iter(tiny(arch).values()))).to_dict()
+    hf["vision_config"]["rope_parameters"] = {"rope_type": "default", "rope_theta": 77.0}
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(hf)).vision_config.rope_parameters
+    assert theirs == {"rope_type": "axial", "rope_theta": 77.0}
+    assert read_config(get_arch(arch).config_class, hf).vision_config.rope_theta == 77.0

@@ -17,6 +17,7 @@ from liger_models.arch._gemma4 import text
 from liger_models.arch._gemma4.processor import Gemma4Processor
 from liger_models.arch._gemma4.text import Gemma4Decoder
 from liger_models.base.vision_language import VisionLanguageModel, check_tensors, repeated_items
+from liger_models.convert.config_map import of_text
 from liger_models.kernels.checks import check
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
@@ -241,9 +242,7 @@ def from_json(hf: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any
     Raises:
         ValueError: a rope type is not supported, or layers of one type differ.
     """
-    # Beside a text_config, transformers does not read the top's pad_token_id.
-    top = {key: value for key, value in hf.items() if key not in ("text_config", "pad_token_id")}
-    return text.from_json(hf.get("text_config") or {}) | top | {"vision_config": dict(vision)}
+    return of_text(hf, text.from_json(hf.get("text_config") or {}), TOP) | {"vision_config": dict(vision)}
 
 
 def to_json(

@@ -564,9 +564,10 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     flat["hidden_act"] = hf.get("hidden_activation")
     nested = hf.get("rope_parameters") or {}
     full, sliding = (dict(nested.get(layer_type) or {}) for layer_type in LAYER_TYPES)
-    types = full.pop("rope_type", "default" if full else "proportional"), sliding.pop("rope_type", "default")
+    given = bool(full)
+    types = full.pop("rope_type", "default" if given else "proportional"), sliding.pop("rope_type", "default")
     flat["rope_theta"], flat["rope_local_base_freq"] = full.pop("rope_theta", None), sliding.pop("rope_theta", None)
-    if full or types[0] == "default":
+    if given:
         share = full.pop("partial_rotary_factor", 1.0)
         flat["partial_rotary_factor"] = share if types[0] == "proportional" else 1.0
     known = types in (("proportional", "default"), ("default", "default"))

@@ -42,9 +42,9 @@ def read_multimodal(hf: Mapping[str, Any]) -> dict[str, Any]:
     rope, axial = dict(flat.get(where) or {}), dict(vision.pop("rope_parameters", None) or {})
     interleaved, axial_type = rope.pop("mrope_interleaved", None), axial.pop("rope_type", "axial")
     check(
-        interleaved in (None, flat["model_type"] in INTERLEAVED) and axial_type == "axial",
+        interleaved in (None, flat["model_type"] in INTERLEAVED) and axial_type in ("axial", "default"),
         f"config.json: {where}.mrope_interleaved must be missing or match the architecture, and the tower's rope_type "
-        f"must be 'axial', got {interleaved} and {axial_type!r}.",
+        f"must be 'axial' or 'default', got {interleaved} and {axial_type!r}.",
     )
     if rope.get("mrope_section"):
         flat["mrope_section"] = rope["mrope_section"]

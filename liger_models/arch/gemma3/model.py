@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from liger_models.arch.gemma3.processor import Gemma3Processor
 from liger_models.arch.registry import add_family
 from liger_models.base.vision_language import VisionLanguageModel, check_tensors, repeated_items
-from liger_models.convert.config_map import flat_rope
+from liger_models.convert.config_map import flat_rope, of_text
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map, qkv_rows
 from liger_models.kernels.checks import check
@@ -364,10 +364,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Moves the keys of ``text_config`` to the top, and renames ``hidden_activation`` to ``hidden_act``."""
     text = flat_rope(hf.get("text_config") or {})
     text["hidden_act"] = text.pop("hidden_activation", None)
-    top = {
-        key: value for key, value in hf.items() if key not in ("text_config", "pad_token_id")
-    }  # only the text's counts
-    return text | top
+    return of_text(hf, text, TOP)
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from liger_models.arch.mllama.cross_attention import (
 from liger_models.arch.mllama.processor import MllamaProcessor
 from liger_models.arch.registry import add_family
 from liger_models.base.vision_language import VisionLanguageModel, check_tensors
+from liger_models.convert.config_map import of_text
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import (
     Cat,
@@ -555,10 +556,8 @@ TOP = ("image_token_index", "vision_config")
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Moves the keys of ``text_config`` to the top, and renames ``dropout`` to ``attention_dropout``."""
     text = {"attention_dropout" if key == "dropout" else key: value for key, value in hf["text_config"].items()}
-    top = {
-        key: value for key, value in hf.items() if key not in ("text_config", "pad_token_id")
-    }  # only the text's counts
-    return text | top | {"tie_word_embeddings": False}  # transformers never ties the head, whatever the file says
+    # transformers never ties the head, whatever the file says
+    return of_text(hf, text, TOP) | {"tie_word_embeddings": False}
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
