@@ -132,6 +132,32 @@ def test_the_parts_of_generation(hf):
     assert ours.generate(ids).shape == (1, T + 2)
 
 
+@llama
+def test_generation_with_a_tokenizer(hf):
+    """generate needs it for texts that end a row, and passes it on to the forward."""
+    arch, variant, theirs, ours = hf
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(48 + n): n for n in range(101)}, unk_token="0"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="0")
+    ids = tokens(arch, variant, 2, T)
+    options = {"max_new_tokens": 9, "do_sample": False, "tokenizer": tokenizer}
+    free = ours.generate(ids, **options)
+    stop = tokenizer.decode(free[0, T + 2 : T + 4])
+    want = theirs.generate(ids, **options, stop_strings=[stop])
+    assert torch.equal(ours.generate(ids, **options, stop_strings=[stop]), want)
+    assert not torch.equal(want, free)
+
+
+@llama
+def test_continuous_batching_is_refused(hf):
+    """Its loop runs in a thread, where an error ends no call: the requests would come back empty."""
+    ours = hf[-1]
+    with pytest.raises(NotImplementedError, match=r"continuous batching .* model.model.decoder.rollout"):
+        ours.generate_batch([[5, 6, 7]], generation_config=transformers.GenerationConfig(max_new_tokens=2))
+
+
 @pytest.mark.parametrize("hf", [("phi3", "longrope")], indirect=True, ids="-".join)
 def test_generation_across_the_length_at_which_all_frequencies_change(hf):
     arch, variant, theirs, ours = hf
