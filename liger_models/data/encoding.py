@@ -108,7 +108,8 @@ class Encoder:
         self.fields = tuple(self.formats.columns) if field is None else (field,)
         self.max_samples, self.broken_media, self.skipped = max_samples, broken_media, Skipped()
         # What decides how examples are read.
-        self.key: Any = [READING, type(self).__name__, self.fields, self.formats.allowed, self.formats.format, max_samples]
+        reads = (self.fields, self.formats.allowed, self.formats.format)
+        self.key: Any = [READING, type(self).__name__, *reads, max_samples]
         added = self.tokenizer.backend.get_added_tokens_decoder()
         self._media = {
             token.content: id
@@ -197,9 +198,7 @@ class Encoder:
                 raise ValueError(f"{where}: {error}") from error
             answers = [message for message in messages if message.get("role") == "assistant"]
             first = sum(message.get("role") == "assistant" for message in earlier)
-            check(
-                bool(spans[first:]), f"{where}: a chat must have a message of the assistant, got none. Leave it out."
-            )
+            check(bool(spans[first:]), f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
             weighted = zip(spans[first:], answers[first:], strict=True)
             spans = [span for span, answer in weighted if answer.get("weight", 1)]
             return self._write(where, text, spans, False, found)
@@ -337,12 +336,12 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
         kinds: kinds of parts that are allowed besides text, such as "image".
 
     Returns:
-        The messages. The content of an assistant's message that only calls tools may be None. Without ``kinds`` parts of
-        text are joined.
+        The messages. The content of an assistant's message that only calls tools may be None. Without ``kinds`` parts
+        of text are joined.
 
     Raises:
-        ValueError: another message has no content, a part of a message is neither text nor of these kinds, or a weight is
-            neither 0 nor 1.
+        ValueError: another message has no content, a part of a message is neither text nor of these kinds, or a weight
+            is neither 0 nor 1.
     """
     read = []
     for number, message in enumerate(messages, 1):
@@ -360,9 +359,10 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
             check(not found, f"{where}: message {number} must be {taken}, got a part {', '.join(found)}. {_NO_MEDIA}")
         if not kinds and isinstance(content, list) and all(map(_is_text, content)):
             content = "".join(part["text"] for part in content)  # templates of text models take no parts
+        weight = present.get("weight", 1)
         check(
-            present.get("weight", 1) in (0, 1),
-            f"{where}: message {number} must have weight 0 (not learnt) or 1, got {present.get('weight')!r}. Correct it.",
+            weight in (0, 1),
+            f"{where}: message {number} must have weight 0 (not learnt) or 1, got {weight!r}. Correct it.",
         )
         read.append({**present, "content": content})
     return read

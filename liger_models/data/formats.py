@@ -96,7 +96,7 @@ def _from_alpaca(where: str, example: Example, chat: bool) -> Example:
     history = example.get("history") or ()
     check(
         not isinstance(history, str) and all(not isinstance(turn, str) and len(turn) == 2 for turn in history),
-        f"{where}: history must be a list of pairs of a question and its answer, got {str(history)[:60]!r}. Correct it.",
+        f"{where}: history must be a list of pairs of question and answer, got {str(history)[:60]!r}. Correct it.",
     )
     if chat:
         asked = {"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction}

@@ -148,7 +148,7 @@ def test_the_format_is_named(read):
         ({"messages": [ASKED, ANSWERED], "tools": "f"}, "tools must be JSON where it is a text, got 'f'"),
         ({"messages": [ASKED, ANSWERED], "chat_template_kwargs": [1]}, "chat_template_kwargs must be an object"),
         ({"messages": [ASKED, ANSWERED], "chat_template_kwargs": {"thinks": 1}}, "variables must be names .*thinks"),
-        ({"messages": [ASKED, {**ANSWERED, "weight": 0.5}]}, r"message 2 must have weight 0 \(not learnt\) or 1, got 0.5"),
+        ({"messages": [ASKED, {**ANSWERED, "weight": 0.5}]}, r"message 2 must have weight 0 .* or 1, got 0.5"),
         ({"instruction": "a", "output": "b", "history": [["a", "b", "c"]]}, "history must be a list of pairs"),
         ({"instruction": "a", "output": "b", "history": "abc"}, "history must be a list of pairs"),
     ],
