@@ -408,7 +408,7 @@ def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
         try:
             found[name] = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
-            raise ValueError(f"{name} must be JSON where it is a text, got {value[:60]!r}. Correct it.") from error
+            raise ValueError(f"{name} must be JSON where it is a text, got {str(value)[:60]!r}. Correct it.") from error
     more = found["chat_template_kwargs"] or {}
     check(isinstance(more, Mapping), f"chat_template_kwargs must be an object, got {str(more)[:60]!r}. Correct it.")
     return {"tools": found["tools"], **{key: value for key, value in more.items() if value is not None}}
