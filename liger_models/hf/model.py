@@ -190,6 +190,13 @@ class LigerModel(LigerPreTrainedModel):
         text = position_ids
         if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
             text, position_ids = position_ids[0], position_ids[1:]  # those of the text, and time, height and width
+        if attention_mask is not None and attention_mask.is_floating_point():  # as PEFT's prompts make it
+            check_values(
+                (attention_mask >= 0).all(),
+                "forward: attention_mask must be 1 for tokens and 0 for padding, got values below 0, as in a mask that "
+                "is added to scores. Pass mask == 0.",
+            )
+            attention_mask = attention_mask.ceil().long()
         if attention_mask is not None:
             check_values(
                 (attention_mask <= 1).all(),

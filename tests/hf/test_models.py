@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import liger_models.hf
+from liger_models.adapters import unpack_projections
 from liger_models.arch import get_arch
 from liger_models.hf.auto import model_class
 
@@ -148,6 +149,34 @@ def test_generation_with_a_tokenizer(hf):
     want = theirs.generate(ids, **options, stop_strings=[stop])
     assert torch.equal(ours.generate(ids, **options, stop_strings=[stop]), want)
     assert not torch.equal(want, free)
+
+
+@pytest.mark.parametrize("unpacked", [True, False])
+@llama
+def test_prompts_that_peft_learns(hf, unpacked):
+    """They stand before the prompt in generation, too, and their mask is one of floats."""
+    peft = pytest.importorskip("peft")
+    arch, variant, theirs, _ = hf
+    ours = copy.deepcopy(hf[-1])
+    ids = tokens(arch, variant, 2, T)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    options = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    plain = ours.generate(**options)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    answers = []
+    for model in (copy.deepcopy(theirs), unpack_projections(ours) if unpacked else ours):
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, config).eval()
+        with torch.no_grad():
+            adapted.prompt_encoder["default"].embedding.weight.mul_(50)
+        answers.append((adapted.generate(**options), adapted(input_ids=ids, attention_mask=mask).logits))
+    (want, theirs_logits), (got, ours_logits) = answers
+    assert torch.equal(got, want)
+    assert not torch.equal(got, plain)
+    assert error(ours_logits[:1], theirs_logits[:1]) <= LIMIT
+    with pytest.raises(ValueError, match="values below 0, as in a mask that is added to scores"):
+        hf[-1](ids, attention_mask=torch.where(mask == 1, 0.0, float("-inf")))
 
 
 @llama
