@@ -1,4 +1,7 @@
-"""Full fine-tuning steps under FSDP2: weights, gradients and optimizer state in fp32, computation in bf16."""
+"""Full fine-tuning steps under FSDP2: weights, gradients and optimizer state in fp32, computation in bf16.
+
+Modes may say otherwise.
+"""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""The model of a mode: on one GPU in bf16, or sharded over several in fp32. Both libraries start from the same weights.
+"""The model of a mode: on one GPU in bf16, or sharded over several. Both libraries start from the same weights.
 
 Where transformers has the experts of a layer in one tensor, and where a model is too large for one GPU, their random
 numbers are others of the same distribution.
@@ -31,7 +31,7 @@ DEVICE = "cuda"
 WHOLE = 12e9
 """Parameters, at most, of a model that each GPU has whole in fp32 before it is sharded. Others are drawn in shards."""
 IN_SHARDS = {
-    "8bit", "ac", "adamw", "compile", "cp", "ep", "full", "hsdp", "inbackward", "liger", "moments", "offload",
+    "8bit", "ac", "adamw", "bf16", "compile", "cp", "ep", "full", "hsdp", "inbackward", "liger", "moments", "offload",
     "selective", "tp",
 }  # fmt: skip
 """Words of modes that do not change what is drawn."""
@@ -74,20 +74,25 @@ def build_sharded(config: dict, mode: Mode) -> nn.Module:
     """The model over the GPUs of the process group."""
     size = sum(each.numel() for each in build_empty(config, Mode(mode.library, {})).parameters())
     if size <= WHOLE:
-        return shard(build(config, mode).float(), mode)
+        return shard(build(config, mode).to(dtype_of(mode)), mode)
     unknown = mode.extras.keys() - IN_SHARDS
     if unknown:
         raise ValueError(f"{'+'.join(sorted(unknown))}: is not for models that are drawn in shards.")
     return fill_shards(shard(build_empty(config, mode), mode), mode)
 
 
+def dtype_of(mode: Mode) -> torch.dtype:
+    """Of a sharded model's parameters."""
+    return torch.bfloat16 if "bf16" in mode else torch.float32
+
+
 def build_empty(config: dict, mode: Mode) -> nn.Module:
-    """The model without values, in fp32."""
+    """The model without values."""
     if mode.library == "hf":
-        return empty_hf(config, torch.float32, torch.device("meta"), liger="liger" in mode, recompute="ac" in mode)
+        return empty_hf(config, dtype_of(mode), torch.device("meta"), liger="liger" in mode, recompute="ac" in mode)
     from liger_models import AutoLigerModel
 
-    model = AutoLigerModel.from_config(config, dtype=torch.float32, device="meta")
+    model = AutoLigerModel.from_config(config, dtype=dtype_of(mode), device="meta")
     set_policies(model, mode)
     return model
 
@@ -242,7 +247,7 @@ def set_policies(model: nn.Module, mode: Mode) -> None:
 
 
 def shard(model: nn.Module, mode: Mode) -> nn.Module:
-    """Wrap a model in fp32 with FSDP2, which computes in bf16. A model of transformers is wrapped block by block."""
+    """Wrap a model with FSDP2, which computes in bf16. A model of transformers is wrapped block by block."""
     if mode.library == "ours":
         from liger_models.parallel import apply_cp, apply_ep, apply_fsdp, apply_tp
 

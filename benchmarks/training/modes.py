@@ -28,6 +28,7 @@
 | ``fp8``, ``fp8rowwise`` | ours | float8 products, with one scale for a tensor or one for a row |
 | ``warm`` | ours | `warm_up` before the first step |
 | ``cp`` | ours | context parallel: the GPUs share one sequence |
+| ``bf16`` | hf, ours | in ``fsdp``: weights, gradients and moments in bf16 instead of fp32 |
 | ``tpK`` | ours | in ``fsdp``: tensor parallel over K GPUs, which share the rows of K |
 | ``epK`` | ours | in ``fsdp``: expert parallel over K GPUs |
 | ``hsdpK`` | ours | in ``fsdp``: K replicas, each sharded over its part of the GPUs |
@@ -47,8 +48,8 @@ MODES = (
 """The modes that ``--help`` names."""
 
 MODE = (
-    r"hf(\+(ac|compile|graph|liger|medusa|lora(\+nf4)?))*"
-    r"|ours(\+(8bit|adamw|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+float8|\+nf4|\+peft)?|medusa|warm"
+    r"hf(\+(ac|bf16|compile|graph|liger|medusa|lora(\+nf4)?))*"
+    r"|ours(\+(8bit|adamw|bf16|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|lora(\+float8|\+nf4|\+peft)?|medusa|warm"
     r"|(full|moments|offload|selective)\d*|(ep|hsdp|plan|tp)\d+))*"
     r"|unsloth\+lora(\+nf4)?(\+ac)?"
     r"|titan(\+compile)?(\+selective|\+full)?"
@@ -64,7 +65,8 @@ TITLES = {
     "selective": ', policy "selective"', "full": ', policy "full"', "compile": ", torch.compile",
     "graph": ", CUDA graphs", "static": ", static cache, compiled",
     "adamw": ", LigerAdamW", "inbackward": ", step in the backward", "offload": ", offload",
-    "8bit": ", moments in 8 bits", "moments": ", host memory for the moments", "warm": ", warmed up",
+    "bf16": ", all in bf16", "8bit": ", moments in 8 bits", "moments": ", host memory for the moments",
+    "warm": ", warmed up",
     "fp8": ", float8", "fp8rowwise": ", float8 by rows", "blocks": ", blocks compiled",
     "cp": ", context parallel", "lora": ", LoRA", "peft": " by PEFT", "nf4": " on 4 bits",
     "float8": " on float8", "medusa": ", Medusa heads",

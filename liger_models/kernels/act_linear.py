@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check, check_floating
-from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
 from .gated_act import _activation
 from .norm_linear import check_linear, given_or_empty, linear
 
@@ -145,7 +145,7 @@ def _backward(ctx, dy):
     return dx, d_weight, None if d_bias is None else d_bias.to(ctx.bias_dtype), None
 
 
-torch.library.register_autograd("liger_models::act_linear", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("act_linear", _backward, _setup)
 
 
 def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:

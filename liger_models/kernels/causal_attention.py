@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .checks import check, check_floating
-from .dispatch import LIBRARY, fitting_stages, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, fitting_stages, on_device_of, register_autograd, tl, triton, use_triton
 from .rope import contiguous_rows
 
 MOST_HEAD_DIM = 512
@@ -476,7 +476,7 @@ def _backward(ctx, d_out, _d_lse):
     return *grads, None, None, None
 
 
-torch.library.register_autograd("liger_models::causal_attention", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("causal_attention", _backward, _setup)
 
 
 def causal_attention(

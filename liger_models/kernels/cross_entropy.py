@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .checks import check, check_floating
-from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
 from .scalar_loss import HandOver, without_exponent
 
 MAX_BLOCK, WIDE_BLOCK = 8192, 16384
@@ -473,7 +473,7 @@ def _backward(ctx, a, _z_loss, c, _lse, _predicted):
     return dx, *(None,) * 8
 
 
-torch.library.register_autograd("liger_models::cross_entropy", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("cross_entropy", _backward, _setup)
 
 
 def _loss_and_gradient(logits, target, class_weight, factors, *options_and_predict) -> tuple[Tensor, ...]:

@@ -51,7 +51,7 @@ from torch.nn import functional as F
 
 from .checks import check, check_floating
 from .cross_entropy import LOWEST, _transformed, check_arguments, exp, token_scale
-from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
 from .linear_cross_entropy import (
     chunk_rows,
     logits_buffer,
@@ -440,9 +440,7 @@ def _fake(x, weight, target, bias, teacher_x, teacher_weight, teacher_bias, fact
     )
 
 
-torch.library.register_autograd(
-    "liger_models::linear_divergence", scalar_loss_backward, setup_context=scalar_loss_setup, lib=LIBRARY
-)
+register_autograd("linear_divergence", scalar_loss_backward, scalar_loss_setup)
 
 
 def linear_divergence(
@@ -620,9 +618,7 @@ def _logits_autograd(ctx, d_hard, d_soft, _):
     return made, *(None,) * 6
 
 
-torch.library.register_autograd(
-    "liger_models::logits_divergence", _logits_autograd, setup_context=_logits_setup, lib=LIBRARY
-)
+register_autograd("logits_divergence", _logits_autograd, _logits_setup)
 
 
 def logits_divergence(
@@ -843,9 +839,7 @@ def _distribution_autograd(ctx, upstream):
     return made, *(None,) * 6
 
 
-torch.library.register_autograd(
-    "liger_models::distribution_divergence", _distribution_autograd, setup_context=_distribution_setup, lib=LIBRARY
-)
+register_autograd("distribution_divergence", _distribution_autograd, _distribution_setup)
 
 
 def _distribution_loss_and_gradient(student, teacher, factors, kind, beta, eps) -> tuple[Tensor, ...]:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch import LIBRARY, use_triton
+from .dispatch import LIBRARY, register_autograd, use_triton
 from .float8 import (
     RECIPES,
     Float8,
@@ -342,7 +342,7 @@ def _backward(ctx, dy, dh, _dstatistics, _dgate_up, _damax):
     )
 
 
-torch.library.register_autograd("liger_models::float8_gated_mlp", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("float8_gated_mlp", _backward, _setup)
 
 
 def float8_gated_mlp(

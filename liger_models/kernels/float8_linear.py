@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .checks import check
-from .dispatch import LIBRARY, use_triton
+from .dispatch import LIBRARY, register_autograd, use_triton
 from .float8 import (
     MULTIPLE,
     RECIPES,
@@ -249,7 +249,7 @@ def _backward(ctx, dy, dh, _dstatistics, _damax):
     )
 
 
-torch.library.register_autograd("liger_models::float8_norm_linear", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("float8_norm_linear", _backward, _setup)
 
 
 def check_float8(op: str, recipe: str, **weights: Tensor) -> None:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check
-from .dispatch import LIBRARY, cuda_capability, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, cuda_capability, on_device_of, register_autograd, tl, triton, use_triton
 from .row_linear import are_few, row_linear_forward
 
 DTYPE = torch.float8_e4m3fn
@@ -233,7 +233,7 @@ def _backward(ctx, dy):
     return dx, None, None, dy.flatten(0, -2).sum(0) if ctx.has_bias and needs_bias else None
 
 
-torch.library.register_autograd("liger_models::frozen_float8_linear", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("frozen_float8_linear", _backward, _setup)
 
 
 def frozen_float8_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:

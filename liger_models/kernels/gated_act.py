@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check, check_floating
-from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
 from .overlap import await_previous, overlap
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
@@ -184,7 +184,7 @@ def _backward(ctx, dy):
     return torch.ops.liger_models.gated_act_backward(dy, gate_up, *ctx.constants), None, None
 
 
-torch.library.register_autograd("liger_models::gated_act", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("gated_act", _backward, _setup)
 
 
 def check_act(op: str, act: str) -> None:

@@ -40,7 +40,17 @@ import torch
 from torch import Tensor
 
 from .checks import check, check_documents, check_floating
-from .dispatch import INTERPRET, LIBRARY, TensorDescriptor, fitting_stages, on_device_of, tl, triton, use_triton
+from .dispatch import (
+    INTERPRET,
+    LIBRARY,
+    TensorDescriptor,
+    fitting_stages,
+    on_device_of,
+    register_autograd,
+    tl,
+    triton,
+    use_triton,
+)
 from .documents import bounds, flat, locate, slots
 
 CHUNK = 64
@@ -978,7 +988,7 @@ def _backward(ctx, d_out, d_final, _):
     return *(grad if use else None for grad, use in zip(grads, given, strict=True)), *(None,) * 4
 
 
-torch.library.register_autograd("liger_models::gated_delta_rule", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("gated_delta_rule", _backward, _setup)
 
 
 def _check(

@@ -50,7 +50,7 @@ from .collectives import (
     rows_in_order,
     sum_rows,
 )
-from .dispatch import LIBRARY, use_triton
+from .dispatch import LIBRARY, register_autograd, use_triton
 from .fused_norm import FusedNorm
 from .gated_act import check_act, gated_act_backward, gated_act_forward, gated_act_reference
 from .norm_linear import (
@@ -384,7 +384,7 @@ def _backward(ctx, dy, dh, _dstatistics, _dgate_up):
     )
 
 
-torch.library.register_autograd("liger_models::gated_mlp", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("gated_mlp", _backward, _setup)
 
 
 def gated_mlp(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check, check_floating
-from .dispatch import LIBRARY, num_programs, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, num_programs, on_device_of, register_autograd, tl, triton, use_triton
 
 TILE, WARPS = 2048, 4
 """Elements of the rows that a program takes at a time."""
@@ -162,7 +162,7 @@ def _backward(ctx, dy):
     return *torch.ops.liger_models.gated_norm_backward(dy, *ctx.saved_tensors, ctx.eps), None
 
 
-torch.library.register_autograd("liger_models::gated_norm", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("gated_norm", _backward, _setup)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .causal_attention import _precision
 from .checks import check, check_floating
-from .dispatch import LIBRARY, fitting_stages, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, fitting_stages, on_device_of, register_autograd, tl, triton, use_triton
 from .rope import contiguous_rows
 
 
@@ -147,7 +147,7 @@ def _backward(ctx, dy):
     return dy @ weight if need_x else None, d_weight, rows.sum(0) if need_bias else None
 
 
-torch.library.register_autograd("liger_models::invariant_linear", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("invariant_linear", _backward, _setup)
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

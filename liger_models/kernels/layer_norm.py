@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .checks import check, check_floating
-from .dispatch import LIBRARY, num_programs, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, num_programs, on_device_of, register_autograd, tl, triton, use_triton
 from .rms_norm import ELEMENTWISE_BLOCK, LEAST_TILE
 
 MAX_WIDTH = 65536
@@ -312,8 +312,8 @@ def _add_backward(ctx, dy, dh, _dstatistics):
     )
 
 
-torch.library.register_autograd("liger_models::layer_norm", _backward, setup_context=_setup, lib=LIBRARY)
-torch.library.register_autograd("liger_models::add_layer_norm", _add_backward, setup_context=_add_setup, lib=LIBRARY)
+register_autograd("layer_norm", _backward, _setup)
+register_autograd("add_layer_norm", _add_backward, _add_setup)
 
 
 def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -48,7 +48,7 @@ from .cross_entropy import (
     token_scale,
     token_statistics,
 )
-from .dispatch import LIBRARY
+from .dispatch import LIBRARY, register_autograd
 from .invariant_linear import write_invariant_linear
 from .scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, scale_, scaled, without_exponent
 
@@ -450,9 +450,7 @@ def wide_gradients_fake(
     )
 
 
-torch.library.register_autograd(
-    "liger_models::linear_cross_entropy", scalar_loss_backward, setup_context=scalar_loss_setup, lib=LIBRARY
-)
+register_autograd("linear_cross_entropy", scalar_loss_backward, scalar_loss_setup)
 
 
 @torch.library.impl(LIBRARY, "linear_cross_entropy_tokens", "CompositeExplicitAutograd")
@@ -512,9 +510,7 @@ def _tokens_grad(ctx, a, _z_loss, c, _lse, _predicted):
     return dx, dweight, None, dbias, *(None,) * 12
 
 
-torch.library.register_autograd(
-    "liger_models::linear_cross_entropy_tokens", _tokens_grad, setup_context=_tokens_setup, lib=LIBRARY
-)
+register_autograd("linear_cross_entropy_tokens", _tokens_grad, _tokens_setup)
 
 
 def check_head(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, workspace_mib: int | None) -> None:

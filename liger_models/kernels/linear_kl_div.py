@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from .checks import check, check_floating
 from .cross_entropy import LOWEST, _transformed, check_arguments, exp, token_scale
-from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
 from .linear_cross_entropy import check_head, chunk_rows, matching_dtypes, walk_chunks, wide_gradients_fake
 from .scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, without_exponent
 
@@ -186,9 +186,7 @@ def _fake(x, weight, target, bias, probabilities, factors, *rest) -> tuple[Tenso
     )
 
 
-torch.library.register_autograd(
-    "liger_models::linear_kl_div", scalar_loss_backward, setup_context=scalar_loss_setup, lib=LIBRARY
-)
+register_autograd("linear_kl_div", scalar_loss_backward, scalar_loss_setup)
 
 
 def linear_kl_div(

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from .checks import check
 from .cross_entropy import LOWEST, _transformed, check_arguments, exp, token_statistics
-from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
 from .linear_cross_entropy import (
     Gradients,
     check_head,
@@ -280,7 +280,7 @@ def _grad(ctx, c, h, _lse):
     return dx, dweight, None, dbias, *(None,) * 4
 
 
-torch.library.register_autograd("liger_models::linear_logprobs", _grad, setup_context=_setup, lib=LIBRARY)
+register_autograd("linear_logprobs", _grad, _setup)
 
 
 @overload

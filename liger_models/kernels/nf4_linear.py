@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .batch_invariance import product
 from .checks import check
-from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
 from .nf4_rows import Packed, nf4_rows, nf4_scale, takes_nf4_rows
 
 NF4_BLOCK, MOST_SCALES = 64, 256
@@ -167,7 +167,7 @@ def _backward(ctx, dy):
     return dx, d_bias, *[None] * 9
 
 
-torch.library.register_autograd("liger_models::nf4_linear", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("nf4_linear", _backward, _setup)
 
 
 def nf4_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:

@@ -49,7 +49,7 @@ from .collectives import (
     rows_in_order,
     sum_rows,
 )
-from .dispatch import LIBRARY, use_triton
+from .dispatch import LIBRARY, register_autograd, use_triton
 from .fused_norm import FusedNorm
 from .linear_cross_entropy import accumulate
 from .quantized_weight import (
@@ -313,7 +313,7 @@ def _backward(ctx, dy, dh, _dstatistics):
     )
 
 
-torch.library.register_autograd("liger_models::norm_linear", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("norm_linear", _backward, _setup)
 
 
 def check_linear(op: str, name: str, weight: Weight, bias: Tensor | None, in_features: int) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_floating
-from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, register_autograd, tl, triton, use_triton
 from .overlap import await_previous, overlap
 from .rms_norm import _scaled, rms_norm_reference
 from .rope import (
@@ -330,7 +330,7 @@ def _backward(ctx, dq, dk, dv):
     return dqkv, *(None,) * 5, dwq if need_dwq else None, dwk if need_dwk else None, *(None,) * 4
 
 
-torch.library.register_autograd("liger_models::qk_norm_rope", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("qk_norm_rope", _backward, _setup)
 
 
 def qk_norm_rope(

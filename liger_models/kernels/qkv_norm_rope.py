@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .checks import check, check_floating
-from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, register_autograd, tl, triton, use_triton
 from .overlap import await_previous, overlap
 from .qk_norm_rope import HEAD_STAGES, HEAD_WARPS_PER_SM
 from .rms_norm import rms_norm_reference
@@ -281,7 +281,7 @@ def _backward(ctx, dq, dk, dv):
     return d_packed, *(None,) * 5, dwq if need_dwq else None, dwk if need_dwk else None, None
 
 
-torch.library.register_autograd("liger_models::qkv_norm_rope", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("qkv_norm_rope", _backward, _setup)
 
 
 def qkv_norm_rope(

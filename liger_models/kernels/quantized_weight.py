@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import batch_invariance
 from .checks import check
-from .dispatch import LIBRARY, use_triton
+from .dispatch import LIBRARY, register_autograd, use_triton
 from .float8_blocks import block_rows, blocks_dense, takes_block_rows
 from .frozen_float8_linear import float8_dense, float8_input_product, float8_product, takes_float8_rows
 from .nf4_linear import nf4_dense, nf4_dense_reference
@@ -233,7 +233,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, None, dy.flatten(0, -2).sum(0) if ctx.has_bias and needs_bias else None, *[None] * 6
 
 
-torch.library.register_autograd("liger_models::quantized_linear", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("quantized_linear", _backward, _setup)
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:

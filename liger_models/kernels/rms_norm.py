@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .checks import check, check_floating
-from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, register_autograd, tl, triton, use_triton
 from .overlap import await_previous, overlap
 
 MAX_TILE = 16384
@@ -425,8 +425,8 @@ def _add_backward(ctx, dy, dh, _drstd):
     return dx.to(ctx.x_dtype), dx, dw if need_dw else None, None, None, None
 
 
-torch.library.register_autograd("liger_models::rms_norm", _backward, setup_context=_setup, lib=LIBRARY)
-torch.library.register_autograd("liger_models::add_rms_norm", _add_backward, setup_context=_add_setup, lib=LIBRARY)
+register_autograd("rms_norm", _backward, _setup)
+register_autograd("add_rms_norm", _add_backward, _add_setup)
 
 
 def _check(op: str, x: Tensor, weight: Tensor) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .checks import check, check_floating
-from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
 from .overlap import await_previous, overlap
 
 MIN_WARPS, MAX_WARPS = 4, 16
@@ -360,8 +360,8 @@ def _qkv_backward(ctx, dq, dk, dv):
     return torch.ops.liger_models.rope_qkv_backward(dq, dk, dv, cos, sin, *ctx.sizes), *(None,) * 6
 
 
-torch.library.register_autograd("liger_models::rope", _backward, setup_context=_setup, lib=LIBRARY)
-torch.library.register_autograd("liger_models::rope_qkv", _qkv_backward, setup_context=_qkv_setup, lib=LIBRARY)
+register_autograd("rope", _backward, _setup)
+register_autograd("rope_qkv", _qkv_backward, _qkv_setup)
 
 
 # Sizes are put into a message only when it is raised: in a graph they may be symbolic, which Dynamo cannot format.

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check, check_documents, check_floating
-from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
 from .documents import bounds, flat, locate, slots
 
 MAX_WIDTH = 4
@@ -267,7 +267,7 @@ def _backward(ctx, d_out):
     return dx, d_weight, d_bias, None if initial_state is None else d_initial, None, None
 
 
-torch.library.register_autograd("liger_models::short_conv", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("short_conv", _backward, _setup)
 
 
 def short_conv(

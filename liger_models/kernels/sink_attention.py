@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check, check_floating
-from .dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from .dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
 
 CUDNN_STEP = 128
 """cuDNN runs only for lengths that are multiples of this, because it builds a plan for every new length."""
@@ -279,7 +279,7 @@ def _backward(ctx, dy, _d_lse):
     return *(grad if each else None for grad, each in zip(grads, need, strict=False)), *(None,) * 4
 
 
-torch.library.register_autograd("liger_models::sink_attention", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("sink_attention", _backward, _setup)
 
 
 def is_fused(q: Tensor) -> bool:

@@ -26,6 +26,7 @@ def losses_of(model: str, mode_text: str, whole: float) -> list[float]:
     step = make_step(mode, copy.deepcopy(config), lr=1e-3, sharded=True)
     norms = [each for name, each in step.model.named_parameters() if "norm" in name]
     assert all(isinstance(each, DTensor) for each in step.model.parameters())
+    assert {each.dtype for each in step.model.parameters()} == {torch.bfloat16 if "bf16" in mode else torch.float32}
     assert {value for each in norms for value in each.full_tensor().tolist()} == {1}
     rank = dist.get_rank() // mode.extras.get("tp", 1)
     ids = torch.randint(97, (1, 16), generator=torch.Generator().manual_seed(rank))
@@ -39,7 +40,10 @@ MODES = ["hf", "ours", "ours+adamw+inbackward+selective", "ours+hsdp2", "ours+tp
 @pytest.mark.parametrize("whole", [0, 1e9], ids=["in shards", "whole"])
 @pytest.mark.parametrize(
     ("model", "mode"),
-    [*(("llama-3-70b-8-layers", mode) for mode in MODES), *(("qwen3-30b-a3b", mode) for mode in ("hf", "ours+ep4"))],
+    [
+        *(("llama-3-70b-8-layers", mode) for mode in MODES),
+        *(("qwen3-30b-a3b", mode) for mode in ("hf+bf16", "ours+ep4", "ours+adamw+bf16+inbackward+selective+ep2")),
+    ],
 )
 def test_models_are_sharded(four, model, mode, whole):
     for first, *_, last in four(losses_of, model, mode, whole):

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.checks import check, check_floating
-from liger_models.kernels.dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from liger_models.kernels.dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
 from liger_models.kernels.gated_act import ACTIVATIONS, _load_pairs, gated_act_forward
 from liger_models.kernels.norm_linear import given_or_empty, low_rank_pair
 from liger_models.kernels.row_linear import LowRank
@@ -524,7 +524,7 @@ def _backward(ctx, dy, *_):
     return dx, d_weights, None, d_gate_up, d_down, None, None, *others[:2], None, *others[2:], *[None] * 14
 
 
-torch.library.register_autograd("liger_models::moe_mlp", _backward, setup_context=_setup, lib=LIBRARY)
+register_autograd("moe_mlp", _backward, _setup)
 
 
 def moe_mlp(

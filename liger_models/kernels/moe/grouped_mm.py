@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.kernels.batch_invariance import is_batch_invariant
-from liger_models.kernels.dispatch import LIBRARY, cuda_capability, on_device_of, tl, triton
+from liger_models.kernels.dispatch import LIBRARY, cuda_capability, on_device_of, register_autograd, tl, triton
 from liger_models.kernels.invariant_linear import invariant_linear
 
 PRODUCT_BLOCKS = {2: (128, 128, 64), 4: (64, 64, 32)}
@@ -75,9 +75,7 @@ def _grouped_backward(ctx, d_product):
     return d_rows, ops.grouped_outer(rows, d_product, ends) if need_weight else None, None
 
 
-torch.library.register_autograd(
-    "liger_models::grouped_product", _grouped_backward, setup_context=_grouped_setup, lib=LIBRARY
-)
+register_autograd("grouped_product", _grouped_backward, _grouped_setup)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.checks import check, check_floating, check_values
-from liger_models.kernels.dispatch import LIBRARY, on_device_of, tl, triton, use_triton
+from liger_models.kernels.dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
 
 ROUTE_ROWS, ROUTE_TILE = 32, 4096
@@ -213,7 +213,7 @@ def _route_autograd(ctx, d_weights, _d_experts):
     return torch.ops.liger_models.route_backward(d_weights, *ctx.saved_tensors, ctx.normalize), None, None, None, None
 
 
-torch.library.register_autograd("liger_models::route", _route_autograd, setup_context=_route_setup, lib=LIBRARY)
+register_autograd("route", _route_autograd, _route_setup)
 
 
 def route(
