@@ -257,7 +257,10 @@ class UnpackedModel(HFModules):
         if name == "peft_config":  # PEFT sets it when it has replaced the modules for the first adapter
             self.checked = set()
             self._check_configs(value)
-        super().__setattr__(name, value)
+        if name == "prepare_inputs_for_generation" and hasattr(self.inner, name):
+            setattr(self.inner, name, value)  # PEFT sets it while it generates, to add prompt tokens that were learnt
+        else:
+            super().__setattr__(name, value)
 
     def _check_configs(self, configs: dict[str, Any]) -> None:
         """Check the configurations of new adapters."""
@@ -337,8 +340,10 @@ class UnpackedModel(HFModules):
         return self.causal_lm.lm_head
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **inputs: Any) -> dict[str, Any]:
-        """The arguments as they are. PEFT requires the method, and ``generate`` does not call it."""
-        return {"input_ids": input_ids, **inputs}
+        """The arguments of the forward for the next tokens; this package's own ``generate`` does not call it."""
+        prepare = getattr(type(self.inner), "prepare_inputs_for_generation", None)
+        made: dict[str, Any] = {"input_ids": input_ids, **inputs}
+        return made if prepare is None else prepare(self.inner, **made)  # that of the object may be PEFT's
 
     def train(self, mode: bool = True) -> "UnpackedModel":
         """Set the mode of all modules of the model."""

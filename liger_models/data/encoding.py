@@ -25,6 +25,8 @@ from liger_models.kernels.checks import check
 from liger_models.text.chat import Span, answer_mask
 from liger_models.text.tokenizer import Tokenizer
 
+READING = 2
+"""Part of the name of a token cache. Raised when examples are read in another way than before."""
 FIELDS = ("messages", "text", "input_ids")
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
 """Examples are tokenised in groups, on all cores. A group is full at this number of examples or of characters."""
@@ -106,7 +108,8 @@ class Encoder:
         self.fields = tuple(self.formats.columns) if field is None else (field,)
         self.max_samples, self.broken_media, self.skipped = max_samples, broken_media, Skipped()
         # What decides how examples are read.
-        self.key: Any = [type(self).__name__, self.fields, self.formats.allowed, self.formats.format, max_samples]
+        reads = (self.fields, self.formats.allowed, self.formats.format)
+        self.key: Any = [READING, type(self).__name__, *reads, max_samples]
         added = self.tokenizer.backend.get_added_tokens_decoder()
         self._media = {
             token.content: id
@@ -169,6 +172,10 @@ class Encoder:
                 prompt is None or isinstance(prompt, str),
                 f"{where}: prompt must be a text as {field} is, got messages. Convert one.",
             )
+            check(
+                self.field is not None or field != "messages",
+                f"{where}: messages must be a list of messages, got the text {value[:60]!r}. If it is JSON, parse it.",
+            )
             whole = (prompt or "") + value
             places = () if self.processor is None else self.processor.placeholder.finditer(whole)
             kinds = [str(place.lastgroup) for place in places]
@@ -186,11 +193,14 @@ class Encoder:
             messages = read_messages(where, messages, self.kinds)
             earlier = messages[: len(prompt or ())]
             try:
-                text, spans = self.tokenizer.render_answers(messages, tools=read_tools(example))
-            except ValueError as error:
+                text, spans = self.tokenizer.render_answers(messages, **read_variables(example))
+            except (TypeError, ValueError) as error:
                 raise ValueError(f"{where}: {error}") from error
-            spans = spans[sum(message.get("role") == "assistant" for message in earlier) :]
-            check(bool(spans), f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
+            answers = [message for message in messages if message.get("role") == "assistant"]
+            first = sum(message.get("role") == "assistant" for message in earlier)
+            check(bool(spans[first:]), f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
+            weighted = zip(spans[first:], answers[first:], strict=True)
+            spans = [span for span, answer in weighted if answer.get("weight", 1)]
             return self._write(where, text, spans, False, found)
         check(
             isinstance(value, Sequence) and all(type(token) is int and 0 <= token < 2**31 for token in value),
@@ -326,10 +336,12 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
         kinds: kinds of parts that are allowed besides text, such as "image".
 
     Returns:
-        The messages. The content of an assistant's message that only calls tools may be None.
+        The messages. The content of an assistant's message that only calls tools may be None. Without ``kinds`` parts
+        of text are joined.
 
     Raises:
-        ValueError: another message has no content, or a part of a message is neither text nor of these kinds.
+        ValueError: another message has no content, a part of a message is neither text nor of these kinds, or a weight
+            is neither 0 nor 1.
     """
     read = []
     for number, message in enumerate(messages, 1):
@@ -345,8 +357,20 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
             found = [] if isinstance(part, Mapping) and part.get("type") in kinds else _media_in(part)
             taken = " and ".join(("text", *kinds))
             check(not found, f"{where}: message {number} must be {taken}, got a part {', '.join(found)}. {_NO_MEDIA}")
+        if not kinds and isinstance(content, list) and all(map(_is_text, content)):
+            content = "".join(part["text"] for part in content)  # templates of text models take no parts
+        weight = present.get("weight", 1)
+        check(
+            weight in (0, 1),
+            f"{where}: message {number} must have weight 0 (not learnt) or 1, got {weight!r}. Correct it.",
+        )
         read.append({**present, "content": content})
     return read
+
+
+def _is_text(part: Any) -> bool:
+    """Whether a part of a message is a text."""
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _media_in(part: Any) -> list[str]:
@@ -370,10 +394,24 @@ def _masked(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span] |
     return array("i", (id if learns else ~id for id, learns in zip(ids, learnt, strict=True)))
 
 
-def read_tools(example: Mapping[str, Any]) -> Any:
-    """The tools of a chat. They may be JSON text, because a column cannot hold values of different types."""
-    tools = example.get("tools")
-    return json.loads(tools) if isinstance(tools, str) else tools
+def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of the chat template: the tools of a chat, and its ``chat_template_kwargs``.
+
+    Both may be JSON text, because a column cannot hold values of different types.
+
+    Raises:
+        ValueError: such a text is not JSON, or ``chat_template_kwargs`` is not an object.
+    """
+    found = {}
+    for name in ("tools", "chat_template_kwargs"):
+        value = example.get(name)
+        try:
+            found[name] = json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f"{name} must be JSON where it is a text, got {str(value)[:60]!r}. Correct it.") from error
+    more = found["chat_template_kwargs"] or {}
+    check(isinstance(more, Mapping), f"chat_template_kwargs must be an object, got {str(more)[:60]!r}. Correct it.")
+    return {"tools": found["tools"], **{key: value for key, value in more.items() if value is not None}}
 
 
 def _check_characters(where: str, text: str) -> None:

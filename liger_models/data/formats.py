@@ -17,6 +17,7 @@ ROLES = {
     "system": "system",
 }
 """Who speaks in ShareGPT's data -> the role of a message; "call" is an assistant's message that calls a tool."""
+_OF_TURN = ("tool_calls", "tool_call_id", "name", "weight")
 ALPACA = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
 ALPACA_INPUT = ", paired with an input that provides further context"
 
@@ -71,8 +72,8 @@ def _from_sharegpt(where: str, example: Example, chat: bool) -> Example:
         if role == "call":
             messages.append({"role": "assistant", "content": None, "tool_calls": _read_calls(where, number, content)})
         else:
-            messages.append({"role": role, "content": content, **_only(turn, "tool_calls", "tool_call_id", "name")})
-    return {**_with_system(example, messages), **_only(example, "tools")}
+            messages.append({"role": role, "content": content, **_only(turn, *_OF_TURN)})
+    return {**_with_system(example, messages), **_only(example, *_TEMPLATE)}
 
 
 def _read_calls(where: str, number: int, content: Any) -> list[dict[str, Any]]:
@@ -92,11 +93,16 @@ def _from_alpaca(where: str, example: Example, chat: bool) -> Example:
     )
     for name, value in (("instruction", instruction), ("input", given or ""), ("output", output)):
         check(isinstance(value, str), f"{where}: {name} must be a text, got {str(value)[:60]!r}. Correct it.")
+    history = example.get("history") or ()
+    check(
+        not isinstance(history, str) and all(not isinstance(turn, str) and len(turn) == 2 for turn in history),
+        f"{where}: history must be a list of pairs of question and answer, got {str(history)[:60]!r}. Correct it.",
+    )
     if chat:
         asked = {"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction}
         earlier = [
             {"role": role, "content": content}
-            for turn in example.get("history") or ()
+            for turn in history
             for role, content in zip(("user", "assistant"), turn, strict=True)
         ]
         answer = [{"role": "assistant", "content": output}]
@@ -123,13 +129,14 @@ def _only(example: Example, *names: str) -> dict[str, Any]:
     return {name: example[name] for name in names if example.get(name) is not None}
 
 
+_TEMPLATE = ("tools", "chat_template_kwargs")
 _PAIRS = "Pairs train with objective dpo, orpo, cpo or simpo."
 FORMATS = {
-    "chat": Format(("messages",), ("tools",)),
-    "sharegpt": Format(("conversations|conversation",), ("system", "tools"), _from_sharegpt),
-    "preference": Format(("chosen", "rejected"), ("prompt", "tools", "chat_template_kwargs"), todo=_PAIRS),
-    "kto": Format(("prompt", "completion", "label"), ("tools",), todo="Labelled answers train with objective kto."),
-    "prompt-completion": Format(("prompt", "completion"), ("tools",)),
+    "chat": Format(("messages",), _TEMPLATE),
+    "sharegpt": Format(("conversations|conversation",), ("system", *_TEMPLATE), _from_sharegpt),
+    "preference": Format(("chosen", "rejected"), ("prompt", *_TEMPLATE), todo=_PAIRS),
+    "kto": Format(("prompt", "completion", "label"), _TEMPLATE, todo="Labelled answers train with objective kto."),
+    "prompt-completion": Format(("prompt", "completion"), _TEMPLATE),
     "alpaca": Format(("instruction", "output|response"), ("input", "context", "system", "history"), _from_alpaca),
     "question-answer": Format(("question", "answer"), ("context",), _from_alpaca),
     "text": Format(("text",)),

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from liger_models.base.processor import Processor
 from liger_models.data.batch import Batch, join_rows
-from liger_models.data.encoding import is_empty, read_messages, read_tools
+from liger_models.data.encoding import is_empty, read_messages, read_variables
 from liger_models.data.media import Medium, columns_of, find_tokens, open_media, place_media, write_media
 from liger_models.data.pixels import make_pixels
 from liger_models.data.sources import MEDIA_COLUMNS
@@ -235,7 +235,7 @@ def _encode_chats(
     prompt, found = place_media(where, prompt, columns, processor is not None and processor.takes_bounds)
     prompt, media = read_messages(f"{where}, prompt", prompt, [*columns]), open_media(where, found, processor)
     earlier = sum(message.get("role") == "assistant" for message in prompt)
-    variables = {"tools": read_tools(pair), **(pair.get("chat_template_kwargs") or {})}
+    variables = read_variables(pair)
     rows: list[Row] = []
     counts: list[int] = []
     for name in answers:

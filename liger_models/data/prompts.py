@@ -14,7 +14,7 @@ import torch
 from liger_models.base.processor import Processor
 from liger_models.data.answers import AnswerRows
 from liger_models.data.dataset import PackedDataset
-from liger_models.data.encoding import read_messages, read_tools
+from liger_models.data.encoding import read_messages, read_variables
 from liger_models.data.formats import mark_learnt
 from liger_models.data.media import (
     BrokenMediaError,
@@ -136,7 +136,8 @@ def encode_prompt(
 
     Args:
         where: where the example is, for errors.
-        example: has ``prompt``, a list of messages, and perhaps ``tools``, and images in columns.
+        example: has ``prompt``, a list of messages, and perhaps ``tools``, ``chat_template_kwargs``, and images in
+            columns.
         reader: the tokenizer of the model, or its processor, which also takes images.
 
     Raises:
@@ -149,10 +150,10 @@ def encode_prompt(
     bounds = processor is not None and processor.takes_bounds
     messages, found = place_media(where, example["prompt"], columns_of(example, kinds), bounds)
     messages = read_messages(where, messages, kinds)
-    options: dict[str, Any] = {"tools": read_tools(example), "add_generation_prompt": True, "tokenize": False}
     try:
+        options = {**read_variables(example), "add_generation_prompt": True, "tokenize": False}
         text = str(tokenizer.apply_chat_template(messages, **options))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
     media = open_media(where, found, processor)
     if processor is None:

@@ -135,13 +135,14 @@ class TokenFile:
         return TokenFile, (self.folder,)
 
     @staticmethod
-    def write(folder: Path, documents: "Iterable[Document]", skipped: Skipped) -> None:
+    def write(folder: Path, documents: "Iterable[Document]", skipped: Skipped, named: str = "the source") -> None:
         """Write documents into an empty folder; documents without tokens are left out.
 
         Args:
             folder: where to write.
             documents: read one by one.
             skipped: counts examples that were left out while ``documents`` are read.
+            named: where they are from, for errors.
 
         Raises:
             ValueError: there are no documents.
@@ -167,7 +168,7 @@ class TokenFile:
                 total += len(document.ids)
                 files[IDS].write(document.ids)
                 files[ENDS].write(array("q", [total]))
-        check(total > 0, f"PackedDataset: the source must hold documents, got none. {skipped.why}".rstrip())
+        check(total > 0, f"PackedDataset: {named} must hold documents, got none. {skipped.why}".rstrip())
         files[CONTENTS].checksum = 0  # they may be large, and each is checked when it is decoded
         sizes: dict[str, Any] = {"files": {name: [file.size, file.checksum] for name, file in files.items()}}
         sizes |= {"media_checksum": media_checksum, "skipped": skipped.count, "why": skipped.why}
@@ -219,7 +220,8 @@ def tokenise(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
                 examples = read_examples(source, encoder.fields)
                 examples = bar(examples, desc="Tokenising", unit=" examples", disable=not (progress and rank() == 0))
                 encoder.skipped = Skipped()
-                TokenFile.write(temporary, encoder.encode(examples), encoder.skipped)
+                named = ", ".join(map(str, source[:3])) if isinstance(source, tuple) else "the source"
+                TokenFile.write(temporary, encoder.encode(examples), encoder.skipped, named)
                 try:
                     temporary.rename(folder)
                 except OSError:

@@ -190,6 +190,13 @@ class LigerModel(LigerPreTrainedModel):
         text = position_ids
         if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
             text, position_ids = position_ids[0], position_ids[1:]  # those of the text, and time, height and width
+        if attention_mask is not None and attention_mask.is_floating_point():  # as PEFT's prompts make it
+            check_values(
+                (attention_mask >= 0).all(),
+                "forward: attention_mask must be 1 for tokens and 0 for padding, got values below 0, as in a mask that "
+                "is added to scores. Pass mask == 0.",
+            )
+            attention_mask = attention_mask.ceil().long()
         if attention_mask is not None:
             check_values(
                 (attention_mask <= 1).all(),
@@ -377,6 +384,17 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = LigerCache()
 
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Not supported, and neither is ``generate_batch``, which calls it: their paged cache needs other kernels.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{type(self).__name__}: continuous batching needs the paged attention of transformers' own classes. Call "
+            "generate on a padded batch, or model.model.decoder.rollout(prompts)."
+        )
+
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
@@ -392,6 +410,8 @@ class LigerForCausalLM(Checkpoint, LigerPreTrainedModel, GenerationMixin):
         Pixels belong to the first tokens alone. Where all rotary frequencies change (longrope), the cache starts anew.
         """
         decoder = self.model.decoder
+        for name in ("tokenizer", "assistant_tokenizer"):  # generate leaves them there, with stop_strings
+            kwargs.pop(name, None)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         switches = [layer.switch_length for layer in layers_of(decoder.rotary)]
         if any(length is not None and past <= length < input_ids.shape[1] for length in switches) and past:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import liger_models.hf
+from liger_models.adapters import unpack_projections
 from liger_models.arch import get_arch
 from liger_models.hf.auto import model_class
 
@@ -130,6 +131,60 @@ def test_the_parts_of_generation(hf):
     assert torch.equal(assisted, theirs.generate(ids, max_new_tokens=12, do_sample=False))
     ours.generation_config.max_new_tokens = 2
     assert ours.generate(ids).shape == (1, T + 2)
+
+
+@llama
+def test_generation_with_a_tokenizer(hf):
+    """generate needs it for texts that end a row, and passes it on to the forward."""
+    arch, variant, theirs, ours = hf
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(48 + n): n for n in range(101)}, unk_token="0"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="0")
+    ids = tokens(arch, variant, 2, T)
+    options = {"max_new_tokens": 9, "do_sample": False, "tokenizer": tokenizer}
+    free = ours.generate(ids, **options)
+    stop = tokenizer.decode(free[0, T + 2 : T + 4])
+    want = theirs.generate(ids, **options, stop_strings=[stop])
+    assert torch.equal(ours.generate(ids, **options, stop_strings=[stop]), want)
+    assert not torch.equal(want, free)
+
+
+@pytest.mark.parametrize("unpacked", [True, False])
+@llama
+def test_prompts_that_peft_learns(hf, unpacked):
+    """They stand before the prompt in generation, too, and their mask is one of floats."""
+    peft = pytest.importorskip("peft")
+    arch, variant, theirs, _ = hf
+    ours = copy.deepcopy(hf[-1])
+    ids = tokens(arch, variant, 2, T)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    options = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    plain = ours.generate(**options)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    answers = []
+    for model in (copy.deepcopy(theirs), unpack_projections(ours) if unpacked else ours):
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, config).eval()
+        with torch.no_grad():
+            adapted.prompt_encoder["default"].embedding.weight.mul_(50)
+        answers.append((adapted.generate(**options), adapted(input_ids=ids, attention_mask=mask).logits))
+    (want, theirs_logits), (got, ours_logits) = answers
+    assert torch.equal(got, want)
+    assert not torch.equal(got, plain)
+    assert error(ours_logits[:1], theirs_logits[:1]) <= LIMIT
+    with pytest.raises(ValueError, match="values below 0, as in a mask that is added to scores"):
+        hf[-1](ids, attention_mask=torch.where(mask == 1, 0.0, float("-inf")))
+
+
+@llama
+def test_continuous_batching_is_refused(hf):
+    """Its loop runs in a thread, where an error ends no call: the requests would come back empty."""
+    ours = hf[-1]
+    with pytest.raises(ValueError, match=r"continuous batching .* model.model.decoder.rollout"):
+        ours.generate_batch([[5, 6, 7]], generation_config=transformers.GenerationConfig(max_new_tokens=2))
 
 
 @pytest.mark.parametrize("hf", [("phi3", "longrope")], indirect=True, ids="-".join)

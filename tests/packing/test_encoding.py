@@ -65,7 +65,7 @@ def test_answers_are_learnt_and_nothing_else(make, tokenizer):
             ['{"text": "a"}', '{"messages": [{"role": "assistant", "content": ""}]}'],
             "line 2: all examples of a file must have one format, got chat after text. Write them into several files",
         ),
-        ([], "the source must hold documents, got none"),
+        ([], r"train\.jsonl must hold documents, got none"),
     ],
 )
 def test_bad_input_is_named_by_file_and_line(make, tmp_path, lines, message):

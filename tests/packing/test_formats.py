@@ -75,6 +75,21 @@ def read(tokenizer, tmp_path):
             "<user>2 + 2?</s><assistant>4</s><user>2 + 2?</s><assistant>5</s>",
             "5</s>",
         ),
+        (
+            {"messages": [ASKED, {**ANSWERED, "weight": 0}, ASKED, {**ANSWERED, "weight": 1}]},
+            "<user>2 + 2?</s><assistant>4</s><user>2 + 2?</s><assistant>4</s>",
+            "4</s>",
+        ),
+        (
+            {"conversations": [{"from": "gpt", "value": "a", "weight": 0}, {"from": "gpt", "value": "b"}]},
+            "<assistant>a</s><assistant>b</s>",
+            "b</s>",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": c} for c in "ab"]}, ANSWERED]},
+            "<user>ab</s><assistant>4</s>",
+            "4</s>",
+        ),
         ({"text": "abc"}, "<s>abc</s>", "abc</s>"),
         ({"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}, None, None),
     ],
@@ -129,11 +144,34 @@ def test_the_format_is_named(read):
         ({"prompt": "a"}, "got format prompt. Prompts without answers train with objective grpo"),
         ({"prompt": "a", "completion": [ANSWERED]}, "prompt must be messages as completion is, got 'a'"),
         ({"prompt": [ASKED], "completion": "a"}, "prompt must be a text as completion is, got messages"),
+        ({"messages": '[{"role": "user"'}, "messages must be a list of messages, got the text"),
+        ({"messages": [ASKED, ANSWERED], "tools": "f"}, "tools must be JSON where it is a text, got 'f'"),
+        ({"messages": [ASKED, ANSWERED], "chat_template_kwargs": [1]}, "chat_template_kwargs must be an object"),
+        ({"messages": [ASKED, ANSWERED], "chat_template_kwargs": {"thinks": 1}}, "variables must be names .*thinks"),
+        ({"messages": [ASKED, {**ANSWERED, "weight": 0.5}]}, r"message 2 must have weight 0 .* or 1, got 0.5"),
+        ({"instruction": "a", "output": "b", "history": [["a", "b", "c"]]}, "history must be a list of pairs"),
+        ({"instruction": "a", "output": "b", "history": "abc"}, "history must be a list of pairs"),
     ],
 )
 def test_what_cannot_be_read(read, example, message):
     with pytest.raises(ValueError, match=rf"a\.jsonl, line 1: .*{message}"):
         read(example)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        {"messages": [ASKED, ANSWERED]},
+        {"conversations": [ASKED, ANSWERED]},
+        {"prompt": [ASKED], "completion": [ANSWERED]},
+    ],
+)
+def test_variables_of_the_template(read, example):
+    template = "{% if thinks %}!{% endif %}" + CALLS
+    assert read(example, template=template)[0] == [("<user>2 + 2?</s><assistant>4</s>", "4</s>")]
+    for given in ({"thinks": True, "other": None}, '{"thinks": true}'):
+        found, _ = read({**example, "chat_template_kwargs": given}, template=template)
+        assert found == [("!<user>2 + 2?</s><assistant>4</s>", "4</s>")]
 
 
 def test_a_description(read):
