@@ -533,7 +533,7 @@ def test_files_are_looked_for_before_the_model_is_loaded(tmp_path):
     with pytest.raises(ValueError, match=r"the number of ranks \(1\) must be a multiple of the 2 that share a batch"):
         train(TrainOptions(model="no/model", output=str(tmp_path / "run"), data=[str(tmp_path)], context_parallel=2))
     (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ValueError, match=r"train: output must be a folder, or not exist, got the file .*file\. Name"):
         train(TrainOptions(model="no/model", output=str(tmp_path / "file"), data=[str(tmp_path)]))
 
 

@@ -277,15 +277,19 @@ def train(options: TrainOptions) -> None:
 
     Raises:
         KeyboardInterrupt: SIGINT has stopped it; SystemExit: SIGTERM has.
-        ValueError: a data file does not exist, data have no targets, ``options.output`` holds the run of another model
-            or of other data, the number of ranks does not fit, no step fits into ``options.memory``, or the gradients'
-            norm is not finite.
+        ValueError: a data file does not exist, data have no targets, ``options.output`` is a file, or holds the run of
+            another model or of other data, the number of ranks does not fit, no step fits into ``options.memory``, or
+            the gradients' norm is not finite.
         OSError: ``options.output`` cannot be written, or its newest checkpoint is damaged.
     """
     for path in (*options.data, *options.eval_data):  # fail before a large model is loaded
         there = Path(path).exists() or path.startswith(PREFIX)
         check(there, f"train: data must be files or folders, got {path}, which does not exist.")
     output = Path(options.output)
+    check(
+        output.is_dir() or not os.path.lexists(output),
+        f"train: output must be a folder, or not exist, got the file {output}. Name another.",
+    )
     output.mkdir(parents=True, exist_ok=True)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if device.type != "cpu":
