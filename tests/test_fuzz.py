@@ -230,7 +230,7 @@ def test_lines_of_training_data(tmp_path):
     chance, fine = random.Random(6), 0
     tokenizer = Tokenizer(byte_level_once(), {**SPECIAL, "chat_template": LLAMA3_STYLE})
     odd_lines = [b'{"text": "\\ud800"}', b'{"text": ' + b"[" * 100_000, b'{"input_ids": [1' + b"0" * 5000 + b"]}"]
-    for turn in range(300 * TIMES):
+    for turn in range(400 * TIMES):
         line = json.dumps(damaged_json(chance.choice(LINES), chance)).encode()
         line = damaged_bytes(line, chance) if turn % 4 == 0 else line
         content = line.replace(b"\n", b" ") if turn >= len(odd_lines) else odd_lines[turn]

@@ -382,7 +382,7 @@ def test_peaks_and_times_are_what_was_measured(size):
             apply_lora(model, LoRAConfig(**LORA))
         set_policies(model, mode)
         blocks = len(model.layers)
-        moments = host_blocks(blocks, mode.blocks("moments", blocks), model.offloaded)
+        moments = host_blocks(blocks, mode.number("moments", blocks), model.offloaded)
         where = {"offloaded": model.offloaded, "host_moments": moments, "in_backward": "inbackward" in mode}
         memory = training_memory(model, B * T)
         assert memory.peak(model.checkpointing, **where) / 2**30 == pytest.approx(row["peak_gib"], rel=0.02), text
