@@ -82,7 +82,7 @@ def build_sharded(config: dict, mode: Mode) -> nn.Module:
 
 
 def dtype_of(mode: Mode) -> torch.dtype:
-    """Of a sharded model's parameters."""
+    """The dtype of a sharded model's parameters."""
     return torch.bfloat16 if "bf16" in mode else torch.float32
 
 

@@ -154,7 +154,7 @@ def test_generation_with_a_tokenizer(hf):
 @pytest.mark.parametrize("unpacked", [True, False])
 @llama
 def test_prompts_that_peft_learns(hf, unpacked):
-    """They stand before the prompt in generation, too, and their mask is one of floats."""
+    """Generation, too, puts them before the prompt. Their mask has floats."""
     peft = pytest.importorskip("peft")
     arch, variant, theirs, _ = hf
     ours = copy.deepcopy(hf[-1])
