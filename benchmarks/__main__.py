@@ -73,7 +73,7 @@ def check_modes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             parser.error(f"--modes: cp is for longest with --gpus of 2 and more, got {text!r} for {options.command}")
         if "bf16" in mode and options.command != "fsdp":
             parser.error(f"--modes: bf16 is for fsdp, got {text!r} for {options.command}")
-        parts = [mode.extras[word] or 0 for word in ("ep", "hsdp", "tp") if word in mode]
+        parts = [mode.extras[word] for word in ("ep", "hsdp", "tp") if word in mode]
         if parts and (options.command != "fsdp" or len(parts) > 1 or not parts[0] or options.gpus % parts[0]):
             parser.error(
                 "--modes: ep, hsdp and tp are for fsdp, one of them in a mode, with a number that divides --gpus, got "

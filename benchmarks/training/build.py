@@ -72,13 +72,13 @@ def checkpoint(folder: str) -> dict[str, Tensor]:
 
 def build_sharded(config: dict, mode: Mode) -> nn.Module:
     """The model over the GPUs of the process group."""
-    size = sum(each.numel() for each in build_empty(config, Mode(mode.library, {})).parameters())
-    if size <= WHOLE:
+    empty = build_empty(config, mode)
+    if sum(each.numel() for each in empty.parameters()) <= WHOLE:
         return shard(build(config, mode).to(dtype_of(mode)), mode)
     unknown = mode.extras.keys() - IN_SHARDS
     if unknown:
         raise ValueError(f"{'+'.join(sorted(unknown))}: is not for models that are drawn in shards.")
-    return fill_shards(shard(build_empty(config, mode), mode), mode)
+    return fill_shards(shard(empty, mode), mode)
 
 
 def dtype_of(mode: Mode) -> torch.dtype:

@@ -71,13 +71,13 @@ TITLES = {
     "cp": ", context parallel", "lora": ", LoRA", "peft": " by PEFT", "nf4": " on 4 bits",
     "float8": " on float8", "medusa": ", Medusa heads",
 }  # fmt: skip
-"""What the tables call each word. A number after it counts blocks."""
+"""The text in tables for each word. A number after a word is a number of blocks."""
 
 COUNTED_TITLES = {
     "plan": "planned for {} GB", "tp": "tensor parallel over {} GPUs", "ep": "expert parallel over {} GPUs",
     "hsdp": "{} replicas",
 }  # fmt: skip
-"""What the tables call words whose number counts something else."""
+"""The text for words whose number is not a number of blocks."""
 
 
 @dataclass(frozen=True)

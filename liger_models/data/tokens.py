@@ -135,7 +135,7 @@ class TokenFile:
         return TokenFile, (self.folder,)
 
     @staticmethod
-    def write(folder: Path, documents: "Iterable[Document]", skipped: Skipped, named: str = "the source") -> None:
+    def write(folder: Path, documents: "Iterable[Document]", skipped: Skipped, named: str) -> None:
         """Write documents into an empty folder; documents without tokens are left out.
 
         Args:

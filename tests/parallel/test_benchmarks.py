@@ -1,7 +1,5 @@
 """The benchmarks shard models of both libraries, whole ones and those that are drawn in shards."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +21,7 @@ def losses_of(model: str, mode_text: str, whole: float) -> list[float]:
     config, mode = read_config(model), Mode.parse(mode_text)
     keep_layers(config, 2)
     config |= {key: value for key, value in SIZES.items() if key in config}
-    step = make_step(mode, copy.deepcopy(config), lr=1e-3, sharded=True)
+    step = make_step(mode, config, lr=1e-3, sharded=True)
     norms = [each for name, each in step.model.named_parameters() if "norm" in name]
     assert all(isinstance(each, DTensor) for each in step.model.parameters())
     assert {each.dtype for each in step.model.parameters()} == {torch.bfloat16 if "bf16" in mode else torch.float32}
