@@ -71,9 +71,10 @@ def run(
             processes.append(FORKSERVER.Process(target=_run, args=options))
             processes[-1].start()
         end = time.monotonic() + 300
-        codes: list[int | None] = [None]
+        codes: list[int | None] = [None] * len(processes)
         while None in codes and not any(codes) and time.monotonic() < end:  # as torchrun does: if one fails, all end
-            wait([process.sentinel for process in processes if process.exitcode is None], end - time.monotonic())
+            running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
+            wait(running, end - time.monotonic())
             codes = [process.exitcode for process in processes]
         for process in processes:
             process.kill()

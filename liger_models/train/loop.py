@@ -286,11 +286,11 @@ def train(options: TrainOptions) -> None:
         there = Path(path).exists() or path.startswith(PREFIX)
         check(there, f"train: data must be files or folders, got {path}, which does not exist.")
     output = Path(options.output)
-    check(
-        output.is_dir() or not os.path.lexists(output),
-        f"train: output must be a folder, or not exist, got the file {output}. Name another.",
-    )
-    output.mkdir(parents=True, exist_ok=True)
+    try:  # other ranks make it at the same time
+        output.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        message = f"train: output must be a folder, or not exist, got the file {output}. Name another."
+        raise ValueError(message) from None
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))

@@ -10,7 +10,10 @@ import faulthandler
 import gc
 import io
 import os
+import signal
 import sys
+import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +22,8 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -32,9 +36,10 @@ SECONDS, GPU_SECONDS = 120, 360
 """For one function on all ranks. On GPUs its first call compiles a hundred kernels, beside those of other workers."""
 
 
-def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool) -> None:
-    """Run the functions that come through the pipe, until it is closed."""
+def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool, stack: Path) -> None:
+    """Run the functions that come through the pipe, until it is closed. On SIGUSR1 say in the file where it is."""
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, os.open(stack, os.O_WRONLY))
     torch.set_num_threads(1)
     if "TRITON_INTERPRET" in os.environ:
         speed_up_the_interpreter()
@@ -72,6 +77,12 @@ def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool) -> None
         gc.freeze()  # what is left stays: modules, which the next collection need not visit
 
 
+def receive(pipe: Connection) -> tuple[Any, bool]:
+    """What a function has returned on a rank, or the text of its error, and whether it is one."""
+    answer: tuple[Any, bool] = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+    return answer
+
+
 class Group:
     """Processes of a group that is started by its first call, and anew after one that failed."""
 
@@ -80,6 +91,7 @@ class Group:
         self.seconds = GPU_SECONDS if gpus else SECONDS
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
+        self.stacks: list[Path] = []
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What the function returns on each rank.
@@ -101,20 +113,31 @@ class Group:
         results = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(self.seconds):
-                self.stop()
-                pytest.fail(f"rank {rank} has not answered in {self.seconds} s")
+                self.fail(f"rank {rank} has not answered in {self.seconds} s")
             try:
-                result, failed = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                result, failed = receive(pipe)
                 if failed and any(process.exitcode for process in self.processes):
                     raise EOFError(f"rank {rank} lost another one: {result}")
             except EOFError:
                 self.stop()
                 raise
             if failed:
-                self.stop()  # others may wait for it
-                pytest.fail(f"rank {rank}: {result}")
+                self.fail(f"rank {rank}: {result}")
             results.append(result)
         return results
+
+    def fail(self, reason: str) -> NoReturn:
+        """Say what the ranks have answered, or where they are, and end them: others may wait for one that failed."""
+        for rank, (process, pipe, stack) in enumerate(zip(self.processes, self.pipes, self.stacks, strict=True)):
+            if pipe.poll(0):
+                with suppress(EOFError):
+                    reason += f"\nrank {rank}: {receive(pipe)[0]}"
+            elif process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(0.5)
+                reason += f"\nrank {rank} is at:\n{stack.read_text()}"
+        self.stop()
+        pytest.fail(reason)
 
     def start(self) -> None:
         port = free_port()
@@ -123,19 +146,23 @@ class Group:
         context: Any = get_context("spawn") if self.interpret else FORKSERVER
         for rank in range(self.ranks):
             pipe, other = context.Pipe()
-            options = (rank, self.ranks, port, other, self.gpus)
+            handle, stack = tempfile.mkstemp()
+            os.close(handle)
+            self.stacks.append(Path(stack))
+            options = (rank, self.ranks, port, other, self.gpus, self.stacks[rank])
             self.processes.append(context.Process(target=work, args=options, daemon=True))
             self.processes[-1].start()
             other.close()
             self.pipes.append(pipe)
 
     def stop(self) -> None:
-        for process, pipe in zip(self.processes, self.pipes, strict=True):
+        for process, pipe, stack in zip(self.processes, self.pipes, self.stacks, strict=True):
             process.kill()
             process.join()
             with suppress(OSError):
                 pipe.close()
-        self.processes, self.pipes = [], []
+            stack.unlink()
+        self.processes, self.pipes, self.stacks = [], [], []
 
 
 @cache  # a fixture that another module imports is a second fixture
