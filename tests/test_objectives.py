@@ -406,7 +406,10 @@ def test_grpo_draws_from_the_model_itself(folder, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["gathered", "no room", "refused"])
 def test_answers_are_sampled_from_gathered_weights_if_there_is_room(folder, monkeypatch, kind):
-    """And by `generate` where `rollout` refuses the model. The rows are those of a model that is not sharded."""
+    """From the sharded ones if there is none, and by `generate` where `rollout` refuses the model.
+
+    The rows are those of a model that is not sharded.
+    """
     given = {"model": "m", "data": "d", "output": "o", "objective": "grpo", "length": 32}
     given |= {"reward": f"{folder}/reward.py:share", "num_generations": 4, "max_new_tokens": 6}
     objective = make_objective(TrainOptions(**given))
@@ -429,10 +432,8 @@ def test_answers_are_sampled_from_gathered_weights_if_there_is_room(folder, monk
     torch.manual_seed(5)
     got = objective.batch(model, rows)
     (method, sampled), *more = used
-    assert (method is rolled, sampled is model, more) == (kind == "gathered", kind == "no room", [])
+    assert (method is rolled, sampled is model, more) == (kind != "refused", kind == "no room", [])
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    if kind == "no room":
-        monkeypatch.setattr(grpo_module, "refusal", lambda *_: "as the sharded one")
     torch.manual_seed(5)
     assert torch.equal(got["input_ids"], objective.batch(alone, rows)["input_ids"])
 
