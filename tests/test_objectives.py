@@ -234,6 +234,19 @@ def test_two_ranks_go_on(folder, two, objective, data, options):  # noqa: F811
         assert alone == pytest.approx(losses, rel=2e-3)
 
 
+def train_without_room(folder: Path, output: str) -> None:
+    with mock.patch.object(grpo_module, "free_memory", return_value=0):
+        train_on(folder, output, "grpo", "prompts", steps=2, batch_size=1)
+
+
+def test_ranks_without_room_for_gathered_weights_sample_the_same(folder, two):  # noqa: F811
+    """They gather the weights in each forward."""
+    two(train_without_room, folder, "no-room")
+    two(partial(train_on, steps=2, batch_size=1), folder, "room", "grpo", "prompts")
+    assert log(folder / "no-room") == log(folder / "room")
+    assert result(folder / "no-room") == result(folder / "room")
+
+
 def test_the_reference_of_adapters_is_the_base(folder):
     train_on(folder, "adapters", "dpo", "pairs", lora_r=4, lr=3e-2)
     lines = log(folder / "adapters")

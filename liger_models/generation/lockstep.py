@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from liger_models.generation.eval_mode import evaluating
 from liger_models.kernels.collectives import all_reduce
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.kv_cache import DecodeCache
@@ -44,7 +45,8 @@ def in_lockstep(model: Decoder) -> Iterator[None]:
     try:
         yield
         leaving = True
-        while not all_left:
-            model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), cache=DecodeCache(1))
+        with torch.no_grad(), evaluating(list(model.modules())):
+            while not all_left:
+                model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), cache=DecodeCache(1))
     finally:
         handle.remove()

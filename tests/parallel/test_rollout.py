@@ -66,6 +66,21 @@ def test_two_ranks_roll_out_as_one(two, way, name):
     two(rolls_out_as_one, way, name)
 
 
+def generates_as_one() -> None:
+    """Rows of one rank end before those of the other."""
+    rank = dist.get_rank()
+    model, alone = apply_fsdp(MODELS["recurrent"](), param_dtype=None), MODELS["recurrent"]()
+    prompts, new = PROMPTS[rank::2], (3, 21)[rank]
+    options: dict[str, Any] = {"max_new_tokens": new, "do_sample": True, "seed": 5, "eos_token_id": []}
+    for _ in range(2):
+        assert model.generate(prompts, **options).equal(alone.generate(prompts, **options))
+        assert model.training
+
+
+def test_two_ranks_generate_as_one(two):
+    two(generates_as_one)
+
+
 @pytest.mark.parametrize("way", ["copies of shards", "tensor and fsdp"])
 def test_four_ranks_roll_out_as_one(four, way):
     four(rolls_out_as_one, way, "llama")
