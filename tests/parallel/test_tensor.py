@@ -19,6 +19,7 @@ from liger_models.convert.config_map import read_config
 from liger_models.kernels import act_linear, dispatch, gated_mlp
 from liger_models.kernels.collectives import copy_to_region, group_of
 from liger_models.kernels.linear_cross_entropy import VocabShard, linear_cross_entropy
+from liger_models.kernels.moe import expert_parallel
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers import moe
 from liger_models.layers.embedding import zero_padding_row
@@ -966,6 +967,29 @@ def compare_experts() -> None:
     row = slice(dist.get_rank(), dist.get_rank() + 1)
     model(**{key: value[row] for key, value in inputs.items()}, num_items_in_batch=5).loss.backward()
     assert_same(gradients(model), gradients(plain))
+
+
+def rows_that_are_sent() -> list[torch.Size]:
+    """By one layer, where all tokens go to experts of rank 0."""
+    model = one_block(*experts_case("mixtral", balanced=True))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    apply_fsdp(apply_ep(model, mesh["ep"]), mesh, param_dtype=None)
+    with (
+        mock.patch.object(moe, "route_reference", to_the_first),
+        mock.patch.object(expert_parallel, "all_to_all", wraps=expert_parallel.all_to_all) as sent,
+    ):
+        model(batch(0)["input_ids"][:1])
+    return [call.args[0].shape for call in sent.call_args_list]
+
+
+def test_a_token_is_sent_to_a_rank_once(two):
+    """Both of a token's experts are on rank 0, which gets each of the 12 tokens of both ranks once."""
+    first, second = two(rows_that_are_sent)
+    counts, rows, routing, back = zip(first, second, strict=True)
+    assert counts == ((2, 2), (2, 2))
+    assert rows == ((12, TINY["hidden_size"]),) * 2
+    assert routing == ((12, 4),) * 2
+    assert back == ((24, TINY["hidden_size"]), (0, TINY["hidden_size"]))
 
 
 def test_kernels_of_experts(two, two_with_kernels):

@@ -8,7 +8,7 @@ With the N · K copies of the tokens sorted as in `permutation` (copy k of token
     o_j = Wd_e · A(u_j + bgu_e)           grouped product; without biases bgu = bd = 0
     y_n = Σ_k w_nk · (o_slot[n,k] + bd_e) unpermute
 
-Few copies without a backward are not sorted, see `few`.
+Few copies without a backward are not sorted, see `few`. Copies without an expert have no row.
 
 Backward. The routing weight is a factor between linear maps, so it is applied where rows are narrow and read anyway:
 the gradient dy is copied unweighted, and one kernel over u and g does all other element-wise work::
@@ -79,6 +79,7 @@ def moe_mlp_reference(
     act: str = "silu",
     limit: float = 0.0,
     dropout: float = 0.0,
+    copies: int | None = None,
 ) -> Tensor:
     """`moe_mlp` in plain torch (differentiable; fp64 stays fp64).
 
@@ -88,7 +89,7 @@ def moe_mlp_reference(
     gate_up_weight, down_weight = dense(gate_up_weight), dense(down_weight)
     N, K = experts.shape
     chosen = experts.reshape(-1)
-    order = chosen.argsort(stable=True)
+    order = chosen.argsort(stable=True)[:copies]
     every = torch.arange(gate_up_weight.shape[0], device=x.device)
     ends = torch.searchsorted(chosen[order], every, right=True)
     x = x.to(gate_up_weight.dtype)
@@ -103,9 +104,10 @@ def moe_mlp_reference(
         sorted_rows = sorted_rows + _low_rank_term(_dropped(product, dropout), down_low_rank, ends)
     if down_bias is not None:
         sorted_rows = sorted_rows + down_bias.to(sorted_rows.dtype)[chosen[order]]
-    rows: Tensor = sorted_rows[order.argsort()].view(N, K, x.shape[1])
+    rows = sorted_rows.new_zeros(N * K, x.shape[1]).index_copy(0, order, sorted_rows).view(N, K, x.shape[1])
     compute = torch.promote_types(rows.dtype, torch.float32)
-    return (rows.to(compute) * weights.to(compute).unsqueeze(-1)).sum(1).to(rows.dtype)
+    y: Tensor = (rows.to(compute) * weights.to(compute).unsqueeze(-1)).sum(1).to(rows.dtype)
+    return y
 
 
 def _dropped(rows: Tensor, dropout: float) -> Tensor:
@@ -227,7 +229,8 @@ def _act_backward(
     product = None
     if need_product:
         product = torch.empty(S, F, dtype=gate_up.dtype, device=gate_up.device) if g is None else g
-    d_weights = torch.empty_like(weights) if need_d_weights else None
+    empty = torch.empty_like if weights.numel() == S else torch.zeros_like  # copies without an expert have no row
+    d_weights = empty(weights) if need_d_weights else None
     with on_device_of(gate_up):
         _act_backward_kernel[(S,)](
             gate_up if g is None else g, gate_up, weights, order, gate_up if d_gate_up is None else d_gate_up,
@@ -304,11 +307,12 @@ def _low_rank_gradients(
     return dA, dB
 
 
-_OTHERS = f"Tensor? seed=None, float dropout=0.0, {SCHEMA.format('gate_up_')}, {SCHEMA.format('down_')}"
+_STORED = f"{SCHEMA.format('gate_up_')}, {SCHEMA.format('down_')}"
 _INPUTS = (
     "Tensor x, Tensor weights, Tensor experts, Tensor gate_up_weight, Tensor down_weight, str act, bool recompute,"
     " Tensor? gate_up_bias=None, Tensor? down_bias=None, float limit=0.0, Tensor? gate_up_A=None,"
-    f" Tensor? gate_up_B=None, Tensor? down_A=None, Tensor? down_B=None, {_OTHERS}"
+    " Tensor? gate_up_B=None, Tensor? down_A=None, Tensor? down_B=None, Tensor? seed=None, float dropout=0.0,"
+    f" SymInt? copies=None, {_STORED}"
 )
 LIBRARY.define(f"moe_mlp({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 LIBRARY.define(f"moe_mlp_inference({_INPUTS}) -> Tensor")
@@ -316,7 +320,7 @@ LIBRARY.define(
     "moe_mlp_backward(Tensor dy, Tensor? x, Tensor weights, Tensor order, Tensor slot, Tensor ends, Tensor? gate_up,"
     " Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_A,"
     " Tensor? gate_up_B, Tensor? down_A, Tensor? down_B, str act, float limit, ScalarType x_dtype, bool[10] needs,"
-    f" {_OTHERS})"
+    f" Tensor? seed=None, float dropout=0.0, {_STORED})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -326,18 +330,19 @@ def _moe_mlp(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor, act: str, recompute: bool,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float = 0.0,
     gate_up_A: Tensor | None = None, gate_up_B: Tensor | None = None, down_A: Tensor | None = None,
-    down_B: Tensor | None = None, seed: Tensor | None = None, dropout: float = 0.0, *stored: Any,
+    down_B: Tensor | None = None, seed: Tensor | None = None, dropout: float = 0.0, copies: int | None = None,
+    *stored: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     gate_up_weight, down_weight = _matrices(gate_up_weight, down_weight, stored)
     (X, width, _), dtype = gate_up_weight.shape, gate_up_weight.dtype
-    if weights.numel() == 0:
-        empty = experts.new_zeros(0, dtype=torch.int32)
+    if weights.numel() == 0 or copies == 0:
+        slot = experts.new_zeros(experts.numel(), dtype=torch.int32)
         gate_up = x.new_empty(0 if recompute else (0, width), dtype=dtype)
-        return x.new_empty(x.shape, dtype=dtype), empty, empty.clone(), empty.new_zeros(X), gate_up
+        return x.new_zeros(x.shape, dtype=dtype), slot.new_empty(0), slot, slot.new_zeros(X), gate_up
     library = library_runs(gate_up_weight, down_weight)
-    order, slot, ends = sort_by_expert(experts, X)
+    order, slot, ends = sort_by_expert(experts, X, copies)
     drop_in, drop_out = _drops(order, seed, dropout, experts.shape[1])
-    rows = permute(x, slot, dtype)
+    rows = permute(x, slot, len(order), dtype)
     gate_up = _product(rows, gate_up_weight, _contiguous_pair(gate_up_A, gate_up_B), ends, library, drop_in)
     del rows
     gated = _act(gate_up, _contiguous(gate_up_bias), ends, act, limit)
@@ -354,18 +359,19 @@ def _moe_mlp_inference(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Tensor, down_weight: Tensor, act: str, recompute: bool,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float = 0.0,
     gate_up_A: Tensor | None = None, gate_up_B: Tensor | None = None, down_A: Tensor | None = None,
-    down_B: Tensor | None = None, seed: Tensor | None = None, dropout: float = 0.0, *stored: Any,
+    down_B: Tensor | None = None, seed: Tensor | None = None, dropout: float = 0.0, copies: int | None = None,
+    *stored: Any,
 ) -> Tensor:  # fmt: skip
     """`moe_mlp` without a backward. What it runs depends on the number of copies, which a graph need not know."""
     matrices = _matrices(gate_up_weight, down_weight, stored)
-    if gate_up_A is None and down_A is None and takes_few_copies(experts, *matrices):
+    if gate_up_A is None and down_A is None and copies is None and takes_few_copies(experts, *matrices):
         x, weights, experts = (each.contiguous() for each in (x.to(matrices[0].dtype), weights, experts))
         return few_experts(
             x, weights, experts, *matrices, _contiguous(gate_up_bias), _contiguous(down_bias), act, limit
         )
     return _moe_mlp(
         x, weights, experts, gate_up_weight, down_weight, act, True, gate_up_bias, down_bias, limit, gate_up_A,
-        gate_up_B, down_A, down_B, seed, dropout, *stored,
+        gate_up_B, down_A, down_B, seed, dropout, copies, *stored,
     )[0]  # fmt: skip
 
 
@@ -398,7 +404,7 @@ def _moe_mlp_backward(
     optional = gate_up_bias, down_bias, gate_up_A, gate_up_B, down_A, down_B
     given = (dy if each is None else each for each in optional)
     likes = dy.new_empty(0, dtype=x_dtype), weights, gate_up_weight, down_weight, *given
-    if weights.numel() == 0:
+    if order.numel() == 0:
         shapes = dy.shape, *(like.shape for like in likes[1:])
         shaped = zip(likes, shapes, needs, strict=True)
         return tuple(like.new_zeros(shape if need else 0) for like, shape, need in shaped)
@@ -412,11 +418,11 @@ def _moe_mlp_backward(
     own = gate_up is None
     if gate_up is None:
         assert x is not None
-        rows = permute(x, slot, dtype)
+        rows = permute(x, slot, len(order), dtype)
         gate_up = _product(rows, gate_up_weight, low_rank, ends, library, drop_in)
         if not need_rows:
             rows = None
-    d_rows = permute(dy, slot, dtype)
+    d_rows = permute(dy, slot, len(order), dtype)
     if need_d_gate_up or need_weights:
         g, h = _input_gradient(d_rows, down_weight, down_low_rank, ends, library, drop_out)
     d_gate_up, gated, d_weights = _act_backward(
@@ -436,7 +442,7 @@ def _moe_mlp_backward(
     if d_gate_up is not None:
         if need_rows and rows is None:
             assert x is not None
-            rows = permute(x, slot, dtype)
+            rows = permute(x, slot, len(order), dtype)
         if need_gate_up:
             assert rows is not None
             d_gate_up_weight = grouped_outer(d_gate_up, rows, ends, library)
@@ -459,11 +465,11 @@ def _moe_mlp_fake(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     X, width, _ = gate_up_weight.shape
-    dtype = (rest[13] if len(rest) > 13 else None) or gate_up_weight.dtype
-    copies = experts.numel()
-    order = experts.new_empty(copies, dtype=torch.int32)
-    gate_up = x.new_empty(0 if recompute else (copies, width), dtype=dtype)
-    return x.new_empty(x.shape, dtype=dtype), order, torch.empty_like(order), order.new_empty(X), gate_up
+    copies, dtype = (rest[at] if len(rest) > at else None for at in (9, 14))
+    dtype, slot = dtype or gate_up_weight.dtype, experts.new_empty(experts.numel(), dtype=torch.int32)
+    order = slot.new_empty(experts.numel() if copies is None else copies)
+    gate_up = x.new_empty(0 if recompute else (len(order), width), dtype=dtype)
+    return x.new_empty(x.shape, dtype=dtype), order, slot, order.new_empty(X), gate_up
 
 
 @torch.library.register_fake("liger_models::moe_mlp_inference", lib=LIBRARY)
@@ -486,7 +492,7 @@ def _moe_mlp_backward_fake(
 
 def _setup(ctx, inputs, output):
     x, weights, _, gate_up_weight, down_weight, ctx.act, recompute, *biases, ctx.limit = inputs[:10]
-    low_ranks, (seed, ctx.dropout), stored = inputs[10:14], inputs[14:16], inputs[16:]
+    low_ranks, (seed, ctx.dropout), stored = inputs[10:14], inputs[14:16], inputs[17:]
     ctx.constants = stored[4:6], stored[10:]
     _, order, slot, ends, gate_up = output
     ctx.set_materialize_grads(False)
@@ -500,7 +506,7 @@ def _setup(ctx, inputs, output):
     )  # fmt: skip
 
 
-ARGUMENTS = 28
+ARGUMENTS = 29
 """Number of arguments of the op."""
 
 
@@ -521,7 +527,7 @@ def _backward(ctx, dy, *_):
     dx, d_weights, d_gate_up, d_down, *others = (
         grad if need else None for grad, need in zip(grads, needs, strict=True)
     )
-    return dx, d_weights, None, d_gate_up, d_down, None, None, *others[:2], None, *others[2:], *[None] * 14
+    return dx, d_weights, None, d_gate_up, d_down, None, None, *others[:2], None, *others[2:], *[None] * 15
 
 
 register_autograd("moe_mlp", _backward, _setup)
@@ -542,13 +548,14 @@ def moe_mlp(
     limit: float = 0.0,
     recompute: bool = False,
     dropout: float = 0.0,
+    copies: int | None = None,
 ) -> Tensor:
     """``y[n] = Σ_k weights[n, k] · (act(x[n] @ Wguᵀ + bgu) @ Wdᵀ + bd)`` with the matrices of expert ``experts[n, k]``.
 
     Args:
         x: [N, C], float32, float16 or bfloat16.
         weights: [N, K], from `route`.
-        experts: [N, K] int64, in 0 to X − 1.
+        experts: [N, K] int64, in 0 to X − 1; see ``copies``.
         gate_up_weight: [X, 2 F, C]; in each expert row 2f is gate f and row 2f + 1 is up f. It and the next may be
             frozen `QuantizedExperts`.
         down_weight: [X, C, F], in the dtype of gate_up_weight. That is also the dtype of y; it may differ from x's, and
@@ -565,6 +572,7 @@ def moe_mlp(
             gradients are the same. The reference backend ignores it.
         dropout: probability of dropping an element of the low-rank terms' inputs. The copies of a token drop the same
             elements of x.
+        copies: the number of ``experts`` that are below X, if some are X, which stands for none: those add nothing.
 
     Returns:
         [N, C] in the dtype of the weights.
@@ -615,14 +623,14 @@ def moe_mlp(
     if not (use_triton(x) and use_triton(gate_up_weight)):
         return moe_mlp_reference(
             x, weights, experts, gate_up_weight, down_weight, gate_up_bias, down_bias, gate_up_low_rank, down_low_rank,
-            act=act, limit=limit, dropout=dropout,
+            act=act, limit=limit, dropout=dropout, copies=copies,
         )  # fmt: skip
     (gate_up_weight, of_gate_up), (down_weight, of_down) = map(experts_for_op, (gate_up_weight, down_weight))
     low_ranks = *(gate_up_low_rank or (None, None)), *(down_low_rank or (None, None))
     seed = draw_seed(x.device) if dropout > 0 and low_ranks != (None,) * 4 else None
     inputs = (
         x, weights, experts, gate_up_weight, down_weight, act, recompute, gate_up_bias, down_bias, limit, *low_ranks,
-        seed, dropout, *of_gate_up, *of_down,
+        seed, dropout, copies, *of_gate_up, *of_down,
     )  # fmt: skip
     ops = torch.ops.liger_models
     y: Tensor = ops.moe_mlp(*inputs)[0] if torch.is_grad_enabled() else ops.moe_mlp_inference(*inputs)

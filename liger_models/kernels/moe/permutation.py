@@ -9,6 +9,8 @@ owns the rows from ends[e − 1] to ends[e]::
                                                    with biases b: r_slot[n,k] + b_e
 
 Nothing waits for the device: the experts' row counts stay there.
+
+A copy may have no expert, which the number X stands for. It is sorted behind the S others, and has no row: slot >= S.
 """
 
 import torch
@@ -51,19 +53,19 @@ def _sort_kernel(experts_ptr, order_ptr, slot_ptr, ends_ptr, S, BLOCK: tl.conste
 
 
 @triton.jit
-def _permute_kernel(x_ptr, slot_ptr, rows_ptr, C, K: tl.constexpr, BLOCK: tl.constexpr):
+def _permute_kernel(x_ptr, slot_ptr, rows_ptr, S, C, K: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < C
     x = tl.load(x_ptr + token * C + columns, mask=inside, other=0.0).to(rows_ptr.dtype.element_ty)
     for k in tl.static_range(K):
         slot = tl.load(slot_ptr + token * K + k).to(tl.int64)
-        tl.store(rows_ptr + slot * C + columns, x, mask=inside)
+        tl.store(rows_ptr + slot * C + columns, x, mask=inside & (slot < S))
 
 
 @triton.jit
 def _unpermute_kernel(
-    rows_ptr, slot_ptr, weights_ptr, y_ptr, bias_ptr, experts_ptr, C, K: tl.constexpr, SORTED: tl.constexpr,
+    rows_ptr, slot_ptr, weights_ptr, y_ptr, bias_ptr, experts_ptr, S, C, K: tl.constexpr, SORTED: tl.constexpr,
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     await_previous(OVERLAPS)
@@ -73,10 +75,11 @@ def _unpermute_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
         slot = tl.load(slot_ptr + token * K + k).to(tl.int64) if SORTED else token * K + k
-        row = tl.load(rows_ptr + slot * C + columns, mask=inside, other=0.0).to(tl.float32)
+        there = inside & (slot < S)
+        row = tl.load(rows_ptr + slot * C + columns, mask=there, other=0.0).to(tl.float32)
         if BIAS:
             expert = tl.load(experts_ptr + token * K + k)
-            row += tl.load(bias_ptr + expert * C + columns, mask=inside, other=0.0).to(tl.float32)
+            row += tl.load(bias_ptr + expert * C + columns, mask=there, other=0.0).to(tl.float32)
         if WEIGHTED:
             row *= tl.load(weights_ptr + token * K + k).to(tl.float32)
         total += row
@@ -86,14 +89,18 @@ def _unpermute_kernel(
 _sort_kernel.decides = True  # its output says where later kernels read and write
 
 
-def sort_by_expert(experts: Tensor, X: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the sort: ``(order [N K], slot [N K], ends [X])``, int32; copy k of token n has the number n · K + k."""
+def sort_by_expert(experts: Tensor, X: int, copies: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the sort: ``(order [S], slot [N K], ends [X])``, int32; copy k of token n has the number n · K + k.
+
+    ``copies`` is S; None if all copies have an expert.
+    """
+    programs = X if copies is None else X + 1  # the last one sorts those without
     experts = experts.contiguous().to(torch.int16)
     order = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
-    slot, ends = torch.empty_like(order), order.new_empty(X)
+    slot, ends = torch.empty_like(order), order.new_empty(programs)
     with on_device_of(experts):
-        _sort_kernel[(X,)](experts, order, slot, ends, experts.numel(), BLOCK=SORT_BLOCK, num_warps=8)
-    return order, slot, ends
+        _sort_kernel[(programs,)](experts, order, slot, ends, experts.numel(), BLOCK=SORT_BLOCK, num_warps=8)
+    return order[:copies], slot, ends[:X]
 
 
 def _row_grid(N: int, C: int) -> tuple[tuple[int, int], dict[str, int]]:
@@ -101,14 +108,14 @@ def _row_grid(N: int, C: int) -> tuple[tuple[int, int], dict[str, int]]:
     return (N, triton.cdiv(C, block)), {"BLOCK": block, "num_warps": max(block // 256, 1)}
 
 
-def permute(x: Tensor, slot: Tensor, dtype: torch.dtype) -> Tensor:
-    """Launch the copying: [N, C] -> [N K, C], each token's row in all of its slots, cast to ``dtype``."""
+def permute(x: Tensor, slot: Tensor, S: int, dtype: torch.dtype) -> Tensor:
+    """Launch the copying: [N, C] -> [S, C], each token's row in all of its slots [N K] below S, cast to ``dtype``."""
     x = x.contiguous()
     N, C = x.shape
-    rows = torch.empty(slot.numel(), C, dtype=dtype, device=x.device)
+    rows = torch.empty(S, C, dtype=dtype, device=x.device)
     grid, constants = _row_grid(N, C)
     with on_device_of(x):
-        _permute_kernel[grid](x, slot, rows, C, K=slot.numel() // N, **constants)
+        _permute_kernel[grid](x, slot, rows, S, C, K=slot.numel() // N, **constants)
     return rows
 
 
@@ -121,20 +128,20 @@ def unpermute(
     bias: Tensor | None = None,
     experts: Tensor | None = None,
 ) -> Tensor:
-    """Launch the summation: [N K, C] -> [N, C], the sum of each token's rows, times ``weights`` [N, K] if given.
+    """Launch the summation: [S, C] -> [N, C], the sum of each token's rows, times ``weights`` [N, K] if given.
 
     Without ``slot`` the rows are in the order of the copies. With ``bias`` [X, C] each row has that of its expert,
     ``experts`` [N, K] int64, added first.
     """
-    C = rows.shape[1]
+    S, C = rows.shape
     y = torch.empty(N, C, dtype=dtype, device=rows.device)
     grid, constants = _row_grid(N, C)
     with on_device_of(rows):
         _unpermute_kernel[grid](
             # A pointer argument that the constants disable must still be a tensor.
             rows, rows if slot is None else slot, rows if weights is None else weights, y,
-            rows if bias is None else bias, rows if experts is None else experts.contiguous(), C,
-            K=len(rows) // N, SORTED=slot is not None, WEIGHTED=weights is not None, BIAS=bias is not None,
-            **overlap(rows), **constants,
+            rows if bias is None else bias, rows if experts is None else experts.contiguous(), S, C,
+            K=(S if slot is None else slot.numel()) // N, SORTED=slot is not None, WEIGHTED=weights is not None,
+            BIAS=bias is not None, **overlap(rows), **constants,
         )  # fmt: skip
     return y

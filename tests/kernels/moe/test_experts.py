@@ -366,6 +366,28 @@ def test_no_grad_keeps_nothing(kernel_device, monkeypatch):
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_copies_without_an_expert(backend, share, many_blocks, poisoned_empty):
+    """They are as copies with the weight 0, and their weights have the gradient 0."""
+    for dtype in dtypes(backend):
+        inputs, experts, dy = make((10, 3, 7, 20, 12), dtype, backend)
+        there = (torch.rand(experts.shape, generator=torch.Generator().manual_seed(1)) < share).to(backend)
+        given, copies = torch.where(there, experts, 7), int(there.sum())
+        reference = lambda function, there=there: (
+            lambda x, weights, *rest: function(x, weights * there.to(x.device), *rest)
+        )
+        for recompute in (False, True):
+            ours = with_experts(moe_mlp, given, copies=copies, recompute=recompute)
+            every = with_experts(moe_mlp_reference, experts)
+            assert_close_to_truth(ours, reference(every), with_biases(inputs), [dy], factor=2.0)
+            ours = low_ranked(moe_mlp, given, copies=copies, recompute=recompute)
+            every = low_ranked(moe_mlp_reference, experts)
+            assert_close_to_truth(ours, reference(every), with_low_ranks(inputs), [dy], factor=2.0)
+        want = with_experts(moe_mlp, given, copies=copies)(*inputs)
+        with torch.no_grad():
+            assert torch.equal(with_experts(moe_mlp, given, copies=copies)(*inputs), want)
+
+
 def test_opcheck(kernel_device):
     inputs, experts, dy = make((3, 2, 3, 16, 8), torch.float32, kernel_device)
     x, weights, *matrices = (t.requires_grad_() for t in inputs)
@@ -373,6 +395,9 @@ def test_opcheck(kernel_device):
     opcheck(ops.moe_mlp, (x, weights, experts, *matrices, "silu", False))
     opcheck(ops.moe_mlp, (x, weights, experts, *matrices, "gelu", True))
     opcheck(ops.moe_mlp, (x[:0], weights[:0], experts[:0], *matrices, "silu", True))
+    some, none = torch.where(experts == 1, 3, experts), [None] * 2
+    copies = int((some < 3).sum())
+    opcheck(ops.moe_mlp, (x, weights, some, *matrices, "silu", False, *none, 0.0, *none, *none, None, 0.0, copies))
     *_, gate_up_bias, down_bias = (t.requires_grad_() for t in with_biases(inputs))
     opcheck(ops.moe_mlp, (x, weights, experts, *matrices, "clamped_swiglu", False, gate_up_bias, down_bias, 0.75))
     low_ranks = [t.requires_grad_() for t in with_low_ranks(inputs)[4:]]

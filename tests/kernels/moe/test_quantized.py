@@ -161,7 +161,8 @@ def test_opcheck(kernel_device, kind):
     (gate_up, of_gate_up), (down, of_down) = (experts_for_op(quantize_experts(each, kind)) for each in matrices)
     leaves = x.requires_grad_(), weights.requires_grad_(), experts
     op = torch.ops.liger_models.moe_mlp
-    opcheck(op, (*leaves, gate_up, down, "silu", False, *[None] * 2, 0.0, *[None] * 5, 0.0, *of_gate_up, *of_down))
+    others = *[None] * 2, 0.0, *[None] * 5, 0.0, None
+    opcheck(op, (*leaves, gate_up, down, "silu", False, *others, *of_gate_up, *of_down))
 
 
 @STORED
