@@ -16,7 +16,6 @@ from liger_models.generation.prefix import TOKENS
 from liger_models.generation.sampling import (
     Sampler,
     draw,
-    exponential_noise,
     keep_epsilon,
     keep_eta,
     keep_min_p,
@@ -25,6 +24,7 @@ from liger_models.generation.sampling import (
     keep_typical_p,
     penalize_repetition,
 )
+from liger_models.kernels.seeded_scores import exponential_noise
 from liger_models.layers.kv_cache import DecodeCache
 
 from .late import transformers

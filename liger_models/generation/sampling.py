@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_models.generation.options import Settings
 from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.checks import check, check_values
+from liger_models.kernels.seeded_scores import seeded_scores
 
 
 class Sampler:
@@ -87,8 +88,8 @@ class Sampler:
             logits = keep_epsilon(logits, settings.epsilon_cutoff)
         if settings.eta_cutoff > 0:
             logits = keep_eta(logits, settings.eta_cutoff)
-        if self.seeds is not None:  # of exponential clocks with these rates, token i rings first with probability p_i
-            return (logits - exponential_noise(self.seeds, step, logits.shape[1]).log()).argmax(1)
+        if self.seeds is not None:
+            return seeded_scores(logits, self.seeds, step).argmax(1)
         return draw(logits.softmax(1), settings.generator)
 
 
@@ -109,35 +110,6 @@ def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
     tokens = scores.argmax(1)
     check_values((scores.gather(1, tokens[:, None]) >= 0).all(), message)  # the largest score of a row with NaN is NaN
     return tokens
-
-
-_LOW = 0xFFFFFFFF
-
-
-def exponential_noise(seeds: Tensor, step: int | Tensor, vocab_size: int) -> Tensor:
-    """Exponentially distributed numbers [B, V] fp32 that depend on seed, step and token alone.
-
-    They are a hash of the three, so that no row depends on another one, and every device has the same.
-
-    Args:
-        seeds: [B] int64, not negative.
-        step: number of new tokens so far, or [B] int64.
-        vocab_size: V.
-    """
-    key = _hash(_hash(_hash(seeds & _LOW) ^ (seeds >> 32)) ^ step)[:, None]
-    token = torch.arange(vocab_size, device=seeds.device)
-    bits = _hash(_hash(token ^ key) ^ _hash(key ^ 0x9E3779B9))
-    return -torch.log1p(-(bits.float() + 0.5) * 2.0**-32)
-
-
-def _hash(x: Tensor) -> Tensor:
-    """A bijection of the 32-bit numbers, held in int64, that leaves no pattern of its argument.
-
-    Source: https://nullprogram.com/blog/2018/07/31/.
-    """
-    x = (x ^ x >> 16) * 0x7FEB352D & _LOW
-    x = (x ^ x >> 15) * 0x846CA68B & _LOW
-    return x ^ x >> 16
 
 
 def _seeds(seed: int | list[int], rows: int) -> Tensor:

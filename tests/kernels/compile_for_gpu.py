@@ -56,6 +56,7 @@ from liger_models.kernels.quantized_weight import QuantizedWeight, quantized_lin
 from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.rope import rope, rope_qkv
 from liger_models.kernels.row_linear import row_linear, row_linear_forward
+from liger_models.kernels.seeded_scores import seeded_scores
 from liger_models.kernels.short_conv import short_conv
 from liger_models.kernels.sink_attention import sink_attention
 from liger_models.kernels.write_pages import write_pages
@@ -246,6 +247,7 @@ def run_decoding(dtype: torch.dtype) -> None:
             invariant_attention(q, keys, keys, lengths, lengths, scale=0.1, table=table, **options)
         invariant_attention(q, keys[0], keys[0], lengths, lengths, scale=0.1)
         write_pages(keys, keys, keys[0, :2], keys[0, :2], torch.tensor([1, -1]))
+    seeded_scores(torch.zeros(2, 128256), torch.tensor([3, 4]), 5)
     for K in (64, 100, 3072):
         invariant_linear(draw(3, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach(), draw(8, dtype=dtype))
         row_linear(draw(1, K, dtype=dtype).detach(), draw(8, K, dtype=dtype).detach(), draw(8, dtype=dtype).detach())
