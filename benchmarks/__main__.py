@@ -74,10 +74,11 @@ def check_modes(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         if "bf16" in mode and options.command != "fsdp":
             parser.error(f"--modes: bf16 is for fsdp, got {text!r} for {options.command}")
         parts = [mode.extras[word] for word in ("ep", "hsdp", "tp") if word in mode]
-        if parts and (options.command != "fsdp" or len(parts) > 1 or not parts[0] or options.gpus % parts[0]):
+        fits = options.command == "fsdp" and len(parts) == 1 and parts[0] and options.gpus % parts[0] == 0
+        if parts and not fits and options.command != "decode":
             parser.error(
-                "--modes: ep, hsdp and tp are for fsdp, one of them in a mode, with a number that divides --gpus, got "
-                f"{text!r} for {options.command}"
+                "--modes: ep, hsdp and tp are for fsdp, one of them in a mode, with a number that divides --gpus, and "
+                f"tp is for decode, got {text!r} for {options.command}"
             )
 
 

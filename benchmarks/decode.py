@@ -8,19 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from .ops.measure import ceilings
 from .options import add_batch, add_model, add_modes, add_steps
-from .processes import measure_all, plan_batch
+from .processes import measure_all, measure_on_gpus, plan_batch
 from .rows import Row, Rows
 from .tables import markdown, tokens
 from .training.build import build
 from .training.job import Job
 from .training.models import read_config
-from .training.modes import title
+from .training.modes import Mode, title
 
 HELP = "decoding: milliseconds a token, beside the time to read the weights"
-MODES = r"hf(\+static)?|ours(\+lora)?(\+nf4|\+float8)?"
+MODES = r"hf(\+static)?|ours(\+lora)?(\+nf4|\+float8)?|ours\+tp[1-9][0-9]*"
 REPEATS = 5
 """Timed calls, after one that compiles, captures and tunes what a mode has."""
 
@@ -29,14 +30,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "llama-3.2-3b")
     add_modes(
         parser, "hf,hf+static,ours", MODES,
-        "comma-separated, of hf, hf+static and ours, ours with +lora, +nf4 or +float8, or +lora and one of these",
+        "comma-separated, of hf, hf+static and ours, ours with +lora, +nf4 or +float8, or +lora and one of these, and "
+        "ours+tpK, tensor parallel over K GPUs",
     )  # fmt: skip
     add_batch(parser, "1x512", "prompts x tokens per prompt")
     add_steps(parser, 128, "new tokens")
 
 
 def run(options: argparse.Namespace) -> Rows:
-    return measure_all(plan_batch("decode", options))
+    rows: Rows = []
+    for plan in plan_batch("decode", options):
+        gpus = Mode.parse(plan.row["mode"]).extras.get("tp")
+        rows += measure_on_gpus([plan], gpus) if gpus else measure_all([plan])
+    return rows
 
 
 def seconds(function: Callable[[], Any]) -> float:
@@ -50,6 +56,11 @@ def seconds(function: Callable[[], Any]) -> float:
 def generating(job: Job, config: dict[str, Any]) -> Callable[[int], Tensor]:
     """A function that generates so many tokens for the same random prompts."""
     model: Any = build(config, job.mode).eval()
+    if job.sharded:
+        from liger_models.parallel import apply_tp
+
+        apply_tp(model, init_device_mesh("cuda", (torch.distributed.get_world_size(),)))
+        torch.manual_seed(0)  # the same prompts on all ranks
     prompts = torch.randint(5, config["vocab_size"] - 5, job.shape, device="cuda")
     options: dict[str, Any] = {"do_sample": False}
     if job.mode.library == "ours":
@@ -96,7 +107,7 @@ def measure(job: Job) -> Row:
         "new_tokens": job.steps,
         "step_ms": round(statistics.median(times), 3),
         "step_ms_range": [round(min(times), 3), round(max(times), 3)],
-        "floor_ms": round(bytes_of_step(config, dtype) / copy / 1e6, 3),
+        "floor_ms": round(bytes_of_step(config, dtype) / copy / 1e6 / (job.mode.extras.get("tp") or 1), 3),
         "prompts_ms": round(1e3 * prompts, 1),
         "first_call_s": round(first, 1),
         "peak_gib": round(peak / 2**30, 2),

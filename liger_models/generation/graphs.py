@@ -197,7 +197,8 @@ def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
     """Context with a step for B rows of up to ``tokens`` tokens. It is one that the model has kept if one fits.
 
     Args:
-        model: the model. It keeps the step afterwards if none of its modules is in training mode.
+        model: the model. It keeps the step afterwards if none of its modules is in training mode, and it is on one GPU:
+            a process group can't be destroyed as long as a graph has its collectives.
         B: number of rows.
         tokens: number of tokens of each row that the cache must hold.
     """
@@ -218,7 +219,7 @@ def borrow_step(model: Decoder, B: int, tokens: int) -> Iterator[DecodeStep]:
     try:
         yield step
     finally:
-        if not any(module.training for module in model.modules()):
+        if model.groups.tensor is None and not any(module.training for module in model.modules()):
             kept.append(step)
         most = MOST_MEMORY * torch.cuda.get_device_properties(model.device).total_memory
         while len(kept) > MOST_STEPS or sum(step.num_bytes for step in kept) > most:
@@ -231,15 +232,18 @@ def release_steps(model: Decoder) -> None:
 
 
 def can_capture(model: Decoder) -> bool:
-    """Whether steps of a model run as CUDA graphs: on one GPU, without hooks, compiled modules and autocast."""
-    device = model.device.type
+    """Whether steps of a model run as CUDA graphs: without hooks, compiled modules and autocast.
+
+    The model is on one GPU, or `apply_tp` has sharded it, whose all-reduces are captured, too.
+    """
+    device, tensor = model.device.type, model.groups.tensor
     return (
         device == "cuda"
         and use_triton(model.embed_tokens.weight)
         and not torch.is_autocast_enabled(device)  # its casts of the weights are freed when it ends
-        and model.groups == ParallelGroups()
+        and model.groups == ParallelGroups(tensor=tensor)
         and not any(is_hooked(module) or is_compiled(module) for module in model.modules())
-        and not any(is_sharded(parameter) for parameter in model.parameters())
+        and (tensor is not None or not any(is_sharded(parameter) for parameter in model.parameters()))
     )
 
 

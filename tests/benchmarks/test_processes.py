@@ -67,6 +67,7 @@ def test_arguments_that_say_nothing_measurable_are_refused(tmp_path, monkeypatch
         "fsdp --gpus 8 --modes ours+ep2+tp2": "--modes: ep, hsdp and tp .*, got 'ours.ep2.tp2' for fsdp",
         "train --modes hf+bf16": "--modes: bf16 is for fsdp, got 'hf.bf16' for train",
         "train --modes ours+hsdp2": "--modes: ep, hsdp and tp are for fsdp.*, got 'ours.hsdp2' for train",
+        "decode --modes ours+ep2": "--modes: must be hf.*, got 'ours.ep2'",
         "fsdp --gpus 2 --modes unsloth+lora": "--modes: unsloth is for train and longest, got 'unsloth.lora' for fsdp",
         "profile --modes titan+compile": "--modes: titan is for train and fsdp, got 'titan.compile' for profile",
         "train --modes unsloth": "--modes: must be hf.*, got 'unsloth'",

@@ -1,13 +1,17 @@
 """Rollouts of distributed models: every row as in one process."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from liger_models.adapters import LoRAConfig, apply_lora
+from liger_models.generation import graphs, rollouts
+from liger_models.generation.graphs import DecodeStep
 from liger_models.generation.rollouts import Completion
 from liger_models.parallel import apply_cp, apply_fsdp, apply_tp
 
@@ -84,6 +88,38 @@ def test_two_ranks_generate_as_one(two):
 @pytest.mark.parametrize("way", ["copies of shards", "tensor and fsdp"])
 def test_four_ranks_roll_out_as_one(four, way):
     four(rolls_out_as_one, way, "llama")
+
+
+def decodes_by_graphs() -> None:
+    """As without graphs, and nothing keeps a graph afterwards, so that the process group can be destroyed."""
+    model = apply_tp(tiny().cuda(), init_device_mesh("cuda", (2,))).eval()
+    numbers, captured = [*range(len(PROMPTS))], []
+    prompts = [torch.tensor(PROMPTS[number]) for number in numbers]
+    capture = DecodeStep._capture
+
+    def run() -> tuple[Any, ...]:
+        out = model.generate(prompts, max_new_tokens=20, eos_token_id=[], return_logprobs=True)
+        rows = sample(model, numbers)
+        return out.sequences, out.logprobs, [row.tokens for row in rows], [row.log_probs for row in rows]
+
+    with mock.patch.object(DecodeStep, "_capture", lambda *given: captured.append(1) or capture(*given)):
+        got = run()
+        assert len(captured) >= 2
+        with (
+            mock.patch.object(graphs, "can_capture", return_value=False),
+            mock.patch.object(rollouts, "can_capture", return_value=False),
+        ):
+            count = len(captured)
+            expected = run()
+            assert len(captured) == count
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, torch.cuda.CUDAGraph)]
+
+
+@pytest.mark.gpu
+def test_steps_of_two_gpus_are_graphs(two_gpus):
+    two_gpus(decodes_by_graphs)
 
 
 def refuse() -> None:
