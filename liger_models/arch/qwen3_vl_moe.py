@@ -145,9 +145,9 @@ EXPERTS = f"{TEXT}.layers.{{sparse}}.mlp.experts"
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """As `read_multimodal`, but only the top-level ``tie_word_embeddings`` counts: the other is always true."""
-    flat = names.read_multimodal(hf) | {"tie_word_embeddings": bool(hf.get("tie_word_embeddings"))}
-    if "num_local_experts" in flat:  # written by transformers 5
+    """As `read_multimodal`; transformers 5 writes ``num_experts`` as ``num_local_experts``."""
+    flat = names.read_multimodal(Qwen3VLMoeConfig, hf)
+    if "num_local_experts" in flat:
         flat["num_experts"] = flat.pop("num_local_experts")
     return flat
 

@@ -278,17 +278,22 @@ def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def of_text(hf: Mapping[str, Any], text: Mapping[str, Any], top: Collection[str]) -> dict[str, Any]:
+def of_text(
+    config_class: "type[DataclassInstance]", hf: Mapping[str, Any], text: Mapping[str, Any], top: Collection[str]
+) -> dict[str, Any]:
     """The keys of a config.json with a ``text_config`` in one object, as transformers reads them.
 
     Args:
+        config_class: the config class. Its fields count in ``text`` only, whatever the top level says.
         hf: the content of config.json.
-        text: the keys of its ``text_config``. They count, whatever the top level says.
-        top: keys that count at the top level only.
+        text: the keys of its ``text_config``.
+        top: fields that count at the top level only.
     """
-    strangers = ("text_config", "pad_token_id", *_ROPE_KEYS)
-    rest = {key: value for key, value in hf.items() if key not in strangers}
-    return rest | dict(text) | {key: hf[key] for key in top if key in hf}
+    either = ("bos_token_id", "eos_token_id", "initializer_range")  # these count wherever they are
+    fields = {field.name for field in dataclasses.fields(config_class)}.difference(either)
+    rest = {key: value for key, value in hf.items() if key not in ("text_config", *_ROPE_KEYS, *fields)}
+    own = {key: value for key, value in text.items() if key not in top or key in either}
+    return rest | own | {key: hf[key] for key in top if key in hf}
 
 
 def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

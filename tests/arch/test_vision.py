@@ -2,11 +2,14 @@
 
 import copy
 import dataclasses
+import json
+import shutil
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from liger_models import KernelOptions, LigerLlama, LlamaConfig
@@ -22,6 +25,7 @@ from .families import (
     VISION_CASES,
     assert_bounds_under_other_names,
     assert_same_gradients,
+    auto_class,
     error,
     every_video_case,
     gradients_of,
@@ -529,10 +533,29 @@ def test_keys_of_the_language_model_count_in_its_own_configuration_only(arch):
     }  # fmt: skip
     strange = {key: value for key, value in strange.items() if key in hf["text_config"]}
     assert len(strange) >= 5
-    theirs, same = (transformers.AutoConfig.for_model(**copy.deepcopy(each)) for each in (hf, hf | strange))
-    assert same.get_text_config().to_dict() == theirs.get_text_config().to_dict()
+    sizes = ("hidden_size", "num_hidden_layers")
+    bare = {key: value for key, value in hf["text_config"].items() if key in sizes or key not in strange}
     config_class = get_arch(arch).config_class
-    assert read_config(config_class, hf | strange) == read_config(config_class, hf)
+    for text in (hf["text_config"], bare):  # without a key in text_config its default counts
+        nested = hf | {"text_config": text}
+        theirs, same = (transformers.AutoConfig.for_model(**copy.deepcopy(each)) for each in (nested, nested | strange))
+        assert same.get_text_config().to_dict() == theirs.get_text_config().to_dict()
+        assert read_config(config_class, nested | strange) == read_config(config_class, nested)
+
+
+@pytest.mark.parametrize("arch", sorted({arch for arch, _ in VISION_CASES} - {"mllama"}))
+@pytest.mark.parametrize("top", [None, False, True])
+@pytest.mark.parametrize("text", [None, False, True])
+def test_which_tie_word_embeddings_counts(arch, top, text):
+    hf = json.loads(json.dumps(transformers.AutoConfig.for_model(arch, **next(iter(tiny(arch).values()))).to_dict()))
+    for part, tied in ((hf, top), (hf["text_config"], text)):
+        part.pop("tie_word_embeddings", None)
+        part |= {} if tied is None else {"tie_word_embeddings": tied}
+    with torch.device("meta"):
+        theirs = auto_class(arch).from_config(transformers.AutoConfig.for_model(**copy.deepcopy(hf)))
+    theirs.tie_weights()
+    tied = theirs.get_output_embeddings().weight is theirs.get_input_embeddings().weight
+    assert read_config(get_arch(arch).config_class, hf).tie_word_embeddings == tied
 
 
 @pytest.mark.parametrize("arch", sorted({arch for arch, _ in VIDEO_CASES}))
@@ -543,3 +566,12 @@ def test_the_default_rotation_of_a_tower_is_the_axial_one(arch):
     theirs = transformers.AutoConfig.for_model(**copy.deepcopy(hf)).vision_config.rope_parameters
     assert theirs == {"rope_type": "axial", "rope_theta": 77.0}
     assert read_config(get_arch(arch).config_class, hf).vision_config.rope_theta == 77.0
+
+
+def test_a_head_that_is_not_the_embedding_is_refused_with_both_places_of_the_key(root, tmp_path):
+    folder = shutil.copytree(make_folder("qwen2_vl", "tied", root), tmp_path / "stored")
+    tensors = load_file(folder / "model.safetensors")
+    embedding = next(tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+    save_file(tensors | {"lm_head.weight": embedding + 1}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="to false, at the top level and in text_config, to load both"):
+        load("qwen2_vl", folder)

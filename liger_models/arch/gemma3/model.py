@@ -364,7 +364,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Moves the keys of ``text_config`` to the top, and renames ``hidden_activation`` to ``hidden_act``."""
     text = flat_rope(hf.get("text_config") or {})
     text["hidden_act"] = text.pop("hidden_activation", None)
-    return of_text(hf, text, TOP)
+    return of_text(Gemma3Config, hf, text, TOP)
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
