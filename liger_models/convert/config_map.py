@@ -227,7 +227,10 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
             rope["truncate"] = False
         if "original_max_position_embeddings" in accepted:
             rope["original_max_position_embeddings"] = (
-                top_level or rope.get("original_max_position_embeddings") or hf.get("max_position_embeddings")
+                top_level
+                or rope.get("original_max_position_embeddings")
+                or hf.get("max_position_embeddings")
+                or getattr(config_class, "max_position_embeddings", None)
             )
         values = {key: _typed(f"{where}.{key}", value, hints[key]) for key, value in rope.items() if key in accepted}
         required = {field.name for field in dataclasses.fields(scaling) if field.default is dataclasses.MISSING}
@@ -252,12 +255,14 @@ def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a config.json whose ``rope_parameters`` have one object per layer type to the older format.
 
     The values for full attention become ``rope_theta`` and ``rope_scaling``, the base for sliding attention becomes
-    ``rope_local_base_freq``.
+    ``rope_local_base_freq``. The original length counts only beside the values.
 
     Raises:
         ValueError: there are other layer types, or sliding attention has more than a base.
     """
-    flat = {key: value for key, value in hf.items() if key != "rope_parameters"}
+    flat = {
+        key: value for key, value in hf.items() if key not in ("rope_parameters", "original_max_position_embeddings")
+    }
     nested = hf.get("rope_parameters") or {}
     if nested.keys() - set(LAYER_TYPES):
         raise ValueError(
@@ -343,8 +348,9 @@ def _write_scaling(scaling: RopeScaling | None, original_length: int | None) -> 
         return {"rope_scaling": {"rope_type": rope_type, **values}}
     # transformers 4 reads the length at the top level, and its Phi-3 rejects other keys and spellings in the dict.
     length = scaling.original_max_position_embeddings
-    if original_length is not None:
-        del values["original_max_position_embeddings"]
+    if original_length is None:
+        return {"rope_scaling": {"rope_type": rope_type, **values}, "original_max_position_embeddings": length}
+    del values["original_max_position_embeddings"]
     return {"rope_scaling": {"type": rope_type, **values}, "original_max_position_embeddings": length}
 
 
