@@ -366,7 +366,10 @@ def check_tensors(
             message += f" Missing: {some(names, len(missing))}."
         if unexpected:
             message += f" Unexpected: {some(unexpected, len(unexpected))}."
-        raise ValueError(f"{message} Check that {CONFIG} and the weights belong to the same model.")
+        todo = f"Check that {CONFIG} and the weights belong to the same model."
+        if not unexpected and [name.endswith("lm_head.weight") for name in missing] == [True]:
+            todo = f"If the head is the embedding, set tie_word_embeddings to true at the top level of {CONFIG}."
+        raise ValueError(f"{message} {todo}")
 
     for name, tensor in expected.items():
         file, shape, dtype, scales = stored[name]
