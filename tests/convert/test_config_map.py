@@ -384,6 +384,35 @@ def test_what_cannot_be_honoured_is_refused(changes: dict[str, Any], message: st
         read(**changes)
 
 
+@pytest.mark.parametrize(
+    ("arch", "name", "key"),
+    [
+        ("mixtral", "num_experts", "num_local_experts"),
+        ("gemma3", "image_token_id", "image_token_index"),
+        ("gemma3", "boi_token_id", "boi_token_index"),
+        ("gemma3", "eoi_token_id", "eoi_token_index"),
+    ],
+)
+def test_other_names_of_keys(arch: str, name: str, key: str) -> None:
+    hf = {name: 5} | ({"vision_config": {"image_size": 64}, "mm_tokens_per_image": 4} if arch == "gemma3" else {})
+    theirs = transformers.AutoConfig.for_model(arch, **copy.deepcopy(hf))
+    config = read_config(get_arch(arch).config_class, hf, strict=True)
+    assert getattr(config, key) == getattr(theirs, key) == 5
+    assert read_config(type(config), write_config(config, hf, torch.float32)) == config
+
+
+@pytest.mark.parametrize("arch", ["glm", "glm4"])
+def test_null_for_the_share_that_turns_means_all(arch: str) -> None:
+    for hf, share in ({}, 0.5), ({"partial_rotary_factor": None}, 1.0):
+        theirs = transformers.AutoConfig.for_model(arch, **hf).rope_parameters
+        assert theirs.get("partial_rotary_factor", 1.0) == share
+        config = read_config(get_arch(arch).config_class, hf)
+        assert config.rotary_width == 128 * share
+        written = write_config(config, hf, torch.float32)
+        assert read_config(type(config), written) == config
+        assert transformers.AutoConfig.for_model(**written).rope_parameters == theirs
+
+
 def test_attention_without_a_scale_is_refused() -> None:
     with pytest.raises(ValueError, match="attention_multiplier must be positive, got 0"):
         read_config(GraniteConfig, {"attention_multiplier": 0.0})
