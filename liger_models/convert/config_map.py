@@ -324,17 +324,19 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
     if original_length is None:
         out.pop("original_max_position_embeddings", None)
     keys: dict[str, Any] = {}
+    known = out.keys() | (hf.get("text_config") or {}).keys()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name == "rope_scaling":
             keys |= _write_scaling(value, original_length)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             keys[field.name] = dataclasses.asdict(value)
-        elif value is not None or field.default is not None or field.name in out:
+        elif value is not None or field.default is not None or field.name in known:
             keys[field.name] = value
     written = checkpoint.to_json(keys)
     for key in [key for key in written if key.endswith("_config")]:  # nested objects preserve unknown keys, too
-        part = {name: value for name, value in (hf.get(key) or {}).items() if name not in ("dtype", "torch_dtype")}
+        stale = ("dtype", "torch_dtype", "rope_parameters")
+        part = {name: value for name, value in (hf.get(key) or {}).items() if name not in stale}
         written[key] = part | written[key]
     return out | written
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_models import KernelOptions, LigerLlama, LlamaConfig
 from liger_models.arch import get_arch
-from liger_models.convert.config_map import read_config
+from liger_models.convert.config_map import read_config, write_config
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
@@ -575,3 +575,20 @@ def test_a_head_that_is_not_the_embedding_is_refused_with_both_places_of_the_key
     save_file(tensors | {"lm_head.weight": embedding + 1}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="to false, at the top level and in text_config, to load both"):
         load("qwen2_vl", folder)
+
+
+@pytest.mark.parametrize("arch", sorted({arch for arch, _ in VISION_CASES}))
+def test_a_changed_configuration_is_written_over_the_file_that_it_was_read_from(arch):
+    """Also what transformers writes into text_config: rope parameters, and values that are unset again."""
+    hf = transformers.AutoConfig.for_model(arch, **next(iter(tiny(arch).values()))).to_dict()
+    config_class = get_arch(arch).config_class
+    config = read_config(config_class, json.loads(json.dumps(hf)))
+    changed = dataclasses.replace(config, rope_theta=77.0, pad_token_id=None)
+    if arch in {each for each, _ in VIDEO_CASES}:  # the default of the tower's base is not written
+        hf["vision_config"]["rope_parameters"] = {"rope_type": "axial", "rope_theta": 77.0}
+    if hasattr(config, "layer_types") and arch != "gemma4":  # whose number of layers with shared keys follows from them
+        changed = dataclasses.replace(changed, layer_types=None)
+    written = json.loads(json.dumps(write_config(changed, hf, torch.float32)))
+    assert read_config(config_class, written) == changed
+    rope = transformers.AutoConfig.for_model(**written).get_text_config().rope_parameters
+    assert rope.get("full_attention", rope)["rope_theta"] == 77.0
