@@ -592,3 +592,16 @@ def test_a_changed_configuration_is_written_over_the_file_that_it_was_read_from(
     assert read_config(config_class, written) == changed
     rope = transformers.AutoConfig.for_model(**written).get_text_config().rope_parameters
     assert rope.get("full_attention", rope)["rope_theta"] == 77.0
+
+
+@pytest.mark.parametrize("arch", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("inside", [{}, {"original_max_position_embeddings": 16}])
+def test_the_original_length_without_a_text_config_is_in_the_rope_parameters(arch, inside):
+    sizes = next(iter(tiny(arch).values()))
+    rope = {"type": "yarn", "factor": 4.0, "mrope_section": [2, 3, 3], **inside}
+    text = {key: value for key, value in sizes["text_config"].items() if key != "rope_parameters"}
+    hf = {**sizes, **text, "rope_scaling": rope, "original_max_position_embeddings": 8, "model_type": arch}
+    del hf["text_config"]
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(hf)).get_text_config().rope_parameters
+    ours = read_config(get_arch(arch).config_class, hf).rope_scaling
+    assert theirs["original_max_position_embeddings"] == ours.original_max_position_embeddings == (16 if inside else 64)

@@ -35,7 +35,10 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str,
         ValueError: rope parameters that these architectures do not have.
     """
     text, vision = (dict(hf.get(part) or {}) for part in ("text_config", "vision_config"))
-    flat = dict(hf) if hf.get("text_config") is None else of_text(config_class, hf, text, TOP)
+    if hf.get("text_config") is None:  # beside the language model's keys, the original length is in the rope parameters
+        flat = {key: value for key, value in hf.items() if key != "original_max_position_embeddings"}
+    else:
+        flat = of_text(config_class, hf, text, TOP)
     flat |= {"tie_word_embeddings": bool(hf.get("tie_word_embeddings")), "model_type": hf.get("model_type")}
     if flat["model_type"] not in INTERLEAVED and text.get("tie_word_embeddings"):
         flat["tie_word_embeddings"] = True
