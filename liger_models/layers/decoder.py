@@ -584,7 +584,7 @@ class Decoder(nn.Module):
         states: list[Tensor] | None = [] if output_hidden_states else None
         hidden, router_logits = self.run_blocks(embeds, layout, *([] if states is None else [states]))
         if cache is not None:
-            cache.length += T
+            cache.advance(T)
         hidden = groups.enter_head(hidden)
         kept = None if states is None and not without_head else (*(states or []), hidden)
         if without_head:
