@@ -15,9 +15,10 @@ running rows come before all waiting ones, the first row can always go on, and a
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -181,7 +182,7 @@ def rollout(
     """
     tokens = _checked_prompts(model, prompts)
     limits = _for_each("max_new_tokens", max_new_tokens, len(tokens))
-    check(min(limits) >= 1, f"rollout: max_new_tokens must be at least 1, got {min(limits)}.")
+    check(min(limits, default=1) >= 1, f"rollout: max_new_tokens must be at least 1, got {min(limits)}.")
     settings = resolve(model, max(limits), options)
     _check_options(model, settings, options)
     stops = [settings.eos_token_id] * len(tokens) if stop_tokens is None else [list(each) for each in stop_tokens]
@@ -190,6 +191,7 @@ def rollout(
         f"rollout: stop_tokens must be a list for each of the {len(tokens)} prompts, got {len(stops)}.",
     )
     for name, value in (("batch_size", batch_size), ("chunk_size", chunk_size), ("steps_per_read", steps_per_read)):
+        check(isinstance(value, int), f"rollout: {name} must be an integer, got {value!r}.")
         check(value >= 1, f"rollout: {name} must be at least 1, got {value}.")
     repeats = settings.num_return_sequences
     count = len(tokens) * repeats
@@ -481,6 +483,7 @@ def free_memory(device: torch.device) -> int | None:
 
 def _checked_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
     """The prompts as lists of ids."""
+    check(isinstance(prompts, Iterable), f"rollout: prompts must be a list of prompts, got {type(prompts).__name__}.")
     found = [torch.as_tensor(prompt) for prompt in prompts]
     shapes = [list(prompt.shape) for prompt in found if prompt.dim() != 1 or not len(prompt)]
     check(
@@ -504,7 +507,9 @@ def _checked_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
 
 
 def _for_each(name: str, value: int | Sequence[int], count: int) -> list[int]:
-    values = [value] * count if isinstance(value, int) else list(value)
+    numbers: Any = value.tolist() if hasattr(value, "tolist") else value
+    values = list(numbers) if isinstance(numbers, Iterable) else [numbers] * count
+    check(all(isinstance(each, Integral) for each in values), f"rollout: {name} must be integers, got {value!r}.")
     check(
         len(values) == count,
         f"rollout: {name} must be one number, or one for each of the {count} prompts, got {len(values)}.",
