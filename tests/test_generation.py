@@ -437,6 +437,23 @@ def test_a_kept_cache_with_several_continuations_and_with_stream(ours, monkeypat
     assert sizes[0] == 3
 
 
+@pytest.mark.parametrize("limit", [6, 11, 15, 40])
+def test_a_kept_cache_where_frequencies_are_dynamic(limit, monkeypatch):
+    torch.manual_seed(0)
+    sizes = SIZES | VARIANTS["dynamic"] | {"max_position_embeddings": limit}
+    ours = AutoLigerModel.from_config({**sizes, "model_type": "llama"}).eval()
+    cache, computed = DecodeCache(60), counted(ours, monkeypatch)
+    asked, starts = generate(ours, PROMPTS[:1], max_new_tokens=8, cache=cache), []
+    for ids in (torch.cat([asked, asked[:, 3:9]], 1), asked[:, :11], asked[:, :14], asked[:, :7]):
+        computed.clear()
+        got = generate(ours, ids, max_new_tokens=8, cache=cache, return_logprobs=True)
+        starts.append(ids.shape[1] - computed[0])
+        want = generate(ours, ids, max_new_tokens=8, return_logprobs=True)
+        assert torch.equal(got.sequences, want.sequences)
+        torch.testing.assert_close(got.logprobs, want.logprobs, rtol=1e-4, atol=1e-5)
+    assert any(starts) == (limit == 40)
+
+
 @pytest.mark.parametrize("original", [9, 12, 20])
 def test_a_kept_cache_where_longrope_switches(original):
     factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 6.0, 9.0]}
