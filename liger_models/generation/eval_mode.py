@@ -1,8 +1,9 @@
-"""Eval mode while tokens are computed."""
+"""The state of modules while tokens are computed: eval mode, and what FSDP gathers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
+from typing import Any
 
 from torch import nn
 
@@ -28,3 +29,16 @@ def evaluating(modules: list[nn.Module]) -> Iterator[None]:
                 if not _held[module]:
                     del _held[module]
                     module.training = True
+
+
+@contextmanager
+def resharded(modules: list[nn.Module]) -> Iterator[None]:
+    """Context after which no parameters are gathered: FSDP keeps some of a forward without a backward, and
+    ``model.parameters()`` then returns these, which an optimizer would update in vain."""
+    try:
+        yield
+    finally:
+        for module in modules:
+            reshard: Any = getattr(module, "reshard", None)
+            if reshard is not None:
+                reshard()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from liger_models.generation.eval_mode import evaluating
+from liger_models.generation.eval_mode import evaluating, resharded
 from liger_models.generation.logits import next_logits
 from liger_models.generation.options import Options, Settings, resolve, select_inputs, shows_options
 from liger_models.generation.prompts import Prompts, batch_prompts
@@ -174,7 +174,7 @@ def _steps(
     modules = list(model.modules())
     computed: deque[tuple[Step, Callable[[], bool]]] = deque()
 
-    with next_logits(model, rows, mask, positions, inputs, settings) as logits_of:
+    with resharded(modules), next_logits(model, rows, mask, positions, inputs, settings) as logits_of:
         for end in range(T, S):
             with evaluating(modules):
                 logits = logits_of(end)

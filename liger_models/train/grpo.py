@@ -180,7 +180,7 @@ class GRPOObjective(Objective):
         rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
         rewards = [*rewards] if isinstance(rewards, Iterable) else rewards
         check(
-            isinstance(rewards, list) and len(rewards) == len(answers) and all(_is_number(reward) for reward in rewards),
+            isinstance(rewards, list) and len(rewards) == len(answers) and all(map(_is_number, rewards)),
             f"{self.reward_name}: must return {len(answers)} finite numbers, one for each completion, got "
             f"{str(rewards)[:60]}. Correct the function.",
         )
