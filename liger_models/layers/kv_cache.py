@@ -73,7 +73,7 @@ class DecodeCache:
         self._new_states[layer] = states
 
     def advance(self, tokens: int) -> None:
-        """Count the tokens of a forward, whose keys, values and states all layers have stored."""
+        """Count the tokens of a forward that ends: all layers have stored their keys, values and states."""
         self._states.update(self._new_states)
         self._new_states.clear()
         self.length += tokens

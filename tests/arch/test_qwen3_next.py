@@ -93,10 +93,11 @@ def test_a_forward_that_fails_leaves_the_states_as_they_were(pair):
 
     with torch.no_grad():
         for begin, end in ((0, 5), (5, 9)):
-            handle = ours.layers[-1].register_forward_pre_hook(fail)
-            with pytest.raises(RuntimeError, match="out of memory"):
-                ours(ids[:, begin:end], cache=cache)
-            handle.remove()
+            for module in (ours.layers[-1], ours.lm_head):
+                handle = module.register_forward_pre_hook(fail)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    ours(ids[:, begin:end], cache=cache)
+                handle.remove()
             got = ours(ids[:, begin:end], cache=cache).logits
         assert error(got, ours(ids).logits[:, 5:]) <= LIMIT
 
