@@ -32,13 +32,16 @@ def evaluating(modules: list[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def resharded(modules: list[nn.Module]) -> Iterator[None]:
-    """Context after which no parameters are gathered: FSDP keeps some of a forward without a backward, and
-    ``model.parameters()`` then returns these, which an optimizer would update in vain."""
+def resharded(*models: Any) -> Iterator[None]:
+    """Context after which no parameters of models are gathered; None is skipped.
+
+    FSDP keeps some of a forward without a backward, and ``model.parameters()`` then returns these, which an optimizer
+    would update in vain.
+    """
     try:
         yield
     finally:
-        for module in modules:
+        for module in (module for model in models if isinstance(model, nn.Module) for module in model.modules()):
             reshard: Any = getattr(module, "reshard", None)
             if reshard is not None:
                 reshard()

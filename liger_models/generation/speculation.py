@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_models.generation.eval_mode import evaluating, resharded
+from liger_models.generation.eval_mode import evaluating
 from liger_models.generation.options import Settings
 from liger_models.generation.rows import Rows, Step
 from liger_models.generation.sampling import Sampler
@@ -186,30 +186,30 @@ def speculate(
     mask = None if mask is None else mask.repeat_interleave(repeats, 0)
     rows = Rows(prompts, mask, settings, model.config.vocab_size, logprobs=logprobs)
     guess = Sampler(replace(settings, logits_processor=[]), prompts, vocab_size)  # a processor may count its calls
-    with resharded(target.modules if columns is None else [*target.modules, *columns.modules]):
-        draft: Draft = DraftHeads(other) if columns is None else DraftModel(columns, rows.ids, T)
-        while rows.length < S:
-            end = rows.length
-            count = target.most(end, min(settings.num_draft_tokens, S - end - 1))
-            for index in range(count):
-                ids, context = rows.ids[:, : end + index], rows.context[:, : end + index]
-                logits = draft.logits(rows.ids, end + index, index)[:, :vocab_size].float()
-                rows.put(guess(ids, context, logits), end + index)
-            proposed = rows.ids[:, end : end + count].clone()
-            checked, hidden = _check(target, rows.ids, end, count, heads)
-            for index in range(count + 1):
-                step = rows.step(checked[:, index])
-                # Rows that have ended agree with everything. The host waits once for both answers.
-                agree = step.ended if index == count else (step.tokens == proposed[:, index]) | step.ended
-                answers = torch.stack([agree.all(), step.ended.all()])
-                yield step
-                agreed, ended = answers.tolist()
-                if ended:
-                    return
-                if not agreed:
-                    break
-            target.cut(rows.length - 1)
-            draft.keep(rows.length, None if hidden is None else hidden[:, index])
+    draft: Draft = DraftHeads(other) if columns is None else DraftModel(columns, rows.ids, T)
+
+    while rows.length < S:
+        end = rows.length
+        count = target.most(end, min(settings.num_draft_tokens, S - end - 1))
+        for index in range(count):
+            ids, context = rows.ids[:, : end + index], rows.context[:, : end + index]
+            logits = draft.logits(rows.ids, end + index, index)[:, :vocab_size].float()
+            rows.put(guess(ids, context, logits), end + index)
+        proposed = rows.ids[:, end : end + count].clone()
+        checked, hidden = _check(target, rows.ids, end, count, heads)
+        for index in range(count + 1):
+            step = rows.step(checked[:, index])
+            # Rows that have ended agree with everything. The host waits once for both answers.
+            agree = step.ended if index == count else (step.tokens == proposed[:, index]) | step.ended
+            answers = torch.stack([agree.all(), step.ended.all()])
+            yield step
+            agreed, ended = answers.tolist()
+            if ended:
+                return
+            if not agreed:
+                break
+        target.cut(rows.length - 1)
+        draft.keep(rows.length, None if hidden is None else hidden[:, index])
 
 
 def _check(target: Columns, ids: Tensor, end: int, count: int, heads: bool) -> tuple[Tensor, Tensor | None]:

@@ -142,6 +142,9 @@ def generate_and_learn() -> None:
         next(steps)
         del steps
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        sample(model, PROMPTS[: 1 + dist.get_rank()])
+        model.generate(prompts[:1], max_new_tokens=2 + 9 * dist.get_rank(), eos_token_id=[])
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         learn(model, 0, dist.get_rank(), 2)
         learn(alone, 0)
         for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
