@@ -394,8 +394,9 @@ def test_texts_are_encoded_by_the_tokenizer(model):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 3, "llama": 4, "it": 5}))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     model.assets = {"tokenizer.json": words.to_str().encode()}
-    found = model.rollout(["a llama", "it"], max_new_tokens=[3, 5], eos_token_id=[])
-    assert_alone(model, [[3, 4], [5]], [3, 5], found)
+    for texts in (["a llama", "it"], ("a llama", "it")):
+        found = model.rollout(texts, max_new_tokens=[3, 5], eos_token_id=[])
+        assert_alone(model, [[3, 4], [5]], [3, 5], found)
 
 
 def test_unknown_arguments_are_named(model):
