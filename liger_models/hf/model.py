@@ -196,7 +196,12 @@ class LigerModel(LigerPreTrainedModel):
                 "forward: attention_mask must be 1 for tokens and 0 for padding, got values below 0, as in a mask that "
                 "is added to scores. Pass mask == 0.",
             )
-            attention_mask = attention_mask.ceil().long()
+            check_values(
+                (attention_mask == attention_mask.trunc()).all(),
+                "forward: attention_mask must be 1 for tokens and 0 for padding, got fractions. A mask cannot weight "
+                "tokens: pass mask > 0.",
+            )
+            attention_mask = attention_mask.long()
         if attention_mask is not None:
             check_values(
                 (attention_mask <= 1).all(),
