@@ -183,7 +183,8 @@ class LigerModel(LigerPreTrainedModel):
             "forward: output_attentions must be False: the kernels do not form attention weights. For them use the "
             "class of transformers.",
         )
-        given = {name: value for name, value in inputs.items() if value is not None and name != "cache_position"}
+        unused = {"cache_position", "token_type_ids"} - {*self.decoder.prompt_inputs}  # transformers ignores them, too
+        given = {name: value for name, value in inputs.items() if value is not None and name not in unused}
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         check(tokens is not None, "forward: input_ids or inputs_embeds must be given, got neither.")
         assert tokens is not None

@@ -228,6 +228,8 @@ def test_arguments_of_the_forward(hf):
     ids = tokens(arch, variant, 2, T)
     want = theirs(ids)
     assert error(ours(inputs_embeds=ours.get_input_embeddings()(ids)).logits, want.logits) <= LIMIT
+    kinds = {"token_type_ids": torch.ones_like(ids)}  # which some tokenizers return; transformers ignores them
+    assert error(ours(ids, **kinds).logits, theirs(ids, **kinds).logits) <= LIMIT
     kept = torch.tensor([1, 5])
     assert error(ours(ids, logits_to_keep=kept).logits, want.logits[:, kept]) <= LIMIT
     ours.train()
