@@ -178,7 +178,7 @@ def test_prompts_that_peft_learns(hf, unpacked):
     with pytest.raises(ValueError, match="values below 0, as in a mask that is added to scores"):
         hf[-1](ids, attention_mask=torch.where(mask == 1, 0.0, float("-inf")))
     for call in (hf[-1], hf[-1].generate):
-        with pytest.raises(ValueError, match="got fractions. A mask cannot weight tokens: pass mask > 0"):
+        with pytest.raises(ValueError, match=r"got fractions.* pass mask > 0"):
             call(ids, attention_mask=torch.where(mask == 1, 1.0, 0.5))
 
 
