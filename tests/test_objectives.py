@@ -234,6 +234,19 @@ def test_two_ranks_go_on(folder, two, objective, data, options):  # noqa: F811
         assert alone == pytest.approx(losses, rel=2e-3)
 
 
+def train_without_room(folder: Path, output: str) -> None:
+    with mock.patch.object(grpo_module, "free_memory", return_value=0):
+        train_on(folder, output, "grpo", "prompts", steps=2, batch_size=1)
+
+
+def test_ranks_without_room_for_gathered_weights_sample_the_same(folder, two):  # noqa: F811
+    """They gather the weights in each forward."""
+    two(train_without_room, folder, "no-room")
+    two(partial(train_on, steps=2, batch_size=1), folder, "room", "grpo", "prompts")
+    assert log(folder / "no-room") == log(folder / "room")
+    assert result(folder / "no-room") == result(folder / "room")
+
+
 def test_the_reference_of_adapters_is_the_base(folder):
     train_on(folder, "adapters", "dpo", "pairs", lora_r=4, lr=3e-2)
     lines = log(folder / "adapters")
@@ -406,7 +419,10 @@ def test_grpo_draws_from_the_model_itself(folder, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["gathered", "no room", "refused"])
 def test_answers_are_sampled_from_gathered_weights_if_there_is_room(folder, monkeypatch, kind):
-    """And by `generate` where `rollout` refuses the model. The rows are those of a model that is not sharded."""
+    """From the sharded ones if there is none, and by `generate` where `rollout` refuses the model.
+
+    The rows are those of a model that is not sharded.
+    """
     given = {"model": "m", "data": "d", "output": "o", "objective": "grpo", "length": 32}
     given |= {"reward": f"{folder}/reward.py:share", "num_generations": 4, "max_new_tokens": 6}
     objective = make_objective(TrainOptions(**given))
@@ -429,10 +445,8 @@ def test_answers_are_sampled_from_gathered_weights_if_there_is_room(folder, monk
     torch.manual_seed(5)
     got = objective.batch(model, rows)
     (method, sampled), *more = used
-    assert (method is rolled, sampled is model, more) == (kind == "gathered", kind == "no room", [])
+    assert (method is rolled, sampled is model, more) == (kind != "refused", kind == "no room", [])
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    if kind == "no room":
-        monkeypatch.setattr(grpo_module, "refusal", lambda *_: "as the sharded one")
     torch.manual_seed(5)
     assert torch.equal(got["input_ids"], objective.batch(alone, rows)["input_ids"])
 

@@ -13,8 +13,10 @@ from liger_models.generation import rollouts as module
 from liger_models.generation.graphs import DecodeStep
 from liger_models.generation.loop import generate
 from liger_models.generation.rollouts import Scheduler, rollout
+from liger_models.kernels.collectives import Group
 from liger_models.layers import paged_cache
 from liger_models.layers.attention import LigerAttention
+from liger_models.layers.groups import ParallelGroups
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.page_pool import PagePool
 
@@ -412,8 +414,8 @@ def test_models_that_cannot_run_here_are_refused(model):
         def attention(self):
             return super().attention._replace(takes_pages=False)
 
-    groups, model.groups = model.groups, None
-    with pytest.raises(ValueError, match="must be on one device, got a distributed LigerLlama"):
+    groups, model.groups = model.groups, ParallelGroups(context=Group("", 2, 0))
+    with pytest.raises(ValueError, match="without sequence_parallel, got LigerLlama otherwise"):
         rollout(model, [[3]], max_new_tokens=2)
     model.groups = groups
     model.layers[0].self_attn = Own(64, 4, 2, 16, layer=0)

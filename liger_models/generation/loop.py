@@ -6,12 +6,14 @@ repeated sequence of tokens.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
 from liger_models.generation.eval_mode import evaluating
+from liger_models.generation.lockstep import in_lockstep
 from liger_models.generation.logits import next_logits
 from liger_models.generation.options import Options, Settings, resolve, select_inputs, shows_options
 from liger_models.generation.prompts import Prompts, batch_prompts
@@ -75,7 +77,8 @@ def generate(
     The model runs in eval mode without gradients, and its mode is restored afterwards.
 
     Args:
-        model: a language model.
+        model: a language model. Under `apply_fsdp` all ranks must call, each with prompts of its own. With images, a
+            draft or ``use_cache=False`` they must run the same number of forwards there.
         input_ids: [B, T] integers, with rows of different length padded on the left; or a list of prompts, each a 1-D
             tensor or a list of ids, which are padded here; or a single prompt.
         max_new_tokens: maximum number of new tokens, at least 1.
@@ -99,7 +102,9 @@ def generate(
         computed = _steps(model, ids, mask, settings, inputs, logprobs=return_logprobs, ahead=ahead)
     else:
         computed = speculate(model, ids, mask, settings, inputs, logprobs=return_logprobs)
-    steps = list(computed)
+    alike = settings.draft_model is None and settings.use_cache and not inputs
+    with in_lockstep(model) if alike else nullcontext():
+        steps = list(computed)
     ids = ids.repeat_interleave(settings.num_return_sequences, 0)
     sequences = torch.cat([ids, torch.stack([step.tokens for step in steps], 1)], 1)
     if not return_logprobs:

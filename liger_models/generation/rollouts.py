@@ -27,11 +27,13 @@ from liger_models.generation.deterministic import head_outputs
 from liger_models.generation.deterministic import refusal as deterministic_refusal
 from liger_models.generation.eval_mode import evaluating
 from liger_models.generation.graphs import DecodeStep, can_capture
+from liger_models.generation.lockstep import in_lockstep
 from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, resolve, select_inputs
 from liger_models.generation.rows import log_probs_of
 from liger_models.generation.sampling import Sampler
 from liger_models.kernels.batch_invariance import batch_invariant
 from liger_models.kernels.checks import check
+from liger_models.kernels.collectives import all_gather
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers import paged_cache
 from liger_models.layers.decoder import Decoder
@@ -148,7 +150,9 @@ def rollout(
     whatever else runs. The weights are those of the model, which is in eval mode meanwhile, and no memory is kept.
 
     Args:
-        model: a language model on one device. States of linear attention need memory besides ``cache_bytes``.
+        model: a language model. States of linear attention need memory besides ``cache_bytes``. Under `apply_fsdp`
+            every rank passes prompts of its own; under `apply_tp`, without sequence parallelism, all ranks of a group
+            pass the same prompts, and the same ``seed`` or random numbers.
         prompts: prompts without padding, each a 1-D tensor of integers or a list of ids; or [B, T].
         max_new_tokens: maximum number of new tokens, or one for each prompt.
         stop_tokens: the tokens that end a row, for each prompt. Default: ``eos_token_id`` for all.
@@ -175,8 +179,8 @@ def rollout(
         TypeError: an argument is not in `Options`.
         ValueError: a prompt is empty, an argument is out of range, an option depends on earlier tokens of a row
             (``repetition_penalty`` and others), a row does not fit into ``cache_bytes``, or the model cannot run here:
-            it is compiled or distributed, or its positions depend on the length of the longest row. Use `generate`
-            then. With ``record_routing`` it must have routed experts, and its blocks must replay them. With
+            it is compiled, distributed in other ways, or its positions depend on the length of the longest row. Use
+            `generate` then. With ``record_routing`` it must have routed experts, and its blocks must replay them. With
             ``deterministic`` it must be a model that `deterministic_forward` takes.
     """
     tokens = _checked_prompts(model, prompts)
@@ -204,6 +208,8 @@ def rollout(
     ]  # fmt: skip
     derived = DerivedTensors()
     refused = deterministic_refusal(model) if deterministic else None
+    if deterministic and refused is None and is_sharded(model.lm_head.weight):
+        refused = f"model must be whole, got a sharded {type(model).__name__}"
     check(refused is None, f"rollout: {refused} with deterministic=True. Leave it out.")
     with derived.used():
         cache = _cache_of_one_token(model, max(row.end for row in rows), tokens[0])
@@ -214,8 +220,9 @@ def rollout(
         f"rollout: record_routing needs routed experts in blocks that replay routing, got {type(model).__name__}. "
         "Leave it out.",
     )
-    with evaluating(list(model.modules())), derived.used(), batch_invariant() if deterministic else nullcontext():
-        pool = _make_pool(cache, rows, min(batch_size, count), cache_bytes, model.device)
+    invariant = batch_invariant() if deterministic else nullcontext()
+    with evaluating(list(model.modules())), derived.used(), invariant, in_lockstep(model):
+        pool = _make_pool(cache, rows, min(batch_size, count), cache_bytes, model)
         return Scheduler(model, rows, pool, settings, chunk_size, steps_per_read, record_routing, deterministic).run()
 
 
@@ -250,6 +257,8 @@ class Scheduler:
         self.no_experts = torch.full((1, len(layers), layers[0].top_k if layers else 0), -1, dtype=torch.int16)
         """The experts of a token that has not been run."""
         self.captured = can_capture(model)
+        self.kept: dict[str, Any] = {"logits_to_keep": 1} if model.groups.data else {"return_logits": False}
+        """What a prefill computes besides: under FSDP each forward must gather the head, see `in_lockstep`."""
         self.waiting = deque(sorted(rows, key=lambda row: row.begin - row.end))
         self.running: list[Row] = []
         """Rows in the order in which they have waited, so that all come before those that still wait."""
@@ -343,7 +352,7 @@ class Scheduler:
             options["routed_experts"] = torch.cat([self._recorded(*part) for part in parts])[None]
         self.pool.fill([(row.slot, row.cached, end) for row, end in parts])
         batch = self.pool.upload([token for part in ids for token in part])[None]
-        out = self.model(batch, cache=self.pool, return_logits=False, **options)
+        out = self.model(batch, cache=self.pool, **self.kept, **options)
         if self.record_routing:
             chosen = self.model.choose_experts(out.router_logits).cpu().split([len(each) for each in ids])
             for (row, _), experts in zip(parts, chosen, strict=True):
@@ -451,13 +460,14 @@ class Scheduler:
         return -(-tokens // self.pool.page)
 
 
-def _make_pool(
-    probe: DecodeCache, rows: list[Row], most: int, cache_bytes: int | None, device: torch.device
-) -> PagePool:
+def _make_pool(probe: DecodeCache, rows: list[Row], most: int, cache_bytes: int | None, model: Decoder) -> PagePool:
     """A cache for at most so many rows at the same time, with the layers of one that holds a single token."""
+    device, group = model.device, model.groups.tensor
     if cache_bytes is None:
         free = free_memory(device)
         cache_bytes = HOST_BYTES if free is None else int(FREE_SHARE * free)
+        if group is not None:  # all ranks must schedule alike
+            cache_bytes = int(all_gather(torch.tensor(cache_bytes, device=device), group).min())
     longest = max(rows, key=lambda row: row.end)
     each = sum(x.nbytes for layer in probe._layers.values() for x in layer) * paged_cache.PAGE
     needed = -(-(longest.end - 1) // paged_cache.PAGE)
@@ -545,8 +555,11 @@ def _cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> D
         return f"attention layers must take pages of a cache, got layers.{', layers.'.join(refused)} of {name}"
     if any(is_compiled(module) for module in model.modules()):
         return f"model must not be compiled, got a compiled {name}"
-    if model.groups != ParallelGroups() or any(is_sharded(parameter) for parameter in model.parameters()):
-        return f"model must be on one device, got a distributed {name}"
+    groups = model.groups
+    shares_tokens = groups.context or groups.expert or (groups.tensor is not None and groups.tensor.sequence_parallel)
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    if shares_tokens or (sharded and groups == ParallelGroups()):
+        return f"model may be distributed by apply_fsdp and by apply_tp without sequence_parallel, got {name} otherwise"
     for rotary in layers_of(model.rotary):
         limit: Any = rotary.switch_length
         if isinstance(getattr(rotary, "scaling", None), DynamicScaling):

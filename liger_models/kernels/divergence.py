@@ -19,25 +19,6 @@ The rows are processed in the chunks of `linear_cross_entropy`, with logits of b
 gradients are computed in the forward: four products in all. Logits are fp32 even for half-precision inputs, because
 divergences are small differences of them. Only the student gets gradients. Saved: as in `linear_cross_entropy`.
 
-`logits_divergence` takes the logits of both models, held in full, and returns D and the cross entropy of each token.
-The forward reads both logits twice. The backward reads them once and combines both gradients. Saved: the inputs, and
-six numbers a row.
-
-`distribution_divergence` takes the distributions themselves, log-probabilities s and t or probabilities q and p. Each
-term is a function of one pair of entries, and so is its derivative for the student's::
-
-    forward_kl  d = p · (t − s)                                   dd/ds = −p
-    reverse_kl  d = q · (s − t)                                   dd/ds = q · (s − t) + q
-    jsd         d = β · p · (t − m) + (1 − β) · q · (s − m)       dd/ds = (1 − β) · q · (s − m)
-    tvd         d = ½ · |q − p|                                   dd/dq = ½ · sign(q − p)
-    kl          d = p · (log max(p, ε) − s)                       dd/ds = −p
-    kl_log      d = p · (t − s)                                   dd/ds = −p
-
-The last two are 0 where p is 0 and infinite where only q is 0. The others replace s and t of −∞ by a finite number. For
-a scalar loss one kernel reads both tensors once, sums the terms of each block of a row, and writes the gradient in the
-dtype of the student. Terms that are not summed, and compiled graphs, read both tensors again in the backward. Saved:
-the inputs and that gradient.
-
 Source: https://arxiv.org/abs/1503.02531, generalised JSD https://arxiv.org/abs/2306.13649, tvd
 https://arxiv.org/abs/2307.15190.
 """
@@ -63,15 +44,7 @@ from .linear_cross_entropy import (
 from .scalar_loss import HandOver, scalar_loss_backward, scalar_loss_setup, without_exponent
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
-DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "kl", "kl_log")
-REDUCTIONS = ("none", "sum", "mean", "batchmean")
 MAX_BLOCK = 8192
-
-TERMS_BLOCK = 4096
-"""Terms that a program of `distribution_divergence` computes: 16 for each thread."""
-
-LOWEST_LOG = torch.finfo(torch.float32).min / 4
-"""Replaces log-probabilities of -inf: the product with their exponential is then 0 and not NaN."""
 
 NORM_FLOOR = 1e-12
 
@@ -93,7 +66,8 @@ class DivergenceOutput(NamedTuple):
     hard_loss: Tensor
 
 
-def _z(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
+def final_logits(logits: Tensor, logit_scale: float, softcap: float | None) -> Tensor:
+    """The logits [...] in fp32 or fp64, after factor and softcap."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
     return z if softcap is None else softcap * torch.tanh(z / softcap)
 
@@ -142,15 +116,16 @@ def linear_divergence_reference(
 ) -> DivergenceOutput:
     """`linear_divergence` in plain torch, with all logits of both models."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    z = _z(F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)), logit_scale, softcap)
+    z = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    z = final_logits(z, logit_scale, softcap)
     with torch.no_grad():
         shift = None if teacher_bias is None else teacher_bias.to(wide)
         u = F.linear(teacher_x.to(wide), teacher_weight.to(wide), shift)
-        u = _z(u, teacher_logit_scale, teacher_softcap)
+        u = final_logits(u, teacher_logit_scale, teacher_softcap)
     target = torch.full(x.shape[:-1], ignore_index + 1, device=x.device) if target is None else target
     valid = target != ignore_index
     count = valid.sum().clamp_min(1)
-    kind = _kind(divergence, beta)
+    kind = kind_or_limit(divergence, beta)
     soft = token_divergence(kind, z, u, beta, temperature).where(valid, 0).sum() / count
     hard = soft.new_zeros(())
     if hard_weight:
@@ -158,16 +133,13 @@ def linear_divergence_reference(
     return DivergenceOutput(soft_weight * soft + hard_weight * hard, soft.detach(), hard.detach())
 
 
-def jsd_or_its_limit(beta: float) -> str:
-    """The kind that is the generalised Jensen-Shannon divergence with β, or its limit at 0 and 1."""
-    return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+def kind_or_limit(kind: str, beta: float) -> str:
+    """The kind of divergence; for jsd with β = 0 or 1 that of its limit."""
+    return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, kind) if kind == "jsd" else kind
 
 
-def _kind(divergence: str, beta: float) -> str:
-    return jsd_or_its_limit(beta) if divergence == "jsd" else divergence
-
-
-def _check_divergence(op: str, divergence: str, beta: float, temperature: float) -> None:
+def check_divergence(op: str, divergence: str, beta: float, temperature: float) -> None:
+    """Raise a ValueError if an option of a divergence is out of range."""
     check(divergence in KINDS, f"{op}: divergence must be one of {KINDS}, got {divergence!r}.")
     check(divergence != "jsd" or 0.0 <= beta <= 1.0, f"{op}: beta must lie in [0, 1], got {beta}.")
     check(temperature > 0, f"{op}: temperature must be positive, got {temperature}.")
@@ -333,7 +305,7 @@ def _divergence_kernel(
 def _rows_in_torch(student, teacher, gradient, target, factors, options) -> tuple[Tensor, Tensor]:
     """The kernel's formulas in plain torch, without autograd, for devices without Triton."""
     kind, beta, temperature, soft_weight, hard_weight, ignore_index, softcap, scale, t_softcap, t_scale = options
-    z, u = _z(student, scale, softcap), _z(teacher, t_scale, t_softcap)
+    z, u = final_logits(student, scale, softcap), final_logits(teacher, t_scale, t_softcap)
     valid = target != ignore_index
     y = target.where(valid, 0)[:, None]
     soft = token_divergence(kind, z, u, beta, temperature).where(valid, 0)
@@ -367,7 +339,7 @@ def _rows_in_torch(student, teacher, gradient, target, factors, options) -> tupl
     return soft, hard
 
 
-def _rows(
+def divergence_of_rows(
     student, teacher, gradient, target, factors, options, hard_factors=None, statistics=None
 ) -> tuple[Tensor, Tensor]:
     """Divergence and cross entropy of each row; ``factors`` times the gradient is written to ``gradient`` if given.
@@ -418,7 +390,7 @@ def _forward(x, weight, target, bias, teacher_x, teacher_weight, teacher_bias, f
     def divergence(student: Tensor, part: slice, gradient: Tensor) -> tuple[Tensor, Tensor]:
         logits = teacher[: len(student)]
         write_logits(teacher_x[part], teacher_weight, teacher_bias, logits)
-        return _rows(student, logits, gradient if any(need) else None, target[part], shares[part], options)
+        return divergence_of_rows(student, logits, gradient if any(need) else None, target[part], shares[part], options)
 
     results, *gradients = walk_chunks(x, weight, bias, rows, need, divergence, wide, TOGETHER)
     soft, hard = ((each * factors).sum() for each in results) if results else factors.new_zeros(2).unbind()
@@ -512,7 +484,7 @@ def linear_divergence(
             each is None or each.shape == (V,),
             f"{op}: {name} must have shape [{V}], got {each is not None and each.shape}.",
         )
-    _check_divergence(op, divergence, beta, temperature)
+    check_divergence(op, divergence, beta, temperature)
     check(
         teacher_softcap is None or teacher_softcap > 0,
         f"{op}: teacher_softcap must be positive or None, got {teacher_softcap}.",
@@ -535,383 +507,9 @@ def linear_divergence(
     loss, soft, hard, *_ = run(
         flat, weight, y, bias, teacher_flat.detach(), teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(), factors,
-        _kind(divergence, beta), beta, temperature, soft_weight, hard_weight, ignore_index,
+        kind_or_limit(divergence, beta), beta, temperature, soft_weight, hard_weight, ignore_index,
         softcap, logit_scale, teacher_softcap, teacher_logit_scale, chunk_rows(len(y), V, size, workspace_mib),
         training and x.requires_grad, training and weight.requires_grad,
         training and bias is not None and bias.requires_grad,
     )  # fmt: skip
     return DivergenceOutput(loss, soft, hard)
-
-
-def logits_divergence_reference(
-    student: Tensor,
-    teacher: Tensor,
-    target: Tensor,
-    *,
-    divergence: str = "jsd",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-) -> tuple[Tensor, Tensor]:
-    """`logits_divergence` in plain torch (differentiable in the student; fp64 stays fp64)."""
-    valid = target != ignore_index
-    z, u = (_z(each, 1.0, None).where(valid[..., None], 0) for each in (student, teacher.detach()))
-    hard = F.cross_entropy(z.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="none")
-    soft = token_divergence(_kind(divergence, beta), z, u, beta, temperature)
-    return hard.view(target.shape), soft.where(valid, 0)
-
-
-LIBRARY.define(
-    "logits_divergence(Tensor student, Tensor teacher, Tensor target, str kind, float beta, float temperature,"
-    " int ignore_index) -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "logits_divergence_backward(Tensor d_hard, Tensor d_soft, Tensor student, Tensor teacher, Tensor target,"
-    " Tensor statistics, str kind, float beta, float temperature, int ignore_index) -> Tensor"
-)
-
-
-def _token_options(kind, beta, temperature, ignore_index) -> tuple[object, ...]:
-    """Options of `_rows` for losses of weight 1, and logits without factor and softcap."""
-    return kind, beta, temperature, 1.0, 1.0, ignore_index, None, 1.0, None, 1.0
-
-
-@torch.library.impl(LIBRARY, "logits_divergence", "CompositeExplicitAutograd")
-def _logits_forward(student, teacher, target, *options) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = student.new_zeros(len(student), 6, dtype=torch.float32)
-    soft, hard = _rows(
-        student.contiguous(), teacher.contiguous(), None, target, statistics, _token_options(*options),
-        statistics=statistics,
-    )  # fmt: skip
-    return hard, soft, statistics
-
-
-@torch.library.register_fake("liger_models::logits_divergence", lib=LIBRARY)
-def _logits_fake(student, *_) -> tuple[Tensor, ...]:
-    N = student.shape[0]
-    return tuple(student.new_empty(shape, dtype=torch.float32) for shape in ((N,), (N,), (N, 6)))
-
-
-@torch.library.impl(LIBRARY, "logits_divergence_backward", "CompositeExplicitAutograd")
-def _logits_backward(d_hard, d_soft, student, teacher, target, statistics, *options) -> Tensor:
-    gradient = torch.empty_like(student, memory_format=torch.contiguous_format)
-    _rows(
-        student.contiguous(), teacher.contiguous(), gradient, target, d_soft.contiguous(), _token_options(*options),
-        d_hard.contiguous(), statistics,
-    )  # fmt: skip
-    return gradient
-
-
-@torch.library.register_fake("liger_models::logits_divergence_backward", lib=LIBRARY)
-def _logits_backward_fake(d_hard, d_soft, student, *_) -> Tensor:
-    return torch.empty_like(student, memory_format=torch.contiguous_format)
-
-
-def _logits_setup(ctx, inputs, output):
-    student, teacher, target, *ctx.options = inputs
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(student, teacher, target, output[2])
-
-
-def _logits_autograd(ctx, d_hard, d_soft, _):
-    made = torch.ops.liger_models.logits_divergence_backward(d_hard, d_soft, *ctx.saved_tensors, *ctx.options)
-    return made, *(None,) * 6
-
-
-register_autograd("logits_divergence", _logits_autograd, _logits_setup)
-
-
-def logits_divergence(
-    student: Tensor,
-    teacher: Tensor,
-    target: Tensor,
-    *,
-    divergence: str = "jsd",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-) -> tuple[Tensor, Tensor]:
-    """Cross entropy and divergence of each token, of logits that are held in full.
-
-    Args:
-        student: [..., V], floating-point; never written to.
-        teacher: [..., V], floating-point; gets no gradient.
-        target: [...], int64 in [0, V) or ``ignore_index``.
-        divergence, beta, temperature: as in `linear_divergence`; the cross entropy has temperature 1.
-        ignore_index: target value of tokens that are ignored: both losses are 0.
-
-    Returns:
-        Cross entropy and divergence, [...] float32 each (float64 for float64 inputs on the CPU), both differentiable.
-
-    Raises:
-        ValueError: shapes do not match, an option is out of range, or (on the CPU) a target is.
-        TypeError: a dtype is wrong.
-    """
-    op = "logits_divergence"
-    check_floating(op, student=student, teacher=teacher)
-    check(
-        student.shape == teacher.shape and student.dim() > 0,
-        f"{op}: student and teacher must have the same shape [..., V], got {list(student.shape)} and"
-        f" {list(teacher.shape)}.",
-    )
-    V = student.shape[-1]
-    _check_divergence(op, divergence, beta, temperature)
-    check_arguments(op, tuple(student.shape[:-1]), V, target, None, None, ignore_index, 0.0, None, "none", None)
-    if not use_triton(student):
-        return logits_divergence_reference(
-            student, teacher, target, divergence=divergence, beta=beta, temperature=temperature,
-            ignore_index=ignore_index,
-        )  # fmt: skip
-    hard, soft, _ = torch.ops.liger_models.logits_divergence(
-        student.reshape(-1, V), teacher.detach().reshape(-1, V), target.reshape(-1), _kind(divergence, beta), beta,
-        temperature, ignore_index,
-    )  # fmt: skip
-    return hard.view(target.shape), soft.view(target.shape)
-
-
-def distribution_divergence_reference(
-    student: Tensor,
-    teacher: Tensor,
-    kind: str,
-    *,
-    beta: float = 0.5,
-    eps: float = 1e-10,
-    reduction: str = "batchmean",
-    labels: Tensor | None = None,
-    ignore_index: int = -100,
-) -> Tensor:
-    """`distribution_divergence` in plain torch (differentiable in the student; fp64 stays fp64)."""
-    s, t = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (student, teacher.detach()))
-    if kind == "tvd":
-        terms = (s - t).abs() / 2
-    elif kind in ("kl", "kl_log"):
-        p, log_p = (t.exp(), t) if kind == "kl_log" else (t, t.clamp_min(eps).log())
-        positive = p > 0  # where p is 0, −inf must reach neither the product nor its gradient
-        terms = (p * (log_p.where(positive, 0) - s.where(positive, 0))).where(positive, 0)
-    else:
-        s, t = s.clamp_min(LOWEST_LOG), t.clamp_min(LOWEST_LOG)
-        if kind == "forward_kl":
-            terms = t.exp() * (t - s)
-        elif kind == "reverse_kl":
-            terms = s.exp() * (s - t)
-        else:
-            terms = beta * t.exp() * over_mixture(t, s, beta) + (1 - beta) * s.exp() * over_mixture(s, t, 1 - beta)
-    count = terms.new_tensor(max(terms[..., 0].numel(), 1))
-    if labels is not None:
-        valid = labels != ignore_index
-        terms, count = terms.where(valid[..., None], 0), valid.sum().clamp_min(1)
-    if reduction == "none":
-        return terms
-    total = terms.sum()
-    return {"sum": total, "batchmean": total / count, "mean": total / (count * terms.shape[-1])}[reduction]
-
-
-@triton.jit
-def _term(x, y, beta, eps, KIND: tl.constexpr, LOWEST: tl.constexpr):
-    """The summand of D for one entry x of the student and y of the teacher, and its derivative for x."""
-    if KIND == 3:
-        d = 0.5 * tl.abs(x - y)
-        dx = tl.where(x > y, 0.5, tl.where(x < y, -0.5, x - y))  # 0 or NaN
-    elif KIND >= 4:
-        p = exp(y) if KIND == 5 else y
-        log_p = y if KIND == 5 else tl.log(tl.where(y < eps, eps, y))
-        positive = p > 0.0  # elsewhere all three are 0, so that −inf is multiplied with nothing
-        p = tl.where(positive, p, 0.0)
-        d = p * (tl.where(positive, log_p, 0.0) - tl.where(positive, x, 0.0))
-        dx = -p
-    else:
-        s = tl.maximum(x, LOWEST, propagate_nan=tl.PropagateNan.ALL)
-        t = tl.maximum(y, LOWEST, propagate_nan=tl.PropagateNan.ALL)
-        d, dx = _part(s, t, beta, KIND)
-        if KIND == 0:
-            dx = tl.where(x < LOWEST, 0.0, dx)
-        if KIND == 1:
-            dx += exp(s)
-    return d, dx
-
-
-@triton.jit
-def _terms_kernel(
-    student_ptr, teacher_ptr, factor_ptr, upstream_ptr, sum_ptr, term_ptr, gradient_ptr, V, beta, eps,
-    KIND: tl.constexpr, SUM: tl.constexpr, EACH: tl.constexpr, GRADIENT: tl.constexpr, HAS_UPSTREAM: tl.constexpr,
-    LOWEST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    blocks = tl.cdiv(V, BLOCK)
-    row = tl.program_id(0) // blocks
-    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = column < V
-    start = row.to(tl.int64) * V
-    factor = tl.load(factor_ptr + row)
-    if factor == 0.0:  # nothing of an ignored row is read
-        if SUM:
-            tl.store(sum_ptr + tl.program_id(0), 0.0)
-        if EACH:
-            tl.store(term_ptr + start + column, tl.zeros([BLOCK], tl.float32), mask=inside)
-        if GRADIENT:
-            zero = tl.zeros([BLOCK], gradient_ptr.dtype.element_ty)
-            tl.store(gradient_ptr + start + column, zero, mask=inside)
-        return
-    x = tl.load(student_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(teacher_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
-    d, dx = _term(x, y, beta, eps, KIND, LOWEST)
-    if SUM:
-        tl.store(sum_ptr + tl.program_id(0), tl.sum(tl.where(inside, d, 0.0), 0))
-    if EACH:
-        tl.store(term_ptr + start + column, d, mask=inside)
-    if GRADIENT:
-        dx *= factor
-        if HAS_UPSTREAM:
-            dx *= tl.load(upstream_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(gradient_ptr + start + column, dx.to(gradient_ptr.dtype.element_ty), mask=inside)
-
-
-def _terms(
-    student: Tensor, teacher: Tensor, factors: Tensor, kind: str, beta: float, eps: float, *,
-    each: bool = False, gradient: Tensor | None = None, upstream: Tensor | None = None, sums: bool = False,
-) -> Tensor:  # fmt: skip
-    """One launch over distributions [N, V]; rows whose factor is 0 are skipped.
-
-    Returns the terms [N, V] (``each``), or their sums over each row [N] (``sums``), neither multiplied by a factor.
-    ``gradient`` is written to: the derivative times the row's factor, and times ``upstream`` [N, V] if given.
-    """
-    N, V = student.shape
-    block = min(triton.next_power_of_2(V), TERMS_BLOCK)
-    blocks = triton.cdiv(V, block)
-    made = torch.empty(N, V if each else blocks if sums else 0, dtype=torch.float32, device=student.device)
-    if student.numel():
-        with on_device_of(student):
-            _terms_kernel[(N * blocks,)](
-                student, teacher, factors, student if upstream is None else upstream, made, made,
-                student if gradient is None else gradient, V, beta, eps,
-                KIND=DISTRIBUTION_KINDS.index(kind), SUM=sums, EACH=each, GRADIENT=gradient is not None,
-                HAS_UPSTREAM=upstream is not None, LOWEST=LOWEST_LOG, BLOCK=block,
-                num_warps=min(max(block // 512, 1), 8),
-            )  # fmt: skip
-    return made.sum(1) if sums else made
-
-
-LIBRARY.define(
-    "distribution_divergence(Tensor student, Tensor teacher, Tensor factors, str kind, float beta, float eps,"
-    " bool each) -> Tensor"
-)
-LIBRARY.define(
-    "distribution_divergence_backward(Tensor upstream, Tensor student, Tensor teacher, Tensor factors, str kind,"
-    " float beta, float eps, bool each) -> Tensor"
-)
-
-
-@torch.library.impl(LIBRARY, "distribution_divergence", "CompositeExplicitAutograd")
-def _distribution_forward(student, teacher, factors, kind, beta, eps, each) -> Tensor:
-    student, teacher = student.contiguous(), teacher.contiguous()
-    made = _terms(student, teacher, factors, kind, beta, eps, each=each, sums=not each)
-    return made if each else made * factors
-
-
-@torch.library.register_fake("liger_models::distribution_divergence", lib=LIBRARY)
-def _distribution_fake(student, teacher, factors, kind, beta, eps, each) -> Tensor:
-    made: Tensor = student.new_empty(student.shape if each else student.shape[:1], dtype=torch.float32)
-    return made
-
-
-@torch.library.impl(LIBRARY, "distribution_divergence_backward", "CompositeExplicitAutograd")
-def _distribution_backward(upstream, student, teacher, factors, kind, beta, eps, each) -> Tensor:
-    student, teacher = student.contiguous(), teacher.contiguous()
-    gradient: Tensor = torch.empty_like(student)
-    scale = factors if each else factors * upstream
-    _terms(
-        student, teacher, scale, kind, beta, eps, gradient=gradient, upstream=upstream.contiguous() if each else None
-    )
-    return gradient
-
-
-@torch.library.register_fake("liger_models::distribution_divergence_backward", lib=LIBRARY)
-def _distribution_backward_fake(upstream, student, *_) -> Tensor:
-    return torch.empty_like(student, memory_format=torch.contiguous_format)
-
-
-def _distribution_setup(ctx, inputs, output):
-    student, teacher, factors, *ctx.options = inputs
-    ctx.save_for_backward(student, teacher, factors)
-
-
-def _distribution_autograd(ctx, upstream):
-    made: Tensor = torch.ops.liger_models.distribution_divergence_backward(upstream, *ctx.saved_tensors, *ctx.options)
-    return made, *(None,) * 6
-
-
-register_autograd("distribution_divergence", _distribution_autograd, _distribution_setup)
-
-
-def _distribution_loss_and_gradient(student, teacher, factors, kind, beta, eps) -> tuple[Tensor, ...]:
-    """``Σ factors · rows``, the gradient, and the scale taken out of it for fp16."""
-    student, teacher = student.contiguous(), teacher.contiguous()
-    gradient = torch.empty_like(student)
-    shares, scale = without_exponent(factors, student.dtype)
-    rows = _terms(student, teacher, shares, kind, beta, eps, gradient=gradient, sums=True)
-    return (rows * factors).sum(), gradient, scale
-
-
-def distribution_divergence(
-    student: Tensor,
-    teacher: Tensor,
-    kind: str,
-    *,
-    beta: float = 0.5,
-    eps: float = 1e-10,
-    reduction: str = "batchmean",
-    labels: Tensor | None = None,
-    ignore_index: int = -100,
-) -> Tensor:
-    """Divergence of distributions that are held in full.
-
-    Args:
-        student: [..., V]: log-probabilities, for tvd probabilities.
-        teacher: [..., V], which gets no gradient: log-probabilities, for tvd and kl probabilities.
-        kind: "forward_kl", "reverse_kl", "jsd", "tvd", "kl" or "kl_log".
-        beta: β of jsd, in (0, 1).
-        eps: lower bound of p in the logarithm of kl.
-        reduction: "none", "sum", "mean" (over all terms) or "batchmean" (over rows), of the rows that are not ignored.
-        labels: [...], read only for ``ignore_index``; None to ignore no row.
-        ignore_index: label of rows that are ignored.
-
-    Returns:
-        [] or with reduction "none" [..., V], float32 (float64 for float64 inputs on the CPU).
-
-    Raises:
-        ValueError: the shapes do not match, or kind or reduction is unknown.
-    """
-    op = "distribution_divergence"
-    check(kind in DISTRIBUTION_KINDS, f"{op}: kind must be one of {DISTRIBUTION_KINDS}, got {kind!r}.")
-    check(reduction in REDUCTIONS, f"{op}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
-    check(
-        student.shape == teacher.shape and student.dim() > 0,
-        f"{op}: both distributions must have the same shape [..., V], got {list(student.shape)} and"
-        f" {list(teacher.shape)}.",
-    )
-    check(
-        labels is None or labels.shape == student.shape[:-1],
-        f"{op}: labels must be {list(student.shape[:-1])}, got {None if labels is None else list(labels.shape)}.",
-    )
-    if not use_triton(student):
-        return distribution_divergence_reference(
-            student, teacher, kind, beta=beta, eps=eps, reduction=reduction, labels=labels, ignore_index=ignore_index
-        )
-    V = student.shape[-1]
-    flat, other = student.reshape(-1, V), teacher.detach().reshape(-1, V)
-    each = reduction == "none"
-    if labels is None:
-        divisor = {"batchmean": max(len(flat), 1), "mean": max(len(flat), 1) * V}.get(reduction, 1)
-        factors = flat.new_full((len(flat),), 1 / divisor, dtype=torch.float32)
-    else:
-        valid = (labels != ignore_index).reshape(-1)
-        factors = valid.float()
-        if reduction in ("batchmean", "mean"):
-            factors /= valid.sum().clamp_min(1) * (V if reduction == "mean" else 1)
-    training = student.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if training and not each:
-        loss: Tensor = HandOver.apply(_distribution_loss_and_gradient, 3, (0,), flat, other, factors, kind, beta, eps)[
-            0
-        ]
-        return loss
-    made: Tensor = torch.ops.liger_models.distribution_divergence(flat, other, factors, kind, beta, eps, each)
-    return made.view(student.shape) if each else made.sum()

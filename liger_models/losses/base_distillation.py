@@ -2,7 +2,7 @@
 
 The fused losses take hidden states and head weights of student and teacher and run
 `liger_models.kernels.divergence.linear_divergence`, whose module has the formulas. The others take probabilities or
-log-probabilities [..., V] and run `distribution_divergence` there. They are exact where a probability is 0.
+log-probabilities [..., V] and run `distribution_divergence`. They are exact where a probability is 0.
 """
 
 from typing import Any, ClassVar
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.checks import check
-from liger_models.kernels.divergence import REDUCTIONS, linear_divergence
+from liger_models.kernels.distribution_divergence import REDUCTIONS
+from liger_models.kernels.divergence import linear_divergence
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_models.losses.base import FusedLinearLoss
 

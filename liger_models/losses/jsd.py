@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels.checks import check
-from liger_models.kernels.divergence import distribution_divergence, jsd_or_its_limit, linear_divergence
+from liger_models.kernels.distribution_divergence import distribution_divergence
+from liger_models.kernels.divergence import kind_or_limit, linear_divergence
 from liger_models.losses.base_distillation import FusedDistillationLoss, FusedDivergence, check_distributions
 
 
@@ -119,7 +120,7 @@ class LigerJSD(nn.Module):
             shift_labels: [...], read only for ``ignore_index``; None to skip no row.
         """
         check_distributions("LigerJSD", log_q, log_p, shift_labels)
-        kind = jsd_or_its_limit(self.beta)
+        kind = kind_or_limit("jsd", self.beta)
         return distribution_divergence(
             log_q, log_p, kind, beta=self.beta, labels=shift_labels, ignore_index=self.ignore_index
         )

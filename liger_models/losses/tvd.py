@@ -2,7 +2,8 @@
 
 from torch import Tensor, nn
 
-from liger_models.kernels.divergence import distribution_divergence, logits_divergence
+from liger_models.kernels.distribution_divergence import distribution_divergence
+from liger_models.kernels.logits_divergence import logits_divergence
 from liger_models.losses.base_distillation import FusedDistillationLoss, check_distributions, check_reduction
 
 

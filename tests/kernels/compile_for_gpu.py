@@ -25,13 +25,8 @@ from liger_models.kernels.add_parts import add_parts
 from liger_models.kernels.causal_attention import causal_attention
 from liger_models.kernels.cross_entropy import cross_entropy
 from liger_models.kernels.decode_attention import decode_attention
-from liger_models.kernels.divergence import (
-    DISTRIBUTION_KINDS,
-    KINDS,
-    distribution_divergence,
-    linear_divergence,
-    logits_divergence,
-)
+from liger_models.kernels.distribution_divergence import DISTRIBUTION_KINDS, distribution_divergence
+from liger_models.kernels.divergence import KINDS, linear_divergence
 from liger_models.kernels.float8 import RECIPES, Float8, float8_dtype, round_known, transposed
 from liger_models.kernels.float8_gated_mlp import float8_gated_mlp
 from liger_models.kernels.float8_linear import float8_norm_linear
@@ -47,6 +42,7 @@ from liger_models.kernels.layer_norm import add_layer_norm, layer_norm
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_models.kernels.linear_kl_div import linear_kl_div
 from liger_models.kernels.linear_logprobs import fused_linear_logprobs
+from liger_models.kernels.logits_divergence import logits_divergence
 from liger_models.kernels.low_rank_linear import low_rank_linear
 from liger_models.kernels.moe import moe_mlp, route
 from liger_models.kernels.moe.quantized import QuantizedExperts, quantize_experts
