@@ -30,6 +30,7 @@ from .packing.vision import make_model
 from .processes import environment
 from .processing.conftest import encoded, picture
 from .processing.test_transformers import make
+from .text.folders import byte_fallback
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = (
@@ -246,6 +247,17 @@ def test_generate(folder):
     assert sampled == model.tokenizer.decode(ids[0, len(model.tokenizer.encode("Hello")) :]) + "\n"
 
 
+def test_text_that_ends_in_the_middle_of_a_character(folder, monkeypatch):
+    """This tokenizer makes a replacement character of each byte then, also of those that are shown already."""
+    backend = byte_fallback()
+    model = LigerLlama.from_pretrained("model", progress=False)
+    model.assets["tokenizer.json"] = backend.to_str().encode()
+    model.save_pretrained("model")
+    said = backend.encode("so 世界🦙", add_special_tokens=False).ids[:-1]
+    monkeypatch.setattr(LigerLlama, "stream", lambda self, ids, **options: map(torch.tensor, [[each] for each in said]))
+    assert read("generate", "model", "Hi", "--device", "cpu")["text"] == "so 世界\N{REPLACEMENT CHARACTER}"
+
+
 def test_chat(folder):
     options = ["generate", "model", "--chat", "--system", "Be short.", "--max-new-tokens", "4", "--device", "cpu"]
     lines = run(*options, input="Hi\nAnd?\n")
@@ -364,6 +376,7 @@ def test_bench(folder):
         (["generate", "model", "Hi", "--device", "cuda:99"], 2, "device must be one of this machine"),
         (["generate", "model", "Hi", "--system", "Short."], 2, "--system needs --chat"),
         (["generate", "model", "Hi", "--sample", "--temperature", "-1"], 1, "temperature"),
+        (["generate", "model", "Hi", "--seed", str(2**64)], 2, "seed"),
         (["bench", "model", "--checkpointing", "some"], 1, "policy must be one of"),
         (["convert", "model", "new", "--adapter", "model"], 1, "adapter_config.json"),
         (["train", "nowhere.yaml"], 2, ""),

@@ -1,5 +1,7 @@
 """Log-probabilities of rollouts and of the training forward are the same bits with ``deterministic``."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -183,6 +185,20 @@ def test_refuses():
     model.compile()
     with pytest.raises(ValueError, match=r"rollout: model must not be compiled"):
         rollout(model, [[3, 4]], max_new_tokens=2, deterministic=True)
+
+
+def test_threads_do_not_see_each_others_context():
+    model, prompts = llama(), make_prompts([8, 3])
+    options = {"max_new_tokens": 4, "eos_token_id": [], "deterministic": True}
+    alone = [rollout(model, [prompt], **options)[0] for prompt in prompts]
+    with ThreadPoolExecutor(1) as thread:
+        with batch_invariant():
+            assert not thread.submit(is_batch_invariant).result()
+            found = thread.submit(rollout, model, prompts, **options).result()
+            assert is_batch_invariant()
+        assert not is_batch_invariant()
+    for each, want in zip(found, alone, strict=True):
+        assert torch.equal(each.log_probs, want.log_probs)
 
 
 def test_left_padding_changes_no_bit():

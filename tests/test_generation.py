@@ -10,6 +10,7 @@ import torch
 from liger_models import AutoLigerModel
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.generation import sampling
+from liger_models.generation.eval_mode import evaluating
 from liger_models.generation.loop import generate, stream
 from liger_models.generation.options import UNFILTERED, Options, PromptInputs, resolve, select_inputs
 from liger_models.generation.prefix import TOKENS
@@ -24,6 +25,7 @@ from liger_models.generation.sampling import (
     keep_typical_p,
     penalize_repetition,
 )
+from liger_models.generation.stop_strings import StopStrings
 from liger_models.kernels.seeded_scores import exponential_noise
 from liger_models.layers.kv_cache import DecodeCache
 
@@ -284,6 +286,18 @@ def test_characters_of_several_tokens_end_a_row(speaking):
         assert tokenizer.decode(ids[len(prompt) :]) == want
 
 
+@pytest.mark.parametrize("text", ["世界🦙🦙 it", "\N{REPLACEMENT CHARACTER}é世\n\n界", "so 世界"])
+def test_text_before_a_stop_string_is_cut_at_whole_characters(speaking, text):
+    """A part of a character makes this decoder replace all bytes beside it, such as those of the string."""
+    tokenizer = speaking("byte_fallback")[2].tokenizer
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for begin in range(len(text)):
+        stop = StopStrings([text[begin : begin + 2]], tokenizer)
+        ended = [stop.completed_by_last(ids[max(end - stop.window, 0) : end]) for end in range(1, len(ids) + 1)]
+        read = [tokenizer.decode(ids[:end], skip_special_tokens=False) for end in range(1, len(ids) + 1)]
+        assert ended.index(True) == [stop.strings[0] in each for each in read].index(True), stop.strings
+
+
 @pytest.mark.parametrize("least", [0, 1, 5, 12])
 def test_rows_do_not_end_before_min_new_tokens(pair, least):
     theirs, ours = pair("gqa")
@@ -423,6 +437,23 @@ def test_a_kept_cache_with_several_continuations_and_with_stream(ours, monkeypat
     assert sizes[0] == 3
 
 
+@pytest.mark.parametrize("limit", [6, 11, 15, 40])
+def test_a_kept_cache_where_frequencies_are_dynamic(limit, monkeypatch):
+    torch.manual_seed(0)
+    sizes = SIZES | VARIANTS["dynamic"] | {"max_position_embeddings": limit}
+    ours = AutoLigerModel.from_config({**sizes, "model_type": "llama"}).eval()
+    cache, computed = DecodeCache(60), counted(ours, monkeypatch)
+    asked, starts = generate(ours, PROMPTS[:1], max_new_tokens=8, cache=cache), []
+    for ids in (torch.cat([asked, asked[:, 3:9]], 1), asked[:, :11], asked[:, :14], asked[:, :7]):
+        computed.clear()
+        got = generate(ours, ids, max_new_tokens=8, cache=cache, return_logprobs=True)
+        starts.append(ids.shape[1] - computed[0])
+        want = generate(ours, ids, max_new_tokens=8, return_logprobs=True)
+        assert torch.equal(got.sequences, want.sequences)
+        torch.testing.assert_close(got.logprobs, want.logprobs, rtol=1e-4, atol=1e-5)
+    assert any(starts) == (limit == 40)
+
+
 @pytest.mark.parametrize("original", [9, 12, 20])
 def test_a_kept_cache_where_longrope_switches(original):
     factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 6.0, 9.0]}
@@ -438,6 +469,29 @@ def test_a_kept_cache_where_longrope_switches(original):
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_forward_that_fails_leaves_a_kept_cache_as_it_was(ours):
+    """For example one that runs out of memory: a retry may have fewer rows or other weights."""
+    options = {"max_new_tokens": 3, "eos_token_id": []}
+    cache, ids = DecodeCache(40), torch.tensor([PROMPTS[0]] * 3)
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    def refused(model, prompts):
+        handle = model.layers[-1].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model.generate(prompts, cache=cache, **options)
+        handle.remove()
+
+    refused(ours, ids)
+    for again in (ids[:1], ids[:2]):
+        assert torch.equal(ours.generate(again, cache=cache, **options), ours.generate(again, **options))
+        cache.length = 0
+    half = LigerLlama.from_config(LlamaConfig(**SIZES), dtype=torch.bfloat16).eval()
+    refused(half, ids)
+    assert torch.equal(half.generate(ids, cache=cache, **options), half.generate(ids, **options))
 
 
 def test_lists_of_prompts_are_padded(ours):
@@ -457,6 +511,17 @@ def test_what_comes_with_prompts_goes_to_the_models_device():
     assert found["pixel_values"].device == elsewhere.device
     assert found["second_per_grid_ts"] == [1.0]
     assert len(found) == 2
+
+
+def test_arrays_and_masks_as_lists(ours):
+    batch = padded()
+    want = generate(ours, **batch, max_new_tokens=3)
+    for kind in (torch.Tensor.numpy, torch.Tensor.tolist):
+        mask = kind(batch["attention_mask"])
+        assert torch.equal(generate(ours, batch["input_ids"], attention_mask=mask, max_new_tokens=3), want)
+    ids = batch["input_ids"].numpy()
+    assert torch.equal(generate(ours, ids, max_new_tokens=3, pad_token_id=0), want)
+    assert torch.equal(generate(ours, ids[0], max_new_tokens=3), want[:1])
 
 
 def test_padding_tokens_without_a_mask(pair):
@@ -673,6 +738,24 @@ def test_a_row_with_a_seed_depends_on_no_other(ours):
     for row in range(4):
         prompt = PROMPTS[row // 2]
         assert torch.equal(several[row, -NEW:], generate(ours, [prompt], **options, seed=9 + row)[0, len(prompt) :])
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_low_temperatures_take_the_most_likely_token(ours, seed):
+    want = generate(ours, PROMPTS, max_new_tokens=NEW)
+    for temperature in (1e-9, 1e-31, 1e-39, 1e-45):
+        options = {"do_sample": True, "temperature": temperature, "seed": seed, "top_p": 0.9}
+        assert torch.equal(generate(ours, PROMPTS, max_new_tokens=NEW, **options), want)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_logits_without_probabilities_are_an_error(ours, value, seed):
+    def spoil(ids, logits):
+        return torch.full_like(logits, value)
+
+    with pytest.raises(ValueError, match="logits must be numbers below infinity"):
+        generate(ours, PROMPTS, max_new_tokens=1, do_sample=True, seed=seed, logits_processor=spoil)
 
 
 def test_draws_with_seeds_have_the_probabilities_of_the_logits(ours):
@@ -934,6 +1017,19 @@ def test_modes_are_restored(ours):
     assert unchanged()
 
 
+def test_a_model_that_threads_share_is_in_eval_mode_until_the_last_of_them_ends(ours):
+    model = LigerLlama.from_config(LlamaConfig(**SIZES)).train()
+    model.layers[1].eval()
+    before = [module.training for module in model.modules()]
+    first, second = (evaluating(list(model.modules())) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not any(module.training for module in model.modules())
+    second.__exit__(None, None, None)
+    assert [module.training for module in model.modules()] == before
+
+
 def test_tokens_can_be_trained_on(ours):
     tokens = generate(ours, PROMPTS, max_new_tokens=3)
     ours(tokens, labels=tokens).loss.backward()
@@ -963,6 +1059,12 @@ def filled_cache(rows, *names):
     ("arguments", "message"),
     [
         ({"max_new_tokens": 0}, r"max_new_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": 2.5}, r"max_new_tokens must be an integer, got 2.5"),
+        ({"max_new_tokens": None}, r"max_new_tokens must be an integer, got None"),
+        ({"temperature": "0.7", "do_sample": True}, r"temperature must be a number, got '0.7'"),
+        ({"top_k": 2.5, "do_sample": True}, r"top_k must be an integer, got 2.5"),
+        ({"eos_token_id": "a"}, r"eos_token_id must be a token or a list of tokens, got 'a'"),
+        ({"eos_token_id": [3, 1.5]}, r"eos_token_id must be a token or a list of tokens, got \[3, 1.5\]"),
         ({"temperature": 0.0}, r"temperature must be positive, got 0.0.*do_sample=False"),
         ({"temperature": -1.0, "do_sample": True}, r"temperature must be positive, got -1.0"),
         ({"top_k": -1, "do_sample": True}, r"top_k must be at least 1, got -1"),
@@ -980,6 +1082,7 @@ def filled_cache(rows, *names):
         ({"num_return_sequences": 2}, r"num_return_sequences must be 1 without do_sample, got 2.*do_sample=True"),
         ({"bad_words_ids": [[3], []]}, r"bad_words_ids must be lists of tokens in \[0, 53\), got \[\[3\], \[\]\]"),
         ({"bad_words_ids": [3, 4]}, r"bad_words_ids must be lists of tokens in \[0, 53\), got \[3, 4\]"),
+        ({"suppress_tokens": 3}, r"suppress_tokens must be tokens in \[0, 53\), got 3"),
         ({"suppress_tokens": [VOCAB]}, r"suppress_tokens must be tokens in \[0, 53\), got \[53\]"),
         ({"logits_processor": 5}, r"logits_processor must be a function or a list of functions, got int"),
         (
@@ -995,6 +1098,7 @@ def filled_cache(rows, *names):
             r"generator must be on cpu .* got cuda:0",
         ),
         ({"stop_strings": ["a", ""]}, r"stop_strings must be a text .* none of them empty, got \['a', ''\]"),
+        ({"stop_strings": 3}, r"stop_strings must be a text or a list of texts, none of them empty, got \[3\]"),
         ({"stop_strings": "a"}, r"stop_strings need a tokenizer, got a model without one\. Pass tokenizer="),
         ({"cache": DecodeCache(3)}, r"cache must have room for 4 tokens, got 3\. Make it larger"),
         ({"cache": DecodeCache(9), "use_cache": False}, r"cache must be a DecodeCache, without use_cache=False"),
@@ -1013,6 +1117,7 @@ def filled_cache(rows, *names):
         ({"input_ids": []}, r"list of prompts with at least one token each, got shapes \[\]"),
         ({"input_ids": [[3], []]}, r"list of prompts with at least one token each, got shapes \[\[1\], \[0\]\]"),
         ({"input_ids": [IDS, IDS]}, r"list of prompts .* got shapes \[\[2, 3\], \[2, 3\]\]"),
+        ({"input_ids": None}, r"input_ids must be prompts or a tensor of them, got NoneType"),
         ({"input_ids": IDS[None]}, r"input_ids must be \[B, T\], got \[1, 2, 3\]"),
         ({"input_ids": IDS.float()}, r"input_ids must be integers, got torch.float32"),
         ({"input_ids": IDS > 3}, r"input_ids must be integers, got torch.bool"),

@@ -1,6 +1,7 @@
 """Objectives of the training command: each learns, from the loss that a loop of one's own has, and resumes exactly."""
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -392,6 +393,32 @@ def test_a_batch_of_grpo(folder, loss_type, beta):
     assert (found["reward"][0] / found["reward"][1]).item() == pytest.approx(rewards.mean().item())
     if beta:
         assert (found["kl"][0] / found["kl"][1]).item() == pytest.approx(metrics[0].item())
+
+
+def test_rewards_that_are_large_or_equal(folder):
+    """Rewards that fp32 does not tell apart have advantages, and equal ones have none."""
+    given = {"model": "m", "data": "d", "output": "o", "objective": "grpo", "length": 32}
+    given |= {"reward": f"{folder}/reward.py:short", "num_generations": 2, "max_new_tokens": 2}
+    objective = make_objective(TrainOptions(**given))
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    objective.prepare(model, lambda name: None)
+    data = objective.dataset(folder / "prompts.jsonl", model, length=32, overflow=None, batch_size=2, shuffle=False)
+    rows = next(iter(data))
+
+    def batch(*rewards):
+        objective.reward = lambda **columns: rewards if len(rewards) > 1 else rewards[0]
+        return objective.batch(model, rows)
+
+    for scale in (1.0, 1e9, 1e30):
+        found = batch(scale, scale * (1 + 1e-9), 0.1, 0.1)["advantages"]
+        want = 2**-0.5 / (1 + 1e-4 / (scale * 1e-9 * 2**-0.5))
+        torch.testing.assert_close(found, torch.tensor([-want, want, 0, 0]), rtol=1e-4, atol=1e-12)
+    for wrong in ((1.0, 2.0, math.nan, 0.0), (1.0, 2.0, 3.0, 1e39), (1.0, 2.0, None, 0.0), (None,), (0.5,)):
+        with pytest.raises(ValueError, match=r"reward\.py:short: must return 4 finite numbers"):
+            batch(*wrong)
+    loss, _ = objective.loss(model, batch(1.0, 1.0, 0.0, 0.0), None)
+    loss.backward()
+    assert all(float(each.grad.abs().max()) == 0 for each in model.parameters())
 
 
 def test_grpo_draws_from_the_model_itself(folder, monkeypatch):

@@ -356,6 +356,16 @@ def test_what_tied_heads_do_not_support(name):
         peft.get_peft_model(unpack_projections(llama(tie_word_embeddings=True)), peft.LoraConfig(**options))
 
 
+def test_tokens_that_are_trained_alone():
+    """They are rows of the embedding, and of the head where it is tied, which has no adapters."""
+    config = peft.TrainableTokensConfig(token_indices=[1, 2], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="token_indices must be empty in a model that ties"):
+        peft.get_peft_model(unpack_projections(llama(tie_word_embeddings=True)), config)
+    adapted = peft.get_peft_model(unpack_projections(llama()), config)
+    trained = [name for name, each in adapted.named_parameters() if each.requires_grad]
+    assert trained == ["base_model.model.model.embed_tokens.trainable_tokens_delta.default"]
+
+
 def test_weights_are_moved():
     """Packed weights and parts are not in memory at the same time, except those of one layer."""
     model = llama()

@@ -366,6 +366,10 @@ def test_packed_documents_need_a_cache_that_takes_them(model):
         ({"prompts": [[3.5]]}, "must be integers, got torch.float32 in prompt 0"),
         ({"prompts": [[3, VOCAB]]}, rf"must be in \[0, {VOCAB}\), got 3 to {VOCAB}"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be integers, got 2.5"),
+        ({"max_new_tokens": None}, "max_new_tokens must be integers, got None"),
+        ({"prompts": 3}, "prompts must be a list of prompts, got int"),
+        ({"batch_size": 1.5}, "batch_size must be an integer, got 1.5"),
         ({"max_new_tokens": [3, 4]}, "or one for each of the 1 prompts, got 2"),
         ({"stop_tokens": [[1], [2]]}, "a list for each of the 1 prompts, got 2"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
@@ -390,8 +394,9 @@ def test_texts_are_encoded_by_the_tokenizer(model):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 3, "llama": 4, "it": 5}))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     model.assets = {"tokenizer.json": words.to_str().encode()}
-    found = model.rollout(["a llama", "it"], max_new_tokens=[3, 5], eos_token_id=[])
-    assert_alone(model, [[3, 4], [5]], [3, 5], found)
+    for texts in (["a llama", "it"], ("a llama", "it")):
+        found = model.rollout(texts, max_new_tokens=[3, 5], eos_token_id=[])
+        assert_alone(model, [[3, 4], [5]], [3, 5], found)
 
 
 def test_unknown_arguments_are_named(model):

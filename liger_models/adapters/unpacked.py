@@ -284,7 +284,7 @@ class UnpackedModel(HFModules):
             f"target_parameters must be empty, got {parameters}. Experts have no adapters here: use apply_lora. If you "
             "have given none, PEFT has made them of names in target_modules that mean experts: leave these out.",
         )
-        for name in ("trainable_token_indices", "ensure_weight_tying"):
+        for name in ("trainable_token_indices", "token_indices", "ensure_weight_tying"):
             given = getattr(config, name, None)
             check(
                 not (given and self.causal_lm.config.tie_word_embeddings),

@@ -33,7 +33,7 @@ class GemmaConfig(RMSNormDecoderConfig):
     The first releases set ``hidden_act`` to "gelu"; every implementation computes its tanh approximation.
     """
 
-    activations = ("gelu_pytorch_tanh", "gelu")
+    activations = ("gelu_pytorch_tanh", "gelu_new", "gelu")
 
     vocab_size: int = 256000
     hidden_size: int = 3072

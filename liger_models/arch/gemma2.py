@@ -35,7 +35,7 @@ from liger_models.layers.rope import RotaryEmbedding
 class Gemma2Config(RMSNormDecoderConfig):
     """Sizes and constants of a Gemma 2 model; config.json spells ``hidden_act`` as ``hidden_activation``."""
 
-    activations = ("gelu_pytorch_tanh",)
+    activations = ("gelu_pytorch_tanh", "gelu_new")
 
     vocab_size: int = 256000
     hidden_size: int = 2304

@@ -41,7 +41,7 @@ class Gemma3TextConfig(RMSNormDecoderConfig):
     ``sliding_window_pattern``.
     """
 
-    activations = ("gelu_pytorch_tanh",)
+    activations = ("gelu_pytorch_tanh", "gelu_new")
 
     vocab_size: int = 262208
     hidden_size: int = 2304

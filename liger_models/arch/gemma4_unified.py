@@ -151,7 +151,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
         given == side,
         f"config.json: vision_config.model_patch_size must be patch_size · pooling_kernel_size, {side}, got {given}.",
     )
-    return images.from_json(hf, vision)
+    return images.from_json(Gemma4UnifiedConfig, hf, vision)
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,11 +38,16 @@ class GLMConfig(RMSNormDecoderConfig):
     head_dim: int | None = 128
     max_position_embeddings: int = 131072
     rms_norm_eps: float = 1.5625e-7
-    partial_rotary_factor: float = 0.5
+    partial_rotary_factor: float | None = 0.5
     attention_bias: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = field(default_factory=lambda: [151329, 151336, 151338])
     pad_token_id: int | None = 151329
+
+    @property
+    def rotary_width(self) -> int:
+        """Number of dimensions of a head that are rotated: without a factor (null in config.json) all."""
+        return int(self.head_size * (self.partial_rotary_factor or 1))
 
 
 class GLMBlock(nn.Module):
@@ -88,8 +93,9 @@ class LigerGLM(CausalLM):
         self.layers = nn.ModuleList(GLMBlock(config, i, self.kernels) for i in range(config.num_hidden_layers))
         self.norm = LigerRMSNorm(config.hidden_size, config.rms_norm_eps, kernel=self.kernels.rms_norm)
         self.lm_head = LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
-        width = int(config.head_size * config.partial_rotary_factor)
-        rotary = RotaryEmbedding(width, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
+        rotary = RotaryEmbedding(
+            config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
         self.rotary = nn.ModuleDict({"default": rotary})
         self.post_init()
 

@@ -1,7 +1,8 @@
 """Mistral 7B, Mistral Nemo, Mistral Small (text), Codestral: model_type ``mistral``.
 
 Differs from Llama: attention in every layer is limited to the last ``sliding_window`` tokens (v0.1: 4096; null in later
-releases, which means no window; 4096 if the key is missing). There are no biases.
+releases, which means no window; 4096 if the key is missing). With ``layer_types`` only layers of type
+``sliding_attention`` are: transformers reads such a config.json as one of Ministral. There are no biases.
 
 Source: https://arxiv.org/abs/2310.06825, transformers ``models/mistral``.
 """
@@ -18,7 +19,7 @@ from liger_models.convert.weight_map import WeightMap, decoder_map
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
-from liger_models.layers.config import RMSNormDecoderConfig
+from liger_models.layers.config import RMSNormDecoderConfig, check_layer_types, is_sliding
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.lm_head import LigerLMHead
 from liger_models.layers.mlp import LigerSwiGLUMLP
@@ -34,6 +35,15 @@ class MistralConfig(RMSNormDecoderConfig):
     num_key_value_heads: int | None = 8
     max_position_embeddings: int = 131072
     sliding_window: int | None = 4096
+    layer_types: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layer_types("MistralConfig", self.layer_types, self.num_hidden_layers)
+
+    def window(self, layer: int) -> int | None:
+        """The attention window of a layer, in tokens; None for full attention."""
+        return self.sliding_window if is_sliding(layer, self.layer_types, default=True) else None
 
 
 class MistralBlock(nn.Module):
@@ -49,7 +59,7 @@ class MistralBlock(nn.Module):
             config.kv_heads,
             config.head_size,
             layer=layer,
-            window=config.sliding_window,
+            window=config.window(layer),
             dropout=config.attention_dropout,
             rope_kernel=kernels.rope,
         )

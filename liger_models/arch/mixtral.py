@@ -7,8 +7,10 @@ loss is added to the loss.
 Source: https://arxiv.org/abs/2401.04088, transformers ``models/mixtral``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -107,6 +109,11 @@ def weight_map(config: MixtralConfig) -> WeightMap:
     return _map(config, "block_sparse_moe", fused=False)
 
 
+def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """``num_experts`` is another name of ``num_local_experts``."""
+    return {"num_local_experts" if key == "num_experts" else key: value for key, value in hf.items()}
+
+
 def other_maps(config: MixtralConfig) -> list[WeightMap]:
     """transformers 5 names the layer ``mlp`` and fuses its experts; it also reads files with only one of the two."""
     return [
@@ -138,5 +145,11 @@ def _map(config: MixtralConfig, name: str, *, fused: bool) -> WeightMap:
 
 add_family(
     LigerMixtral,
-    CheckpointFormat(model_type="mixtral", hf_class="MixtralForCausalLM", weight_map=weight_map, other_maps=other_maps),
+    CheckpointFormat(
+        model_type="mixtral",
+        hf_class="MixtralForCausalLM",
+        weight_map=weight_map,
+        other_maps=other_maps,
+        from_json=from_json,
+    ),
 )

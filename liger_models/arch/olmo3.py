@@ -117,8 +117,8 @@ class LigerOlmo3(CausalLM):
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads transformers 5's ``rope_parameters`` per layer type."""
-    return flat_rope(hf)
+    """Reads transformers 5's ``rope_parameters`` per layer type; only there is the base of the layers with a window."""
+    return flat_rope({key: value for key, value in hf.items() if key != "rope_local_base_freq"})
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:

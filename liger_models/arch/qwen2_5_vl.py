@@ -266,7 +266,7 @@ add_family(
         hf_class="Qwen2_5_VLForConditionalGeneration",
         weight_map=weight_map,
         other_maps=other_maps,
-        from_json=read_multimodal,
+        from_json=partial(read_multimodal, Qwen2_5VLConfig),
         to_json=write_multimodal,
         ignored_keys=QWEN2_IGNORED_KEYS,
     ),

@@ -8,6 +8,7 @@ Source: transformers ``models/qwen3_5``, https://arxiv.org/abs/2412.06464.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import nn
 
@@ -79,7 +80,7 @@ add_family(
         hf_class="Qwen3_5ForConditionalGeneration",
         weight_map=lambda config: multimodal_maps(config)[0],
         other_maps=lambda config: multimodal_maps(config)[1:],
-        from_json=read_multimodal,
+        from_json=partial(read_multimodal, Qwen3_5Config),
         to_json=write_qwen3_vl,
         ignored_keys=(*IGNORED_KEYS, *TEXT_IGNORED_KEYS),
     ),

@@ -10,6 +10,7 @@ Source: transformers ``models/qwen3_5_moe``, https://arxiv.org/abs/2412.06464.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -88,7 +89,7 @@ add_family(
         hf_class="Qwen3_5MoeForConditionalGeneration",
         weight_map=lambda config: multimodal_maps(config)[0],
         other_maps=lambda config: multimodal_maps(config)[1:],
-        from_json=read_multimodal,
+        from_json=partial(read_multimodal, Qwen3_5MoeConfig),
         to_json=to_json,
         ignored_keys=(*IGNORED_KEYS, *TEXT_IGNORED_KEYS),
     ),

@@ -63,7 +63,8 @@ class Qwen3MoeConfig(RMSNormDecoderConfig):
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer's MLP is a mixture of experts."""
-        return layer not in (self.mlp_only_layers or ()) and (layer + 1) % self.decoder_sparse_step == 0
+        step = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+        return step and layer not in (self.mlp_only_layers or ())
 
 
 class Qwen3MoeBlock(nn.Module):

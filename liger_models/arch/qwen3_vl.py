@@ -124,7 +124,7 @@ add_family(
         hf_class="Qwen3VLForConditionalGeneration",
         weight_map=weight_map,
         other_maps=other_maps,
-        from_json=read_multimodal,
+        from_json=partial(read_multimodal, Qwen3VLConfig),
         to_json=write_qwen3_vl,
         ignored_keys=IGNORED_KEYS,
     ),

@@ -64,7 +64,8 @@ class Qwen3VLMoeConfig(RMSNormDecoderConfig):
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer's MLP is a mixture of experts."""
-        return layer not in (self.mlp_only_layers or ()) and (layer + 1) % self.decoder_sparse_step == 0
+        step = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+        return step and layer not in (self.mlp_only_layers or ())
 
 
 class Qwen3VLMoeBlock(nn.Module):
@@ -145,9 +146,9 @@ EXPERTS = f"{TEXT}.layers.{{sparse}}.mlp.experts"
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """As `read_multimodal`, but only the top-level ``tie_word_embeddings`` counts: the other is always true."""
-    flat = names.read_multimodal(hf) | {"tie_word_embeddings": bool(hf.get("tie_word_embeddings"))}
-    if "num_local_experts" in flat:  # written by transformers 5
+    """As `read_multimodal`; transformers 5 writes ``num_experts`` as ``num_local_experts``."""
+    flat = names.read_multimodal(Qwen3VLMoeConfig, hf)
+    if "num_local_experts" in flat:
         flat["num_experts"] = flat.pop("num_local_experts")
     return flat
 

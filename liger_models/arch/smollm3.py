@@ -1,9 +1,9 @@
 """SmolLM3: model_type ``smollm3``.
 
 Differs from Llama: every fourth layer does not rotate q and k (``no_rope_layers``; despite the name, 1 means rotation
-and 0 means none). With ``use_sliding_window`` the sliding layers of ``layer_types``, or the unrotated layers if that is
-missing, attend only to the last ``sliding_window`` tokens; no released checkpoint uses the window. Embeddings are tied
-by default.
+and 0 means none). The sliding layers of ``layer_types`` attend only to the last ``sliding_window`` tokens; if that is
+missing, the unrotated layers do, with ``use_sliding_window``. No released checkpoint uses the window. Embeddings are
+tied by default.
 
 Source: https://huggingface.co/blog/smollm3, https://arxiv.org/abs/2501.18795 (layers without rotation), transformers
 ``models/smollm3``.
@@ -71,8 +71,8 @@ class SmolLM3Config(RMSNormDecoderConfig):
 
     def window(self, layer: int) -> int | None:
         """The attention window of a layer, in tokens; None for full attention."""
-        sliding = is_sliding(layer, self.layer_types, default=not self.rotates(layer))
-        return self.sliding_window if self.use_sliding_window and sliding else None
+        unrotated = self.use_sliding_window and not self.rotates(layer)
+        return self.sliding_window if is_sliding(layer, self.layer_types, default=unrotated) else None
 
 
 class SmolLM3Block(nn.Module):

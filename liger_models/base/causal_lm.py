@@ -275,8 +275,9 @@ class CausalLM(Decoder):
         return rollout(self, self._encoded(prompts), max_new_tokens=max_new_tokens, **options)
 
     def _encoded(self, prompts: Any) -> Any:
-        texts = isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], str))
-        return self.tokenizer.encode(prompts) if texts else prompts
+        if isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], str):
+            prompts = self.tokenizer.encode([*prompts])
+        return self.tokenizer.encode(prompts) if isinstance(prompts, str) else prompts
 
     @classmethod
     def from_config(

@@ -371,7 +371,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Default: the checkpoint's setting.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. Repeatable.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(min=-(2**63), max=2**64 - 1, help="Seed of the sampling.")] = None,
     draft_model: Annotated[
         str | None, typer.Option(help="Smaller model with the same tokenizer, whose drafts save time.")
     ] = None,
@@ -430,7 +430,9 @@ def generate(
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
                 yield text[len(shown) :]
                 shown = text
-        yield tokenizer.decode(made)[len(shown) :]
+        text = tokenizer.decode(made)
+        # A character that is not complete can make a decoder replace complete ones before it, which are shown.
+        yield text[len(shown) :] if text.startswith(shown) else "\N{REPLACEMENT CHARACTER}"
 
     history: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     asked = prompt

@@ -227,7 +227,10 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
             rope["truncate"] = False
         if "original_max_position_embeddings" in accepted:
             rope["original_max_position_embeddings"] = (
-                top_level or rope.get("original_max_position_embeddings") or hf.get("max_position_embeddings")
+                top_level
+                or rope.get("original_max_position_embeddings")
+                or hf.get("max_position_embeddings")
+                or getattr(config_class, "max_position_embeddings", None)
             )
         values = {key: _typed(f"{where}.{key}", value, hints[key]) for key, value in rope.items() if key in accepted}
         required = {field.name for field in dataclasses.fields(scaling) if field.default is dataclasses.MISSING}
@@ -252,12 +255,14 @@ def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a config.json whose ``rope_parameters`` have one object per layer type to the older format.
 
     The values for full attention become ``rope_theta`` and ``rope_scaling``, the base for sliding attention becomes
-    ``rope_local_base_freq``.
+    ``rope_local_base_freq``. The original length counts only beside the values.
 
     Raises:
         ValueError: there are other layer types, or sliding attention has more than a base.
     """
-    flat = {key: value for key, value in hf.items() if key != "rope_parameters"}
+    flat = {
+        key: value for key, value in hf.items() if key not in ("rope_parameters", "original_max_position_embeddings")
+    }
     nested = hf.get("rope_parameters") or {}
     if nested.keys() - set(LAYER_TYPES):
         raise ValueError(
@@ -278,17 +283,22 @@ def flat_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def of_text(hf: Mapping[str, Any], text: Mapping[str, Any], top: Collection[str]) -> dict[str, Any]:
+def of_text(
+    config_class: "type[DataclassInstance]", hf: Mapping[str, Any], text: Mapping[str, Any], top: Collection[str]
+) -> dict[str, Any]:
     """The keys of a config.json with a ``text_config`` in one object, as transformers reads them.
 
     Args:
+        config_class: the config class. Its fields count in ``text`` only, whatever the top level says.
         hf: the content of config.json.
-        text: the keys of its ``text_config``. They count, whatever the top level says.
-        top: keys that count at the top level only.
+        text: the keys of its ``text_config``.
+        top: fields that count at the top level only.
     """
-    strangers = ("text_config", "pad_token_id", *_ROPE_KEYS)
-    rest = {key: value for key, value in hf.items() if key not in strangers}
-    return rest | dict(text) | {key: hf[key] for key in top if key in hf}
+    either = ("bos_token_id", "eos_token_id", "initializer_range")  # these count wherever they are
+    fields = {field.name for field in dataclasses.fields(config_class)}.difference(either)
+    rest = {key: value for key, value in hf.items() if key not in ("text_config", *_ROPE_KEYS, *fields)}
+    own = {key: value for key, value in text.items() if key not in top or key in either}
+    return rest | own | {key: hf[key] for key in top if key in hf}
 
 
 def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -314,17 +324,19 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
     if original_length is None:
         out.pop("original_max_position_embeddings", None)
     keys: dict[str, Any] = {}
+    known = out.keys() | (hf.get("text_config") or {}).keys()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name == "rope_scaling":
             keys |= _write_scaling(value, original_length)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             keys[field.name] = dataclasses.asdict(value)
-        elif value is not None or field.default is not None or field.name in out:
+        elif value is not None or field.default is not None or field.name in known:
             keys[field.name] = value
     written = checkpoint.to_json(keys)
     for key in [key for key in written if key.endswith("_config")]:  # nested objects preserve unknown keys, too
-        part = {name: value for name, value in (hf.get(key) or {}).items() if name not in ("dtype", "torch_dtype")}
+        stale = ("dtype", "torch_dtype", "rope_parameters")
+        part = {name: value for name, value in (hf.get(key) or {}).items() if name not in stale}
         written[key] = part | written[key]
     return out | written
 
@@ -338,8 +350,9 @@ def _write_scaling(scaling: RopeScaling | None, original_length: int | None) -> 
         return {"rope_scaling": {"rope_type": rope_type, **values}}
     # transformers 4 reads the length at the top level, and its Phi-3 rejects other keys and spellings in the dict.
     length = scaling.original_max_position_embeddings
-    if original_length is not None:
-        del values["original_max_position_embeddings"]
+    if original_length is None:
+        return {"rope_scaling": {"rope_type": rope_type, **values}, "original_max_position_embeddings": length}
+    del values["original_max_position_embeddings"]
     return {"rope_scaling": {"type": rope_type, **values}, "original_max_position_embeddings": length}
 
 

@@ -114,7 +114,7 @@ def load_pretrained(
         weights = pick_map(format_of(model_class).file_maps(config), stored, parameters)
         check_tensors(str(folder), weights, parameters, stored)
         if config.tie_word_embeddings:
-            _check_head(weights, stored)
+            _check_head(weights, stored, hf_config)
         if keep_float8:
             _keep_float8(model, weights, stored, target)
     if shard is not None:
@@ -366,7 +366,10 @@ def check_tensors(
             message += f" Missing: {some(names, len(missing))}."
         if unexpected:
             message += f" Unexpected: {some(unexpected, len(unexpected))}."
-        raise ValueError(f"{message} Check that {CONFIG} and the weights belong to the same model.")
+        todo = f"Check that {CONFIG} and the weights belong to the same model."
+        if not unexpected and [name.endswith("lm_head.weight") for name in missing] == [True]:
+            todo = f"If the head is the embedding, set tie_word_embeddings to true at the top level of {CONFIG}."
+        raise ValueError(f"{message} {todo}")
 
     for name, tensor in expected.items():
         file, shape, dtype, scales = stored[name]
@@ -383,9 +386,10 @@ def check_tensors(
             )
 
 
-def _check_head(weights: WeightMap, stored: Mapping[str, Stored]) -> None:
+def _check_head(weights: WeightMap, stored: Mapping[str, Stored], hf_config: Mapping[str, Any]) -> None:
     """Raise ValueError if the checkpoint of a model with tied weights stores a head that differs from the embedding."""
     (embedding,) = weights.entries["embed_tokens.weight"].names()
+    places = ", at the top level and in text_config," if hf_config.get("text_config") else ""
     for head in (name for name in weights.skip if name in stored and name.endswith("lm_head.weight")):
         with open_safetensors(stored[embedding].file) as one, open_safetensors(stored[head].file) as other:
             ours, theirs = one.get_slice(embedding), other.get_slice(head)
@@ -396,7 +400,7 @@ def _check_head(weights: WeightMap, stored: Mapping[str, Stored]) -> None:
         check(
             same,
             f"{stored[head].file}: {head} must be equal to {embedding} by tie_word_embeddings in {CONFIG}, got another "
-            "tensor. Set tie_word_embeddings to false to load both, or remove the head.",
+            f"tensor. Set tie_word_embeddings to false{places} to load both, or remove the head.",
         )
 
 

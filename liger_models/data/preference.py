@@ -53,7 +53,8 @@ def preference_batch(
             - ``prompt``, ``chosen`` and ``rejected`` as texts. Prompt and answer are tokenised as one text, with the
               tokenizer's special tokens and the end token; a token that spans both belongs to the answer.
             - The same as lists of messages for the chat template, optionally with ``tools`` and
-              ``chat_template_kwargs``. Without ``prompt`` it is the messages that both answers begin with.
+              ``chat_template_kwargs``. Without ``prompt`` it is the messages that both answers begin with. A message
+              of an answer cannot have ``weight`` 0.
             - Token ids ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``.
             - Token ids ``chosen_input_ids`` and ``rejected_input_ids``, with ``prompt_input_ids``, or with
               ``chosen_labels`` and ``rejected_labels`` if they include the prompt; if they are padded, on either side,
@@ -73,8 +74,9 @@ def preference_batch(
         With images also what the processor makes of them, for all 2 · pairs rows, since both answers need them.
 
     Raises:
-        ValueError: no pairs, a missing key, a tensor of token ids without its mask, an answer without tokens, images
-            without a processor, an image that cannot be read, or more or fewer images than places for them.
+        ValueError: no pairs, a missing key, a tensor of token ids without its mask, an answer without tokens or with a
+            message of weight 0, images without a processor, an image that cannot be read, or more or fewer images than
+            places for them.
     """
     check(
         tokenizer is None or processor is None,
@@ -242,6 +244,11 @@ def _encode_chats(
         answer, pictured = place_media(where, pair[name][shared:], dict.fromkeys(columns, ()))
         check(not pictured, f"{where}: {name} must be text, got an image or a video. Only prompts may have some.")
         answer = read_messages(f"{where}, {name}", answer)
+        check(
+            all(message.get("weight", 1) for message in answer),
+            f"{where}: {name} must have no message with weight 0: answers are compared as a whole. Move messages that "
+            "are not learnt into the prompt, or leave the weight out.",
+        )
         text, spans = tokenizer.render_answers([*prompt, *answer], **variables)
         if processor is not None:
             text, moved, counts = write_media(where, text, spans, media, processor)

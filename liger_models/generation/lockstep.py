@@ -26,7 +26,7 @@ def in_lockstep(model: Decoder) -> Iterator[None]:
     forward must have a cache and run the head, so that all make the same collectives. A model that FSDP has not sharded
     is left alone.
     """
-    groups = model.groups.data
+    groups = [group for group in model.groups.data if group.size > 1]
     if not groups:
         yield
         return

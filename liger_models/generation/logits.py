@@ -16,6 +16,7 @@ from liger_models.layers.decoder import Decoder
 from liger_models.layers.derived import DerivedTensors
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import layers_of
+from liger_models.layers.rope import DynamicScaling
 from liger_models.memory.recompute import is_compiled
 
 PAGED_DEVICES = ACCELERATORS
@@ -48,8 +49,10 @@ def next_logits(
     # Columns at which all rotary frequencies change (longrope). Keys cached before that are rotated by the old ones, so
     # the cache is recomputed there.
     furthest = positions.flatten(0, -2).amax(0)
-    lengths = [rotary.switch_length for rotary in layers_of(model.rotary)]
+    rotary: list[Any] = [*layers_of(model.rotary)]
+    lengths = [each.switch_length for each in rotary]
     switches = [int((furthest < length).sum()) for length in lengths if length is not None]
+    dynamic = [each.max_position_embeddings for each in rotary if isinstance(each.scaling, DynamicScaling)]
 
     def run(first: int, end: int, every: int, forward: Callable[..., Tensor], **options: Any) -> Tensor:
         """The logits after these columns of each row; with the prompts' every ``every`` one, which are repeated."""
@@ -84,7 +87,9 @@ def next_logits(
     if settings.cache is not None:
         old = settings.cache.length
         cut_to_prefix(settings.cache, rows.context[::repeats, :T])
-        if any(T <= switch < old for switch in switches):
+        # Where frequencies are dynamic, those of cached keys are of the length that they were computed with.
+        most = max(old, T) + int(furthest[-1]) + 1 - len(furthest)
+        if any(T <= switch < old for switch in switches) or any(most > length for length in dynamic):
             settings.cache.length = 0
         remember(settings.cache, rows.context[::repeats])
         yield lambda end: of_all(end, settings.cache)

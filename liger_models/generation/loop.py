@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from liger_models.generation.eval_mode import evaluating
+from liger_models.generation.eval_mode import evaluating, resharded
 from liger_models.generation.lockstep import in_lockstep
 from liger_models.generation.logits import next_logits
 from liger_models.generation.options import Options, Settings, resolve, select_inputs, shows_options
@@ -103,7 +103,7 @@ def generate(
     else:
         computed = speculate(model, ids, mask, settings, inputs, logprobs=return_logprobs)
     alike = settings.draft_model is None and settings.use_cache and not inputs
-    with in_lockstep(model) if alike else nullcontext():
+    with resharded(model, settings.draft_model), in_lockstep(model) if alike else nullcontext():
         steps = list(computed)
     ids = ids.repeat_interleave(settings.num_return_sequences, 0)
     sequences = torch.cat([ids, torch.stack([step.tokens for step in steps], 1)], 1)
@@ -134,7 +134,13 @@ def stream(
     settings = resolve(model, max_new_tokens, options)
     ids, mask = batch_prompts(model, input_ids, options.get("attention_mask"), settings)
     run = _steps if settings.draft_model is None else speculate
-    return (step.tokens for step in run(model, ids, mask, settings, select_inputs(model, options)))
+    return _tokens(model, settings, run(model, ids, mask, settings, select_inputs(model, options)))
+
+
+def _tokens(model: Decoder, settings: Settings, steps: Iterator[Step]) -> Iterator[Tensor]:
+    with resharded(model, settings.draft_model):
+        for step in steps:
+            yield step.tokens
 
 
 def steps_ahead(device: torch.device, settings: Settings) -> int:

@@ -8,6 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, TypedDict, TypeVar, cast
 
 import torch
@@ -32,6 +33,13 @@ NOT_HERE = (
 
 DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Options that have no effect without ``do_sample``."""
+
+NUMBERS: dict[str, Any] = {
+    "max_new_tokens": Integral, "top_k": Integral, **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"), Real
+    ),
+}  # fmt: skip
+"""Options that must be numbers, before anything compares them."""
 
 UNFILTERED: dict[str, Any] = {
     "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
@@ -177,6 +185,12 @@ class Settings:
     num_draft_tokens: int
 
     def __post_init__(self) -> None:
+        for name, kind in NUMBERS.items():
+            value = getattr(self, name)
+            check(
+                isinstance(value, Tensor) or (isinstance(value, kind) and not isinstance(value, bool)),
+                f"generate: {name} must be {'an integer' if kind is Integral else 'a number'}, got {value!r}.",
+            )
         check(self.max_new_tokens >= 1, f"generate: max_new_tokens must be at least 1, got {self.max_new_tokens}.")
         check(
             self.temperature > 0,
@@ -236,7 +250,13 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         idle = {name: value for name, value in options.items() if name in DRAWING and value not in (None, 0, 1)}
         if idle:
             warnings.warn(f"generate: {idle} has no effect without do_sample=True.", stacklevel=3)
-    eos = torch.as_tensor(said("eos_token_id", getattr(model.config, "eos_token_id", None), [])).flatten().tolist()
+    stops: Any = said("eos_token_id", getattr(model.config, "eos_token_id", None), [])
+    stops = stops.tolist() if hasattr(stops, "tolist") else stops
+    eos: list[Any] = [stops] if isinstance(stops, str | Real) else [*stops]
+    check(
+        all(isinstance(token, int) for token in eos),
+        f"generate: eos_token_id must be a token or a list of tokens, got {stops!r}.",
+    )
     vocab, pad, generator = model.config.vocab_size, options.get("pad_token_id"), options.get("generator")
     check(
         pad is None or 0 <= pad < vocab,
@@ -250,11 +270,11 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         f"got {None if generator is None else generator.device}. Use torch.Generator({model.device.type!r}).",
     )
 
-    def known_tokens(tokens: Sequence[Any]) -> bool:
-        return all(isinstance(token, int) and 0 <= token < vocab for token in tokens)
+    def known_tokens(tokens: Any) -> bool:
+        return isinstance(tokens, Sequence) and all(isinstance(token, int) and 0 <= token < vocab for token in tokens)
 
     strings, tokenizer = said("stop_strings", []), options.get("tokenizer")
-    strings = [strings] if isinstance(strings, str) else list(strings)
+    strings = list(strings) if isinstance(strings, list | tuple) else [strings]
     if strings and tokenizer is None and "tokenizer.json" in model.assets:
         tokenizer = getattr(model, "tokenizer")  # noqa: B009  not of `Decoder`
     seed: Any = options.get("seed")
@@ -270,16 +290,17 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         f"generate: cache must be a DecodeCache, without {', '.join(given) or 'use_cache=False'}, got "
         f"{type(kept).__name__}.",
     )
-    least: Any = options.get("min_new_tokens")  # the checkpoint's may be more than a short call asks for
+    # The checkpoint's may be more than a short call asks for.
+    least, most = options.get("min_new_tokens"), cast(Any, max_new_tokens)
     check(
-        not isinstance(least, int) or least <= max_new_tokens,
+        not (isinstance(least, int) and isinstance(most, Real)) or least <= max_new_tokens,
         f"generate: min_new_tokens must be at most max_new_tokens ({max_new_tokens}), got {least}.",
     )
     processors: Any = _first(options.get("logits_processor"), [])
     several = isinstance(processors, Sequence) and not callable(processors)
     words, suppressed = said("bad_words_ids", []), said("suppress_tokens", [])
     check(
-        all(isinstance(word, Sequence) and len(word) for word in words) and all(map(known_tokens, words)),
+        isinstance(words, Sequence) and all(known_tokens(word) and len(word) for word in words),
         f"generate: bad_words_ids must be lists of tokens in [0, {vocab}), got {words}.",
     )
     check(known_tokens(suppressed), f"generate: suppress_tokens must be tokens in [0, {vocab}), got {suppressed}.")

@@ -1,6 +1,7 @@
 """Prompts as a padded batch of token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ def batch_prompts(
 ) -> tuple[Tensor, Tensor | None]:
     """``(ids, mask)``, each [B, T] int64 on the model's device; ``mask`` is None if there is no padding."""
     where, vocab = model.device, model.embed_tokens.num_embeddings  # placeholders may exceed the head's vocabulary
+    prompts = torch.as_tensor(prompts) if hasattr(prompts, "__array__") else prompts  # NumPy's
     if isinstance(prompts, Tensor):
         ids = prompts[None] if prompts.dim() == 1 else prompts
-        mask = attention_mask
+        mask = None if attention_mask is None else torch.as_tensor(attention_mask)
     else:
         check(attention_mask is None, "generate: attention_mask needs a tensor of prompts; a list is padded here.")
         ids, mask = _pad(prompts, settings.pad_token_id or 0)
@@ -66,11 +68,14 @@ def batch_prompts(
     return ids, None if bool(mask.all()) else mask
 
 
-def _pad(prompts: Sequence[Any], pad_token_id: int) -> tuple[Tensor, Tensor]:
+def _pad(prompts: Any, pad_token_id: int) -> tuple[Tensor, Tensor]:
     """A list of prompts, or a single prompt, as ``(ids, mask)`` [B, T], padded on the left."""
-    if prompts and isinstance(prompts[0], int):
-        prompts = [prompts]
-    rows = [torch.as_tensor(prompt) for prompt in prompts]
+    check(
+        isinstance(prompts, Iterable),
+        f"generate: input_ids must be prompts or a tensor of them, got {type(prompts).__name__}.",
+    )
+    given: list[Any] = list(prompts)
+    rows = [torch.as_tensor(prompt) for prompt in ([given] if given and isinstance(given[0], Integral) else given)]
     shapes = [list(row.shape) for row in rows]
     check(
         bool(rows) and all(row.dim() == 1 and len(row) for row in rows),

@@ -15,9 +15,10 @@ running rows come before all waiting ones, the first row can always go on, and a
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from liger_models.generation.deterministic import head_outputs
 from liger_models.generation.deterministic import refusal as deterministic_refusal
-from liger_models.generation.eval_mode import evaluating
+from liger_models.generation.eval_mode import evaluating, resharded
 from liger_models.generation.graphs import DecodeStep, can_capture
 from liger_models.generation.lockstep import in_lockstep
 from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, resolve, select_inputs
@@ -185,7 +186,7 @@ def rollout(
     """
     tokens = _checked_prompts(model, prompts)
     limits = _for_each("max_new_tokens", max_new_tokens, len(tokens))
-    check(min(limits) >= 1, f"rollout: max_new_tokens must be at least 1, got {min(limits)}.")
+    check(min(limits, default=1) >= 1, f"rollout: max_new_tokens must be at least 1, got {min(limits)}.")
     settings = resolve(model, max(limits), options)
     _check_options(model, settings, options)
     stops = [settings.eos_token_id] * len(tokens) if stop_tokens is None else [list(each) for each in stop_tokens]
@@ -194,6 +195,7 @@ def rollout(
         f"rollout: stop_tokens must be a list for each of the {len(tokens)} prompts, got {len(stops)}.",
     )
     for name, value in (("batch_size", batch_size), ("chunk_size", chunk_size), ("steps_per_read", steps_per_read)):
+        check(isinstance(value, int), f"rollout: {name} must be an integer, got {value!r}.")
         check(value >= 1, f"rollout: {name} must be at least 1, got {value}.")
     repeats = settings.num_return_sequences
     count = len(tokens) * repeats
@@ -221,7 +223,7 @@ def rollout(
         "Leave it out.",
     )
     invariant = batch_invariant() if deterministic else nullcontext()
-    with evaluating(list(model.modules())), derived.used(), invariant, in_lockstep(model):
+    with resharded(model), evaluating(list(model.modules())), derived.used(), invariant, in_lockstep(model):
         pool = _make_pool(cache, rows, min(batch_size, count), cache_bytes, model)
         return Scheduler(model, rows, pool, settings, chunk_size, steps_per_read, record_routing, deterministic).run()
 
@@ -491,6 +493,7 @@ def free_memory(device: torch.device) -> int | None:
 
 def _checked_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
     """The prompts as lists of ids."""
+    check(isinstance(prompts, Iterable), f"rollout: prompts must be a list of prompts, got {type(prompts).__name__}.")
     found = [torch.as_tensor(prompt) for prompt in prompts]
     shapes = [list(prompt.shape) for prompt in found if prompt.dim() != 1 or not len(prompt)]
     check(
@@ -514,7 +517,9 @@ def _checked_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
 
 
 def _for_each(name: str, value: int | Sequence[int], count: int) -> list[int]:
-    values = [value] * count if isinstance(value, int) else list(value)
+    numbers: Any = value.tolist() if hasattr(value, "tolist") else value
+    values = list(numbers) if isinstance(numbers, Iterable) else [numbers] * count
+    check(all(isinstance(each, Integral) for each in values), f"rollout: {name} must be integers, got {value!r}.")
     check(
         len(values) == count,
         f"rollout: {name} must be one number, or one for each of the {count} prompts, got {len(values)}.",

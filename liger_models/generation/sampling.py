@@ -10,6 +10,10 @@ from liger_models.kernels.batch_invariance import is_batch_invariant
 from liger_models.kernels.checks import check, check_values
 from liger_models.kernels.seeded_scores import seeded_scores
 
+LOWEST_TEMPERATURE = 1e-30
+"""Below, only the most likely token has a probability that is not 0 in fp32."""
+NOT_FINITE = "generate: logits must be numbers below infinity, and finite for some token, got others in a row."
+
 
 class Sampler:
     """Chooses the next token of each row, with the options in the order in which transformers applies them.
@@ -75,7 +79,10 @@ class Sampler:
             return logits.argmax(1)
         logits = logits.float()
         if settings.temperature != 1:
-            logits = logits / settings.temperature
+            if settings.temperature < LOWEST_TEMPERATURE:  # the quotients would be infinite
+                logits = logits.masked_fill(logits < logits.amax(1, keepdim=True), -torch.inf)
+            else:
+                logits = logits / settings.temperature
         if settings.top_k:
             logits = keep_top_k(logits, settings.top_k)
         if settings.top_p < 1:
@@ -89,7 +96,9 @@ class Sampler:
         if settings.eta_cutoff > 0:
             logits = keep_eta(logits, settings.eta_cutoff)
         if self.seeds is not None:
-            return seeded_scores(logits, self.seeds, step).argmax(1)
+            best = seeded_scores(logits, self.seeds, step).max(1)
+            check_values(best.values.isfinite().all(), NOT_FINITE)
+            return best.indices
         return draw(logits.softmax(1), settings.generator)
 
 
@@ -105,10 +114,10 @@ def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
     Raises:
         ValueError: a probability is NaN. On CUDA and ROCm this is a device-side assertion.
     """
-    message = "generate: logits must be numbers below infinity, and finite for some token, got others in a row."
     scores = probabilities / torch.empty_like(probabilities).exponential_(generator=generator)
     tokens = scores.argmax(1)
-    check_values((scores.gather(1, tokens[:, None]) >= 0).all(), message)  # the largest score of a row with NaN is NaN
+    # The largest score of a row with NaN is NaN.
+    check_values((scores.gather(1, tokens[:, None]) >= 0).all(), NOT_FINITE)
     return tokens
 
 

@@ -5,6 +5,11 @@ from typing import Any
 
 from liger_models.kernels.checks import check
 
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+"""What decoders make of a part of a character. Some make it of all bytes that follow, too."""
+MOST_BYTES = 4
+"""Bytes of a character in UTF-8."""
+
 
 class StopStrings:
     """Tells whether the last token of a row completes one of some strings.
@@ -15,7 +20,8 @@ class StopStrings:
 
     Attributes:
         window: number of tokens at the end of a row that are decoded. A token has at least one byte of a string. One
-            more token is decoded before them, because decoders strip the space at the beginning of a text.
+            more token is decoded before them, because decoders strip the space at the beginning of a text, and further
+            ones so that none of these is in the middle of a character.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
@@ -29,7 +35,7 @@ class StopStrings:
             "from_pretrained(folder).",
         )
         self.strings, self.tokenizer = strings, tokenizer
-        self.window = max(len(string.encode()) for string in strings) + 1
+        self.window = max(len(string.encode()) for string in strings) + 1 + (MOST_BYTES - 1)
 
     def completed_by_last(self, row: list[int]) -> bool:
         """Whether a string ends inside the last token, or with it.
@@ -38,6 +44,14 @@ class StopStrings:
             row: the last ``window`` tokens, with −1 for padding.
         """
         tokens = [token for token in row if token >= 0]
-        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
-        before = self.tokenizer.decode(tokens[:-1], skip_special_tokens=False).rstrip("\N{REPLACEMENT CHARACTER}")
+        text = self._decode(tokens)
+        if text.startswith(BROKEN):
+            spare = max(len(tokens) - self.window + MOST_BYTES - 1, 0)
+            tokens = min((tokens[first:] for first in range(spare + 1)), key=lambda x: self._decode(x).count(BROKEN))
+            text = self._decode(tokens)
+        before = self._decode(tokens[:-1]).rstrip(BROKEN)
         return any(text.find(string, max(len(before) - len(string) + 1, 0)) >= 0 for string in self.strings)
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        return text

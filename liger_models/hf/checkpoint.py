@@ -140,7 +140,7 @@ class Checkpoint:
         if hasattr(chosen, "quantization_config"):  # MXFP4, which was read dequantised
             del chosen.quantization_config
         chosen.dtype = decoder.dtype
-        chosen.name_or_path = str(pretrained_model_name_or_path)
+        chosen.name_or_path = model.name_or_path = str(pretrained_model_name_or_path)
         if generation_config is not None:
             model.generation_config = copy.deepcopy(generation_config)
         elif GENERATION_CONFIG in decoder.assets:
@@ -201,7 +201,7 @@ class Checkpoint:
             return
         repo_id = options.pop("repo_id", None)
         upload = {name: options.pop(name) for name in ("commit_message", "private", "token") if name in options}
-        usual = {"safe_serialization", "save_peft_format", "save_original_format"}
+        usual = {"safe_serialization", "save_peft_format", "save_original_format", "save_function"}
         unknown = sorted(name for name in options.keys() - usual if options[name] not in (None, False))
         check(not unknown, f"save_pretrained: options must be known ones, got {', '.join(unknown)}. Leave them out.")
         if self._without_tensors(save_directory, is_main_process, state_dict):

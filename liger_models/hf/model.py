@@ -183,7 +183,8 @@ class LigerModel(LigerPreTrainedModel):
             "forward: output_attentions must be False: the kernels do not form attention weights. For them use the "
             "class of transformers.",
         )
-        given = {name: value for name, value in inputs.items() if value is not None and name != "cache_position"}
+        unused = {"cache_position", "token_type_ids"} - {*self.decoder.prompt_inputs}  # transformers ignores them, too
+        given = {name: value for name, value in inputs.items() if value is not None and name not in unused}
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         check(tokens is not None, "forward: input_ids or inputs_embeds must be given, got neither.")
         assert tokens is not None
@@ -196,7 +197,12 @@ class LigerModel(LigerPreTrainedModel):
                 "forward: attention_mask must be 1 for tokens and 0 for padding, got values below 0, as in a mask that "
                 "is added to scores. Pass mask == 0.",
             )
-            attention_mask = attention_mask.ceil().long()
+            check_values(
+                (attention_mask == attention_mask.trunc()).all(),
+                "forward: attention_mask must be 1 for tokens and 0 for padding, got fractions. A mask cannot weight "
+                "tokens: pass mask > 0.",
+            )
+            attention_mask = attention_mask.long()
         if attention_mask is not None:
             check_values(
                 (attention_mask <= 1).all(),

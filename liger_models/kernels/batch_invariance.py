@@ -8,6 +8,7 @@ CPU the element-wise functions whose last elements are computed by other instruc
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -17,19 +18,23 @@ from torch.overrides import TorchFunctionMode
 
 from .invariant_linear import each_row, invariant_linear
 
-_active = False
+_active: set[int] = set()
+"""The threads that are inside of `batch_invariant`."""
 
 
 def is_batch_invariant() -> bool:
-    """Whether this is inside of `batch_invariant`."""
-    return _active
+    """Whether this thread is inside of `batch_invariant`. Code that is compiled never is."""
+    return bool(_active) and not torch.compiler.is_compiling() and get_ident() in _active
 
 
 @contextmanager
 def batch_invariant(active: bool = True) -> Iterator[None]:
-    """Context in which ops compute every row as if it were alone; with ``active=False`` they don't, inside of it."""
-    global _active
-    before, _active = _active, active
+    """Context in which ops compute every row as if it were alone; with ``active=False`` they don't, inside of it.
+
+    It holds for the thread that enters it.
+    """
+    thread, before = get_ident(), is_batch_invariant()
+    _set(thread, active)
     try:
         if active and not before:
             with _InvariantFunctions():
@@ -37,12 +42,16 @@ def batch_invariant(active: bool = True) -> Iterator[None]:
         else:
             yield
     finally:
-        _active = before
+        _set(thread, before)
+
+
+def _set(thread: int, active: bool) -> None:
+    (_active.add if active else _active.discard)(thread)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weightᵀ + bias``: by `invariant_linear` within `batch_invariant`, otherwise by ``F.linear``."""
-    return invariant_linear(x, weight, bias) if _active else F.linear(x, weight, bias)
+    return invariant_linear(x, weight, bias) if is_batch_invariant() else F.linear(x, weight, bias)
 
 
 ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
@@ -57,8 +66,9 @@ class _InvariantFunctions(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _active and func is F.linear:
+        active = is_batch_invariant()
+        if active and func is F.linear:
             return invariant_linear(*args, **kwargs)
-        if _active and func in ELEMENTWISE and args[0].device.type == "cpu" and args[0].dim() > 0:
+        if active and func in ELEMENTWISE and args[0].device.type == "cpu" and args[0].dim() > 0:
             return each_row(lambda row: func(row, *args[1:], **kwargs), args[0])
         return func(*args, **kwargs)

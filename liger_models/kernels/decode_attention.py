@@ -60,8 +60,13 @@ def decode_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`decode_attention` in plain torch (fp64 stays fp64), on copies of all pages in the table."""
+    """`decode_attention` in plain torch (fp64 stays fp64), on copies of all pages in the table.
+
+    On the CPU these are as many as the longest row has: tables are made for the most tokens that rows may get.
+    """
     (B, H, D), G = q.shape, keys.shape[2]
+    if B and table.device.type == "cpu" and not torch.compiler.is_compiling():
+        table = table[:, : max(-(-int(lengths.max()) // keys.shape[1]), 1)]
     k, v = (pages[table.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values))  # [B, G, S, D]
     distance = lengths[:, None] - torch.arange(k.shape[2], device=q.device)
     visible = distance > 0 if window is None else (distance > 0) & (distance <= window)

@@ -26,7 +26,7 @@ _LENGTHS = """
 _POSITIVE = """
     rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor
     short_factor long_factor partial_rotary_factor attn_logit_softcapping final_logit_softcapping logits_scaling
-    swiglu_limit
+    swiglu_limit attention_multiplier
 """
 _NOT_NEGATIVE = """
     rms_norm_eps layer_norm_eps norm_eps initializer_range attention_dropout mscale mscale_all_dim num_global_layers
@@ -80,7 +80,7 @@ class DecoderConfig:
             activation.
     """
 
-    activations: ClassVar[tuple[str, ...]] = ("silu",)
+    activations: ClassVar[tuple[str, ...]] = ("silu", "swish")
     """Values of ``hidden_act`` that the architecture supports."""
 
     rope_aliases: ClassVar[Mapping[str, str]] = {}

@@ -583,11 +583,11 @@ class Decoder(nn.Module):
 
         states: list[Tensor] | None = [] if output_hidden_states else None
         hidden, router_logits = self.run_blocks(embeds, layout, *([] if states is None else [states]))
-        if cache is not None:
-            cache.length += T
         hidden = groups.enter_head(hidden)
         kept = None if states is None and not without_head else (*(states or []), hidden)
         if without_head:
+            if cache is not None:
+                cache.advance(T)
             return CausalLMOutput(hidden_states=kept, router_logits=tuple(router_logits))
         if targets is not None:
             hidden, target = targets.select(hidden)
@@ -602,6 +602,8 @@ class Decoder(nn.Module):
         loss: Any = None
         loss, logits = (None, outputs) if target is None else outputs
         logits = groups.gather_logits(logits)
+        if cache is not None:
+            cache.advance(T)
         mask = None if layout.attention_mask is None else groups.context_share(layout.attention_mask)
         aux_loss = self.auxiliary_loss(router_logits, mask) if cache is None else None
         if aux_loss is not None and shifted is not None and divisor is not None:

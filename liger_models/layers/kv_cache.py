@@ -38,11 +38,13 @@ class DecodeCache:
         """Other tensors [B, ...] that a family saves for later tokens."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._states: dict[int, tuple[Tensor, ...]] = {}
+        self._new_states: dict[int, tuple[Tensor, ...]] = {}
+        """States after the tokens of a forward that has not ended: one that fails leaves the cache as it was."""
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v [B, T, G, D] of one layer, and return all keys and values of it, [B, length + T, G, D] each.
 
-        This does not advance ``length``; `Decoder.run` does so after all layers.
+        This does not change ``length``; `advance` does so after all layers.
 
         Raises:
             ValueError: there are more tokens than ``capacity``.
@@ -52,9 +54,11 @@ class DecodeCache:
             end <= self.capacity,
             f"DecodeCache: capacity ({self.capacity}) must hold all tokens, got {end}. Make the cache larger.",
         )
-        if layer not in self._layers:
-            room = (k.shape[0], self.capacity, *k.shape[2:])
-            self._layers[layer] = k.new_empty(room), v.new_empty(room)
+        room = (k.shape[0], self.capacity, *k.shape[2:])
+        held = self._layers.get(layer)
+        # An empty cache may have room for other rows: of a forward that failed, or whose tokens are not used.
+        if held is None or (not self.length and (held[0].shape, held[0].dtype) != (room, k.dtype)):
+            self._layers[layer] = k.new_empty(room), v.new_empty((*room[:2], *v.shape[2:]))
         keys, values = self._layers[layer]
         keys[:, self.length : end] = k
         values[:, self.length : end] = v
@@ -66,7 +70,13 @@ class DecodeCache:
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
         """Store the states of a layer after its new tokens; unlike keys and values they replace what was there."""
-        self._states[layer] = states
+        self._new_states[layer] = states
+
+    def advance(self, tokens: int) -> None:
+        """Count the tokens of a forward that ends: all layers have stored their keys, values and states."""
+        self._states.update(self._new_states)
+        self._new_states.clear()
+        self.length += tokens
 
     @property
     def is_recurrent(self) -> bool:

@@ -166,7 +166,9 @@ class RotaryEmbedding(Layer):
     ) -> None:
         super().__init__()
         if width % 2:
-            raise ValueError(f"RotaryEmbedding: width must be even, got {width}. Check head_dim.")
+            raise ValueError(
+                f"RotaryEmbedding: width must be even, got {width}. Check head_dim and partial_rotary_factor."
+            )
         self.width, self.theta, self.scaling = width, theta, scaling
         self.max_position_embeddings = max_position_embeddings
         self.attention_factor = 1.0

@@ -3,10 +3,9 @@
 import importlib
 import importlib.util
 import itertools
-import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,8 @@ class GRPOObjective(Objective):
         rows = [row for row in rows for _ in range(self.generations)]
         prompts, pixels = [row["ids"] for row in rows], [row["pixels"] for row in rows]
         with raise_on_all_ranks():
-            rewards = torch.tensor(self._rewards(model, [row["example"] for row in rows], answers))
+            found = self._rewards(model, [row["example"] for row in rows], answers)
+        rewards = torch.tensor(found, dtype=torch.float64)  # those of a group may be large and differ by little
         groups = rewards.view(-1, self.generations)
         advantages = groups - groups.mean(1, keepdim=True)
         if self.scales:
@@ -126,7 +126,7 @@ class GRPOObjective(Objective):
             batch["old"] = torch.stack(
                 [F.pad(each, (n, T - n - len(each))) for n, each in zip(starts, log_probs, strict=True)]
             )
-        return {**batch, "rewards": rewards, "advantages": advantages.flatten()}
+        return {**batch, "rewards": rewards.float(), "advantages": advantages.float().flatten()}
 
     def _answers(self, model: CausalLM, rows: Any) -> tuple[list[list[int]], list[Any], list[Tensor]]:
         """Sampled answers, up to their stop tokens: ``num_generations`` consecutive ones to each prompt.
@@ -177,9 +177,10 @@ class GRPOObjective(Objective):
             completion_ids=answers,
             **{name: [example.get(name) for example in examples] for name in names},
         )
-        rewards = rewards.tolist() if isinstance(rewards, Tensor) else list(rewards)
+        rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
+        rewards = [*rewards] if isinstance(rewards, Iterable) else rewards
         check(
-            len(rewards) == len(answers) and all(_is_number(reward) for reward in rewards),
+            isinstance(rewards, list) and len(rewards) == len(answers) and all(map(_is_number, rewards)),
             f"{self.reward_name}: must return {len(answers)} finite numbers, one for each completion, got "
             f"{str(rewards)[:60]}. Correct the function.",
         )
@@ -290,6 +291,6 @@ def _until(ids: list[int], stops: set[int]) -> list[int]:
 
 def _is_number(value: Any) -> bool:
     try:
-        return math.isfinite(float(value))
+        return abs(float(value)) <= torch.finfo(torch.float32).max
     except (TypeError, ValueError):
         return False

@@ -373,3 +373,27 @@ def test_more_tokens(pair, tmp_path):
     ours.resize_token_embeddings(V)
     assert torch.equal(ours.embed_tokens.weight, before)
     assert len(ours.lm_head.weight) == ours.config.vocab_size == V
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe"])
+def test_a_mixture_without_experts_is_dense(arch, tmp_path):
+    config = transformers.AutoConfig.for_model(arch, **variants(arch)["plain"] | {"num_experts": 0})
+    auto_class(arch).from_config(config).save_pretrained(tmp_path)
+    theirs, ours = hf_model(tmp_path), load(arch, tmp_path)
+    ids = tokens(arch, "plain", 1, 9)
+    assert error(ours(ids).logits, theirs(ids).logits) <= LIMIT
+    ours.save_pretrained(tmp_path / "export")
+    assert torch.equal(hf_model(tmp_path / "export")(ids).logits, theirs(ids).logits)
+
+
+def test_mistral_with_layer_types_has_the_window_in_some_layers(tmp_path):
+    """Transformers loads it as Ministral."""
+    types = ["full_attention", "sliding_attention"]
+    config = transformers.AutoConfig.for_model("mistral", **variants("mistral")["window"], layer_types=types)
+    auto_class("mistral").from_config(config).save_pretrained(tmp_path)
+    theirs, ours = hf_model(tmp_path), load("mistral", tmp_path)
+    assert theirs.config.model_type == "ministral"
+    ids = tokens("mistral", "window", 1, 20)
+    assert error(ours(ids).logits, theirs(ids).logits) <= LIMIT
+    ours.save_pretrained(tmp_path / "export")
+    assert torch.equal(hf_model(tmp_path / "export")(ids).logits, theirs(ids).logits)

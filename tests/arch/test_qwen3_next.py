@@ -84,6 +84,25 @@ def test_rows_of_the_cache_are_selected_with_their_states(pair):
 
 
 @one_case
+def test_a_forward_that_fails_leaves_the_states_as_they_were(pair):
+    *case, _, ours = pair
+    ids, cache = tokens(*case, 2, 9), DecodeCache(9)
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    with torch.no_grad():
+        for begin, end in ((0, 5), (5, 9)):
+            for module in (ours.layers[-1], ours.lm_head):
+                handle = module.register_forward_pre_hook(fail)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    ours(ids[:, begin:end], cache=cache)
+                handle.remove()
+            got = ours(ids[:, begin:end], cache=cache).logits
+        assert error(got, ours(ids).logits[:, 5:]) <= LIMIT
+
+
+@one_case
 def test_a_cache_that_starts_anew_has_no_states(pair):
     *case, _, ours = pair
     ids = tokens(*case, 1, 7)

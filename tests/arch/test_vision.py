@@ -2,16 +2,19 @@
 
 import copy
 import dataclasses
+import json
+import shutil
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from liger_models import KernelOptions, LigerLlama, LlamaConfig
 from liger_models.arch import get_arch
-from liger_models.convert.config_map import read_config
+from liger_models.convert.config_map import read_config, write_config
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
@@ -22,6 +25,7 @@ from .families import (
     VISION_CASES,
     assert_bounds_under_other_names,
     assert_same_gradients,
+    auto_class,
     error,
     every_video_case,
     gradients_of,
@@ -529,10 +533,29 @@ def test_keys_of_the_language_model_count_in_its_own_configuration_only(arch):
     }  # fmt: skip
     strange = {key: value for key, value in strange.items() if key in hf["text_config"]}
     assert len(strange) >= 5
-    theirs, same = (transformers.AutoConfig.for_model(**copy.deepcopy(each)) for each in (hf, hf | strange))
-    assert same.get_text_config().to_dict() == theirs.get_text_config().to_dict()
+    sizes = ("hidden_size", "num_hidden_layers")
+    bare = {key: value for key, value in hf["text_config"].items() if key in sizes or key not in strange}
     config_class = get_arch(arch).config_class
-    assert read_config(config_class, hf | strange) == read_config(config_class, hf)
+    for text in (hf["text_config"], bare):  # without a key in text_config its default counts
+        nested = hf | {"text_config": text}
+        theirs, same = (transformers.AutoConfig.for_model(**copy.deepcopy(each)) for each in (nested, nested | strange))
+        assert same.get_text_config().to_dict() == theirs.get_text_config().to_dict()
+        assert read_config(config_class, nested | strange) == read_config(config_class, nested)
+
+
+@pytest.mark.parametrize("arch", sorted({arch for arch, _ in VISION_CASES} - {"mllama"}))
+@pytest.mark.parametrize("top", [None, False, True])
+@pytest.mark.parametrize("text", [None, False, True])
+def test_which_tie_word_embeddings_counts(arch, top, text):
+    hf = json.loads(json.dumps(transformers.AutoConfig.for_model(arch, **next(iter(tiny(arch).values()))).to_dict()))
+    for part, tied in ((hf, top), (hf["text_config"], text)):
+        part.pop("tie_word_embeddings", None)
+        part |= {} if tied is None else {"tie_word_embeddings": tied}
+    with torch.device("meta"):
+        theirs = auto_class(arch).from_config(transformers.AutoConfig.for_model(**copy.deepcopy(hf)))
+    theirs.tie_weights()
+    tied = theirs.get_output_embeddings().weight is theirs.get_input_embeddings().weight
+    assert read_config(get_arch(arch).config_class, hf).tie_word_embeddings == tied
 
 
 @pytest.mark.parametrize("arch", sorted({arch for arch, _ in VIDEO_CASES}))
@@ -543,3 +566,42 @@ def test_the_default_rotation_of_a_tower_is_the_axial_one(arch):
     theirs = transformers.AutoConfig.for_model(**copy.deepcopy(hf)).vision_config.rope_parameters
     assert theirs == {"rope_type": "axial", "rope_theta": 77.0}
     assert read_config(get_arch(arch).config_class, hf).vision_config.rope_theta == 77.0
+
+
+def test_a_head_that_is_not_the_embedding_is_refused_with_both_places_of_the_key(root, tmp_path):
+    folder = shutil.copytree(make_folder("qwen2_vl", "tied", root), tmp_path / "stored")
+    tensors = load_file(folder / "model.safetensors")
+    embedding = next(tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+    save_file(tensors | {"lm_head.weight": embedding + 1}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="to false, at the top level and in text_config, to load both"):
+        load("qwen2_vl", folder)
+
+
+@pytest.mark.parametrize("arch", sorted({arch for arch, _ in VISION_CASES}))
+def test_a_changed_configuration_is_written_over_the_file_that_it_was_read_from(arch):
+    """Also what transformers writes into text_config: rope parameters, and values that are unset again."""
+    hf = transformers.AutoConfig.for_model(arch, **next(iter(tiny(arch).values()))).to_dict()
+    config_class = get_arch(arch).config_class
+    config = read_config(config_class, json.loads(json.dumps(hf)))
+    changed = dataclasses.replace(config, rope_theta=77.0, pad_token_id=None)
+    if arch in {each for each, _ in VIDEO_CASES}:  # the default of the tower's base is not written
+        hf["vision_config"]["rope_parameters"] = {"rope_type": "axial", "rope_theta": 77.0}
+    if hasattr(config, "layer_types") and arch != "gemma4":  # whose number of layers with shared keys follows from them
+        changed = dataclasses.replace(changed, layer_types=None)
+    written = json.loads(json.dumps(write_config(changed, hf, torch.float32)))
+    assert read_config(config_class, written) == changed
+    rope = transformers.AutoConfig.for_model(**written).get_text_config().rope_parameters
+    assert rope.get("full_attention", rope)["rope_theta"] == 77.0
+
+
+@pytest.mark.parametrize("arch", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("inside", [{}, {"original_max_position_embeddings": 16}])
+def test_the_original_length_without_a_text_config_is_in_the_rope_parameters(arch, inside):
+    sizes = next(iter(tiny(arch).values()))
+    rope = {"type": "yarn", "factor": 4.0, "mrope_section": [2, 3, 3], **inside}
+    text = {key: value for key, value in sizes["text_config"].items() if key != "rope_parameters"}
+    hf = {**sizes, **text, "rope_scaling": rope, "original_max_position_embeddings": 8, "model_type": arch}
+    del hf["text_config"]
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(hf)).get_text_config().rope_parameters
+    ours = read_config(get_arch(arch).config_class, hf).rope_scaling
+    assert theirs["original_max_position_embeddings"] == ours.original_max_position_embeddings == (16 if inside else 64)

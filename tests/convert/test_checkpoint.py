@@ -196,6 +196,15 @@ def test_a_stored_head_that_is_not_the_embedding_is_refused(make_checkpoint: Mak
             torch.testing.assert_close(load(source)(ids).logits, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_a_head_that_is_missing_may_be_the_embedding(make_checkpoint: Make) -> None:
+    source = make_checkpoint(tie_word_embeddings=True)
+    edit_json(source / "config.json", tie_word_embeddings=False)
+    with pytest.raises(
+        ValueError, match=r"lm_head\.weight\. If the head is the embedding, set tie_word_embeddings to true"
+    ):
+        load(source)
+
+
 def test_weights_that_came_apart_are_saved_as_two(tmp_path: Path) -> None:
     model = tiny_model(tie_word_embeddings=True)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)

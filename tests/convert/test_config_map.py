@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -8,8 +9,13 @@ import torch
 
 from liger_models.arch import get_arch
 from liger_models.arch.cohere2 import Cohere2Config
+from liger_models.arch.gemma import GemmaConfig
+from liger_models.arch.gemma2 import Gemma2Config
+from liger_models.arch.gemma3_text import Gemma3TextConfig
+from liger_models.arch.granite import GraniteConfig
 from liger_models.arch.llama import LlamaConfig
 from liger_models.arch.ministral3 import Ministral3Config
+from liger_models.arch.olmo3 import Olmo3Config
 from liger_models.arch.phi3 import Phi3Config
 from liger_models.convert import format_of
 from liger_models.convert.config_map import flat_rope, read_config, write_config
@@ -211,6 +217,56 @@ def test_original_length_comes_from_the_top_level_then_the_rope_dict_then_the_le
         assert isinstance(config.rope_scaling, Llama3Scaling)
         assert config.rope_scaling.original_max_position_embeddings == expected
         assert read_config(LlamaConfig, write_config(config, top_level, torch.float32)) == config
+    bare = {"rope_scaling": {"rope_type": "llama3", **values}}
+    theirs = transformers.LlamaConfig(**copy.deepcopy(bare)).rope_parameters
+    assert theirs["original_max_position_embeddings"] == 2048
+    assert read_config(LlamaConfig, bare).rope_scaling == Llama3Scaling(**values, original_max_position_embeddings=2048)
+
+
+@pytest.mark.parametrize("arch", ["gemma3_text", "olmo3"])
+def test_rope_of_the_layers_without_a_window(arch: str) -> None:
+    """Where layer types have rope parameters of their own, the original length at the top level means nothing."""
+    config_class = get_arch(arch).config_class
+    hf = {**TINY, "model_type": arch, "layer_types": ["sliding_attention", "full_attention"]}
+    for original, length in ({}, 64), ({"original_max_position_embeddings": 24}, 24):
+        scaled = {"rope_type": "longrope", **LONGROPE} | original
+        if not original:
+            del scaled["original_max_position_embeddings"]
+        old = {"rope_theta": 7e3, "rope_scaling": scaled, "original_max_position_embeddings": 8}
+        new = {
+            "rope_parameters": {"full_attention": {"rope_theta": 7e3, **scaled}},
+            "original_max_position_embeddings": 8,
+        }
+        for rope in (old, new):
+            config = read_config(config_class, hf | rope)
+            assert config.rope_theta == 7e3
+            assert config.rope_scaling == LongRopeScaling(**LONGROPE | {"original_max_position_embeddings": length})
+            for same in (
+                hf | rope,
+                write_config(config, hf | rope, torch.float32),
+                write_config(config, {}, torch.float32),
+            ):
+                theirs = transformers.AutoConfig.for_model(**copy.deepcopy(same)).rope_parameters["full_attention"]
+                kept = {"rope_type": "longrope", "rope_theta": 7e3, **LONGROPE} | {
+                    "original_max_position_embeddings": length
+                }
+                assert theirs == kept
+                assert read_config(config_class, same) == config
+
+
+def test_the_base_of_olmo3s_layers_with_a_window_is_in_its_rope_parameters_only() -> None:
+    theirs = transformers.Olmo3Config(rope_theta=7e3, rope_local_base_freq=50.0).rope_parameters
+    assert theirs["sliding_attention"]["rope_theta"] == 5e5
+    config = read_config(Olmo3Config, {"rope_theta": 7e3, "rope_local_base_freq": 50.0})
+    assert (config.rope_theta, config.rope_local_base_freq) == (7e3, 5e5)
+
+
+def test_other_names_of_an_activation() -> None:
+    assert read(hidden_act="swish").hidden_act == "swish"
+    assert read_config(GemmaConfig, {"hidden_act": "gelu_new"}).hidden_act == "gelu_new"
+    for config_class in (Gemma2Config, Gemma3TextConfig):
+        config = read_config(config_class, {"hidden_activation": "gelu_new"})
+        assert write_config(config, {}, torch.float32)["hidden_activation"] == "gelu_new"
 
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
@@ -314,7 +370,7 @@ def test_an_unknown_key_is_named() -> None:
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, r"rope_scaling\.factor must be float, got '2'"),
         ({"rope_parameters": {"full": {}, "sliding": {}}}, r"must be the same for all layers, got .*full, sliding"),
         ({"rope_scaling": ["linear", 2.0]}, r"rope_scaling must be an object of values, got \['linear', 2\.0\]"),
-        ({"hidden_act": "gelu_new"}, r"hidden_act must be 'silu', got 'gelu_new'"),
+        ({"hidden_act": "gelu_new"}, r"hidden_act must be 'silu' or 'swish', got 'gelu_new'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"must not be quantised, got .*gptq"),
         ({"hidden_size": "32"}, r"hidden_size must be int, got '32'"),
         ({"tie_word_embeddings": 1}, r"tie_word_embeddings must be bool, got 1"),
@@ -326,6 +382,40 @@ def test_an_unknown_key_is_named() -> None:
 def test_what_cannot_be_honoured_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read(**changes)
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "key"),
+    [
+        ("mixtral", "num_experts", "num_local_experts"),
+        ("gemma3", "image_token_id", "image_token_index"),
+        ("gemma3", "boi_token_id", "boi_token_index"),
+        ("gemma3", "eoi_token_id", "eoi_token_index"),
+    ],
+)
+def test_other_names_of_keys(arch: str, name: str, key: str) -> None:
+    hf = {name: 5} | ({"vision_config": {"image_size": 64}, "mm_tokens_per_image": 4} if arch == "gemma3" else {})
+    theirs = transformers.AutoConfig.for_model(arch, **copy.deepcopy(hf))
+    config = read_config(get_arch(arch).config_class, hf, strict=True)
+    assert getattr(config, key) == getattr(theirs, key) == 5
+    assert read_config(type(config), write_config(config, hf, torch.float32)) == config
+
+
+@pytest.mark.parametrize("arch", ["glm", "glm4"])
+def test_null_for_the_share_that_turns_means_all(arch: str) -> None:
+    for hf, share in ({}, 0.5), ({"partial_rotary_factor": None}, 1.0):
+        theirs = transformers.AutoConfig.for_model(arch, **hf).rope_parameters
+        assert theirs.get("partial_rotary_factor", 1.0) == share
+        config = read_config(get_arch(arch).config_class, hf)
+        assert config.rotary_width == 128 * share
+        written = write_config(config, hf, torch.float32)
+        assert read_config(type(config), written) == config
+        assert transformers.AutoConfig.for_model(**written).rope_parameters == theirs
+
+
+def test_attention_without_a_scale_is_refused() -> None:
+    with pytest.raises(ValueError, match="attention_multiplier must be positive, got 0"):
+        read_config(GraniteConfig, {"attention_multiplier": 0.0})
 
 
 def test_a_required_key_is_asked_for() -> None:

@@ -209,7 +209,7 @@ def test_an_adapter_is_not_taken_for_a_model(folder, tmp_path):
 
 def test_options_of_save_pretrained(folder, tmp_path):
     model = liger_models.hf.LlamaForCausalLM.from_pretrained(folder)
-    model.save_pretrained(tmp_path / "out", safe_serialization=True, variant=None)
+    model.save_pretrained(tmp_path / "out", safe_serialization=True, variant=None, save_function=torch.save)
     with pytest.raises(ValueError, match="options must be known ones, got variant"):
         model.save_pretrained(tmp_path / "out", variant="fp16")
     model.save_pretrained(tmp_path / "none", is_main_process=False)
@@ -227,7 +227,7 @@ def test_names_of_the_hub_are_downloaded(folder, monkeypatch):
     config = transformers.LlamaConfig.from_pretrained(folder)
     made = liger_models.hf.LlamaForCausalLM
     model = made.from_pretrained("me/model", config=config, revision="abc", token="secret", local_files_only=True)
-    assert model.config.name_or_path == asked["name"] == "me/model"
+    assert model.config.name_or_path == model.name_or_path == asked["name"] == "me/model"
     assert (asked["revision"], asked["token"], asked["local_files_only"]) == ("abc", "secret", True)
     assert asked["arch"] is liger_models.LigerLlama
     with pytest.raises(ValueError, match="subfolder must be in a folder on this machine, got 'x' of me/model"):

@@ -177,6 +177,9 @@ def test_prompts_that_peft_learns(hf, unpacked):
     assert error(ours_logits[:1], theirs_logits[:1]) <= LIMIT
     with pytest.raises(ValueError, match="values below 0, as in a mask that is added to scores"):
         hf[-1](ids, attention_mask=torch.where(mask == 1, 0.0, float("-inf")))
+    for call in (hf[-1], hf[-1].generate):
+        with pytest.raises(ValueError, match=r"got fractions.* pass mask > 0"):
+            call(ids, attention_mask=torch.where(mask == 1, 1.0, 0.5))
 
 
 @llama
@@ -225,6 +228,8 @@ def test_arguments_of_the_forward(hf):
     ids = tokens(arch, variant, 2, T)
     want = theirs(ids)
     assert error(ours(inputs_embeds=ours.get_input_embeddings()(ids)).logits, want.logits) <= LIMIT
+    kinds = {"token_type_ids": torch.ones_like(ids)}  # which some tokenizers return; transformers ignores them
+    assert error(ours(ids, **kinds).logits, theirs(ids, **kinds).logits) <= LIMIT
     kept = torch.tensor([1, 5])
     assert error(ours(ids, logits_to_keep=kept).logits, want.logits[:, kept]) <= LIMIT
     ours.train()

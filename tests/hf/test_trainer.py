@@ -205,6 +205,8 @@ def test_peft(folder):
     resumed = trainer(adapt(unpack_projections(load(folder))), max_steps=4, **recomputing())
     resumed.train(resume_from_checkpoint="out/checkpoint-2")
     assert all(map(torch.equal, whole, resumed.model.parameters()))
+    written = json.loads(Path("out/checkpoint-4/adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(folder)  # by which other tools find the model
     ids = torch.arange(3, 14)[None]
     adapted.eval()
     expected = adapted(input_ids=ids).logits

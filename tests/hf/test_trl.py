@@ -16,6 +16,9 @@ from .test_trainer import load, words_tokenizer
 trl = Late("trl", needs="TRL is not installed")
 orpo = Late("trl.experimental.orpo", needs="TRL is not installed")
 cpo = Late("trl.experimental.cpo", needs="TRL is not installed")
+gkd = Late("trl.experimental.gkd", needs="TRL is not installed")
+online_dpo = Late("trl.experimental.online_dpo", needs="TRL is not installed")
+tpo = Late("trl.experimental.tpo", needs="TRL is not installed")
 datasets = Late("datasets", needs="datasets is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # TRL's and transformers'
 
@@ -260,6 +263,75 @@ def test_groups_of_completions(folder, kind):
     assert first["reward"] > 0
     assert abs(second["loss"]) > 0.01
     assert_saves_a_checkpoint(run)
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.5, 0.0])
+def test_distillation(folder, beta):
+    """On the student's own completions, whose logits are compared with the teacher's."""
+
+    def make(ours: bool) -> Any:
+        options = {"beta": beta, "max_completion_length": 8, "max_steps": 2}
+        return trl.DistillationTrainer(
+            load(folder, ours), teacher_model=teacher(folder, ours),
+            args=trl.DistillationConfig("distillation", **SHARED | options),
+            train_dataset=datasets.Dataset.from_list(PROMPTS), processing_class=words_tokenizer(),
+        )  # fmt: skip
+
+    run = assert_trains_the_same(make, falls=False)
+    assert lines(run)[0]["loss"] > 0.01
+    assert_saves_a_checkpoint(run)
+
+
+def teacher(folder: Path, ours: bool) -> Any:
+    """The model of the folder with other weights."""
+    model, generator = load(folder, ours=False), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained("teacher")
+    return load(Path("teacher"), ours)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_gkd(folder, share):
+    """On the data's answers, and on the student's own."""
+    tokenizer = words_tokenizer()
+    tokenizer.chat_template = CHAT
+
+    def make(ours: bool) -> Any:
+        options = {"lmbda": share, "max_new_tokens": 6, "max_steps": 3}
+        return gkd.GKDTrainer(
+            load(folder, ours), teacher_model=teacher(folder, ours), args=gkd.GKDConfig("gkd", **SHARED | options),
+            train_dataset=chats(), processing_class=tokenizer,
+        )  # fmt: skip
+
+    assert lines(assert_trains_the_same(make, falls=False))[0]["loss"] > 0.01
+
+
+def test_tpo(folder):
+    """Triples with a third answer to imitate."""
+    rows = [{**row, "reference": f" {words(6, number)}"} for number, row in enumerate(pairs())]
+    assert_trains_the_same(
+        lambda ours: tpo.TPOTrainer(
+            load(folder, ours), args=tpo.TPOConfig("tpo", **SHARED), train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=words_tokenizer(),
+        )
+    )  # fmt: skip
+
+
+def test_online_dpo(folder):
+    """Pairs of the model's own completions."""
+    options = {"max_new_tokens": 8, "max_steps": 2}
+    run = assert_trains_the_same(
+        lambda ours: online_dpo.OnlineDPOTrainer(
+            load(folder, ours), ref_model=load(folder, ours), reward_funcs=reward,
+            args=online_dpo.OnlineDPOConfig("online", **SHARED | options),
+            train_dataset=datasets.Dataset.from_list(PROMPTS), processing_class=words_tokenizer(),
+        ),
+        falls=False,
+    )  # fmt: skip
+    first, second = lines(run)
+    assert abs(second["loss"] - first["loss"]) > 1e-3
 
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -58,6 +58,9 @@ def test_the_reference_is_attention():
             k, v = (x[table[row].long()].flatten(0, 1)[:length].repeat_interleave(2, 1) for x in (keys, values))
             want = (q[row, :, None] * 0.3 @ k.permute(1, 2, 0)).softmax(-1) @ v.transpose(0, 1)
             torch.testing.assert_close(got[row], want[:, 0])
+    unused = table.new_full((len(table), 3), 10**9)  # pages that no row has reached are not read
+    again = decode_attention(q, keys, values, torch.cat([table, unused], 1), lengths, scale=0.3)
+    assert torch.equal(again[lengths > 0], got[lengths > 0])
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 30, 1000])

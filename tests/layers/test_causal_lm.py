@@ -234,7 +234,7 @@ def test_unknown_policy():
         ({"vocab_size": -1}, "vocab_size must be at least 1, got -1"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
         ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1, got 0"),
-        ({"hidden_act": "relu"}, "hidden_act must be 'silu', got 'relu'"),
+        ({"hidden_act": "relu"}, "hidden_act must be 'silu' or 'swish', got 'relu'"),
     ],
 )
 def test_bad_configurations(changes, message):

@@ -7,6 +7,7 @@ import torch
 from tokenizers import models
 
 from liger_models import Tokenizer, preference_batch
+from liger_models.data.preference import encode_pair
 
 from .examples import BOS, CHAT, EOS
 
@@ -154,3 +155,18 @@ def test_messages_are_those_of_training_data(tokenizer):
     image = {"role": "user", "content": [{"type": "image"}]}
     with pytest.raises(ValueError, match="pair 1, prompt: message 1 must be text, got a part image"):
         preference_batch([{"prompt": [image], "chosen": [answer], "rejected": [answer]}], tokenizer)
+
+
+@pytest.mark.parametrize("name", ["chosen", "rejected", "completion"])
+def test_weights_of_messages(name, tokenizer):
+    """In a prompt nothing is learnt anyway. An answer is compared as a whole, so that none of it can be left out."""
+    chat = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
+    answer = [{"role": "assistant", "content": "b", "weight": 1}, {"role": "user", "content": "c", "weight": None}]
+    names = ("completion",) if name == "completion" else SIDES
+    pair = {side: [*answer, answer[0]] for side in names} | {"prompt": chat}
+    want = encode_pair("here", pair, tokenizer, names)
+    assert encode_pair("here", pair | {"prompt": [{**each, "weight": 0} for each in chat]}, tokenizer, names) == want
+    for number in range(3):
+        marked = [{**each, "weight": 0} if i == number else each for i, each in enumerate(pair[name])]
+        with pytest.raises(ValueError, match=f"here: {name} must have no message with weight 0: answers are compared"):
+            encode_pair("here", pair | {name: marked}, tokenizer, names)

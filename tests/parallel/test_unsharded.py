@@ -130,6 +130,31 @@ def test_a_model_that_is_not_sharded_is_itself():
         assert policy is model
 
 
+def generate_and_learn() -> None:
+    """An optimizer that is made after a generation updates the parameters, not what FSDP had gathered."""
+    prompts = [[5, 6, 7], [8, 9]]
+    for options in ({}, {"use_cache": False}, {"draft_model": tiny()}):
+        model, alone = apply_fsdp(tiny(), param_dtype=None), tiny()
+        got, want = (each.generate(prompts, max_new_tokens=3, eos_token_id=[], **options) for each in (model, alone))
+        assert got.equal(want)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        steps = model.stream(prompts, max_new_tokens=3, **options)
+        next(steps)
+        del steps
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        sample(model, PROMPTS[: 1 + dist.get_rank()])
+        model.generate(prompts[:1], max_new_tokens=2 + 9 * dist.get_rank(), eos_token_id=[])
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        learn(model, 0, dist.get_rank(), 2)
+        learn(alone, 0)
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), other, rtol=2e-5, atol=2e-6)
+
+
+def test_generation_leaves_no_parameters_gathered(two):
+    two(generate_and_learn)
+
+
 def test_parameters_are_sharded_again_after_an_error(two):
     two(fail)
 

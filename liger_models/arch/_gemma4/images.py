@@ -236,13 +236,14 @@ TOP = (
 """Keys of config.json that do not belong to the language model."""
 
 
-def from_json(hf: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:
+def from_json(config_class: type[Any], hf: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:
     """Moves the keys of ``text_config`` to the top; ``vision`` becomes ``vision_config``.
 
     Raises:
         ValueError: a rope type is not supported, or layers of one type differ.
     """
-    return of_text(hf, text.from_json(hf.get("text_config") or {}), TOP) | {"vision_config": dict(vision)}
+    keys = of_text(config_class, hf, text.from_json(hf.get("text_config") or {}), TOP)
+    return keys | {"vision_config": dict(vision)}
 
 
 def to_json(

@@ -50,7 +50,7 @@ class Gemma4TextConfig(RMSNormDecoderConfig):
     ``partial_rotary_factor`` apply to the layers without a window, ``rope_local_base_freq`` to those with one.
     """
 
-    activations = ("gelu_pytorch_tanh",)
+    activations = ("gelu_pytorch_tanh", "gelu_new")
 
     vocab_size: int = 262144
     hidden_size: int = 2304

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from liger_models.convert.config_map import of_text
 from liger_models.convert.weight_map import Expression, WeightMap, decoder_map, equal_qkv_rows, patch_rows
 from liger_models.kernels.checks import check
 
@@ -23,20 +24,24 @@ TOP = ("image_token_id", "video_token_id", "vision_config", "tie_word_embeddings
 """Keys of config.json that do not belong to the language model."""
 
 
-def read_multimodal(hf: Mapping[str, Any]) -> dict[str, Any]:
+def read_multimodal(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str, Any]:
     """Renames the keys of a Qwen vision-language config.json to the fields of the config class.
 
-    Keys of the language model move to the top, ``mrope_section`` out of the rope parameters, and the tower's rope
-    parameters into ``vision_config``.
+    Keys of the language model move to the top, where older files have them, ``mrope_section`` out of the rope
+    parameters, and the tower's rope parameters into ``vision_config``. Only Qwen2-VL and Qwen2.5-VL read
+    ``tie_word_embeddings`` in ``text_config``, too.
 
     Raises:
         ValueError: rope parameters that these architectures do not have.
     """
     text, vision = (dict(hf.get(part) or {}) for part in ("text_config", "vision_config"))
-    tied = bool(hf.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
-    # Beside a text_config, transformers does not read the top's pad_token_id.
-    top = {key: value for key, value in hf.items() if not (text and key == "pad_token_id")}
-    flat: dict[str, Any] = top | text | {"tie_word_embeddings": tied, "model_type": hf.get("model_type")}
+    if hf.get("text_config") is None:  # beside the language model's keys, the original length is in the rope parameters
+        flat = {key: value for key, value in hf.items() if key != "original_max_position_embeddings"}
+    else:
+        flat = of_text(config_class, hf, text, TOP)
+    flat |= {"tie_word_embeddings": bool(hf.get("tie_word_embeddings")), "model_type": hf.get("model_type")}
+    if flat["model_type"] not in INTERLEAVED and text.get("tie_word_embeddings"):
+        flat["tie_word_embeddings"] = True
     flat.pop("text_config", None)
     where = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
     rope, axial = dict(flat.get(where) or {}), dict(vision.pop("rope_parameters", None) or {})

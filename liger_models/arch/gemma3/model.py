@@ -95,7 +95,7 @@ class Gemma3Config(RMSNormDecoderConfig):
     ``sliding_window_pattern``.
     """
 
-    activations = ("gelu_pytorch_tanh",)
+    activations = ("gelu_pytorch_tanh", "gelu_new")
 
     vocab_size: int = 262208
     hidden_size: int = 2304
@@ -359,12 +359,18 @@ TOP = (
 )  # fmt: skip
 """Keys of config.json that do not belong to the language model."""
 
+IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
+
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Moves the keys of ``text_config`` to the top, and renames ``hidden_activation`` to ``hidden_act``."""
+    """Moves the keys of ``text_config`` to the top, and renames ``hidden_activation`` to ``hidden_act``.
+
+    ``image_token_id`` is another name of ``image_token_index``, as are those of the other tokens of an image.
+    """
+    hf = {f"{key.removesuffix('_id')}_index" if key in IMAGE_TOKENS else key: value for key, value in hf.items()}
     text = flat_rope(hf.get("text_config") or {})
     text["hidden_act"] = text.pop("hidden_activation", None)
-    return of_text(hf, text, TOP)
+    return of_text(Gemma3Config, hf, text, TOP)
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:

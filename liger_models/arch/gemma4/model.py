@@ -63,7 +63,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
         "config.json: vision_config.rope_parameters must be of type 'axial' or 'default' with a rope_theta, got "
         f"{kind!r} with {', '.join(rope)}. The architecture supports nothing else.",
     )
-    return images.from_json(hf, vision | rope)
+    return images.from_json(Gemma4Config, hf, vision | rope)
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -557,7 +557,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Moves the keys of ``text_config`` to the top, and renames ``dropout`` to ``attention_dropout``."""
     text = {"attention_dropout" if key == "dropout" else key: value for key, value in hf["text_config"].items()}
     # transformers never ties the head, whatever the file says
-    return of_text(hf, text, TOP) | {"tie_word_embeddings": False}
+    return of_text(MllamaConfig, hf, text, TOP) | {"tie_word_embeddings": False}
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
