@@ -53,7 +53,8 @@ def test_values_that_are_not_computed_are_refused():
         GemmaConfig(use_bidirectional_attention=False, **good)
     with pytest.raises(ValueError, match=r"GemmaConfig: use_bidirectional_attention must be None or False, got True\."):
         GemmaConfig(use_bidirectional_attention=True)
-    with pytest.raises(ValueError, match=r"hidden_activation must be None or 'gelu_pytorch_tanh' or 'gelu', got 'silu"):
+    supported = "None or 'gelu_pytorch_tanh' or 'gelu_new' or 'gelu'"
+    with pytest.raises(ValueError, match=rf"hidden_activation must be {supported}, got 'silu"):
         GemmaConfig(hidden_activation="silu")
 
 
