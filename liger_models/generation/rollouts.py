@@ -260,7 +260,7 @@ class Scheduler:
         """The experts of a token that has not been run."""
         self.captured = can_capture(model)
         self.kept: dict[str, Any] = {"logits_to_keep": 1} if model.groups.data else {"return_logits": False}
-        """What a prefill computes besides: under FSDP each forward must gather the head, see `in_lockstep`."""
+        """Arguments of a prefill. Under FSDP it runs the head, too: `in_lockstep` says why."""
         self.waiting = deque(sorted(rows, key=lambda row: row.begin - row.end))
         self.running: list[Row] = []
         """Rows in the order in which they have waited, so that all come before those that still wait."""

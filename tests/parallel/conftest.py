@@ -78,7 +78,7 @@ def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool, stack: 
 
 
 def receive(pipe: Connection) -> tuple[Any, bool]:
-    """What a function has returned on a rank, or the text of its error, and whether it is one."""
+    """The result of a function on a rank, or the text of its error; and whether it failed."""
     answer: tuple[Any, bool] = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
     return answer
 
