@@ -186,7 +186,7 @@ def rollout(
     """
     tokens = _checked_prompts(model, prompts)
     limits = _for_each("max_new_tokens", max_new_tokens, len(tokens))
-    check(min(limits, default=1) >= 1, f"rollout: max_new_tokens must be at least 1, got {min(limits)}.")
+    check(min(limits) >= 1, f"rollout: max_new_tokens must be at least 1, got {min(limits)}.")
     settings = resolve(model, max(limits), options)
     _check_options(model, settings, options)
     stops = [settings.eos_token_id] * len(tokens) if stop_tokens is None else [list(each) for each in stop_tokens]

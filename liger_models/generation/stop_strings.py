@@ -6,7 +6,7 @@ from typing import Any
 from liger_models.kernels.checks import check
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What decoders make of a part of a character. Some make it of all bytes that follow, too."""
+"""Decoders write it in place of an incomplete character, and some also in place of all bytes after one."""
 MOST_BYTES = 4
 """Bytes of a character in UTF-8."""
 

@@ -180,7 +180,7 @@ def inverse_kernel(
 
 @triton.jit
 def owned_columns(program, Hv: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr):
-    """What a program of a scan owns: document, value head, key head, and columns of the state."""
+    """The document, value head, key head, and columns of the state of a program of a scan."""
     BLOCKS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
     head = (program // BLOCKS % Hv).to(tl.int64)
     columns = program % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)

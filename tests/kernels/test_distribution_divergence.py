@@ -17,7 +17,7 @@ from .test_rms_norm import dtypes
 
 
 def distributions(kind, dtype=torch.float32, device="cpu", rows=N, words=V):
-    """Of student and teacher, as ``kind`` takes them: log-probabilities or probabilities."""
+    """The distributions of student and teacher, as ``kind`` takes them: log-probabilities or probabilities."""
     made = [draw(rows, words, seed=seed).mul(2).log_softmax(-1).to(device) for seed in (0, 5)]
     exponentiated = {"tvd": (0, 1), "kl": (1,)}.get(kind, ())
     return [(x.exp() if i in exponentiated else x).to(dtype) for i, x in enumerate(made)]
@@ -72,7 +72,7 @@ def test_strided_tensors(backend, kind, three_blocks_a_row):
 @pytest.mark.parametrize("reduction", ["none", "batchmean"])
 @pytest.mark.parametrize("kind", [*DISTRIBUTION_KINDS, "jsd 0.1"])
 def test_probabilities_of_zero(backend, kind, reduction, three_blocks_a_row):
-    """Of both models, of one of them, and one-hot rows."""
+    """In both models, in one of them, and in one-hot rows."""
     kind, _, beta = kind.partition(" ")
     options = {"beta": float(beta or 0.5), "reduction": reduction}
     zero = [{"tvd": (0.0, 0.0), "kl": (float("-inf"), 0.0)}.get(kind, (float("-inf"),) * 2)[i] for i in range(2)]
