@@ -14,9 +14,13 @@ _REPEATS: ContextVar[bool | None] = ContextVar("repeats", default=None)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether calling the module runs more than the forward of its class, such as hooks or a replaced forward."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or "forward" in vars(module)
+    """Whether calling the module runs more than the forward of its class, such as hooks or a replaced forward.
+
+    Hooks with ``only_checks`` set to True, which raise errors and change nothing, don't count.
+    """
+    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    hooks = (hook for kind in kinds for hook in kind.values())
+    return "forward" in vars(module) or not all(getattr(hook, "only_checks", False) for hook in hooks)
 
 
 def repeats() -> bool | None:

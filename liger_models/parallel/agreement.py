@@ -79,6 +79,9 @@ class FirstForward:
         averaged: the caller says that gradients are averaged over the ranks.
     """
 
+    only_checks = True
+    """It changes nothing, see `is_hooked`."""
+
     def __init__(self, averaged: bool) -> None:
         self.averaged, self.agreed = averaged, False
 

@@ -106,14 +106,14 @@ def moe_mlp_over(
     R, K, local = ranks.size, experts.shape[1], gate_up_weight.shape[0]
     rank_of = experts // local
     copies = experts.new_zeros(len(experts), R).scatter_add_(1, rank_of, torch.ones_like(experts))
-    goes = copies > 0
-    counts = torch.stack([goes.sum(0), copies.sum(0)], 1)
+    goes = (copies > 0).T.contiguous()  # [R, N]
+    counts = torch.stack([goes.sum(1), copies.sum(0)], 1)
     each = [1] * R
     incoming = all_to_all(counts, each, each, ranks)  # [R, 2]: rows from each rank, and their copies for experts here
     sent, received, local_copies = torch.stack([counts[:, 0], *incoming.T]).tolist()
     M = sum(sent)
     first = counts[:, 0].cumsum(0) - counts[:, 0]
-    slot = torch.where(goes, first + goes.cumsum(0) - 1, M).int()  # [N, R]
+    slot = torch.where(goes, first[:, None] + goes.cumsum(1) - 1, M).int().T.contiguous()  # [N, R]
 
     rows = all_to_all(_Permute.apply(x.to(gate_up_weight.dtype), slot, M), sent, received, ranks)
     wide = torch.promote_types(weights.dtype, torch.float32)  # whole numbers of experts are exact
