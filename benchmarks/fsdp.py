@@ -35,13 +35,14 @@ def measure(job: Job) -> Row:
 def table(rows: Rows) -> str:
     """One line per mode; speed and memory are those of one GPU."""
     lines = []
-    for (model, gpus, batch), group in sorted(grouped(rows, "model", "gpus", "batch").items()):
+    runs = grouped(rows, "model", "gpus", "batch", "run")
+    for (model, gpus, batch, _), group in sorted(runs.items(), key=lambda run: run[0][:3]):
         for row in sorted(group, key=lambda row: row["mode"]):
-            names = (model, gpus, tokens(batch), title(row["mode"]))
+            names = (model, gpus, tokens(batch), row["commit"], title(row["mode"]))
             if "error" in row:
                 lines.append((*names, row["error"], "", "", "", ""))
                 continue
             lines.append((
                 *names, f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.1f}", mfu(row), *ratios(row, group),
             ))  # fmt: skip
-    return markdown("model|GPUs|tokens/step||tokens/s|peak GiB|MFU|speed ratio|memory ratio", lines)
+    return markdown("model|GPUs|tokens/step|run||tokens/s|peak GiB|MFU|speed ratio|memory ratio", lines)

@@ -65,8 +65,8 @@ def read(folder: Path) -> Rows:
     """The latest row of each measurement; of `RUNS` only the rows of the last run.
 
     Rows of one run have the same commit, date, versions and device. The last run is the one with the latest row of
-    transformers that is not an error. Of ``train`` every mode of this package has a last run, which may measure a few
-    modes beside their peer. Old rows of early failures have no device; they count for the device of the row before
+    transformers that is not an error. Of ``train`` and ``fsdp`` every mode of this package has a last run, which may
+    measure a few modes beside their peer. Old rows of early failures have no device; they count for the device of the row before
     them.
     """
     latest: dict[tuple[str, ...], Row] = {}
@@ -90,7 +90,7 @@ def read(folder: Path) -> Rows:
         peers = [row for row in group if of_transformers(row) and "error" not in row] or group
         last = sorted(peers, key=lambda row: row["date"])[-1]["run"]
         runs = {last}
-        if benchmark == "train":
+        if benchmark in ("train", "fsdp"):
             with_peer = {row["run"] for row in peers}
             modes = {row["mode"]: row for row in group if row["run"] in with_peer and row["mode"].startswith("ours")}
             runs |= {row["run"] for row in modes.values()}
