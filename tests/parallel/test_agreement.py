@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from liger_models.parallel import apply_cp, apply_ep, apply_fsdp, apply_tp, check_ranks
 
+from .comparison import assert_same, build, experts_case, one_block
 from .models import batch, gradients, init_device_mesh, mean, share, tiny
-from .test_tensor import assert_same, build, experts_case, one_block
 
 APPLY: dict[str, Callable[..., Any]] = {"tp": apply_tp, "cp": apply_cp, "ep": apply_ep}
 

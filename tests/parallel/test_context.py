@@ -15,9 +15,7 @@ from liger_models.arch import list_archs
 from liger_models.kernels.collectives import Group
 from liger_models.parallel import apply_cp, apply_ep, apply_fsdp, apply_tp, compile_blocks
 
-from .images import FAMILIES, image_batch, image_config
-from .models import batch, gradients, init_device_mesh, mean, tiny
-from .test_tensor import (
+from .comparison import (
     RUNS,
     assert_close,
     assert_same,
@@ -31,6 +29,8 @@ from .test_tensor import (
     run_config,
     train,
 )
+from .images import FAMILIES, image_batch, image_config
+from .models import batch, gradients, init_device_mesh, mean, tiny
 
 
 def spread(model: Any) -> Any:

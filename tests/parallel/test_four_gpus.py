@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from liger_models.parallel import apply_cp, apply_ep, apply_fsdp, apply_tp
 
+from .comparison import assert_same_on_device, build, experts_case, run_config, train
 from .models import init_device_mesh
-from .test_tensor import assert_same_on_device, build, experts_case, run_config, train
 
 WAYS = {
     "fsdp": (("dp",), (4,)),

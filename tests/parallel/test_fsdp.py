@@ -24,9 +24,9 @@ from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
 from liger_models.train import optimizer as optimizer_module
 
 from ..processes import scripts
+from .comparison import build
 from .images import image_batch, image_config
 from .models import TINY, batch, gradients, init_device_mesh, make_optimizer, mean, mixture, share, tiny, whole
-from .test_tensor import build
 
 STEPS = 3
 CASES = {

@@ -13,10 +13,10 @@ from liger_models import hf_gradients, hf_tensors
 from liger_models.adapters import LoRAConfig, apply_lora
 
 from ..late import transformers
+from .comparison import assert_same
 from .models import batch, share, tiny
 from .test_agreement import moe
 from .test_hf_tensors import by_hand, copies, ep, fsdp, tied, tp, tp_alone
-from .test_tensor import assert_same
 
 CASES: list[tuple[Callable[[Any], Any], int]] = [
     (fsdp, 2), (tied, 2), (by_hand, 2), (tp_alone, 2), (ep, 2), (copies, 4), (tp, 4), (ep, 4),

@@ -24,9 +24,9 @@ from liger_models.train.report import estimate
 from ..convert.conftest import assert_same_bits, read_tensors
 from ..convert.test_fp8 import quantised
 from ..late import Late
+from .comparison import assert_same
 from .models import TINY, batch, gradients, share, stir, tiny
 from .test_lora import goes_on, over_experts, run, trained
-from .test_tensor import assert_same
 
 quantization = Late("torchao.quantization", "quantised weights need torchao")
 pytestmark = pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:UserWarning")

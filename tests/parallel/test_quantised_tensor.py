@@ -24,10 +24,10 @@ from ..convert.conftest import assert_same_bits, read_tensors
 from ..convert.test_fp8 import quantised
 from ..kernels.moe.cases import quantise
 from ..late import Late
+from .comparison import assert_same, batch_for, mesh_of
 from .models import TINY, batch, gradients, init_device_mesh, share, stir, tiny, whole
 from .test_lora import trained
 from .test_quantised import CONFIG
-from .test_tensor import assert_same, batch_for, mesh_of
 from .test_tensor_lora import CASES as CASES_OF_FAMILIES
 from .test_tensor_lora import adapted as of_family
 

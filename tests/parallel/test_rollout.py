@@ -15,8 +15,8 @@ from liger_models.generation.graphs import DecodeStep
 from liger_models.generation.rollouts import Completion
 from liger_models.parallel import apply_cp, apply_fsdp, apply_tp
 
+from .comparison import build, configs_of
 from .models import init_device_mesh, mixture, stir, tiny
-from .test_tensor import build, configs_of
 
 PROMPTS = [[9, 3, 17], [5] * 20, [7], [11, 12, 13, 14, 15, 16, 17], [8, 2], [40, 41, 42, 43, 44], [3, 1], [60, 2, 5]]
 NEW = [12, 5, 40, 1, 9, 3, 33, 7]

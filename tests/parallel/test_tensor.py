@@ -1,8 +1,7 @@
-"""A model whose layers are cut over ranks computes and trains as in one process: tensor and expert parallel."""
+"""A model whose layers are sharded over ranks computes and trains as in one process: tensor parallel."""
 
 import dataclasses
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,99 +12,42 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from liger_models.adapters import LoRAConfig, apply_lora
-from liger_models.arch import get_arch, list_archs
-from liger_models.base.vision_language import VisionLanguageModel
-from liger_models.convert.config_map import read_config
+from liger_models.arch import list_archs
 from liger_models.kernels import act_linear, dispatch, gated_mlp
-from liger_models.kernels.collectives import copy_to_region, group_of
-from liger_models.kernels.linear_cross_entropy import VocabShard, linear_cross_entropy
-from liger_models.kernels.moe import expert_parallel
+from liger_models.kernels.collectives import group_of
 from liger_models.kernels.options import KernelOptions
-from liger_models.layers import moe
-from liger_models.layers.embedding import zero_padding_row
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import local
 from liger_models.layers.linear import replicated as replicated_weight
 from liger_models.layers.mlp import LigerMLP
 from liger_models.layers.norm import LigerLayerNorm
 from liger_models.parallel import (
-    apply_cp,
     apply_ep,
     apply_fsdp,
     apply_tp,
-    clip_grad_norm_,
     compile_blocks,
-    load_state,
-    mean_over_ranks,
-    save_state,
     targets_per_rank,
 )
 
-from .conftest import Group, running
-from .images import FAMILIES, IMAGE_BATCHES, IMAGE_MODELS, LENGTH, image_batch, image_config
-from .models import TINY, batch, gradients, init_device_mesh, make_optimizer, mean, share, stir, tiny, whole
-
-STEPS = 3
-
-
-def build(arch: str, config: Any, **options: Any) -> Any:
-    torch.manual_seed(3)
-    model = get_arch(arch).from_config(config, **options)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Also norms and biases away from the ones and zeros that they start from.
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-            parameter.nan_to_num_(posinf=1.0, neginf=-1.0)  # bounds of what a tower clips
-            if name.endswith("A_log"):  # in a new model states vanish within a token or two, and whatever is in them
-                parameter.sub_(4)
-    return model
-
-
-def configs_of(arch: str) -> list[Any]:
-    """The tiny configurations of an architecture whose KV heads two ranks can share."""
-    import transformers  # here, so that the processes need not import it
-
-    from ..arch.families import tiny as tiny_configs
-
-    theirs = [transformers.AutoConfig.for_model(arch, **config).to_dict() for config in tiny_configs(arch).values()]
-    configs = [read_config(get_arch(arch).config_class, config) for config in theirs]
-    return [config for config in configs if config.kv_heads % 2 == 0]
-
-
-def mesh_of(*shape: int) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
-
-
-def assert_close(got: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
-
-
-def assert_same(got: dict[str, Any], expected: dict[str, Any], limit: float = 1e-5) -> None:
-    """Tensors that differ by no more than this share of their norm."""
-    assert got.keys() == expected.keys()
-    for name, gradient in expected.items():
-        error = (got[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
-        assert error <= limit, f"{name}: {error}"
-
-
-def once(model: Any, **options: Any) -> dict[str, Any]:
-    """Loss, logits and gradients of a padded batch."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 90, (2, 12), generator=generator)  # those from there on may stand for images
-    if model.config.pad_token_id is not None:
-        ids[:, 5] = model.config.pad_token_id
-    mask = torch.ones_like(ids)
-    mask[1, 9:] = 0
-    labels = ids.masked_fill(mask == 0, -100)
-    out = model(ids, labels=labels, attention_mask=mask, return_logits=True, **options)
-    out.loss.backward()
-    return {"loss": out.loss.detach(), "logits": out.logits.detach(), "gradients": gradients(model)}
-
-
-def assert_same_once(got: dict[str, Any], right: dict[str, Any]) -> None:
-    assert_close(got["loss"], right["loss"])
-    assert_close(got["logits"], right["logits"], atol=1e-5)
-    assert_same(got["gradients"], right["gradients"])
+from .comparison import (
+    RUNS,
+    assert_close,
+    assert_same,
+    assert_same_on_device,
+    assert_same_once,
+    assert_same_run,
+    assert_same_runs,
+    batch_for,
+    build,
+    configs_of,
+    mesh_of,
+    once,
+    one_block,
+    run_config,
+    train,
+)
+from .images import FAMILIES, IMAGE_MODELS, LENGTH, image_batch, image_config
+from .models import TINY, batch, gradients, init_device_mesh, stir, tiny
 
 
 def cut_once(cases: list[tuple[str, Any]]) -> list[dict[str, Any]]:
@@ -122,86 +64,6 @@ def test_every_architecture(two, arch):
     for results in two(cut_once, cases):
         for got, right in zip(results, expected, strict=True):
             assert_same_once(got, right)
-
-
-GEMMA4 = {
-    "head_dim": 8, "global_head_dim": 16, "sliding_window": 5, "vocab_size_per_layer_input": 97, "rms_norm_eps": 0.1,
-    "hidden_size_per_layer_input": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
-}  # fmt: skip
-# Whole training runs: tied and not, of all kinds of layers.
-RUNS = {
-    "llama": ("llama", {}),
-    "llama, tied, biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
-    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 5, "attn_logit_softcapping": 5.0}),
-    "phi3": ("phi3", {}),
-    "glm4": ("glm4", {"head_dim": 8}),
-    "granite": ("granite", {"residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
-    "olmo2": ("olmo2", {}),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}),
-    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5}),
-    "gemma4_text": ("gemma4_text", GEMMA4 | {"num_hidden_layers": 4, "num_kv_shared_layers": 2}),
-    "qwen3_next": (
-        "qwen3_next",
-        {
-            "head_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "rms_norm_eps": 0.05, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-            "linear_value_head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 24,
-        },
-    ),
-}  # fmt: skip
-
-
-def run_config(name: str) -> tuple[str, Any]:
-    if name in IMAGE_MODELS:
-        return image_config(name)
-    arch, config = RUNS[name]
-    return arch, get_arch(arch).config_class(**{**TINY, "initializer_range": 0.1, **config})
-
-
-def batch_for(model: Any, step: int, *, packed: bool = False, dp: tuple[int, int] = (0, 1)) -> dict[str, torch.Tensor]:
-    images = isinstance(model, VisionLanguageModel)
-    inputs = image_batch(model.config, step, dp) if images else share(batch(step, packed=packed), *dp)
-    return {key: value.to(model.device) for key, value in inputs.items()}
-
-
-def train(model: Any, optimizer_name: str = "liger", *, packed: bool = False, dp: tuple[int, int] = (0, 1)) -> dict:
-    """Losses, norms, the first step's gradients and the last one's weights; ``dp``: place and number of the rank."""
-    optimizer = make_optimizer(optimizer_name, model)
-    result: dict[str, Any] = {"losses": [], "norms": []}
-    for step in range(len(IMAGE_BATCHES) if isinstance(model, VisionLanguageModel) else STEPS):
-        inputs = batch_for(model, step, packed=packed, dp=dp)
-        loss = model(**inputs, num_items_in_batch=targets_per_rank(inputs)).loss
-        loss.backward()
-        result["losses"].append(mean_over_ranks(loss))
-        if step == 0:
-            result["gradients"] = gradients(model)
-        result["norms"].append(clip_grad_norm_(model.parameters(), 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    return result | {"weights": whole(model.named_parameters())}
-
-
-def assert_same_run(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert_close(got["losses"], expected["losses"])
-    assert_close(got["norms"], expected["norms"], rtol=2e-5)
-    assert_same(got["gradients"], expected["gradients"])
-    assert_same(got["weights"], expected["weights"])
-
-
-def assert_same_on_device(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    """In fp32, also by the kernels of a GPU."""
-    assert_close(got["losses"], expected["losses"], rtol=1e-4)
-    for part in ("gradients", "weights"):
-        assert_same(got[part], expected[part], limit=1e-4)
-
-
-def assert_same_runs(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """On all ranks, whose weights are the same bit for bit."""
-    for got in results:
-        assert_same_run(got, expected)
-        assert_close(got["weights"], results[0]["weights"], rtol=0, atol=0)
 
 
 def share_of_weights(model: Any) -> float:
@@ -402,68 +264,6 @@ def test_fsdp_around_it(four, name, optimizer, sequence_parallel):
     assert_same_runs(four(train_2d, case, optimizer, sequence_parallel), expected)
 
 
-def gather_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Loss and gradients of a head whose words are cut over all ranks."""
-    x, weight, target, token_weight = head_inputs()
-    V, ranks = len(weight), group_of(dist.group.WORLD)
-    vocab_shard = VocabShard(ranks, V)
-    own = weight.detach()[vocab_shard.start : vocab_shard.start + vocab_shard.count].requires_grad_()
-    outputs = linear_cross_entropy(
-        copy_to_region(x, ranks),
-        own,
-        target,
-        vocab_shard=vocab_shard,
-        workspace_mib=1,
-        token_weight=token_weight,
-        **options,
-    )
-    return results_of(outputs, x, own)
-
-
-def head_inputs() -> tuple[torch.Tensor, ...]:
-    torch.manual_seed(5)
-    x, weight = torch.randn(2, 150, 16, requires_grad=True), torch.randn(1801, 16, requires_grad=True)
-    target = torch.randint(1801, (2, 150))
-    target[0, :7], target[1, -1] = -1, 1800
-    return x, weight, target, torch.rand(2, 150)
-
-
-def results_of(outputs: Any, x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
-    total = outputs.loss.square().sum()
-    if outputs.log_probs is not None:
-        total = total + outputs.log_probs.sin().sum()
-    total.backward()
-    return {
-        "loss": outputs.loss.detach(),
-        "z_loss": None if outputs.z_loss is None else outputs.z_loss.detach(),
-        "log_probs": None if outputs.log_probs is None else outputs.log_probs.detach(),
-        "dx": x.grad,
-        "dweight": weight.grad,
-    }
-
-
-HEADS = {
-    "mean": {},
-    "sum, capped": {"reduction": "sum", "softcap": 5.0, "logit_scale": 0.5},
-    "all": {"num_items": 17.0, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 8.0, "return_z_loss": True},
-    "smoothed tokens": {"reduction": "none", "label_smoothing": 0.2, "z_loss": 1e-3, "return_z_loss": True},
-    "log-probabilities": {"reduction": "sum", "return_log_probs": True, "logit_scale": 2.0, "softcap": 20.0},
-}
-
-
-@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
-def test_a_vocabulary_on_ranks(four, options):
-    """1801 words on four ranks, 300 tokens in several chunks."""
-    options = {"ignore_index": -1, **options}
-    x, weight, target, token_weight = head_inputs()
-    outputs = linear_cross_entropy(x, weight, target, token_weight=token_weight, **options)
-    expected = results_of(outputs, x, weight)
-    dweight = expected.pop("dweight").chunk(4)
-    for got, part in zip(four(gather_options, options), dweight, strict=True):
-        assert_same({"dweight": got.pop("dweight"), "dx": got.pop("dx")}, {"dweight": part, "dx": expected["dx"]}, 2e-6)
-        assert_close(got, {name: value for name, value in expected.items() if name != "dx"})
-
-
 def ask_the_model(sequence_parallel: bool) -> dict[str, Any]:
     model = tiny(tie_word_embeddings=True)
     if dist.is_initialized():
@@ -617,32 +417,6 @@ def test_compiled_blocks_with_images(two):
 PLAIN = KernelOptions(rms_norm=False, rope=False, swiglu=False, fused_linear_cross_entropy=False)
 
 
-def with_padding(model: Any) -> dict[str, Any]:
-    ids = torch.arange(3, 19).view(2, 8)
-    ids[:, 4] = model.config.pad_token_id
-    model(ids, labels=ids).loss.backward()
-    return gradients(model)
-
-
-def padding_row(pad: int, tied: bool) -> tuple[dict[str, Any], list[int]]:
-    """The gradients, and the rows that are zero after the padding row of the sharded weight was set to 0."""
-    model = shard_2d(tiny(pad_token_id=pad, tie_word_embeddings=tied), (2, 2))
-    got = with_padding(model)
-    zero_padding_row(model.embed_tokens)  # DTensor draws no numbers on the CPU
-    zero = whole([("weight", model.embed_tokens.weight)])["weight"].eq(0).all(1)
-    return got, zero.nonzero().flatten().tolist()
-
-
-@pytest.mark.parametrize(("pad", "tied"), [(11, False), (96, True)])
-def test_the_padding_row(four, pad, tied):
-    """In the first rank's part of the vocabulary and in the last one's, under FSDP."""
-    right = with_padding(tiny(pad_token_id=pad, tie_word_embeddings=tied))
-    assert (right["embed_tokens.weight"][pad].norm() > 0) == tied
-    for got, zero in four(padding_row, pad, tied):
-        assert_same(got, right)
-        assert zero == [pad]
-
-
 def plain_kernels() -> dict[str, Any]:
     model = build("llama", run_config("llama")[1], kernels=PLAIN)
     return train(apply_tp(model, mesh_of(2), sequence_parallel=True))
@@ -652,235 +426,6 @@ def test_plain_torch(two):
     expected = train(build(*run_config("llama")))
     for got in two(plain_kernels):
         assert_same_run(got, expected)
-
-
-CHECKPOINTS = {
-    "llama": {"vocab_size": 101},
-    "gemma2": {"tie_word_embeddings": True, "head_dim": 16},
-    "phi3": {"pad_token_id": 0, "eos_token_id": 1},
-    "olmo2": {},
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 12, "num_experts_per_tok": 2},
-}
-"""A projection for each of q, k, v, gate, up; tied; fused ones; norms as wide as them; experts."""
-
-
-def checkpoint_model(arch: str) -> Any:
-    if arch in FAMILIES:
-        return build(*image_config(arch))
-    config = get_arch(arch).config_class(**{**TINY, "initializer_range": 0.1, **CHECKPOINTS[arch]})
-    return build(arch, config)
-
-
-def shard_2d(model: Any, shape: tuple[int, ...]) -> Any:
-    mesh = mesh_of(*shape)
-    apply_tp(model, mesh["tp"])
-    return apply_fsdp(model, mesh["dp"], param_dtype=None) if len(shape) == 2 else model
-
-
-def checkpoint_loss(model: Any) -> torch.Tensor:
-    if isinstance(model, VisionLanguageModel):
-        return model(**batch_for(model, 0)).loss
-    ids = torch.arange(3, 19).view(2, 8)
-    return model(ids, labels=ids).loss
-
-
-def load_and_save(arch: str, source: Path, target: Path, shape: tuple[int, ...]) -> dict[str, Any]:
-    shard = partial(shard_2d, shape=shape)
-    model = get_arch(arch).from_pretrained(source, progress=False, shard=shard)
-    assert (model.lm_head.weight is model.embed_tokens.weight) == model.config.tie_word_embeddings
-    model.save_pretrained(target)
-    checkpoint_loss(model).backward()
-    return {"weights": whole(model.named_parameters()), "gradients": gradients(model)}
-
-
-@pytest.mark.parametrize(
-    ("arch", "shape"),
-    [
-        *((arch, (2,)) for arch in ("gemma2", "qwen3_moe", "mllama")),
-        *((arch, (2, 2)) for arch in (*CHECKPOINTS, *FAMILIES)),
-    ],
-)
-def test_in_and_out_of_a_checkpoint(two, four, tmp_path, arch, shape):
-    model = checkpoint_model(arch)
-    model.save_pretrained(tmp_path / "plain")
-    checkpoint_loss(model).backward()
-    group = two if shape == (2,) else four
-    for got in group(load_and_save, arch, tmp_path / "plain", tmp_path / "saved", shape):
-        assert_close(got["weights"], whole(model.named_parameters()), rtol=0, atol=0)
-        assert_same(got["gradients"], gradients(model))
-    for path in (tmp_path / "plain").iterdir():
-        assert (tmp_path / "saved" / path.name).read_bytes() == path.read_bytes()
-    if arch in CHECKPOINTS and arch != "qwen3_moe":  # whose experts transformers keeps in another layout
-        import transformers
-
-        _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
-        assert not any(info.values())
-
-
-def stop_and_go_on(arch: str, folder: Path, shape: tuple[int, ...], resumed: bool) -> dict[str, Any]:
-    model = shard_2d(checkpoint_model(arch), shape)
-    optimizer = make_optimizer("liger", model)
-    start = load_state(folder, model, optimizer) if resumed else 0
-    rank, ranks = (dist.get_rank() // 2, 2) if len(shape) == 2 else (0, 1)
-    for step in range(start, 2):
-        inputs = batch_for(model, step, dp=(rank, ranks))
-        model(**inputs, num_items_in_batch=targets_per_rank(inputs)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 0 and not resumed:
-            save_state(folder, 1, model, optimizer)
-    return whole(model.named_parameters())
-
-
-@pytest.mark.parametrize("arch", ["llama", "mllama"])
-def test_stopping_and_going_on(two, four, tmp_path, arch):
-    expected = four(stop_and_go_on, arch, tmp_path, (2, 2), False)[0]
-    for got in four(stop_and_go_on, arch, tmp_path, (2, 2), True):
-        assert_close(got, expected, rtol=0, atol=0)
-    for got in two(stop_and_go_on, arch, tmp_path, (2,), True):  # on another number of ranks
-        assert_same(got, expected)
-
-
-ODD = {**TINY, "vocab_size": 25, "hidden_size": 24, "head_dim": 8, "initializer_range": 0.1}
-"""Of 25 words two ranks have 13 and 12, of which three would have 5, 5 and 3, or 4 each."""
-
-
-def odd_rows(folder: Path) -> dict[str, Any]:
-    """In from a checkpoint, a step, and out into both kinds."""
-    cls = get_arch("llama")
-    shard = partial(shard_2d, shape=(3, 2)) if dist.is_initialized() else None
-    model = cls.from_pretrained(folder / "plain", progress=False, shard=shard)
-    optimizer = make_optimizer("liger", model)
-    ids = torch.arange(24).view(2, 12)
-    model(ids, labels=ids).loss.backward()
-    results = {"gradients": gradients(model), "norm": clip_grad_norm_(model.parameters(), 1.0)}
-    optimizer.step()
-    if dist.is_initialized():
-        save_state(folder / "run", 1, model, optimizer)
-        model.save_pretrained(folder / "saved")
-    return results | {"weights": whole(model.named_parameters())}
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_a_vocabulary_that_no_number_of_ranks_divides(tmp_path):
-    with running(Group(6)) as six:
-        for tied in (False, True):
-            folder = tmp_path / str(tied)
-            model = build("llama", get_arch("llama").config_class(**ODD, tie_word_embeddings=tied))
-            model.save_pretrained(folder / "plain")
-            expected = odd_rows(folder)
-            for got in six(odd_rows, folder):
-                assert_close(got["norm"], expected["norm"])
-                assert_same(got["gradients"], expected["gradients"])
-                assert_same(got["weights"], expected["weights"])
-            assert load_state(folder / "run", model, make_optimizer("liger", model)) == 1
-            saved = get_arch("llama").from_pretrained(folder / "saved", progress=False)
-            for each in (model, saved):
-                assert_same(whole(each.named_parameters()), expected["weights"])
-
-
-def train_experts(case: tuple[str, Any], shape: tuple[int, int], policy: str) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
-    model = build(*case)
-    model.set_checkpointing(policy)
-    apply_fsdp(apply_ep(model, mesh["ep"]), mesh, param_dtype=None)
-    for name, parameter in model.named_parameters():
-        assert parameter.to_local().numel() <= -(-parameter.shape[0] // mesh.size()) * parameter.shape[1:].numel(), name
-    return train(model, dp=(dist.get_rank(), mesh.size()))
-
-
-def experts_case(arch: str, *, balanced: bool) -> tuple[str, Any]:
-    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12}
-    gemma4 = GEMMA4 | experts | {"layer_types": GEMMA4["layer_types"][:3], "attention_k_eq_v": True}
-    every = {"mixtral": {"num_local_experts": 4}, "gemma4_text": gemma4}
-    every |= {name: RUNS[name][1] for name in ("gpt_oss", "qwen3_next")}
-    sizes = every.get(arch) or CHECKPOINTS[arch]
-    balance = {"output_router_logits": balanced, "router_aux_loss_coef": 0.5} if arch != "gemma4_text" else {}
-    return arch, get_arch(arch).config_class(**{**TINY, "initializer_range": 0.1, **sizes, **balance})
-
-
-@pytest.mark.parametrize(
-    ("arch", "shape", "policy"),
-    [
-        ("mixtral", (1, 2), "selective"),
-        ("qwen3_moe", (2, 2), "none"),
-        ("mixtral", (1, 4), "full"),
-        ("gpt_oss", (1, 2), "none"),
-        ("gemma4_text", (1, 2), "full"),
-        ("qwen3_next", (1, 2), "full"),
-    ],
-)
-def test_experts_on_ranks(two, four, arch, shape, policy):
-    case = experts_case(arch, balanced=True)
-    expected = train(build(*case))
-    for got in (two if shape == (1, 2) else four)(train_experts, case, shape, policy):
-        assert_same_run(got, expected)
-
-
-def replay(kind: str) -> dict[str, Any]:
-    """Gradients of one step through experts that are given, on ranks that share experts, tokens or both."""
-    model, inputs = build(*experts_case("mixtral", balanced=True)), batch(0, packed=kind != "ep")
-    generator = torch.Generator().manual_seed(1)
-    scores = torch.rand(*inputs["input_ids"].shape, 3, 4, generator=generator)
-    inputs["routed_experts"] = scores.topk(2).indices.short()
-    if dist.is_initialized():
-        if kind.startswith("tp"):
-            apply_tp(model, mesh_of(2), sequence_parallel=kind == "tp, tokens")
-        if kind == "cp":
-            apply_cp(model, mesh_of(2), averaged=True)
-        if kind == "ep":
-            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
-            apply_fsdp(apply_ep(model, mesh["ep"]), mesh, param_dtype=None)
-            inputs = share(inputs, dist.get_rank(), 2)
-    loss = model(**inputs, num_items_in_batch=33 / (2 if kind == "ep" and dist.is_initialized() else 1)).loss
-    loss.backward()
-    found = gradients(model)
-    return {name: mean(each) for name, each in found.items()} if kind == "cp" else found
-
-
-@pytest.mark.parametrize("kind", ["tp", "tp, tokens", "cp", "ep"])
-def test_replayed_routing(two, kind):
-    expected = replay(kind)
-    for got in two(replay, kind):
-        assert_same(got, expected)
-
-
-def load_experts(source: Path, target: Path) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-
-    def shard(model: Any) -> None:
-        apply_fsdp(apply_ep(model, mesh["ep"]), mesh)
-
-    model = get_arch("qwen3_moe").from_pretrained(source, progress=False, shard=shard)
-    optimizer = make_optimizer("liger", model)
-    weights = whole(model.named_parameters())
-    model.save_pretrained(target / "saved")
-    for step in range(2):
-        model(**share(batch(step), dist.get_rank(), 4)).loss.backward()  # in bf16
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 0:
-            save_state(target / "run", 1, model, optimizer)
-    trained = whole(model.named_parameters())
-    assert load_state(target / "run", model, optimizer) == 1
-    model(**share(batch(1), dist.get_rank(), 4)).loss.backward()
-    optimizer.step()
-    assert_close(whole(model.named_parameters()), trained, rtol=0, atol=0)
-    return weights
-
-
-def test_experts_in_and_out_of_a_checkpoint(four, tmp_path):
-    model = build(*experts_case("qwen3_moe", balanced=False))
-    model.save_pretrained(tmp_path / "plain")
-    for got in four(load_experts, tmp_path / "plain", tmp_path):
-        assert_close(got, whole(model.named_parameters()), rtol=0, atol=0)
-    for path in (tmp_path / "plain").iterdir():
-        assert (tmp_path / "saved" / path.name).read_bytes() == path.read_bytes()
-
-
-def one_block(arch: str, config: Any) -> Any:
-    return build(arch, dataclasses.replace(config, num_hidden_layers=1))
 
 
 def run_kernels(name: str, sequence_parallel: bool, policy: str, with_adapters: bool) -> None:
@@ -945,87 +490,6 @@ def test_kernels_with_images(two_with_kernels, name, sequence_parallel):
     two_with_kernels(run_image_kernels, name, sequence_parallel)
 
 
-def to_the_first(logits: torch.Tensor, top_k: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A router that sends all tokens to the experts of one rank."""
-    return logits[:, :top_k].float().softmax(-1), torch.arange(top_k).expand(len(logits), top_k)
-
-
-def run_expert_kernels() -> None:
-    compare_experts()
-    name = "route" if dispatch.INTERPRET else "route_reference"
-    with mock.patch.object(moe, name, to_the_first):
-        compare_experts()
-
-
-def compare_experts() -> None:
-    case = experts_case("mixtral", balanced=True)
-    inputs = {key: value[:2, :6] for key, value in batch(0).items()}
-    plain, model = one_block(*case), one_block(*case)
-    plain(**inputs, num_items_in_batch=10).loss.backward()
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
-    apply_fsdp(apply_ep(model, mesh["ep"]), mesh, param_dtype=None)
-    row = slice(dist.get_rank(), dist.get_rank() + 1)
-    model(**{key: value[row] for key, value in inputs.items()}, num_items_in_batch=5).loss.backward()
-    assert_same(gradients(model), gradients(plain))
-
-
-def rows_that_are_sent() -> list[torch.Size]:
-    """By one layer, where all tokens go to experts of rank 0."""
-    model = one_block(*experts_case("mixtral", balanced=True))
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
-    apply_fsdp(apply_ep(model, mesh["ep"]), mesh, param_dtype=None)
-    with (
-        mock.patch.object(moe, "route_reference", to_the_first),
-        mock.patch.object(expert_parallel, "all_to_all", wraps=expert_parallel.all_to_all) as sent,
-    ):
-        model(batch(0)["input_ids"][:1])
-    return [call.args[0].shape for call in sent.call_args_list]
-
-
-def test_a_token_is_sent_to_a_rank_once(two):
-    """Both of a token's experts are on rank 0, which gets each of the 12 tokens of both ranks once."""
-    first, second = two(rows_that_are_sent)
-    counts, rows, routing, back = zip(first, second, strict=True)
-    assert counts == ((2, 2), (2, 2))
-    assert rows == ((12, TINY["hidden_size"]),) * 2
-    assert routing == ((12, 4),) * 2
-    assert back == ((24, TINY["hidden_size"]), (0, TINY["hidden_size"]))
-
-
-def test_kernels_of_experts(two, two_with_kernels):
-    two(run_expert_kernels)
-    two_with_kernels(run_expert_kernels)
-
-
-def head_kernels() -> None:
-    """A target at the edges of a rank's words, one that is confident, and huge logits, in fp32."""
-    ranks = group_of(dist.group.WORLD)
-    V, vocab_shard = 75, VocabShard(ranks, 75)
-    x = torch.eye(6, 8)
-    weight = torch.randn(V, 8, generator=torch.Generator().manual_seed(0))
-    weight[:6, :6] += 15 * torch.eye(6)
-    weight[40, 3] = 3e4
-    target = torch.tensor([0, 37, 38, 40, -100, 74])
-    options = {"label_smoothing": 0.1, "z_loss": 1e-4, "reduction": "none"}
-    found = []
-    for own, told in (
-        (weight, {}),
-        (weight[vocab_shard.start : vocab_shard.start + vocab_shard.count], {"vocab_shard": vocab_shard}),
-    ):
-        leaves = x.clone().requires_grad_(), own.clone().requires_grad_()
-        inside = copy_to_region(leaves[0], ranks) if told else leaves[0]
-        loss = linear_cross_entropy(inside, leaves[1], target, **options, **told).loss
-        loss.backward(torch.arange(1.0, 7.0))
-        found.append((loss.detach(), leaves[0].grad, leaves[1].grad))
-    (loss, dx, dweight), got = found
-    assert_close(got, (loss, dx, dweight.chunk(2)[ranks.rank]))
-
-
-def test_kernels_of_the_head(two, two_with_kernels):
-    two(head_kernels)
-    two_with_kernels(head_kernels)
-
-
 def on_devices(name: str, device: str, sequence_parallel: bool) -> None:
     """As one process on the same device: in fp32 to its rounding, in bf16 to about its error, tensor by tensor."""
     arch, config = run_config(name)
@@ -1057,15 +521,6 @@ def on_devices(name: str, device: str, sequence_parallel: bool) -> None:
         assert chance or error <= 2 * one + 2e-3, f"{key}: {error}, by one process {one}"
 
 
-def experts_on_devices(device: str) -> None:
-    case = experts_case("qwen3_moe", balanced=True)
-    mesh = init_device_mesh(device, (1, 2), mesh_dim_names=("dp", "ep"))
-    expected = train(build(*case).to(device))
-    model = apply_fsdp(apply_ep(build(*case).to(device), mesh["ep"]), mesh, param_dtype=None)
-    got = train(model, dp=(dist.get_rank(), 2))
-    assert_same_on_device(got, expected)
-
-
 ON_DEVICES = [("llama, tied, biases", False), ("qwen3", True), ("gemma2", True), ("olmo2", False), ("mixtral", True)]
 ON_DEVICES += [(name, index % 2 == 0) for index, name in enumerate(IMAGE_MODELS)]
 
@@ -1076,12 +531,6 @@ def test_on_gpus(two_gpus, name, sequence_parallel):
     two_gpus(on_devices, name, "cuda", sequence_parallel)
 
 
-@pytest.mark.gpu
-def test_experts_on_gpus(two_gpus):
-    two_gpus(experts_on_devices, "cuda")
-
-
 def test_what_the_gpus_are_to_run(two):
     """On the CPU, so that the function itself is right."""
     two(on_devices, "qwen3", "cpu", True)
-    two(experts_on_devices, "cpu")

@@ -22,9 +22,9 @@ from liger_models.parallel import (
     targets_per_rank,
 )
 
+from .comparison import assert_same, assert_same_once, batch_for, build, mesh_of, run_config
 from .models import batch, gradients, init_device_mesh, share, stir, tiny, whole
 from .test_lora import trained
-from .test_tensor import assert_same, assert_same_once, batch_for, build, mesh_of, run_config
 
 MATRICES = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "lm_head"]
 CASES: list[tuple[str, dict[str, Any], bool]] = [

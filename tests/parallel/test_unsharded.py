@@ -11,8 +11,8 @@ from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.generation.graphs import DecodeStep
 from liger_models.parallel import apply_fsdp, apply_tp, compile_blocks, unsharded
 
+from .comparison import build, configs_of
 from .models import batch, init_device_mesh, make_optimizer, mixture, share, tiny, whole
-from .test_tensor import build, configs_of
 
 PROMPTS = [[5, 7, 9, 11], [3], [8, 2, 6, 4, 1, 9], [10, 12]]
 
