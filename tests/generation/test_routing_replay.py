@@ -15,7 +15,7 @@ from liger_models.layers import moe as moe_module
 from liger_models.layers import paged_cache
 from liger_models.layers.moe import LigerMoE
 
-from .arch.families import tiny
+from ..arch.families import tiny
 
 pytestmark = pytest.mark.slow
 

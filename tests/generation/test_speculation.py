@@ -10,7 +10,7 @@ from liger_models import AutoLigerModel, LigerMedusa
 from liger_models.generation.loop import generate, stream
 from liger_models.layers.kv_cache import DecodeCache
 
-from .arch.families import tiny
+from ..arch.families import tiny
 
 NEW, VOCAB = 16, 53
 SIZES = {

@@ -32,8 +32,8 @@ from liger_models.layers.attention import LigerAttention
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.paged_cache import PagedCache
 
-from .arch.families import tiny
-from .arch.test_mllama import ROWS, make
+from ..arch.families import tiny
+from ..arch.test_mllama import ROWS, make
 
 VOCAB, NEW = 53, 12
 CONFIG = LlamaConfig(
