@@ -43,7 +43,7 @@ def llama(device="cpu", **options):
 
 
 def family(arch, variant=None, device="cpu"):
-    from .arch.families import tiny
+    from ..arch.families import tiny
 
     torch.manual_seed(0)
     sizes = tiny(arch)[variant] if variant else next(iter(tiny(arch).values()))
