@@ -498,7 +498,7 @@ def test_nothing_waits_for_the_device_between_two_reads(monkeypatch, seed):
     try:
         found = rollout(
             model, make_prompts(), max_new_tokens=30, do_sample=True, top_k=9, top_p=0.9, seed=seed, eos_token_id=[1],
-            batch_size=4,
+            batch_size=4, steps_per_read=8,
         )  # fmt: skip
     finally:
         torch.cuda.set_sync_debug_mode("default")
