@@ -66,8 +66,8 @@ def read(folder: Path) -> Rows:
 
     Rows of one run have the same commit, date, versions and device. The last run is the one with the latest row of
     transformers that is not an error. Of ``train`` and ``fsdp`` every mode of this package has a last run, which may
-    measure a few modes beside their peer. Old rows of early failures have no device; they count for the device of the row before
-    them.
+    measure a few modes beside their peer. Old rows of early failures have no device; they count for the device of the
+    row before them.
     """
     latest: dict[tuple[str, ...], Row] = {}
     for file in sorted(folder.glob("*.jsonl")):

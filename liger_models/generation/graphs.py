@@ -36,6 +36,9 @@ MOST_MEMORY = 1 / 32
 step that takes more by itself is not kept. Graphs need a few MiB besides, for the activations of one token of each
 row."""
 
+FIRST_TOKENS = 2048
+"""A step has room for so many new tokens of each row at first. When they are filled, its capacity doubles."""
+
 EVERY_BATCH = 16
 """Numbers of rows are rounded up to a power of two up to this number, and above it to its multiples."""
 
@@ -126,6 +129,12 @@ class DecodeStep:
         if not self.cache.settle():
             self.graph, self._called = None, False
         return logits
+
+    def reserve(self, tokens: int, most: int) -> None:
+        """Make room for so many tokens of each row, and for as many again, but for no more than ``most``."""
+        if tokens > self.cache.capacity:
+            self.cache.grow(min(max(tokens, 2 * self.cache.capacity), most))
+            self.graph, self._called = None, False
 
     def __call__(self, model: Decoder, tokens: Tensor, positions: Tensor) -> Tensor:
         """Run one more token of each row.

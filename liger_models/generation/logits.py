@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.generation.graphs import DecodeStep, borrow_step, last_logits
+from liger_models.generation.graphs import FIRST_TOKENS, DecodeStep, borrow_step, last_logits
 from liger_models.generation.options import Settings
 from liger_models.generation.prefix import cut_to_prefix, remember
 from liger_models.generation.rows import Rows
@@ -77,6 +77,7 @@ def next_logits(
         return logits
 
     def of_last(end: int, step: DecodeStep) -> Tensor:
+        step.reserve(end, T + new - 1)
         with step.derived.used():
             if end == T:
                 return run(0, end, repeats, step.prefill, repeats=repeats)
@@ -96,7 +97,8 @@ def next_logits(
     elif not settings.use_cache:
         yield lambda end: of_all(end, None)
     elif takes_pages(model) and (mask is None or not bool((mask.diff(dim=1) < 0).any())):  # no padding between tokens
-        with borrow_step(model, len(ids), T + new - 1) as step:  # the last token is never cached
+        first = min(new, FIRST_TOKENS)
+        with borrow_step(model, len(ids), T + first - 1) as step:  # the last token is never cached
             yield lambda end: of_last(end, step)
     else:
         cache = DecodeCache(T + new - 1)

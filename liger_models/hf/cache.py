@@ -3,33 +3,11 @@
 import itertools
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 
 from liger_models.kernels.checks import check
 from liger_models.layers.kv_cache import DecodeCache
-
-_ROOM = 256
-"""Least number of tokens by which a cache grows."""
-
-
-class GrowingCache(DecodeCache):
-    """A decode cache without a maximum length: it grows by a quarter, so that tokens are rarely copied."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As `DecodeCache.extend`, with more memory where it is needed."""
-        end = self.length + k.shape[1]
-        if end > self.capacity:  # the first layer of this forward
-            self.capacity = end if self.length == 0 else end + max(_ROOM, end // 4)
-        if layer in self._layers:
-            kept = self._layers[layer]
-            more = self.capacity - kept[0].shape[1]
-            if more > 0:
-                self._layers[layer] = tuple(nn.functional.pad(x, (0, 0, 0, 0, 0, more)) for x in kept)  # type: ignore[assignment]
-        return super().extend(layer, k, v)
 
 
 class LigerCache(Cache):
@@ -41,7 +19,7 @@ class LigerCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.decode = GrowingCache()
+        self.decode = DecodeCache()
 
     @staticmethod
     def of(past_key_values: object) -> "LigerCache":

@@ -1,11 +1,15 @@
 """The decode cache: keys and values of the tokens so far, and states of linear attention."""
 
+import sys
 from collections.abc import Hashable
 from typing import NamedTuple
 
 from torch import Tensor
 
 from liger_models.kernels.checks import check
+
+LEAST_GROWTH = 256
+"""Least number of tokens by which a cache grows."""
 
 
 class Pages(NamedTuple):
@@ -21,10 +25,10 @@ class Pages(NamedTuple):
 
 
 class DecodeCache:
-    """What layers keep of the tokens so far, for decoding. Memory for each layer is allocated on first use.
+    """What layers keep of the tokens so far, for decoding. Memory grows by a quarter, so that tokens are rarely copied.
 
     Args:
-        capacity: maximum number of tokens per sequence.
+        capacity: maximum number of tokens per sequence; by default there is none.
     """
 
     pages: Pages | None = None
@@ -32,7 +36,7 @@ class DecodeCache:
     takes_documents = False
     """Whether packed documents may be cached, whose next tokens are then given row by row; see `PagePool`."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int = sys.maxsize) -> None:
         self.capacity, self.length = capacity, 0
         self.extra: dict[Hashable, Tensor] = {}
         """Other tensors [B, ...] that a family saves for later tokens."""
@@ -54,12 +58,14 @@ class DecodeCache:
             end <= self.capacity,
             f"DecodeCache: capacity ({self.capacity}) must hold all tokens, got {end}. Make the cache larger.",
         )
-        room = (k.shape[0], self.capacity, *k.shape[2:])
         held = self._layers.get(layer)
         # An empty cache may have room for other rows: of a forward that failed, or whose tokens are not used.
-        if held is None or (not self.length and (held[0].shape, held[0].dtype) != (room, k.dtype)):
-            self._layers[layer] = k.new_empty(room), v.new_empty((*room[:2], *v.shape[2:]))
-        keys, values = self._layers[layer]
+        if held is None or (not self.length and (held[0][:, 0].shape, held[0].dtype) != (k[:, 0].shape, k.dtype)):
+            held = k[:, :0], v[:, :0]
+        if held[0].shape[1] < end:
+            room = min(end + max(LEAST_GROWTH, end // 4), self.capacity)
+            held = _longer(held[0][:, : self.length], room), _longer(held[1][:, : self.length], room)
+        keys, values = self._layers[layer] = held
         keys[:, self.length : end] = k
         values[:, self.length : end] = v
         return keys[:, :end], values[:, :end]
@@ -88,3 +94,10 @@ class DecodeCache:
         self._layers = {layer: (k[rows], v[rows]) for layer, (k, v) in self._layers.items()}
         self._states = {layer: tuple(each[rows] for each in kept) for layer, kept in self._states.items()}
         self.extra = {name: kept[rows] for name, kept in self.extra.items()}
+
+
+def _longer(x: Tensor, tokens: int) -> Tensor:
+    """Memory for so many tokens, of which the first ones are x [B, T, ...]."""
+    longer = x.new_empty(len(x), tokens, *x.shape[2:])
+    longer[:, : x.shape[1]] = x
+    return longer

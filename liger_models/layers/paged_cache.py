@@ -27,7 +27,7 @@ class PagedCache(DecodeCache):
 
     Args:
         rows: number of rows of a step. There may be fewer: further ones then do the same as the last one.
-        capacity: maximum number of tokens per row, rounded up to whole pages.
+        capacity: maximum number of tokens per row, rounded up to whole pages; `grow` makes it larger.
         device: where the tensors are.
     """
 
@@ -95,6 +95,16 @@ class PagedCache(DecodeCache):
         if repeats > 1:
             begun = filled.clamp_max(self._own.shape[1] - 1)
             self._shared = self._own[first].gather(1, begun)[:, 0], self._own[row].gather(1, begun)[:, 0]
+
+    def grow(self, capacity: int) -> None:
+        """Make room for so many tokens per row. Pages and table are then elsewhere: a step must be captured anew."""
+        (rows, count), new = self._own.shape, -(-capacity // self.page)
+        pages = torch.arange(rows * count, rows * new, dtype=torch.int32, device=self._own.device).view(rows, -1)
+        self._own, self._table = (torch.cat([each, pages], 1) for each in (self._own, self._table))
+        for layer, kept in self._layers.items():
+            keys, values = (torch.cat([x, x.new_empty(pages.numel(), *x.shape[1:])]) for x in kept)
+            self._layers[layer] = keys, values
+        self.capacity = new * self.page
 
     def of_rows(self, x: Tensor, dim: int = 0) -> Tensor:
         """Something of each row that `start` announced -> of each row of a step; ``dim`` is their dimension."""

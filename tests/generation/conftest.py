@@ -5,15 +5,15 @@ from functools import cache
 import pytest
 import torch
 
-from liger_models.arch.llama import LigerLlama
-
 from ..late import transformers
-from .models import SIZES, VARIANTS
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """Variant -> (transformers' model, ours loaded from its checkpoint)."""
+    from liger_models.arch.llama import LigerLlama  # not before `pytest_configure`, see tests/conftest.py
+
+    from .models import SIZES, VARIANTS
 
     @cache
     def build(variant):

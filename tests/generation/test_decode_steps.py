@@ -365,6 +365,25 @@ def test_a_graph_serves_all_lengths_and_batches_of_its_size(device, captures):
     assert captures == [(4, 64), (4, 128), (2, 128)]
 
 
+@pytest.mark.parametrize(("arch", "variant"), [*((arch, None) for arch in FAMILIES), ("phi3", "longrope-partial")])
+def test_a_step_grows_with_its_rows(arch, variant, device, captures, monkeypatch):
+    """Also one whose rows share pages, or whose frequencies switch: the tokens of a step with room for all of them."""
+    monkeypatch.setattr(paged_cache, "PAGE", 16)
+    torch.manual_seed(0)
+    sizes = tiny(arch)[variant] if variant else next(iter(tiny(arch).values()))
+    model = AutoLigerModel.from_config(sizes | {"model_type": arch, "initializer_range": 0.2}, device=device).eval()
+    prompts = [torch.randint(3, 40, (length,)) for length in (9, 17)]
+    options = {"max_new_tokens": 50, "eos_token_id": [], "num_return_sequences": 2, "do_sample": True, "seed": 0}
+    want = generate(model, prompts, **options)
+    roomy = list(captures)
+    release_steps(model)
+    monkeypatch.setattr(logits_module, "FIRST_TOKENS", 4)
+    assert torch.equal(generate(model, prompts, **options), want)
+    grown = captures[len(roomy) :]
+    assert roomy[0] == (4, 80)
+    assert [capacity for _, capacity in grown] == [32, 64, 80]
+
+
 def test_images_of_another_number_are_captured_anew(device, captures):
     """Their keys and values are in the cache as well, in memory of their size."""
     torch.manual_seed(0)

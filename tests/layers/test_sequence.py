@@ -1,8 +1,10 @@
 import itertools
+import sys
 
 import pytest
 import torch
 
+from liger_models.layers import kv_cache
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.masks import (
@@ -68,6 +70,21 @@ def test_cache():
         cache.extend(0, k, k)
     cache.select(torch.tensor([1, 1, 0]))
     assert torch.equal(cache.extend(0, k[:1, :1].expand(3, 1, 1, 4), k[:1, :1].expand(3, 1, 1, 4))[0][0, :3], k[1])
+
+
+def test_a_cache_takes_memory_for_its_tokens(monkeypatch):
+    """Whatever its capacity; after a quarter more, it holds the same."""
+    monkeypatch.setattr(kv_cache, "LEAST_GROWTH", 3)
+    k = torch.randn(2, 100, 1, 4)
+    for capacity in (sys.maxsize, 10**15, 105):
+        cache = DecodeCache(capacity)
+        for start, end in ((0, 20), (20, 21), (21, 60), (60, 100)):
+            keys, values = cache.extend(0, k[:, start:end], -k[:, start:end])
+            cache.advance(end - start)
+            assert torch.equal(keys, k[:, :end])
+            assert torch.equal(values, -k[:, :end])
+            assert cache._layers[0][0].shape[1] <= max(1.25 * end, 25)
+        assert cache._layers[0][0].shape[1] == min(125, capacity)
 
 
 @pytest.mark.parametrize(
