@@ -61,3 +61,11 @@ def configure(model, monkeypatch, **values):
 
 def resolved(model, **given):
     return resolve(model, 1, given)
+
+
+def counted(model, monkeypatch):
+    """The number of tokens in each forward, in a list that grows."""
+    sizes = []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda ids, **inputs: sizes.append(ids.shape[1]) or forward(ids, **inputs))
+    return sizes

@@ -8,15 +8,7 @@ from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.generation.loop import generate, stream
 from liger_models.layers.kv_cache import DecodeCache
 
-from .models import PROMPTS, SIZES, VARIANTS, VOCAB, _rope, padded
-
-
-def counted(model, monkeypatch):
-    """The number of tokens in each forward, in a list that grows."""
-    sizes = []
-    forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda ids, **inputs: sizes.append(ids.shape[1]) or forward(ids, **inputs))
-    return sizes
+from .models import PROMPTS, SIZES, VARIANTS, VOCAB, _rope, counted, padded
 
 
 def test_a_conversation_computes_only_what_is_new(ours, monkeypatch):

@@ -11,25 +11,14 @@ from liger_models.generation.loop import generate, stream
 from liger_models.layers.kv_cache import DecodeCache
 
 from ..arch.families import tiny
+from .models import PROMPTS, SIZES, VOCAB, counted
 
-NEW, VOCAB = 16, 53
-SIZES = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.25,
-}
-PROMPTS = [[5, 17, 3, 44, 29, 8, 31, 12, 50], [7, 33, 21], [40, 6, 6, 19, 25, 11]]
+NEW = 16
 
 
 def make(seed=0, **changes):
     torch.manual_seed(seed)
-    return AutoLigerModel.from_config({**SIZES, **changes}).eval()
+    return AutoLigerModel.from_config({"model_type": "llama", **SIZES, **changes}).eval()
 
 
 @torch.no_grad()
@@ -39,14 +28,6 @@ def disturbed(model, by=0.15):
     for parameter in other.parameters():
         parameter.add_(torch.randn_like(parameter) * by * parameter.std(correction=0))
     return other
-
-
-def counted(model, monkeypatch):
-    """The number of tokens in each forward, in a list that grows."""
-    sizes = []
-    forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda ids, **inputs: sizes.append(ids.shape[1]) or forward(ids, **inputs))
-    return sizes
 
 
 def trained_heads(model, ids, K=3):
