@@ -191,16 +191,19 @@ class Encoder:
             )
             messages, found = place_media(where, [*(prompt or ()), *value], columns, self.takes_bounds)
             messages = read_messages(where, messages, self.kinds)
-            earlier = messages[: len(prompt or ())]
+            first = len(prompt or ())
+            answers = [number >= first and each["role"] == "assistant" for number, each in enumerate(messages)]
+            check(any(answers), f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
+            learnt = [answer and each.get("weight", 1) == 1 for answer, each in zip(answers, messages, strict=True)]
             try:
-                text, spans = self.tokenizer.render_answers(messages, **read_variables(example))
+                text, spans = self.tokenizer.render_answers(messages, learnt=learnt, **read_variables(example))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{where}: {error}") from error
-            answers = [message for message in messages if message.get("role") == "assistant"]
-            first = sum(message.get("role") == "assistant" for message in earlier)
-            check(bool(spans[first:]), f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
-            weighted = zip(spans[first:], answers[first:], strict=True)
-            spans = [span for span, answer in weighted if answer.get("weight", 1)]
+            check(
+                bool(spans) or not any(learnt),
+                f"{where}: the chat template must mark answers by {{% generation %}}, got none marked. Mark them, or "
+                "leave all marks out.",
+            )
             return self._write(where, text, spans, False, found)
         check(
             isinstance(value, Sequence) and all(type(token) is int and 0 <= token < 2**31 for token in value),
@@ -340,12 +343,14 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
         of text are joined.
 
     Raises:
-        ValueError: another message has no content, a part of a message is neither text nor of these kinds, or a weight
-            is neither 0 nor 1.
+        ValueError: another message has no content, a message has no role, a part of a message is neither text nor of
+            these kinds, or a weight is neither 0 nor 1.
     """
     read = []
     for number, message in enumerate(messages, 1):
         present = {key: value for key, value in message.items() if value is not None}
+        role = present.get("role")
+        check(isinstance(role, str), f"{where}: message {number} must have a role, such as user, got {role!r}. Add it.")
         content = present.get("content")
         calls = present.get("tool_calls") if present.get("role") == "assistant" else None
         check(

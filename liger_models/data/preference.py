@@ -236,7 +236,6 @@ def _encode_chats(
     prompt = pair[answers[0]][:shared] if whole else pair["prompt"]
     prompt, found = place_media(where, prompt, columns, processor is not None and processor.takes_bounds)
     prompt, media = read_messages(f"{where}, prompt", prompt, [*columns]), open_media(where, found, processor)
-    earlier = sum(message.get("role") == "assistant" for message in prompt)
     variables = read_variables(pair)
     rows: list[Row] = []
     counts: list[int] = []
@@ -249,12 +248,13 @@ def _encode_chats(
             f"{where}: {name} must have no message with weight 0: answers are compared as a whole. Move messages that "
             "are not learnt into the prompt, or leave the weight out.",
         )
-        text, spans = tokenizer.render_answers([*prompt, *answer], **variables)
+        learnt = [number >= len(prompt) for number in range(len(prompt) + len(answer))]
+        text, spans = tokenizer.render_answers([*prompt, *answer], learnt=learnt, **variables)
         if processor is not None:
             text, moved, counts = write_media(where, text, spans, media, processor)
             spans = moved or []
         encoding = tokenizer.backend.encode(text, add_special_tokens=False)
-        mask = answer_mask(encoding.offsets, spans[earlier:])
+        mask = answer_mask(encoding.offsets, spans)
         check(any(mask), f"{where}: an answer must be a message of the assistant that is not empty, got {answer}.")
         first, last = mask.index(True), len(mask) - mask[::-1].index(True)
         ids = encoding.ids[:last]
