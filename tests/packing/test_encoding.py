@@ -85,6 +85,17 @@ def test_a_prompt_whose_answers_the_template_changes(make, tokenizer):
         (['{"input_ids": [1, 2], "labels": [1]}'], "line 1: labels must be those of input_ids"),
         (['{"input_ids": [1, 2], "labels": [2, -100]}'], "line 1: labels must be those of input_ids"),
         (['{"messages": [{"content": "x"}]}'], "line 1: message 1 must have a role, such as user, got None"),
+        (['{"messages": []}'], "line 1: a chat must have a message of the assistant"),
+        (
+            ['{"messages": [{"role": "assistant", "content": 5}]}'],
+            "line 1: message 1 must have content that is a text or",
+        ),
+        (['{"messages": [{"role": "assistant", "content": ["a"]}]}'], "line 1: message 1 must have parts such as"),
+        (['{"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}'], "line 1: message 1 must have parts"),
+        (
+            ['{"instruction": "a", "output": "b", "history": [5]}'],
+            r"line 1: history must be a list of pairs of question and answer, got '\[5\]'",
+        ),
         (['{"messages": [{"role": "user", "content": "x"}]}'], "line 1: a chat must have a message of the assistant"),
         (
             ['{"messages": [{"role": "assistant", "content": ""}, {"role": "x", "content": {}}]}', ""],
@@ -110,7 +121,9 @@ def test_bad_input_is_named_by_file_and_line(make, tmp_path, lines, message):
 
 
 def test_a_template_that_joins_texts_meets_a_number(tokenizer, tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "content": 1}]}])
+    path = write(
+        tmp_path / "a.jsonl", [{"messages": [{"role": "tool", "content": 1}, {"role": "assistant", "content": "a"}]}]
+    )
     template = "{% for m in messages %}{{ '<' + m.content }}{% endfor %}"
     joining = Tokenizer(tokenizer.backend, {"chat_template": template})
     with pytest.raises(ValueError, match=r"line 1: .* must accept the messages, got: can only concatenate str"):
