@@ -327,7 +327,8 @@ class DistillObjective(Objective):
             hidden, head, _ = self.teacher(**batch, loss_function=lambda *given: given).loss
 
         def compare(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Any, Tensor]:
-            return self.function(x, weight, hidden, head, target), (target != -100).sum()
+            # Quantised weights are not sharded on one GPU; adapters then compute in float32, unlike the teacher.
+            return self.function(x, weight, hidden.to(x.dtype), head.to(x.dtype), target), (target != -100).sum()
 
         # Without a backward the teacher's head stays gathered, so the student's loss can use it.
         out = model(**batch, loss_function=compare)
