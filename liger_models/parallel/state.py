@@ -474,7 +474,7 @@ def _incomplete(place: Path, rank: int, reason: BaseException, file: str = "") -
     got = f"{file}, " * bool(file) + f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}"
     message = f"{place}: must be written and read in full by all ranks, got on rank {rank}: {got}."
     if not place.exists():  # it was being written
-        return OSError(f"{message} Earlier checkpoints are unchanged.")
+        return OSError(f"{message} Check the free space. Earlier checkpoints are unchanged.")
     hint = "Use another folder for another optimizer, or moments in another format. If the checkpoint is damaged"
     others = [each.name for each in _steps(place.parent) if each.name < place.name]
     if others:

@@ -32,8 +32,10 @@ from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.convert.files import as_dtype
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import OVERFLOWS, PackedDataset
+from liger_models.data.formats import Formats
 from liger_models.data.loader import PackedLoader
 from liger_models.data.pixels import BROKEN_MEDIA
+from liger_models.data.sources import find_files
 from liger_models.kernels.checks import check
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, layers_of
 from liger_models.memory.estimate import TrainingMemory
@@ -185,6 +187,8 @@ class TrainOptions(ObjectiveOptions):
         unknown = sorted({*self.report_to} - {*TRACKERS})
         check(not unknown, f"TrainOptions: report_to must be among {', '.join(TRACKERS)}, got {', '.join(unknown)}.")
         check(len(self.data) > 0, "TrainOptions: data must be files or folders, got none. Name one.")
+        for name in ("model", "output"):
+            check(bool(getattr(self, name)), f"TrainOptions: {name} must have a name, got ''. Give one.")
         for name, least in LEAST.items():
             value = getattr(self, name)
             check(value is None or value >= least, f"TrainOptions: {name} must be at least {least}, got {value}.")
@@ -245,6 +249,7 @@ class TrainOptions(ObjectiveOptions):
         )
 
         objective = make_objective(self)
+        Formats(objective.formats, self.format)  # refuses a format before a model is loaded
         check(
             objective.shares_rows or self.sharing == 1,
             f"TrainOptions: tensor_parallel and context_parallel must be 1 with objective {self.objective}, whose loss "
@@ -282,7 +287,7 @@ def train(options: TrainOptions) -> None:
             the gradients' norm is not finite.
         OSError: ``options.output`` cannot be written, or its newest checkpoint is damaged.
     """
-    for path in (*options.data, *options.eval_data):  # fail before a large model is loaded
+    for path in (*options.data, *options.eval_data):
         there = Path(path).exists() or path.startswith(PREFIX)
         check(there, f"train: data must be files or folders, got {path}, which does not exist.")
     output = Path(options.output)
@@ -313,6 +318,7 @@ def train(options: TrainOptions) -> None:
     if any(name.startswith(PREFIX) for name in (options.model, *options.data, *options.eval_data)):
         files = [[fetch(name, dataset=True) for name in names] for names in (options.data, options.eval_data)]
         options = replace(options, model=fetch(options.model), data=files[0], eval_data=files[1])
+    find_files([*options.data, *options.eval_data])  # fails before a large model is loaded
     computed = computing_dtype(options, device)
     model, objective = load_model(options, device, mesh, computed), make_objective(options)
     objective.prepare(model, lambda name: load_frozen(fetch(name), device, computed))
