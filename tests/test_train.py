@@ -669,8 +669,9 @@ def test_an_evaluation_counts_targets_and_not_rows_without(folder, tmp_path, mon
     assert found == {"eval_loss": pytest.approx(model(**rows).loss.item(), rel=1e-6)}
 
 
-def test_a_line_of_the_log_that_was_cut(tmp_path):
-    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n{"step": 2, "eval_lo')
+@pytest.mark.parametrize("rest", [b'{"step": 2, "eval_lo', b"\0\0\0\n", b"\xff\n"])
+def test_a_line_of_the_log_that_was_cut(tmp_path, rest):
+    (tmp_path / "log.jsonl").write_bytes(b'{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n' + rest)
     written = Log(tmp_path, 1, 2, torch.device("cpu"))
     written.write(2, loss=1.0)
     written.close()
