@@ -339,7 +339,7 @@ def train(options: TrainOptions) -> None:
     if options.compile:
         compile_blocks(model)
     loader = PackedLoader(data, num_workers=options.workers, pin_memory=device.type != "cpu")
-    tests = objective.dataset(options.eval_data, model, shuffle=False, **packing) if options.eval_data else None
+    tests = objective.eval_dataset(options.eval_data, model, **packing) if options.eval_data else None
     epoch_steps = options.epochs * len(data) / options.accumulate * objective.repeats
     steps = options.steps or math.ceil(epoch_steps)
 
