@@ -74,11 +74,12 @@ def render_answers(
         if needed == answers:
             return text, spans
         if len(spans) == len(answers):
-            owners = answers
-        else:  # an answer may have several spans, such as thoughts and text, or none
-            starts = [end_of(index) for index in answers]
-            owners = [answers[max(bisect_right(starts, start) - 1, 0)] for start, _ in spans]
-        return text, [span for span, owner in zip(spans, owners, strict=True) if owner in needed]
+            return text, [span for span, answer in zip(spans, answers, strict=True) if answer in needed]
+        # An answer may have several spans, such as thoughts and text, or none.
+        following = dict(itertools.pairwise([*answers, len(messages)]))
+        ends = ((index, following[index]) for index in needed)  # a span at the end of the text may be empty
+        places = [range(end_of(first), end_of(end) + (end == len(messages))) for first, end in ends]
+        return text, [span for span in spans if any(span[0] in place for place in places)]
     spans = []
     for index in needed:
         before = render(template, messages[:index], variables, add_generation_prompt=True)
