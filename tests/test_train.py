@@ -522,6 +522,10 @@ def test_options_that_cannot_be(capsys):
         ("--format=csv", "format must be one of chat, sharegpt, .*, got 'csv'"),
         ("--objective=dpo --format=text", "format must be one of preference, got 'text'"),
         ("--output=", "output must have a name, got ''"),
+        ("--data=", "data must be files or folders, got ''"),
+        ("--objective=kto --batch-size=2 --desirable-weight=nan", "desirable_weight must be finite, got nan"),
+        ("--objective=simpo --simpo-gamma=inf", "simpo_gamma must be finite, got inf"),
+        ("--lora-r=4 --lora-alpha=nan", "lora_alpha must be finite, got nan"),
         ("--objective=dpo --memory=60GB", "memory is planned for objectives sft and pretrain without tensor_parallel"),
     ):
         with pytest.raises(SystemExit):

@@ -71,6 +71,8 @@ KNOWN = {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES, "broken
 KNOWN |= {"optimizer": ("adamw", "muon")}
 TRACKERS = ("tensorboard", "wandb")
 """The allowed values of options."""
+UNBOUNDED = frozenset({"max_norm", "epsilon", "epsilon_high"})
+"""Options that may be infinite, which limits nothing."""
 
 
 @dataclass(kw_only=True)
@@ -187,6 +189,8 @@ class TrainOptions(ObjectiveOptions):
         unknown = sorted({*self.report_to} - {*TRACKERS})
         check(not unknown, f"TrainOptions: report_to must be among {', '.join(TRACKERS)}, got {', '.join(unknown)}.")
         check(len(self.data) > 0, "TrainOptions: data must be files or folders, got none. Name one.")
+        for path in (*self.data, *self.eval_data):  # "" is the current folder
+            check(bool(path), "TrainOptions: data must be files or folders, got ''. Name one.")
         for name in ("model", "output"):
             check(bool(getattr(self, name)), f"TrainOptions: {name} must have a name, got ''. Give one.")
         for name, least in LEAST.items():
@@ -200,9 +204,10 @@ class TrainOptions(ObjectiveOptions):
         for name in ("epochs", "lr", "muon_lr", "max_norm", "lora_plus_ratio"):
             value = getattr(self, name)
             check(value is None or value > 0, f"TrainOptions: {name} must be more than 0, got {value}.")
-        for name in ("epochs", "lr", "muon_lr", "weight_decay"):
+        for name in sorted(TrainOptions.__dataclass_fields__.keys() - UNBOUNDED):
             value = getattr(self, name)
-            check(value is None or value < math.inf, f"TrainOptions: {name} must be finite, got {value}.")
+            finite = not isinstance(value, float) or math.isfinite(value)
+            check(finite, f"TrainOptions: {name} must be finite, got {value}.")
         for name, known in KNOWN.items():
             value = getattr(self, name)
             check(
