@@ -25,7 +25,7 @@ from liger_models.kernels.checks import check
 from liger_models.text.chat import Span, answer_mask
 from liger_models.text.tokenizer import Tokenizer
 
-READING = 2
+READING = 3
 """Part of the name of a token cache. Raised when examples are read in another way than before."""
 FIELDS = ("messages", "text", "input_ids")
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
