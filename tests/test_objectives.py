@@ -38,6 +38,7 @@ from liger_models.parallel import apply_fsdp
 from liger_models.train import grpo as grpo_module
 from liger_models.train.loop import TrainOptions, train
 from liger_models.train.objective_options import make_objective
+from liger_models.train.objectives import Metrics, add_metrics
 from liger_models.train.options import read_options
 
 from .packing.conftest import tokenizer  # noqa: F401
@@ -206,6 +207,15 @@ def test_each_objective_on_a_gpu(folder, tmp_path, objective, data, options):
         assert gpu[0]["loss"] == pytest.approx(cpu[0]["loss"], rel=2e-2)
 
 
+def test_distillation_into_adapters_on_quantised_weights(folder, tmp_path):
+    """They compute in float32 on one device, unlike the teacher."""
+    losses = []
+    for name, options in (("plain", {"dtype": "float32"}), ("quantised", {"lora_float8": True})):
+        train_on(folder, str(tmp_path / name), "distill", "text", teacher="teacher", lora_r=4, steps=2, **options)
+        losses.append(log(tmp_path / name)[0]["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=5e-2)
+
+
 @pytest.mark.parametrize(
     ("objective", "data", "options"),
     [
@@ -233,6 +243,28 @@ def test_two_ranks_go_on(folder, two, objective, data, options):  # noqa: F811
             [line["loss"] for line in log(folder / each) if "loss" in line] for each in (f"{name}-alone", name)
         )
         assert alone == pytest.approx(losses, rel=2e-3)
+
+
+def test_an_evaluation_counts_each_pair_once(folder, tmp_path):
+    """Whatever the batch size and the number of ranks, of which one may have none in the last step."""
+    model = LigerLlama.from_pretrained(folder / "checkpoint", dtype=torch.float64, progress=False).eval()
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join((folder / "pairs.jsonl").read_text().splitlines(keepends=True)[:7]))
+    found = []
+    for batch_size, ranks in ((7, 1), (1, 1), (2, 1), (5, 1), (9, 1), (2, 2), (3, 3), (5, 3)):
+        options = TrainOptions(model="m", data="d", output="o", objective="simpo", batch_size=batch_size)
+        objective, total = make_objective(options), Metrics()
+        sizes = {"length": 128, "batch_size": batch_size, "overflow": None, "ranks": ranks, "cache_dir": tmp_path}
+        for rank in range(ranks):
+            data = objective.eval_dataset([str(pairs)], model, rank=rank, progress=False, **sizes)
+            batches = list(data)
+            assert len(batches) == len(data)
+            for batch in batches:
+                with torch.no_grad():
+                    add_metrics(total, objective.evaluate(model, batch))
+        assert all(int(number) == 7 for _, number in total.values())
+        found.append({name: (added / number).item() for name, (added, number) in total.items()})
+    assert all(each == pytest.approx(found[0], rel=1e-5) for each in found)
 
 
 def train_without_room(folder: Path, output: str) -> None:

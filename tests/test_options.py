@@ -99,6 +99,8 @@ def test_an_unknown_option_of_the_command_line(capsys, arguments, message):
         ("a.yaml", b"[1]", "a.yaml: must hold options"),
         ("a.yaml", b"a: [", "a.yaml: must be YAML"),
         ("a.yaml", b"a: \xff", "a.yaml: must be YAML"),
+        ("a.yaml", b"rate: 1\nname: x\nrate: 2", "a.yaml: must be YAML, got: rate twice"),
+        ("a.json", b'{"rate": 1, "rate": 2}', "a.json: must be JSON, got: rate twice"),
         ("a.json", b"{", "a.json: must be JSON"),
         ("a.yaml", None, "No such file"),
     ],

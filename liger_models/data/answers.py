@@ -124,13 +124,15 @@ class AnswerDataset(PackedDataset):
     fit.
 
     Order, ranks, position and cache are as in `PackedDataset`, with examples for rows. The last step of an epoch is
-    completed with its first examples.
+    completed with its first examples, unless ``complete`` is False.
 
     Args:
         source: files or another source with a length, as for `PackedDataset`.
         tokenizer: the tokenizer of the model, or its processor, which also takes images.
         length: largest number of tokens of a sequence.
         formats: the formats that examples may have: ("preference",) or ("kto",).
+        complete: False for an evaluation, which must see each example once: the last batches have fewer examples, and
+            that of a rank which gets none has one without labels.
         options: as for `PackedDataset`; ``batch_size`` is the number of examples in a batch.
 
     Raises:
@@ -139,8 +141,17 @@ class AnswerDataset(PackedDataset):
 
     per_example: ClassVar[int] = 2
 
-    def __init__(self, source: Any, tokenizer: Any, *, length: int, formats: Sequence[str], **options: Any) -> None:
-        self.formats = tuple(formats)
+    def __init__(
+        self,
+        source: Any,
+        tokenizer: Any,
+        *,
+        length: int,
+        formats: Sequence[str],
+        complete: bool = True,
+        **options: Any,
+    ) -> None:
+        self.formats, self.complete = tuple(formats), complete
         super().__init__(source, tokenizer, length=length, formats=formats, **{**options, "overflow": "truncate"})
         check(self._rows is not None, "AnswerDataset: the source must have a length, got a stream. Save it as a file.")
 
@@ -166,7 +177,7 @@ class AnswerDataset(PackedDataset):
         return f"chosen:\n{shown}\nrejected:\n{mark_learnt(self.encoder.tokenizer, documents[1])}"
 
     def _batch(self, rows: list[Batch]) -> Batch:
-        rows = self._completed(rows)
+        rows = self._completed(rows) if self.complete else rows or [self._without_labels(self.rows[0])]
         answers, others = ([row.pop(name) for row in rows] for name in ("first", "second"))
         if self.formats != ("kto",):
             return self._padded(answers + others, rows * 2)
@@ -178,6 +189,9 @@ class AnswerDataset(PackedDataset):
             "preference_labels": torch.tensor([bool(label) for label in others]),
             **{f"kl_{name}": tensor for name, tensor in self._padded(unrelated).items()},
         }
+
+    def _without_labels(self, row: Any) -> Any:
+        return {**row, **{name: torch.where(row[name] < 0, row[name], ~row[name]) for name in ("first", "second")}}
 
     def _padded(self, documents: list[Tensor], pixels: Sequence[Batch] = ()) -> Batch:
         return padded(documents, self.length, self._filler, pixels)

@@ -25,7 +25,7 @@ from liger_models.kernels.checks import check
 from liger_models.text.chat import Span, answer_mask
 from liger_models.text.tokenizer import Tokenizer
 
-READING = 2
+READING = 3
 """Part of the name of a token cache. Raised when examples are read in another way than before."""
 FIELDS = ("messages", "text", "input_ids")
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
@@ -34,6 +34,9 @@ WINDOW_CHARACTERS, OVERLAP_CHARACTERS = 1 << 18, 1 << 12
 """Texts of more characters are tokenised in windows, which overlap: the library needs over 100 bytes a character."""
 MEDIA = ("image", "video", "audio")
 """Parts of the names of special tokens and of parts of a message that stand for what is not text."""
+
+SPEAKERS = ("system", "user", "assistant")
+"""Roles whose messages are texts or parts; what a tool returns may be anything that the template writes."""
 
 
 class Document(NamedTuple):
@@ -137,7 +140,7 @@ class Encoder:
                 self.skipped.add(error)
                 continue
             if isinstance(content, Content):
-                _check_characters(where, content.text)
+                check_characters(where, content.text)
                 characters += len(content.text)
                 characters += sum(each.memory for each in content.media)
             group.append(content)
@@ -184,23 +187,26 @@ class Encoder:
             ]
             return self._write(where, whole, None if prompt is None else [(len(prompt), len(whole))], True, found)
         value = value if isinstance(value, list) else to_plain(value)
-        if isinstance(value, Sequence) and value and all(isinstance(message, Mapping) for message in value):
+        if is_messages(value) and (value or field == "messages" or prompt):
             check(
-                prompt is None or (isinstance(prompt, Sequence) and all(isinstance(each, Mapping) for each in prompt)),
+                prompt is None or is_messages(prompt),
                 f"{where}: prompt must be messages as {field} is, got {str(prompt)[:60]!r}. Convert one.",
             )
             messages, found = place_media(where, [*(prompt or ()), *value], columns, self.takes_bounds)
             messages = read_messages(where, messages, self.kinds)
-            earlier = messages[: len(prompt or ())]
+            first = len(prompt or ())
+            answers = [number >= first and each["role"] == "assistant" for number, each in enumerate(messages)]
+            check(any(answers), f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
+            learnt = [answer and each.get("weight", 1) == 1 for answer, each in zip(answers, messages, strict=True)]
             try:
-                text, spans = self.tokenizer.render_answers(messages, **read_variables(example))
+                text, spans = self.tokenizer.render_answers(messages, learnt=learnt, **read_variables(example))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{where}: {error}") from error
-            answers = [message for message in messages if message.get("role") == "assistant"]
-            first = sum(message.get("role") == "assistant" for message in earlier)
-            check(bool(spans[first:]), f"{where}: a chat must have a message of the assistant, got none. Leave it out.")
-            weighted = zip(spans[first:], answers[first:], strict=True)
-            spans = [span for span, answer in weighted if answer.get("weight", 1)]
+            check(
+                bool(spans) or not any(learnt),
+                f"{where}: the chat template must mark answers by {{% generation %}}, got none marked. Mark them, or "
+                "leave all marks out.",
+            )
             return self._write(where, text, spans, False, found)
         check(
             isinstance(value, Sequence) and all(type(token) is int and 0 <= token < 2**31 for token in value),
@@ -340,12 +346,14 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
         of text are joined.
 
     Raises:
-        ValueError: another message has no content, a part of a message is neither text nor of these kinds, or a weight
-            is neither 0 nor 1.
+        ValueError: another message has no content, a message has no role, content is neither a text nor a list of
+            parts, a part is neither text nor of these kinds, or a weight is neither 0 nor 1.
     """
     read = []
     for number, message in enumerate(messages, 1):
         present = {key: value for key, value in message.items() if value is not None}
+        role = present.get("role")
+        check(isinstance(role, str), f"{where}: message {number} must have a role, such as user, got {role!r}. Add it.")
         content = present.get("content")
         calls = present.get("tool_calls") if present.get("role") == "assistant" else None
         check(
@@ -353,11 +361,21 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
             f"{where}: message {number} must have content, got null. Only an assistant's message with tool_calls may "
             "have none.",
         )
-        for part in content if isinstance(content, list) else ():
-            found = [] if isinstance(part, Mapping) and part.get("type") in kinds else _media_in(part)
+        check(
+            content is None or role not in SPEAKERS or isinstance(content, str | list | tuple),
+            f"{where}: message {number} must have content that is a text or a list of parts, got "
+            f"{str(content)[:60]!r}. Correct it.",
+        )
+        for part in content if isinstance(content, list | tuple) else ():
+            check(
+                isinstance(part, Mapping) and (part.get("type") != "text" or _is_text(part)),
+                f"{where}: message {number} must have parts such as {{'type': 'text', 'text': ...}}, got "
+                f"{str(part)[:60]!r}. Correct it.",
+            )
+            found = [] if part.get("type") in kinds else _media_in(part)
             taken = " and ".join(("text", *kinds))
             check(not found, f"{where}: message {number} must be {taken}, got a part {', '.join(found)}. {_NO_MEDIA}")
-        if not kinds and isinstance(content, list) and all(map(_is_text, content)):
+        if not kinds and isinstance(content, list | tuple) and all(map(_is_text, content)):
             content = "".join(part["text"] for part in content)  # templates of text models take no parts
         weight = present.get("weight", 1)
         check(
@@ -373,12 +391,15 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _media_in(part: Any) -> list[str]:
+def _media_in(part: Mapping[str, Any]) -> list[str]:
     """The type and the keys of a part of a message that say that it is not text."""
-    if not isinstance(part, Mapping):
-        return []
     names = [str(part.get("type")), *(key for key, value in part.items() if value is not None)]
     return [name for name in names if any(kind in name for kind in MEDIA)]
+
+
+def is_messages(value: Any) -> bool:
+    """Whether a value is a list of messages."""
+    return isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value)
 
 
 def is_empty(value: Any) -> bool:
@@ -414,7 +435,7 @@ def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
     return {"tools": found["tools"], **{key: value for key, value in more.items() if value is not None}}
 
 
-def _check_characters(where: str, text: str) -> None:
+def check_characters(where: str, text: str) -> None:
     """Raise ValueError for a text with half of a surrogate pair, which a broken escape in JSON becomes."""
     try:
         text.encode()

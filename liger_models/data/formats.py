@@ -95,7 +95,8 @@ def _from_alpaca(where: str, example: Example, chat: bool) -> Example:
         check(isinstance(value, str), f"{where}: {name} must be a text, got {str(value)[:60]!r}. Correct it.")
     history = example.get("history") or ()
     check(
-        not isinstance(history, str) and all(not isinstance(turn, str) and len(turn) == 2 for turn in history),
+        isinstance(history, list | tuple)
+        and all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in history),
         f"{where}: history must be a list of pairs of question and answer, got {str(history)[:60]!r}. Correct it.",
     )
     if chat:

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from liger_models.base.processor import Processor
 from liger_models.data.batch import Batch, join_rows
-from liger_models.data.encoding import is_empty, read_messages, read_variables
+from liger_models.data.encoding import check_characters, is_empty, is_messages, read_messages, read_variables
 from liger_models.data.media import Medium, columns_of, find_tokens, open_media, place_media, write_media
 from liger_models.data.pixels import make_pixels
 from liger_models.data.sources import MEDIA_COLUMNS
@@ -168,6 +168,13 @@ def encode_pair(
         )
         check(tokenizer is not None, f"{where}: texts and messages need a tokenizer. Pass it.")
         check(all(texts) or not any(texts), f"{where}: must be all texts or all messages, got both. Convert them.")
+        for part in parts:
+            value = pair[part]
+            check(
+                isinstance(value, str) or is_messages(value),
+                f"{where}: {part} must be a text or messages, got {str(value)[:60]!r}. Correct it.",
+            )
+            check_characters(where, value if isinstance(value, str) else "")
     check(
         not any(columns.values()) or not (rows or any(texts)),
         f"{where}: images stand in messages, got a field {', '.join(kind for kind in columns if columns[kind])} beside "
@@ -236,7 +243,6 @@ def _encode_chats(
     prompt = pair[answers[0]][:shared] if whole else pair["prompt"]
     prompt, found = place_media(where, prompt, columns, processor is not None and processor.takes_bounds)
     prompt, media = read_messages(f"{where}, prompt", prompt, [*columns]), open_media(where, found, processor)
-    earlier = sum(message.get("role") == "assistant" for message in prompt)
     variables = read_variables(pair)
     rows: list[Row] = []
     counts: list[int] = []
@@ -249,12 +255,17 @@ def _encode_chats(
             f"{where}: {name} must have no message with weight 0: answers are compared as a whole. Move messages that "
             "are not learnt into the prompt, or leave the weight out.",
         )
-        text, spans = tokenizer.render_answers([*prompt, *answer], **variables)
+        learnt = [number >= len(prompt) for number in range(len(prompt) + len(answer))]
+        try:
+            text, spans = tokenizer.render_answers([*prompt, *answer], learnt=learnt, **variables)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from error
+        check_characters(where, text)
         if processor is not None:
             text, moved, counts = write_media(where, text, spans, media, processor)
             spans = moved or []
         encoding = tokenizer.backend.encode(text, add_special_tokens=False)
-        mask = answer_mask(encoding.offsets, spans[earlier:])
+        mask = answer_mask(encoding.offsets, spans)
         check(any(mask), f"{where}: an answer must be a message of the assistant that is not empty, got {answer}.")
         first, last = mask.index(True), len(mask) - mask[::-1].index(True)
         ids = encoding.ids[:last]

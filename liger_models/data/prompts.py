@@ -14,7 +14,7 @@ import torch
 from liger_models.base.processor import Processor
 from liger_models.data.answers import AnswerRows
 from liger_models.data.dataset import PackedDataset
-from liger_models.data.encoding import read_messages, read_variables
+from liger_models.data.encoding import check_characters, is_messages, read_messages, read_variables
 from liger_models.data.formats import mark_learnt
 from liger_models.data.media import (
     BrokenMediaError,
@@ -111,9 +111,14 @@ class PromptDataset(PackedDataset):
         if isinstance(prompt, str):
             given = [kind for kind, column in columns_of(example, self.encoder.kinds).items() if column]
             check(not given, f"{where}: images stand in messages, got {', '.join(given)} beside a text. Convert it.")
+            check_characters(where, prompt)
             ids = tokenizer.encode(prompt)
             ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
         else:
+            check(
+                is_messages(prompt),
+                f"{where}: prompt must be a text or messages, got {str(prompt)[:60]!r}. Correct it.",
+            )
             ids, media = encode_prompt(where, example, self.encoder.processor or tokenizer)
         check(
             0 < len(ids) <= self.length,
@@ -155,6 +160,7 @@ def encode_prompt(
         text = str(tokenizer.apply_chat_template(messages, **options))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
+    check_characters(where, text)
     media = open_media(where, found, processor)
     if processor is None:
         return tokenizer.encode(text, add_special_tokens=False), []

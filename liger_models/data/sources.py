@@ -137,7 +137,7 @@ def _read_array(path: Path) -> Iterator[Located]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: must be a JSON array of objects, got: {error}. Correct the file.") from error
     for number, example in enumerate(examples, 1):
-        where = f"{path}, row {number}"
+        where = Place.of(path, f"row {number}")
         check(isinstance(example, dict), f"{where}: must be a JSON object, got: {str(example)[:60]}. Correct it.")
         yield where, example
 

@@ -1,6 +1,7 @@
 """Tokens on disk: each source is tokenised once, by one rank of each host, and found again by later runs."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -221,7 +222,15 @@ def tokenise(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
                 examples = bar(examples, desc="Tokenising", unit=" examples", disable=not (progress and rank() == 0))
                 encoder.skipped = Skipped()
                 named = ", ".join(map(str, source[:3])) if isinstance(source, tuple) else "the source"
-                TokenFile.write(temporary, encoder.encode(examples), encoder.skipped, named)
+                try:
+                    TokenFile.write(temporary, encoder.encode(examples), encoder.skipped, named)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                    raise OSError(
+                        f"PackedDataset: the token cache {cache} must have room for the tokens, got: {error}. Free "
+                        "space, or name another folder by cache_dir= or $XDG_CACHE_HOME."
+                    ) from error
                 try:
                     temporary.rename(folder)
                 except OSError:

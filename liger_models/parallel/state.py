@@ -191,7 +191,7 @@ def load_state(
         folder: folder of the run.
         model, optimizer, scheduler, data: created as for a new run; None skips a part.
         scaler: as these; it stays as it is if the checkpoint has no loss scale, because the run was not in float16.
-        step: step of the checkpoint. Default: the one named in ``latest``, or, if that was deleted, the newest.
+        step: step of the checkpoint. Default: the one named in ``latest``, or, if either was deleted, the newest.
 
     Returns:
         The step of the checkpoint; None, with nothing changed, if there is no checkpoint yet.
@@ -360,9 +360,14 @@ def _place(folder: Path, step: int) -> Path:
 def _find(folder: Path, step: int | None) -> Path | None:
     steps = _steps(folder)
     if step is None:
-        if not (folder / LATEST).is_file():
+        pointer = folder / LATEST
+        named = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+        if not named and not steps:
             return None
-        place = folder / (folder / LATEST).read_text().strip()
+        if not named:  # deleted, or emptied by a machine that lost power; complete checkpoints alone have such names
+            warnings.warn(f"{pointer} names no checkpoint. Resuming from {steps[-1].name}.", stacklevel=3)
+            return steps[-1]
+        place = folder / named
     else:
         place = _place(folder, step)
     found = next((each for each in (place, place.with_suffix(".old")) if each.is_dir()), None)
@@ -474,7 +479,7 @@ def _incomplete(place: Path, rank: int, reason: BaseException, file: str = "") -
     got = f"{file}, " * bool(file) + f"{type(reason).__name__}: {str(reason).partition(chr(10))[0][:200]}"
     message = f"{place}: must be written and read in full by all ranks, got on rank {rank}: {got}."
     if not place.exists():  # it was being written
-        return OSError(f"{message} Earlier checkpoints are unchanged.")
+        return OSError(f"{message} Check the free space. Earlier checkpoints are unchanged.")
     hint = "Use another folder for another optimizer, or moments in another format. If the checkpoint is damaged"
     others = [each.name for each in _steps(place.parent) if each.name < place.name]
     if others:

@@ -41,6 +41,7 @@ def render_answers(
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
     special_tokens: Sequence[str],
+    learnt: Sequence[bool] | None = None,
 ) -> tuple[str, list[Span]]:
     """A conversation as text, and the spans of its answers; `Tokenizer.render_answers` says how they are found.
 
@@ -49,26 +50,43 @@ def render_answers(
         messages: dicts with ``role`` and ``content``.
         variables: what else the template reads.
         special_tokens: tokens that may end an answer.
+        learnt: for each message, whether it is an answer whose spans are needed; default: the assistant's.
 
     Raises:
         ValueError: the template refuses the messages, or the position of an answer cannot be determined.
     """
     text = render(template, messages, variables)
+    answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+    needed = answers if learnt is None else [index for index in answers if learnt[index]]
+
+    def end_of(number: int) -> int:
+        """Where the first ``number`` messages end in ``text``."""
+        begun = render(template, messages[:number], variables) if number else ""
+        if not text.startswith(begun):  # some templates write one more token after the end of the last message
+            last = next((token for token in special_tokens if begun.rstrip().endswith(token)), "")
+            begun = begun.rstrip().removesuffix(last).rstrip()
+            if not (begun.endswith(tuple(special_tokens)) and text.startswith(begun)):
+                raise _unknown_position(number)
+        return len(begun)
+
     if _GENERATION.search(template):
-        return text, _marked_answers(text, render(template, messages, variables, mark_answers=True))
+        spans = _marked_answers(text, render(template, messages, variables, mark_answers=True))
+        if needed == answers:
+            return text, spans
+        if len(spans) == len(answers):
+            return text, [span for span, answer in zip(spans, answers, strict=True) if answer in needed]
+        # An answer may have several spans, such as thoughts and text, or none.
+        following = dict(itertools.pairwise([*answers, len(messages)]))
+        ends = ((index, following[index]) for index in needed)  # a span at the end of the text may be empty
+        places = [range(end_of(first), end_of(end) + (end == len(messages))) for first, end in ends]
+        return text, [span for span in spans if any(span[0] in place for place in places)]
     spans = []
-    for index, message in enumerate(messages):
-        if message.get("role") == "assistant":
-            before = render(template, messages[:index], variables, add_generation_prompt=True)
-            answered = render(template, messages[: index + 1], variables)
-            if not (text.startswith(answered) and answered.startswith(before)):
-                raise ValueError(
-                    f"Tokenizer: the chat template must render the messages up to message {index + 1} as the "
-                    "beginning of the conversation, got other text, so the position of that answer is unknown. Mark "
-                    "answers by {% generation %} and {% endgeneration %} in the template, or end the conversation "
-                    "after this message."
-                )
-            spans.append((len(before), _end_of_turn(text, len(before), len(answered), special_tokens)))
+    for index in needed:
+        before = render(template, messages[:index], variables, add_generation_prompt=True)
+        end = end_of(index + 1)
+        if not text[:end].startswith(before):
+            raise _unknown_position(index + 1)
+        spans.append((len(before), _end_of_turn(text, len(before), end, special_tokens)))
     return text, spans
 
 
@@ -85,6 +103,14 @@ def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
         tokens = slice(bisect_right(ends, start), bisect_left(starts, end))
         mask[tokens] = [True] * len(mask[tokens])
     return mask
+
+
+def _unknown_position(number: int) -> ValueError:
+    return ValueError(
+        f"Tokenizer: the chat template must render the messages up to message {number} as the beginning of the "
+        "conversation, got other text, so the position of that answer is unknown. Mark answers by {% generation %} and "
+        "{% endgeneration %} in the template, or end the conversation after this message."
+    )
 
 
 def _marked_answers(text: str, marked: str) -> list[Span]:

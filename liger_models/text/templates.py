@@ -15,6 +15,8 @@ from liger_models.text import limits
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Marks around an answer. Unicode assigns no character to these two code points."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names of an assistant's thoughts in a message; the first that has a value counts."""
 
 
 def render(
@@ -39,8 +41,20 @@ def render(
     """
     with _naming_errors("accept the messages"):
         return _compile(template, mark_answers).render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **{"documents": None, **variables}
+            messages=[*map(_with_thoughts, messages)],
+            add_generation_prompt=add_generation_prompt,
+            **{"documents": None, **variables},
         )
+
+
+def _with_thoughts(message: Any) -> Any:
+    """A message with its thoughts under both names that templates read, as in transformers."""
+    names = THOUGHTS if isinstance(message, Mapping) else ()
+    found = next((message[name] for name in names if message.get(name) is not None), None)
+    if found is None:
+        return message
+    thinking = message.get("thinking")
+    return {**message, "thinking": found if thinking is None else thinking, "reasoning_content": found}
 
 
 def variables_of(template: str) -> set[str]:

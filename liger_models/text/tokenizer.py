@@ -519,19 +519,22 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        learnt: Sequence[bool] | None = None,
         **variables: Any,
     ) -> tuple[str, list[Span]]:
         """A conversation as text, and the parts of it that the assistant writes, which a model is trained on.
 
         An answer is what the template outputs between ``{% generation %}`` and ``{% endgeneration %}``. A template
         without these marks is rendered twice for each answer: up to the answer, with the generation prompt, and with
-        the answer. The answer is the difference, without the whitespace after its end-of-turn token.
+        the answer. The answer is the difference, without the whitespace after its end-of-turn token. With marks an
+        answer may have several parts, such as thoughts and text.
 
         Args:
             messages, tools, **variables: as for `apply_chat_template`.
+            learnt: for each message, whether it is an answer to find; default: all messages of the assistant.
 
         Returns:
-            The text, and the first and last + 1 character of each answer. `answer_mask` finds their tokens.
+            The text, and the first and last + 1 character of each part. `answer_mask` finds their tokens.
 
         Raises:
             TypeError: the template reads no variable of this name.
@@ -539,7 +542,7 @@ class Tokenizer:
         """
         special = [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
         template, variables = self._chat_template(tools, variables)
-        return render_answers(template, messages, variables, special)
+        return render_answers(template, messages, variables, special, learnt)
 
     def _chat_template(self, tools: object, variables: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """The template, and all its variables but the messages."""

@@ -38,6 +38,7 @@ Reward = Callable[..., Any]
 class GRPOObjective(Objective):
     """Group-relative policy optimisation, on answers that the model samples itself."""
 
+    formats = ("prompt",)
     shares_rows, compares = False, True
 
     def __init__(self, options: Any, **given: Any) -> None:

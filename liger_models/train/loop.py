@@ -32,8 +32,10 @@ from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.convert.files import as_dtype
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import OVERFLOWS, PackedDataset
+from liger_models.data.formats import Formats
 from liger_models.data.loader import PackedLoader
 from liger_models.data.pixels import BROKEN_MEDIA
+from liger_models.data.sources import find_files
 from liger_models.kernels.checks import check
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, layers_of
 from liger_models.memory.estimate import TrainingMemory
@@ -69,6 +71,8 @@ KNOWN = {"overflow": OVERFLOWS, "checkpointing": CHECKPOINTING_POLICIES, "broken
 KNOWN |= {"optimizer": ("adamw", "muon")}
 TRACKERS = ("tensorboard", "wandb")
 """The allowed values of options."""
+UNBOUNDED = frozenset({"max_norm", "epsilon", "epsilon_high"})
+"""Options that may be infinite, which limits nothing."""
 
 
 @dataclass(kw_only=True)
@@ -185,6 +189,10 @@ class TrainOptions(ObjectiveOptions):
         unknown = sorted({*self.report_to} - {*TRACKERS})
         check(not unknown, f"TrainOptions: report_to must be among {', '.join(TRACKERS)}, got {', '.join(unknown)}.")
         check(len(self.data) > 0, "TrainOptions: data must be files or folders, got none. Name one.")
+        for path in (*self.data, *self.eval_data):  # "" is the current folder
+            check(bool(path), "TrainOptions: data must be files or folders, got ''. Name one.")
+        for name in ("model", "output"):
+            check(bool(getattr(self, name)), f"TrainOptions: {name} must have a name, got ''. Give one.")
         for name, least in LEAST.items():
             value = getattr(self, name)
             check(value is None or value >= least, f"TrainOptions: {name} must be at least {least}, got {value}.")
@@ -196,9 +204,10 @@ class TrainOptions(ObjectiveOptions):
         for name in ("epochs", "lr", "muon_lr", "max_norm", "lora_plus_ratio"):
             value = getattr(self, name)
             check(value is None or value > 0, f"TrainOptions: {name} must be more than 0, got {value}.")
-        for name in ("epochs", "lr", "muon_lr", "weight_decay"):
+        for name in sorted(TrainOptions.__dataclass_fields__.keys() - UNBOUNDED):
             value = getattr(self, name)
-            check(value is None or value < math.inf, f"TrainOptions: {name} must be finite, got {value}.")
+            finite = not isinstance(value, float) or math.isfinite(value)
+            check(finite, f"TrainOptions: {name} must be finite, got {value}.")
         for name, known in KNOWN.items():
             value = getattr(self, name)
             check(
@@ -245,6 +254,7 @@ class TrainOptions(ObjectiveOptions):
         )
 
         objective = make_objective(self)
+        Formats(objective.formats, self.format)  # refuses a format before a model is loaded
         check(
             objective.shares_rows or self.sharing == 1,
             f"TrainOptions: tensor_parallel and context_parallel must be 1 with objective {self.objective}, whose loss "
@@ -282,7 +292,7 @@ def train(options: TrainOptions) -> None:
             the gradients' norm is not finite.
         OSError: ``options.output`` cannot be written, or its newest checkpoint is damaged.
     """
-    for path in (*options.data, *options.eval_data):  # fail before a large model is loaded
+    for path in (*options.data, *options.eval_data):
         there = Path(path).exists() or path.startswith(PREFIX)
         check(there, f"train: data must be files or folders, got {path}, which does not exist.")
     output = Path(options.output)
@@ -313,6 +323,7 @@ def train(options: TrainOptions) -> None:
     if any(name.startswith(PREFIX) for name in (options.model, *options.data, *options.eval_data)):
         files = [[fetch(name, dataset=True) for name in names] for names in (options.data, options.eval_data)]
         options = replace(options, model=fetch(options.model), data=files[0], eval_data=files[1])
+    find_files([*options.data, *options.eval_data])  # fails before a large model is loaded
     computed = computing_dtype(options, device)
     model, objective = load_model(options, device, mesh, computed), make_objective(options)
     objective.prepare(model, lambda name: load_frozen(fetch(name), device, computed))
@@ -333,7 +344,7 @@ def train(options: TrainOptions) -> None:
     if options.compile:
         compile_blocks(model)
     loader = PackedLoader(data, num_workers=options.workers, pin_memory=device.type != "cpu")
-    tests = objective.dataset(options.eval_data, model, shuffle=False, **packing) if options.eval_data else None
+    tests = objective.eval_dataset(options.eval_data, model, **packing) if options.eval_data else None
     epoch_steps = options.epochs * len(data) / options.accumulate * objective.repeats
     steps = options.steps or math.ceil(epoch_steps)
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -99,10 +100,9 @@ class Log:
         self.peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
         if self.first:
             folder.mkdir(parents=True, exist_ok=True)
-            lines = self.file.read_text().splitlines(keepends=True) if self.file.is_file() else []
-            whole = [line for line in lines if line.endswith("\n")]  # a killed run may have written half a line
+            lines = self.file.read_bytes().splitlines(keepends=True) if self.file.is_file() else []
             temporary = self.file.with_suffix(".tmp")
-            temporary.write_text("".join(line for line in whole if json.loads(line)["step"] <= start))
+            temporary.write_bytes(b"".join(line for line in lines if _step(line) <= start))
             temporary.replace(self.file)
             if "tensorboard" in report_to:
                 self.writers.append(_TensorBoard(folder / "tensorboard", start + 1))
@@ -193,6 +193,14 @@ class _WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _step(line: bytes) -> float:
+    """The step of a line of log.jsonl; infinity if a killed run or a lost machine has left only a part of it."""
+    try:
+        return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
+    except (KeyError, TypeError, ValueError):
+        return math.inf
 
 
 def _missing(name: str, product: str) -> ImportError:

@@ -113,6 +113,10 @@ class Objective:
         """The data of the run. Every rank must call it."""
         return PackedDataset(source, reader_of(model), overflow=overflow or "split", formats=self.formats, **options)
 
+    def eval_dataset(self, source: Any, model: CausalLM, **options: Any) -> PackedDataset:
+        """The data of the evaluations. Every rank must call it."""
+        return self.dataset(source, model, shuffle=False, **options)
+
     def batch(self, model: CausalLM, batch: Any) -> Batch:
         """What is trained on, of a batch of the data. Every rank must call it."""
         given: Batch = batch
@@ -147,6 +151,7 @@ class Compared(Objective):
     make: Callable[..., Any]
     """The class of the loss."""
     needs_reference = False
+    rows_of_example = 2
 
     def __init__(self, options: Any, **given: Any) -> None:
         super().__init__(options, **given)
@@ -169,6 +174,10 @@ class Compared(Objective):
         """See `Objective.dataset`."""
         return AnswerDataset(source, reader_of(model), formats=self.formats, **options)
 
+    def eval_dataset(self, source: Any, model: CausalLM, **options: Any) -> PackedDataset:
+        """See `Objective.eval_dataset`. Each pair counts once; labelled answers need others in their batch."""
+        return super().eval_dataset(source, model, complete=self.formats != ("preference",), **options)
+
     def num_items(self, batches: list[Batch]) -> Tensor | None:
         """None: each batch has the same number of examples."""
         return None
@@ -182,7 +191,8 @@ class Compared(Objective):
     def evaluate(self, model: CausalLM, batch: Batch) -> Metrics:
         """See `Objective.evaluate`."""
         out, metrics = self._run(model, batch)
-        return {"loss": pair(out.loss[0], 1), **metrics}
+        number = self._counted(batch).sum()
+        return {"loss": pair(out.loss[0] * number, number), **metrics}
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
         """The output of the model, whose loss is the loss and its metrics, and the metrics."""
@@ -200,7 +210,12 @@ class Compared(Objective):
         if self.function.compute_nll_loss:
             means["nll_loss"] = found.nll_loss
         means |= {name: getattr(found, name) for name in ("log_odds_ratio", "log_odds_chosen") if hasattr(found, name)}
-        return out, {name: pair(values.float().mean(), 1) for name, values in means.items()}
+        counted = self._counted(batch)
+        return out, {name: pair((values * counted).float().sum(), counted.sum()) for name, values in means.items()}
+
+    def _counted(self, batch: Batch) -> Tensor:
+        """Which examples of a batch count in metrics: those with labels, [examples] bool."""
+        return (batch["labels"] != -100).any(1).view(-1, len(batch["labels"]) // self.rows_of_example).any(0)
 
 
 class DPOObjective(Compared):
@@ -239,7 +254,7 @@ class KTOObjective(Compared):
     """Kahneman-Tversky optimisation."""
 
     formats = ("kto",)
-    make, needs_reference = LigerFusedLinearKTOLoss, True
+    make, needs_reference, rows_of_example = LigerFusedLinearKTOLoss, True, 1
 
     def __init__(self, options: Any, **given: Any) -> None:
         check(
@@ -327,7 +342,8 @@ class DistillObjective(Objective):
             hidden, head, _ = self.teacher(**batch, loss_function=lambda *given: given).loss
 
         def compare(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Any, Tensor]:
-            return self.function(x, weight, hidden, head, target), (target != -100).sum()
+            # Quantised weights are not sharded on one GPU; adapters then compute in float32, unlike the teacher.
+            return self.function(x, weight, hidden.to(x.dtype), head.to(x.dtype), target), (target != -100).sum()
 
         # Without a backward the teacher's head stays gathered, so the student's loss can use it.
         out = model(**batch, loss_function=compare)

@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -122,9 +122,17 @@ def _scalar(value: Any, kind: type) -> Any:
 def _read(file: Path) -> dict[str, Any]:
     import yaml  # a dependency of huggingface_hub
 
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Refuses a key that occurs twice, of which YAML takes the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            _once((key.value, None) for key, _ in node.value if isinstance(key.value, str))
+            return dict(super().construct_mapping(node, deep))
+
     try:
         text = file.read_text(encoding="utf-8")
-        content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        is_json = file.suffix == ".json"
+        content = json.loads(text, object_pairs_hook=_once) if is_json else yaml.load(text, Loader)
     except (ValueError, yaml.YAMLError) as error:
         kind = "JSON" if file.suffix == ".json" else "YAML"
         raise ValueError(f"{file}: must be {kind}, got: {error}. Correct it.") from error
@@ -133,3 +141,12 @@ def _read(file: Path) -> dict[str, Any]:
             f"{file}: must hold options and their values, got {type(content).__name__}. Write name: value."
         )
     return content
+
+
+def _once(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Keys and values as a dict; a ValueError if a key occurs twice."""
+    found: dict[Any, Any] = {}
+    for key, value in items:
+        check(key not in found, f"{key} twice")
+        found[key] = value
+    return found

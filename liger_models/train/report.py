@@ -242,6 +242,8 @@ def check_turn_end(model: CausalLM) -> str | None:
         text, spans = tokenizer.render_answers(messages)
     except ValueError:  # a template for other conversations
         return None
+    if not spans:
+        return None
     ids = tokenizer.encode(text[slice(*spans[-1])], add_special_tokens=False)
     token = tokenizer.backend.get_added_tokens_decoder().get(ids[-1]) if ids else None
     stops = resolve(model, 1, {}).eos_token_id

@@ -10,6 +10,7 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, t
 from tokenizers import Tokenizer as Backend
 
 from liger_models import PackedDataset, Tokenizer
+from liger_models.data.answers import AnswerDataset
 from liger_models.data.encoding import Encoder
 
 from .examples import CHAT, counted, documents, write
@@ -43,6 +44,33 @@ def test_answers_are_learnt_and_nothing_else(make, tokenizer):
     assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
 
 
+def test_a_prompt_whose_answers_the_template_changes(make, tokenizer):
+    """Only the positions of answers that are learnt must be known."""
+    tokenizer.chat_template = CHAT.replace(
+        "{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content | upper }}"
+    )
+    chat = [{"role": role, "content": f"{role} {n}"} for n in range(2) for role in ("user", "assistant")]
+    try:
+        for example in (
+            {"prompt": chat[:3], "completion": chat[3:]},
+            {"messages": [*chat[:1], {**chat[1], "weight": 0}, *chat[2:]]},
+        ):
+            ((found,),) = (list(documents(batch)) for batch in make([example], length=128))
+            learnt = [token for token in found[1] if token != -100]
+            assert tokenizer.decode(learnt, skip_special_tokens=False) == "assistant 1</s>"
+        (batch,) = AnswerDataset(
+            [{"prompt": chat[:3], "chosen": chat[3:], "rejected": chat[1:2]}],
+            tokenizer,
+            length=128,
+            formats=["preference"],
+            progress=False,
+        )
+        learnt = [tokenizer.decode(row[row != -100]) for row in batch["labels"]]
+        assert learnt == ["assistant 1", "assistant 0"]
+    finally:
+        tokenizer.chat_template = CHAT
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -56,6 +84,18 @@ def test_answers_are_learnt_and_nothing_else(make, tokenizer):
         (["[", '{"text": "a"}'], "line 1: must be a JSON object, got: .* Write each example as one line"),
         (['{"input_ids": [1, 2], "labels": [1]}'], "line 1: labels must be those of input_ids"),
         (['{"input_ids": [1, 2], "labels": [2, -100]}'], "line 1: labels must be those of input_ids"),
+        (['{"messages": [{"content": "x"}]}'], "line 1: message 1 must have a role, such as user, got None"),
+        (['{"messages": []}'], "line 1: a chat must have a message of the assistant"),
+        (
+            ['{"messages": [{"role": "assistant", "content": 5}]}'],
+            "line 1: message 1 must have content that is a text or",
+        ),
+        (['{"messages": [{"role": "assistant", "content": ["a"]}]}'], "line 1: message 1 must have parts such as"),
+        (['{"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}'], "line 1: message 1 must have parts"),
+        (
+            ['{"instruction": "a", "output": "b", "history": [5]}'],
+            r"line 1: history must be a list of pairs of question and answer, got '\[5\]'",
+        ),
         (['{"messages": [{"role": "user", "content": "x"}]}'], "line 1: a chat must have a message of the assistant"),
         (
             ['{"messages": [{"role": "assistant", "content": ""}, {"role": "x", "content": {}}]}', ""],
@@ -81,7 +121,9 @@ def test_bad_input_is_named_by_file_and_line(make, tmp_path, lines, message):
 
 
 def test_a_template_that_joins_texts_meets_a_number(tokenizer, tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "content": 1}]}])
+    path = write(
+        tmp_path / "a.jsonl", [{"messages": [{"role": "tool", "content": 1}, {"role": "assistant", "content": "a"}]}]
+    )
     template = "{% for m in messages %}{{ '<' + m.content }}{% endfor %}"
     joining = Tokenizer(tokenizer.backend, {"chat_template": template})
     with pytest.raises(ValueError, match=r"line 1: .* must accept the messages, got: can only concatenate str"):

@@ -160,9 +160,11 @@ def test_every_spelling_is_the_same_image(qwen, make, tmp_path, monkeypatch):
     in_files, in_memory = spellings(path)
     want = next(iter(make([{"messages": chat(path)}], qwen)))
     batches = list(make(write(tmp_path / "train.jsonl", in_files), qwen, shuffle=False, length=48))
+    (tmp_path / "train.json").write_text(json.dumps(in_files))
+    batches += list(make(tmp_path / "train.json", qwen, shuffle=False, length=48))
     monkeypatch.chdir(tmp_path)
     batches += list(make(in_memory, qwen, shuffle=False, length=48))
-    assert len(batches) == len(in_files) + len(in_memory)
+    assert len(batches) == 2 * len(in_files) + len(in_memory)
     for batch in batches:
         assert torch.equal(batch["pixel_values"], want["pixel_values"])
         assert torch.equal(batch["input_ids"], want["input_ids"][:, :48])

@@ -1,15 +1,17 @@
 """Pairs of answers as TRL's trainers take them, before and after their collators."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from tokenizers import models
 
 from liger_models import Tokenizer, preference_batch
+from liger_models.data import AnswerDataset, PromptDataset
 from liger_models.data.preference import encode_pair
 
-from .examples import BOS, CHAT, EOS
+from .examples import BOS, CHAT, EOS, write
 
 SIDES = ("chosen", "rejected")
 
@@ -170,3 +172,42 @@ def test_weights_of_messages(name, tokenizer):
         marked = [{**each, "weight": 0} if i == number else each for i, each in enumerate(pair[name])]
         with pytest.raises(ValueError, match=f"here: {name} must have no message with weight 0: answers are compared"):
             encode_pair("here", pair | {name: marked}, tokenizer, names)
+
+
+ANSWER = [{"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "example", "message"),
+    [
+        (
+            "preference",
+            {"prompt": True, "chosen": ANSWER, "rejected": ANSWER},
+            "prompt must be a text or messages, got",
+        ),
+        ("preference", {"chosen": ANSWER, "rejected": {}}, r"rejected must be a text or messages, got '\{\}'"),
+        ("preference", {"chosen": [[5]], "rejected": ANSWER}, r"chosen must be a text or messages, got '\[\[5\]\]'"),
+        (
+            "preference",
+            {"prompt": "a", "chosen": "\ud83d", "rejected": "b"},
+            r"must be whole characters, got '\\ud83d'",
+        ),
+        (
+            "preference",
+            {"prompt": ANSWER, "chosen": ANSWER, "rejected": ANSWER, "chat_template_kwargs": {"mood": "calm"}},
+            "apply_chat_template: variables must be names that the chat template reads",
+        ),
+        ("kto", {"prompt": [None], "completion": ANSWER, "label": True}, "prompt must be a text or messages, got"),
+        ("prompt", {"prompt": 5}, "prompt must be a text or messages, got '5'"),
+        ("prompt", {"prompt": ["a"]}, "prompt must be a text or messages, got"),
+        ("prompt", {"prompt": "\udc00"}, r"must be whole characters, got '\\udc00'"),
+        ("prompt", {"prompt": [{"role": "user", "content": "\udc00"}]}, "must be whole characters"),
+    ],
+)
+def test_malformed_answers_and_prompts_are_named_by_file_and_line(kind, example, message, tokenizer, tmp_path):
+    path = write(tmp_path / "rows.jsonl", [example])
+    options = {"length": 32, "cache_dir": tmp_path / "cache", "progress": False}
+    make = PromptDataset if kind == "prompt" else partial(AnswerDataset, formats=[kind])
+    with pytest.raises(ValueError, match=message) as error:
+        make(path, tokenizer, **options)
+    assert str(error.value).startswith(f"{path}, line 1")

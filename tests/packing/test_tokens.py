@@ -1,5 +1,6 @@
 """A source is tokenised once, whoever else runs or has died."""
 
+import errno
 import json
 import os
 import shutil
@@ -164,3 +165,13 @@ PackedDataset([{"text": "a"}], tokenizer, length=32, cache_dir=sys.argv[1] + "/c
     make(texts(4))
     assert [path for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")] == []
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_full_disk_is_named(make, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(TokenFile, "write", full)
+    with pytest.raises(OSError, match=r"the token cache .*cache must have room for the tokens, got: .*No space left"):
+        make(write(tmp_path / "a.jsonl", texts(3)))
+    assert not list((tmp_path / "cache").iterdir())

@@ -268,6 +268,18 @@ def test_folder(tmp_path):
         assert len([*(tmp_path / "four").glob("step-*")]) == min(step, 4)
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_pointer_that_is_lost(tmp_path, damage):
+    """As where the machine lost power. A run that began anew would write over its checkpoints."""
+    run = Run({})
+    for step in (1, 2):
+        save_state(tmp_path, step, *run.parts)
+    damage(tmp_path / "latest")
+    with pytest.warns(UserWarning, match="latest names no checkpoint. Resuming from step-00000002"):
+        assert load_state(tmp_path, *run.parts) == 2
+    assert load_state(tmp_path / "other", *run.parts) is None
+
+
 def save_into_a_file(folder: Path) -> None:
     with pytest.raises(OSError, match=r"save_state: .*file/run must be a folder that every rank can write to, got Not"):
         save_state(folder / "file" / "run", 1, tiny())

@@ -164,6 +164,67 @@ def test_templates_that_do_not_tell_where_answers_stand(make_folder: Callable[..
         )
 
 
+PARTS = """\
+{%- for message in messages -%}
+    {{ '<|start|>' + message.role + '<|end|>' }}
+    {%- if message.role == 'assistant' -%}
+        {%- if message.thinking %}{% generation %}{{ '(' + message.thinking + ')' }}{% endgeneration %}{% endif -%}
+        {{ '/' }}{%- generation %}{{ message.content + eos_token }}{% endgeneration -%}
+    {%- else -%}
+        {{ message.content + eos_token }}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|start|>assistant<|end|>' }}
+{%- else %}{% generation %}{{ bos_token }}{% endgeneration %}{% endif -%}
+"""
+
+
+def test_answers_of_several_parts(make_folder: Callable[..., Path]) -> None:
+    """As in training templates of Phi-3 (an end token of its own) and DiffusionGemma (thoughts apart)."""
+    ours, theirs = pair(make_folder(chat_template=PARTS))
+    chat = [*CHAT[:3], {"role": "assistant", "content": "b", "thinking": "t"}]
+    text, spans = ours.render_answers(chat)
+    encoding = ours.backend.encode(text, add_special_tokens=False)
+    expected = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    assert [int(learnt) for learnt in answer_mask(encoding.offsets, spans)] == expected["assistant_masks"]
+
+    last = ["(t)", "b<|eot_id|>", "<|begin_of_text|>"]
+    for learnt, want in ({1: [" 你好 🙂 the<|eot_id|>"], 3: last}).items():
+        text, spans = ours.render_answers(chat, learnt=[number == learnt for number in range(4)])
+        assert [text[start:end] for start, end in spans] == want
+
+
+def test_only_the_answers_that_are_learnt_need_positions(make_folder: Callable[..., Path]) -> None:
+    forgetful = UNMARKED.replace(
+        "message.content +", "(message.content if loop.last or message.role == 'user' else '') +"
+    )
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=forgetful))
+    text, spans = tokenizer.render_answers(CHAT, learnt=[False, False, False, True])
+    assert [text[start:end] for start, end in spans] == ["quick\n\n<|eot_id|>"]
+
+
+def test_a_token_after_the_last_message_alone(make_folder: Callable[..., Path]) -> None:
+    """As in Phi-3: an answer ends at its own token, and the last one at that which ends the text."""
+    template = UNMARKED + "{% if not add_generation_prompt %}{{ bos_token }}{% endif %}"
+    tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=template))
+    text, spans = tokenizer.render_answers(CHAT)
+    want = [" 你好 🙂 the<|eot_id|>", "quick\n\n<|eot_id|>\n<|begin_of_text|>"]
+    assert [text[start:end] for start, end in spans] == want
+    other = Tokenizer.from_pretrained(make_folder(chat_template=template.replace("content + eos_token", "content")))
+    with pytest.raises(ValueError, match="the position of that answer is unknown"):  # nothing ends the first answer
+        other.render_answers(CHAT)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_have_the_names_of_transformers(make_folder: Callable[..., Path], name: str) -> None:
+    template = "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
+    ours, theirs = pair(make_folder(chat_template=template))
+    chat = [CHAT[0], {**CHAT[1], name: "why"}, {**CHAT[1], "thinking": None, name: "so"}]
+    text = theirs.apply_chat_template(chat, tokenize=False)
+    assert ours.apply_chat_template(chat, tokenize=False) == text
+    assert "why|why|" in text
+
+
 def test_keywords_that_nothing_reads_are_refused(make_folder: Callable[..., Path]) -> None:
     tokenizer = Tokenizer.from_pretrained(make_folder(chat_template=LLAMA3_STYLE))
     for options in ({"add_generation_promt": True}, {"truncation": True, "max_length": 4}, {"enable_thinking": False}):
