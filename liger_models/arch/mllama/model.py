@@ -252,17 +252,18 @@ class MllamaTower(nn.Module):
         layout = self._layout(used)
         taken = []
         x = None
-        locals_ = self.config.num_hidden_layers
-        for layer, block in enumerate(self.blocks):
-            if layer == locals_:
-                seen = self.layernorm_post.add(x, residual)[0].unflatten(1, (tiles, -1))
-                x, residual = None, self._add_tile(seen, ratio, self.post_tile_embed, self.post_tile_gate).flatten(1, 2)
-            take = layer < locals_ and layer in self.config.intermediate_layers_indices
+        blocks, locals_ = list(self.blocks), self.config.num_hidden_layers
+        for layer, block in enumerate(blocks[:locals_]):
+            take = layer in self.config.intermediate_layers_indices
             if take and self.intermediate == "inputs":
                 taken.append(residual if x is None else residual + x)
             x, residual = block(x, residual, layout)
             if take and self.intermediate == "outputs":
                 taken.append(residual + x)
+        seen = self.layernorm_post.add(x, residual)[0].unflatten(1, (tiles, -1))
+        x, residual = None, self._add_tile(seen, ratio, self.post_tile_embed, self.post_tile_gate).flatten(1, 2)
+        for block in blocks[locals_:]:
+            x, residual = block(x, residual, layout)
         last = residual if x is None else residual + x
         features = torch.cat([last, *taken], -1).unflatten(1, (tiles, -1))[:, :, :P]
         tokens: Tensor = self.projection(features.flatten(1, 2))
