@@ -324,7 +324,8 @@ class LigerGemma3(VisionLanguageModel):
                 f"forward: the {per_image} placeholders of each image must be contiguous in input_ids and in one "
                 f"document, got {torn} apart from the one before. Expand them as the processor does.",
             )
-        embeds = self.embed_tokens(input_ids.masked_fill(here, 0))  # the id may exceed the vocabulary
+        outside = self.config.image_token_index >= self.config.vocab_size
+        embeds = self.embed_tokens(input_ids.masked_fill(here, 0) if outside else input_ids)
         if pixel_values is None and self.tower_is_sharded and not decoding:
             unused = self.visual(embeds.new_zeros(1, *size))
             embeds = embeds + 0 * unused.sum().to(embeds.dtype)
