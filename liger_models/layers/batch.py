@@ -224,8 +224,8 @@ class BatchLayout:
         return mask
 
     def padding(self, T: int) -> Tensor | None:
-        """Which of the last T tokens are padding, [B, T] bool; None if none are, and for single tokens after others."""
-        if self.attention_mask is None or self.documents is None or (T == 1 and self.past):
+        """Which of the last T tokens are padding, [B, T] bool; None if none are."""
+        if self.attention_mask is None or self.documents is None:
             return None
         return self.documents[:, -T:] < 0
 

@@ -240,8 +240,13 @@ def from_json(config_class: type[Any], hf: Mapping[str, Any], vision: Mapping[st
     """Moves the keys of ``text_config`` to the top; ``vision`` becomes ``vision_config``.
 
     Raises:
-        ValueError: a rope type is not supported, or layers of one type differ.
+        ValueError: a rope type is not supported, layers of one type differ, or there is no ``vision_config``.
     """
+    check(
+        hf.get("vision_config") is not None,
+        "config.json: vision_config must be given, got none, with which transformers builds a language model alone. "
+        "Put the keys of text_config at the top, in its place, and rename the tensors model.language_model.* to model.*",
+    )
     keys = of_text(config_class, hf, text.from_json(hf.get("text_config") or {}), TOP)
     return keys | {"vision_config": dict(vision)}
 
