@@ -245,7 +245,7 @@ def from_json(config_class: type[Any], hf: Mapping[str, Any], vision: Mapping[st
     check(
         hf.get("vision_config") is not None,
         "config.json: vision_config must be given, got none, with which transformers builds a language model alone. "
-        "Put the keys of text_config at the top, in its place, and rename the tensors model.language_model.* to model.*",
+        "Put the keys of text_config at the top, in its place, and remove language_model. from the tensors' names.",
     )
     keys = of_text(config_class, hf, text.from_json(hf.get("text_config") or {}), TOP)
     return keys | {"vision_config": dict(vision)}
