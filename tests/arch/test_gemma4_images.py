@@ -321,6 +321,8 @@ def test_wrong_inputs_are_named(pair):
     raises("9 image placeholders in input_ids must have pixel_values, got none", ids)
     raises("pixel_values must be a tensor, got ndarray", ids, pixel_values=pixels.numpy(), image_position_ids=places)
     raises("must be given together", ids, pixel_values=pixels)
+    with pytest.raises(TypeError, match=r"image_position_ids must be int64 or int32, got torch\.float32"):
+        ours(ids, pixel_values=pixels, image_position_ids=places.float())
     torn = torch.cat([ids[:, :6], torch.tensor([[9]]), ids[:, 6:]], 1)
     raises("the placeholders of each image must be contiguous .*, got 1 apart", torn, **images)
     raises("in one document, got 1 apart", ids, cu_seqlens=torch.tensor([0, 6, ids.shape[1]]), **images)

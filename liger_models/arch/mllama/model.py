@@ -31,7 +31,7 @@ from liger_models.arch.mllama.cross_attention import (
 )
 from liger_models.arch.mllama.processor import MllamaProcessor
 from liger_models.arch.registry import add_family
-from liger_models.base.vision_language import VisionLanguageModel, check_tensors
+from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.convert.config_map import of_text
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import (
@@ -43,7 +43,7 @@ from liger_models.convert.weight_map import (
     decoder_map,
     qkv_rows,
 )
-from liger_models.kernels.checks import check
+from liger_models.kernels.checks import check, check_integers, check_tensors
 from liger_models.kernels.collectives import Group
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -440,9 +440,8 @@ class LigerMllama(VisionLanguageModel):
                 not (given and past),
                 "forward: images must come with the first tokens of a cache. Pass all of them then.",
             )
-            check_tensors(
-                pixel_values=pixel_values, aspect_ratio_ids=aspect_ratio_ids, cross_attention_mask=cross_attention_mask
-            )
+            check_integers(input_ids=input_ids, aspect_ratio_ids=aspect_ratio_ids)
+            check_tensors(pixel_values=pixel_values, cross_attention_mask=cross_attention_mask)
             here = input_ids == self.config.image_token_index
             checked = not past and not torch.compiler.is_compiling()
             if checked and not self._check_images(here, pixel_values, aspect_ratio_ids):
