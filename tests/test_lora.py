@@ -144,8 +144,9 @@ def test_every_architecture_is_peft_on_transformers(arch, use_dora, root, tmp_pa
     """Ours writes the adapters, PEFT reads them into the model of transformers; those of vision towers as well."""
     variant = next(iter(tiny(arch)))
     folder = make_folder(arch, variant, root)
-    # PEFT would adapt the experts as well if there are projections of a shared expert under the same names.
-    targets: Any = r".*attn\.\w*proj\w*|.*shared_expert_gate" if arch in SHARED_EXPERTS else "all-linear"
+    # PEFT takes the projections of a shared expert for those of experts, and has no DoRA for parameters.
+    named = use_dora and arch in SHARED_EXPERTS
+    targets: Any = r".*attn\.\w*proj\w*|.*shared_expert_gate" if named else "all-linear"
     config = LoRAConfig(r=4, lora_alpha=6, use_dora=use_dora, target_modules=targets)
     ours = stir(apply_lora(load(arch, folder), config))
     save_adapter(ours, tmp_path / "adapter", base=str(folder))

@@ -96,6 +96,24 @@ def test_every_mixture_is_peft_on_transformers(arch, variant, root, tmp_path):
     assert all(tensor.equal(want[name]) for name, tensor in under_peft_names(again, values).items())
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"], ["shared_expert.up_proj"]], ids=str)
+@pytest.mark.parametrize(("arch", "variant"), [("qwen3_next", "aux"), ("qwen3_moe", "mixed")])
+def test_linear_layers_with_the_names_of_experts(arch, variant, targets, root, tmp_path):
+    """PEFT would take them for experts, so that the file names their weights as parameters."""
+    targets = ["layers.3.mlp.up_proj"] if arch == "qwen3_moe" and "shared_expert.up_proj" in targets else targets
+    folder = make_folder(arch, variant, root)
+    ours = stir(apply_lora(load(arch, folder), LoRAConfig(r=4, lora_alpha=6, target_modules=targets)))
+    save_adapter(ours, tmp_path / "ours")
+    theirs = peft.PeftModel.from_pretrained(hf_model(folder), tmp_path / "ours", is_trainable=True)
+    assert_equal_to_peft(ours.train(), theirs.train(), tokens(arch, variant, 2, 12))
+    theirs.save_pretrained(tmp_path / "theirs")
+    want = under_peft_names(ours, values)
+    for name in ("ours", "theirs"):
+        again = under_peft_names(load_adapter(load(arch, folder), tmp_path / name), values)
+        assert again.keys() == want.keys()
+        assert all(tensor.equal(want[name]) for name, tensor in again.items())
+
+
 @pytest.mark.parametrize("parameters", [EXPERTS, EXPERTS[:1], EXPERTS[1:]], ids=str)
 @pytest.mark.parametrize("arch", ["mixtral", "gpt_oss"])
 def test_files_of_peft_come_back_bit_for_bit(arch, parameters, root, tmp_path):

@@ -259,7 +259,7 @@ def _entries(model: CausalLM) -> dict[str, Expression]:
     return format_of(type(model)).module_map(model.config).entries
 
 
-def _expert_names(model: CausalLM) -> dict[str, str]:
+def expert_names(model: CausalLM) -> dict[str, str]:
     """What people call the experts' matrices -> the name of the parameter in transformers that holds them.
 
     These are the names in all layouts of a checkpoint, without the number of the expert: ``experts.gate_proj``,
@@ -278,7 +278,7 @@ def _expert_names(model: CausalLM) -> dict[str, str]:
 
 def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
     """Those of the checkpoint's names, and of the experts' in transformers, that ``config`` means."""
-    modules, experts = {name.removesuffix(".weight"): name for name in names}, _expert_names(model)
+    modules, experts = {name.removesuffix(".weight"): name for name in names}, expert_names(model)
     targets = config.target_modules
     chosen: set[str] = set()
     for target in config.target_parameters:

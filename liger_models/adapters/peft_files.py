@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from einops import rearrange
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from liger_models.adapters.lora import adaptable_experts, adaptable_layers, apply_lora, matches
+from liger_models.adapters.lora import adaptable_experts, adaptable_layers, apply_lora, expert_names, matches
 from liger_models.adapters.lora_layers import (
     ExpertAdapter,
     LoRAConfig,
@@ -72,6 +73,8 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
             whole: Any = tensor.parameter.detach()
             whole = whole.full_tensor() if is_sharded(whole) else whole
             tensors[peft_name] = tensor.write(whole.cpu()).contiguous()
+    as_parameters = set() if config.use_dora else {name for name in names if short_name(name) in _misread(model)}
+    names -= as_parameters
     targets: Sequence[str] | str = config.target_modules
     if targets == "all-linear" and model.visual is None:
         targets = sorted(set(map(short_name, names)))
@@ -90,9 +93,9 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
         "base_model_name_or_path": base,
         **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
         "target_modules": list(targets),
-        "target_parameters": sorted(endings) or None,
-        # PEFT loads no adapters of experts with dropout, which is for training alone.
-        "lora_dropout": 0.0 if experts else config.lora_dropout,
+        "target_parameters": sorted({*endings, *(f"{name}.weight" for name in as_parameters)}) or None,
+        # PEFT loads no adapters of parameters with dropout, which is for training alone.
+        "lora_dropout": 0.0 if experts or as_parameters else config.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -107,6 +110,17 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
     with raise_on_all_ranks():
         if rank() == 0:
             write_folder(Path(folder), write, last=CONFIG)
+
+
+def _misread(model: CausalLM) -> set[str]:
+    """Last parts of names that PEFT takes for those of experts, wherever they are in a list or a pattern of modules.
+
+    These are the names of matrices that a checkpoint has for each expert by itself, while transformers has those of all
+    experts in one parameter. A shared expert or a dense layer may have the same names.
+    """
+    names = expert_names(model)
+    apart = any(called != parameter for called, parameter in names.items())
+    return {called.rpartition(".")[2] for called in names} if apart else set()
 
 
 def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
@@ -142,13 +156,20 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
         f"{place / CONFIG}: init_lora_weights must be one of {INITIAL}, which leave the base weights unchanged, got "
         f"{initial!r}. Convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...).",
     )
-    if targets is None and keys.get("target_parameters"):
-        targets = keys["target_modules"] = []
-    keys["target_parameters"] = tuple(keys.get("target_parameters") or ())
+    parameters = tuple(keys.get("target_parameters") or ())
+    if targets is None and parameters:
+        targets = []
     check(
         isinstance(targets, str | list),
         f"{place / CONFIG}: target_modules must be a list of names or a string, got {targets!r}. Add what is adapted.",
     )
+    weights = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]  # of linear layers
+    keys["target_parameters"] = tuple(name for name in parameters if not name.endswith(".weight"))
+    if isinstance(targets, list):
+        targets = [*targets, *weights]
+    elif weights and targets != "all-linear":
+        targets = rf"(?:{targets})|(?:.*\.)?(?:{'|'.join(map(re.escape, weights))})"
+    keys["target_modules"] = targets
     with open_safetensors(place / WEIGHTS) as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if isinstance(targets, list):

@@ -17,7 +17,7 @@ from liger_models.base.images import settings_file
 from liger_models.convert.files import ASSETS, CONFIG, write_json
 from liger_models.kernels.checks import check
 from liger_models.text.chat import Span, answer_mask
-from liger_models.text.tokenizer import Tokenizer
+from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -223,7 +223,7 @@ class Processor(ABC):
         """What makes the pixels, for `repr`."""
         return f"images={vars(self).get('images')}"
 
-    __call__: Callable[..., dict[str, Any]]
+    __call__: Callable[..., ModelInputs]
     """Turn a batch of texts, and the images of their placeholders in order, into model inputs."""
 
     @property
@@ -408,7 +408,7 @@ class Processor(ABC):
         max_length: int | None = None,
         return_tensors: str | None = "pt",
         answers: Sequence[Sequence[Span]] | None = None,
-    ) -> dict[str, Any]:
+    ) -> ModelInputs:
         """Token ids of texts in which placeholders are written out as image tokens.
 
         Args:
@@ -469,12 +469,12 @@ class Processor(ABC):
                     more + row if side == "left" else row + more for row, more in zip(column, fill, strict=True)
                 ]
         if return_tensors is None:
-            return dict(rows)
+            return ModelInputs(rows)
         check(
             bool(padding) or len(set(lengths)) < 2,
             f"{name}: rows of a tensor must have one length, got {sorted(set(lengths))}. Set padding=True.",
         )
-        return {key: torch.tensor(column, dtype=torch.int64) for key, column in rows.items()}
+        return ModelInputs({key: torch.tensor(column, dtype=torch.int64) for key, column in rows.items()})
 
     def changed_files(self) -> dict[str, bytes]:
         """The new content of the files that changes to the processor's settings affect: name -> content."""

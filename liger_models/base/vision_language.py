@@ -7,7 +7,6 @@ from torch import Tensor
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.processor import Processor
 from liger_models.convert.config_map import write_config
-from liger_models.kernels.checks import check
 from liger_models.layers.decoder import check_policy
 from liger_models.layers.layer import set_policy
 
@@ -83,12 +82,3 @@ def repeated_items(counts: list[int], times: int) -> list[int]:
     """The items of each row, ``times`` one after the other; ``counts`` says how many items each row has."""
     starts = [sum(counts[:row]) for row in range(len(counts))]
     return [i for start, n in zip(starts, counts, strict=True) for _ in range(times) for i in range(start, start + n)]
-
-
-def check_tensors(**given: object) -> None:
-    """Raise ValueError unless each argument is a tensor or None."""
-    for name, value in given.items():
-        check(
-            value is None or isinstance(value, Tensor),
-            f"forward: {name} must be a tensor, got {type(value).__name__}. Pass return_tensors='pt' to a processor.",
-        )

@@ -28,6 +28,24 @@ def check_values(condition: Tensor, message: str) -> None:
         torch._assert_async(condition, message)
 
 
+def check_tensors(**given: object) -> None:
+    """Raise ValueError unless each argument of a forward is a tensor or None."""
+    for name, value in given.items():
+        check(
+            value is None or isinstance(value, Tensor),
+            f"forward: {name} must be a tensor, got {type(value).__name__}. Pass torch.tensor(...), or "
+            "return_tensors='pt' to a tokenizer or processor.",
+        )
+
+
+def check_integers(**given: object) -> None:
+    """As `check_tensors`; also raise TypeError unless each tensor is one of integers."""
+    check_tensors(**given)
+    for name, tensor in given.items():
+        if isinstance(tensor, Tensor) and tensor.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"forward: {name} must be int64 or int32, got {tensor.dtype}. Pass {name}.long().")
+
+
 def check_floating(op: str, **tensors: Tensor | None) -> None:
     """Raise TypeError unless every given tensor has a floating-point dtype; None is skipped."""
     for name, tensor in tensors.items():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels.batch_invariance import is_batch_invariant
-from liger_models.kernels.checks import check, check_values
+from liger_models.kernels.checks import check, check_tensors, check_values
 from liger_models.layers.kv_cache import DecodeCache, Pages
 from liger_models.layers.masks import (
     MOST_DOCUMENTS,
@@ -133,6 +133,7 @@ class BatchLayout:
         """
         B, T = shape
         past = cache.length if cache is not None else 0
+        check_tensors(position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
         check(
             attention_mask is None or cu_seqlens is None,
             "forward: attention_mask and cu_seqlens exclude each other, got both. Packed batches need no mask.",
@@ -224,8 +225,8 @@ class BatchLayout:
         return mask
 
     def padding(self, T: int) -> Tensor | None:
-        """Which of the last T tokens are padding, [B, T] bool; None if none are, and for single tokens after others."""
-        if self.attention_mask is None or self.documents is None or (T == 1 and self.past):
+        """Which of the last T tokens are padding, [B, T] bool; None if none are."""
+        if self.attention_mask is None or self.documents is None:
             return None
         return self.documents[:, -T:] < 0
 

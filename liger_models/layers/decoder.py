@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels.checks import check, check_values
+from liger_models.kernels.checks import check, check_tensors, check_values
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.moe.load_balancing import load_balancing_loss
 from liger_models.kernels.options import KernelOptions
@@ -120,9 +120,10 @@ def take_cu_seqlens(cu_seqlens: Tensor | None, options: dict[str, Any]) -> Tenso
     """``cu_seqlens``, by that name or those of transformers' collator, which are removed from ``options``.
 
     Raises:
-        ValueError: both are given, or the names of transformers in part.
+        ValueError: both are given, the names of transformers in part, or no tensors.
     """
     q, k, *_ = (options.pop(f"{name}_{each}", None) for name in ("cu_seq_lens", "max_length") for each in "qk")
+    check_tensors(cu_seqlens=cu_seqlens, cu_seq_lens_q=q)
     check(q is None or cu_seqlens is None, "forward: cu_seqlens and cu_seq_lens_q are the same, got both. Pass one.")
     check(
         k is None or q is not None,
@@ -474,6 +475,7 @@ class Decoder(nn.Module):
             (input_ids is None) != (inputs_embeds is None),
             "forward: exactly one of input_ids and inputs_embeds must be given.",
         )
+        check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
         if inputs_embeds is not None:
             return inputs_embeds, (inputs_embeds.shape[0], inputs_embeds.shape[1])
         assert input_ids is not None
@@ -557,6 +559,7 @@ class Decoder(nn.Module):
             loss_function is None or (labels is not None and not return_log_probs and num_items_in_batch is None),
             "forward: loss_function needs labels, and neither return_log_probs nor num_items_in_batch.",
         )
+        check_tensors(labels=labels)
         check(
             labels is None or tuple(labels.shape) == (embeds.shape[0], T),
             f"forward: labels must be [{embeds.shape[0]}, {T}] like input_ids, got "

@@ -36,11 +36,29 @@ _FILES = (
 class ModelInputs(dict[str, Any]):
     """Inputs of a model by name: a dict whose values are attributes, too."""
 
-    def to(self, device: torch.device | str | int, **options: Any) -> "ModelInputs":
-        """The inputs with their tensors on ``device``; the options are those of `torch.Tensor.to`."""
-        return ModelInputs(
-            {name: each.to(device, **options) if isinstance(each, Tensor) else each for name, each in self.items()}
-        )
+    def to(
+        self,
+        device: torch.device | torch.dtype | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> "ModelInputs":
+        """The inputs with their tensors on ``device``, and pixels in ``dtype``.
+
+        Args:
+            device: a device, or a dtype as in `torch.Tensor.to`.
+            dtype: of tensors of floats; those of integers keep theirs.
+            options: of `torch.Tensor.to`.
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None, **options)
+
+        return ModelInputs({name: moved(x) if isinstance(x, Tensor) else x for name, x in self.items()})
+
+    def __or__(self, other: Mapping[str, Any]) -> "ModelInputs":  # type: ignore[override]
+        return ModelInputs({**self, **other})
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:

@@ -127,6 +127,19 @@ def test_pieces_with_a_cache_are_the_whole(pair):
 
 
 @one_case
+def test_a_placeholder_that_was_generated(pair):
+    """It is embedded as any other token is."""
+    _, _, theirs, ours = pair
+    ids, types, _, _, pixels = make(ours, ROWS[:1])
+    new, cache = torch.tensor([[ours.config.image_token_index]]), DecodeCache(ids.shape[1] + 1)
+    with torch.no_grad():
+        past = theirs(ids, token_type_ids=types, pixel_values=pixels, use_cache=True).past_key_values
+        want = theirs(new, past_key_values=past).logits
+        ours(ids, pixel_values=pixels, cache=cache)
+        assert error(ours(new, cache=cache).logits, want) <= LIMIT
+
+
+@one_case
 def test_image_tokens_see_each_other_and_texts_only_what_is_before(pair):
     _, _, _, ours = pair
     ids, types, _, _, pixels = make(ours, [[3, IMAGE, 4, IMAGE, 5]])

@@ -13,6 +13,7 @@ from liger_models import KernelOptions
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 
+from ..late import transformers
 from .families import (
     LIMIT,
     VISION_CASES,
@@ -25,6 +26,7 @@ from .families import (
     is_tower,
     load,
     make_folder,
+    tiny,
 )
 
 CASES = [case for case in VISION_CASES if case[0] in ("gemma4", "gemma4_unified")]
@@ -285,6 +287,26 @@ def test_tensors_of_the_audio_tower_are_saved_again(root, tmp_path):
     assert json.loads((tmp_path / "again" / "config.json").read_text())["audio_config"] == {"hidden_size": 4}
 
 
+@pytest.mark.parametrize("arch", ["gemma4", "gemma4_unified"])
+def test_a_checkpoint_without_a_tower(arch, tmp_path):
+    """The error says what to do, and that works."""
+    sizes = next(iter(tiny(arch).values())) | {"vision_config": None}
+    theirs = transformers.AutoModelForImageTextToText.from_config(
+        transformers.AutoConfig.for_model(arch, **sizes), dtype=torch.float32
+    )
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="vision_config must be given, got none"):
+        load(arch, tmp_path)
+    keys = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ids = torch.randint(3, 80, (2, 9))
+    with torch.no_grad():
+        assert error(load(keys["model_type"], tmp_path)(ids).logits, theirs(ids).logits) <= LIMIT
+
+
 @one_case
 def test_wrong_inputs_are_named(pair):
     _, _, _, ours = pair
@@ -299,6 +321,8 @@ def test_wrong_inputs_are_named(pair):
     raises("9 image placeholders in input_ids must have pixel_values, got none", ids)
     raises("pixel_values must be a tensor, got ndarray", ids, pixel_values=pixels.numpy(), image_position_ids=places)
     raises("must be given together", ids, pixel_values=pixels)
+    with pytest.raises(TypeError, match=r"image_position_ids must be int64 or int32, got torch\.float32"):
+        ours(ids, pixel_values=pixels, image_position_ids=places.float())
     torn = torch.cat([ids[:, :6], torch.tensor([[9]]), ids[:, 6:]], 1)
     raises("the placeholders of each image must be contiguous .*, got 1 apart", torn, **images)
     raises("in one document, got 1 apart", ids, cu_seqlens=torch.tensor([0, 6, ids.shape[1]]), **images)

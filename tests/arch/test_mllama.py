@@ -337,6 +337,10 @@ def test_what_does_not_fit_is_named(pair):
         ours(ids, **inputs | {"pixel_values": inputs["pixel_values"][..., :8, :]})
     with pytest.raises(ValueError, match="aspect_ratio_ids must be a tensor, got list"):
         ours(ids, **inputs | {"aspect_ratio_ids": inputs["aspect_ratio_ids"].tolist()})
+    with pytest.raises(TypeError, match=r"aspect_ratio_ids must be int64 or int32, got torch.float32"):
+        ours(ids, **inputs | {"aspect_ratio_ids": inputs["aspect_ratio_ids"].float()})
+    with pytest.raises(ValueError, match="input_ids must be a tensor, got list"):
+        ours(ids.tolist(), **inputs)
     with pytest.raises(ValueError, match=r"aspect_ratio_ids must be \[1, 1\] like pixel_values, got \[1\]"):
         ours(ids, **inputs | {"aspect_ratio_ids": inputs["aspect_ratio_ids"][0]})
     with pytest.raises(ValueError, match=r"aspect_ratio_ids must be 0 \(no image\) to 8, got \[\[9\]\]"):

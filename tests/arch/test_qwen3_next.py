@@ -72,6 +72,20 @@ def test_a_kept_cache_can_grow_but_not_be_cut_back(pair):
 
 
 @one_case
+def test_padding_in_pieces_of_a_prompt(pair):
+    """Also a piece that is a single token, which is padding in one row."""
+    *case, _, ours = pair
+    ids, cache = tokens(*case, 2, 9), DecodeCache(9)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    bounds = ((0, 2), (2, 3), (3, 9))
+    with torch.no_grad():
+        want = ours(ids, attention_mask=mask).logits
+        got = [ours(ids[:, begin:end], attention_mask=mask[:, :end], cache=cache).logits for begin, end in bounds]
+    assert error(torch.cat(got, 1)[mask == 1], want[mask == 1]) <= LIMIT
+
+
+@one_case
 def test_rows_of_the_cache_are_selected_with_their_states(pair):
     *case, _, ours = pair
     ids, rows = tokens(*case, 2, 9), torch.tensor([1, 1, 0])

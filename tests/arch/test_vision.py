@@ -423,6 +423,8 @@ def test_wrong_numbers_are_named(pair):
         ours(batch.ids, pixel_values=pixels[:, :5], image_grid_thw=grid)
     with pytest.raises(ValueError, match="image_grid_thw must be a tensor, got list"):
         ours(batch.ids, pixel_values=pixels, image_grid_thw=grid.tolist())
+    with pytest.raises(ValueError, match="attention_mask must be a tensor, got list"):
+        ours(batch.ids, attention_mask=[[1] * 13], **batch.inputs)
     for wrong in ([[1, 3, 8]], [[1, 8, 3]], [[1, 1, 24]], [[1, -4, -6]], [[1, 4, 6], [0, 4, 6]]):  # as many patches
         with pytest.raises(ValueError, match=r"image_grid_thw must have .* multiples of 2, got \[\[\d, -?\d"):
             ours(batch.ids, pixel_values=pixels, image_grid_thw=torch.tensor(wrong))

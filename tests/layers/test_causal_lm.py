@@ -119,6 +119,13 @@ def test_output_is_a_tuple_whose_first_is_the_loss():
     ("options", "message"),
     [
         ({}, "exactly one of input_ids and inputs_embeds"),
+        ({"input_ids": IDS.tolist()}, "input_ids must be a tensor, got list. Pass torch.tensor"),
+        ({"inputs_embeds": IDS.numpy()}, "inputs_embeds must be a tensor, got ndarray"),
+        ({"input_ids": IDS, "attention_mask": [[1] * 4]}, "attention_mask must be a tensor, got list"),
+        ({"input_ids": IDS, "position_ids": range(4)}, "position_ids must be a tensor, got range"),
+        ({"input_ids": IDS, "cu_seqlens": [0, 4]}, "cu_seqlens must be a tensor, got list"),
+        ({"input_ids": IDS, "cu_seq_lens_q": [0, 4]}, "cu_seq_lens_q must be a tensor, got list"),
+        ({"input_ids": IDS, "labels": IDS.tolist()}, "labels must be a tensor, got list"),
         ({"input_ids": IDS[0]}, r"input_ids must be \[B, T\], got \[4\]"),
         ({"input_ids": IDS, "labels": IDS[:, :2]}, r"labels must be \[1, 4\] like input_ids, got \[1, 2\]"),
         ({"input_ids": IDS, "labels": IDS, "logits_to_keep": 1}, "labels can't be combined with"),

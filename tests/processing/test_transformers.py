@@ -106,6 +106,19 @@ def same(got, want, more=()):
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(want[name])), name
 
 
+def test_inputs_move_and_pixels_change_their_dtype(pair):
+    ours, hf, _ = pair
+    options = {"return_dict": True, "return_tensors": "pt", "padding": True, "tokenize": True}
+    for arguments in (("cpu", torch.bfloat16), (torch.float16,), ("cpu",)):
+        moved, theirs = (each.apply_chat_template(CHATS, **options).to(*arguments) for each in (ours, hf))
+        assert {name: each.dtype for name, each in moved.items()} == {name: theirs[name].dtype for name in moved}
+    text = ours.apply_chat_template(CHATS[0], tokenize=False)
+    images = [part["image"] for part in CHATS[0][0]["content"][:2]]
+    assert ours([text], images=images).to("meta", dtype=torch.bfloat16).pixel_values.device.type == "meta"
+    lists = ours(["plain"], return_tensors=None)
+    assert lists.to("meta").input_ids == lists["input_ids"]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_inputs_are_transformers(pair, side):
     ours, hf, _ = pair

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from liger_models.arch._gemma4 import text
 from liger_models.arch._gemma4.processor import Gemma4Processor
 from liger_models.arch._gemma4.text import Gemma4Decoder
-from liger_models.base.vision_language import VisionLanguageModel, check_tensors, repeated_items
+from liger_models.base.vision_language import VisionLanguageModel, repeated_items
 from liger_models.convert.config_map import of_text
-from liger_models.kernels.checks import check
+from liger_models.kernels.checks import check, check_integers, check_tensors
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.kv_cache import DecodeCache
@@ -105,6 +105,7 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
                 input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids, attention_mask=attention_mask,
                 cu_seqlens=cu_seqlens, cache=cache, **options,
             )  # fmt: skip
+        check_integers(input_ids=input_ids)
         check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
         given = self._given(pixel_values, image_position_ids)
         here = input_ids == self.config.image_token_id
@@ -128,7 +129,8 @@ class Gemma4WithImages(VisionLanguageModel, Gemma4Decoder):
 
     def _given(self, pixels: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """The patches and their positions; None for none."""
-        check_tensors(pixel_values=pixels, image_position_ids=positions)
+        check_tensors(pixel_values=pixels)
+        check_integers(image_position_ids=positions)
         check(
             (pixels is None) == (positions is None),
             "forward: pixel_values and image_position_ids must be given together, got only one of them.",
@@ -240,8 +242,13 @@ def from_json(config_class: type[Any], hf: Mapping[str, Any], vision: Mapping[st
     """Moves the keys of ``text_config`` to the top; ``vision`` becomes ``vision_config``.
 
     Raises:
-        ValueError: a rope type is not supported, or layers of one type differ.
+        ValueError: a rope type is not supported, layers of one type differ, or there is no ``vision_config``.
     """
+    check(
+        hf.get("vision_config") is not None,
+        "config.json: vision_config must be given, got none, with which transformers builds a language model alone. "
+        "Put the keys of text_config at the top, in its place, and remove language_model. from the tensors' names.",
+    )
     keys = of_text(config_class, hf, text.from_json(hf.get("text_config") or {}), TOP)
     return keys | {"vision_config": dict(vision)}
 

@@ -26,7 +26,7 @@ from liger_models.base.images import (
 )
 from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions, image_tokens
 from liger_models.kernels.checks import check
-from liger_models.text.tokenizer import Tokenizer
+from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -130,7 +130,7 @@ class Gemma4Processor(Processor):
         videos: None = None,
         bos: bool = True,
         **options: "Unpack[TextOptions]",
-    ) -> dict[str, Any]:
+    ) -> ModelInputs:
         """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
 
         Args:

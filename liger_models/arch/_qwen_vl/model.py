@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from liger_models.arch._qwen_vl.processor import QwenVLProcessor
-from liger_models.base.vision_language import VisionLanguageModel, check_tensors, repeated_items
-from liger_models.kernels.checks import check
+from liger_models.base.vision_language import VisionLanguageModel, repeated_items
+from liger_models.kernels.checks import check, check_integers, check_tensors
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
 from liger_models.layers.kv_cache import DecodeCache
@@ -126,6 +126,8 @@ class MRopeModel(VisionLanguageModel):
         if input_ids is None or inputs_embeds is not None:
             check(images is None and videos is None, "forward: pixels need input_ids, which say where the images are.")
             return super().prepare(input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, **masks)
+        check_integers(input_ids=input_ids)
+        check_tensors(attention_mask=attention_mask)
         check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
         self.groups.check_tokens(input_ids.shape[1], whole=False)
         decoding = cache is not None and cache.length > 0 and images is None and videos is None
@@ -362,7 +364,8 @@ class MRopeModel(VisionLanguageModel):
 def _pair(pixels_name: str, pixels: Tensor | None, grid_name: str, grid: Tensor | None) -> tuple[Tensor, Tensor] | None:
     if pixels is None and grid is None:
         return None
-    check_tensors(**{pixels_name: pixels, grid_name: grid})
+    check_tensors(**{pixels_name: pixels})
+    check_integers(**{grid_name: grid})
     check(
         pixels is not None and grid is not None,
         f"forward: {pixels_name} and {grid_name} must be given together, got only one of them.",

@@ -25,7 +25,7 @@ from liger_models.base.images import (
 )
 from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions
 from liger_models.kernels.checks import check
-from liger_models.text.tokenizer import Tokenizer
+from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -325,7 +325,7 @@ class QwenVLProcessor(Processor):
         min_pixels: int | Sequence[int | None] | None = None,
         max_pixels: int | Sequence[int | None] | None = None,
         **options: "Unpack[TextOptions]",
-    ) -> dict[str, Any]:
+    ) -> ModelInputs:
         """Turn a batch of texts, and the images and videos of their placeholders in order, into model inputs.
 
         Args:
@@ -399,7 +399,7 @@ class QwenVLProcessor(Processor):
             [Edit(*found.span(), next(of_kind[str(found.lastgroup)])) for found in self.placeholder.finditer(text)]
             for text in texts
         ]
-        return {**self.encode(texts, edits, **cast(Any, options)), **out}
+        return self.encode(texts, edits, **cast(Any, options)) | out
 
     @property
     def placeholders(self) -> dict[str, str]:

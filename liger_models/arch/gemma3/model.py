@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from liger_models.arch.gemma3.processor import Gemma3Processor
 from liger_models.arch.registry import add_family
-from liger_models.base.vision_language import VisionLanguageModel, check_tensors, repeated_items
+from liger_models.base.vision_language import VisionLanguageModel, repeated_items
 from liger_models.convert.config_map import flat_rope, of_text
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import Rearrange, WeightMap, decoder_map, qkv_rows
-from liger_models.kernels.checks import check
+from liger_models.kernels.checks import check, check_integers, check_tensors
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerQKNormAttention
 from liger_models.layers.batch import BatchLayout
@@ -294,8 +294,9 @@ class LigerGemma3(VisionLanguageModel):
                 input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids, attention_mask=attention_mask,
                 cu_seqlens=cu_seqlens, cache=cache, **options,
             )  # fmt: skip
-        check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+        check_integers(input_ids=input_ids)
         check_tensors(pixel_values=pixel_values)
+        check(input_ids.dim() == 2, f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
         vision, per_image = self.config.vision_config, self.config.mm_tokens_per_image
         size = (vision.num_channels, vision.image_size, vision.image_size)
         check(
@@ -324,7 +325,8 @@ class LigerGemma3(VisionLanguageModel):
                 f"forward: the {per_image} placeholders of each image must be contiguous in input_ids and in one "
                 f"document, got {torn} apart from the one before. Expand them as the processor does.",
             )
-        embeds = self.embed_tokens(input_ids.masked_fill(here, 0))  # the id may exceed the vocabulary
+        outside = self.config.image_token_index >= self.config.vocab_size
+        embeds = self.embed_tokens(input_ids.masked_fill(here, 0) if outside else input_ids)
         if pixel_values is None and self.tower_is_sharded and not decoding:
             unused = self.visual(embeds.new_zeros(1, *size))
             embeds = embeds + 0 * unused.sum().to(embeds.dtype)

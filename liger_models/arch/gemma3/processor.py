@@ -23,7 +23,7 @@ from liger_models.base.images import (
     to_tensor,
 )
 from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions, image_tokens
-from liger_models.text.tokenizer import Tokenizer
+from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -147,7 +147,7 @@ class Gemma3Processor(Processor):
         images: "Sequence[Source]" = (),
         bos: bool = True,
         **options: "Unpack[TextOptions]",
-    ) -> dict[str, Any]:
+    ) -> ModelInputs:
         """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
 
         Args:

@@ -31,7 +31,7 @@ from liger_models.arch.mllama.cross_attention import (
 )
 from liger_models.arch.mllama.processor import MllamaProcessor
 from liger_models.arch.registry import add_family
-from liger_models.base.vision_language import VisionLanguageModel, check_tensors
+from liger_models.base.vision_language import VisionLanguageModel
 from liger_models.convert.config_map import of_text
 from liger_models.convert.format import CheckpointFormat
 from liger_models.convert.weight_map import (
@@ -43,7 +43,7 @@ from liger_models.convert.weight_map import (
     decoder_map,
     qkv_rows,
 )
-from liger_models.kernels.checks import check
+from liger_models.kernels.checks import check, check_integers, check_tensors
 from liger_models.kernels.collectives import Group
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.attention import LigerAttention
@@ -252,17 +252,18 @@ class MllamaTower(nn.Module):
         layout = self._layout(used)
         taken = []
         x = None
-        locals_ = self.config.num_hidden_layers
-        for layer, block in enumerate(self.blocks):
-            if layer == locals_:
-                seen = self.layernorm_post.add(x, residual)[0].unflatten(1, (tiles, -1))
-                x, residual = None, self._add_tile(seen, ratio, self.post_tile_embed, self.post_tile_gate).flatten(1, 2)
-            take = layer < locals_ and layer in self.config.intermediate_layers_indices
+        blocks, locals_ = list(self.blocks), self.config.num_hidden_layers
+        for layer, block in enumerate(blocks[:locals_]):
+            take = layer in self.config.intermediate_layers_indices
             if take and self.intermediate == "inputs":
                 taken.append(residual if x is None else residual + x)
             x, residual = block(x, residual, layout)
             if take and self.intermediate == "outputs":
                 taken.append(residual + x)
+        seen = self.layernorm_post.add(x, residual)[0].unflatten(1, (tiles, -1))
+        x, residual = None, self._add_tile(seen, ratio, self.post_tile_embed, self.post_tile_gate).flatten(1, 2)
+        for block in blocks[locals_:]:
+            x, residual = block(x, residual, layout)
         last = residual if x is None else residual + x
         features = torch.cat([last, *taken], -1).unflatten(1, (tiles, -1))[:, :, :P]
         tokens: Tensor = self.projection(features.flatten(1, 2))
@@ -439,9 +440,8 @@ class LigerMllama(VisionLanguageModel):
                 not (given and past),
                 "forward: images must come with the first tokens of a cache. Pass all of them then.",
             )
-            check_tensors(
-                pixel_values=pixel_values, aspect_ratio_ids=aspect_ratio_ids, cross_attention_mask=cross_attention_mask
-            )
+            check_integers(input_ids=input_ids, aspect_ratio_ids=aspect_ratio_ids)
+            check_tensors(pixel_values=pixel_values, cross_attention_mask=cross_attention_mask)
             here = input_ids == self.config.image_token_index
             checked = not past and not torch.compiler.is_compiling()
             if checked and not self._check_images(here, pixel_values, aspect_ratio_ids):

@@ -25,7 +25,7 @@ from liger_models.base.images import (
 )
 from liger_models.base.processor import Edit, MediaSize, Processor, TextOptions
 from liger_models.kernels.checks import check
-from liger_models.text.tokenizer import Tokenizer
+from liger_models.text.tokenizer import ModelInputs, Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -149,7 +149,7 @@ class MllamaProcessor(Processor):
         *,
         images: "Sequence[Source]" = (),
         **options: "Unpack[TextOptions]",
-    ) -> dict[str, Any]:
+    ) -> ModelInputs:
         """Turn a batch of texts, and the images of their placeholders in order, into model inputs.
 
         If a text has no ``bos`` token, it is inserted after the placeholders that the text begins with.
