@@ -60,7 +60,7 @@ class DecodeCache:
         )
         held = self._layers.get(layer)
         # An empty cache may have room for other rows: of a forward that failed, or whose tokens are not used.
-        if held is None or (not self.length and (held[0][:, 0].shape, held[0].dtype) != (k[:, 0].shape, k.dtype)):
+        if held is None or (not self.length and (held[0][:, :0].shape, held[0].dtype) != (k[:, :0].shape, k.dtype)):
             held = k[:, :0], v[:, :0]
         if held[0].shape[1] < end:
             room = min(end + max(LEAST_GROWTH, end // 4), self.capacity)

@@ -78,12 +78,12 @@ def test_a_cache_takes_memory_for_its_tokens(monkeypatch):
     k = torch.randn(2, 100, 1, 4)
     for capacity in (sys.maxsize, 10**15, 105):
         cache = DecodeCache(capacity)
-        for start, end in ((0, 20), (20, 21), (21, 60), (60, 100)):
+        for start, end in ((0, 0), (0, 0), (0, 20), (20, 21), (21, 60), (60, 100)):
             keys, values = cache.extend(0, k[:, start:end], -k[:, start:end])
             cache.advance(end - start)
             assert torch.equal(keys, k[:, :end])
             assert torch.equal(values, -k[:, :end])
-            assert cache._layers[0][0].shape[1] <= max(1.25 * end, 25)
+            assert cache._layers[0][0].shape[1] <= max(1.25 * end, end + 3)
         assert cache._layers[0][0].shape[1] == min(125, capacity)
 
 
