@@ -1,14 +1,13 @@
 """Backends that the op tests run on, and a net for outputs that no kernel wrote."""
 
-import dataclasses
 import gc
 import os
-from contextlib import suppress
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
+
+from .interpreter import speed_up_the_interpreter
 
 torch.set_num_threads(1)  # pytest-xdist spreads the work
 
@@ -19,90 +18,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         speed_up_the_interpreter()
 
-
-def speed_up_the_interpreter() -> None:
-    """Halve the interpreter's time, which goes into Python objects around the arrays: what is equal is made once.
-
-    Its rounding to float8 is replaced by PyTorch's, because it loses carries. Products of bfloat16 are computed in
-    float32, because it multiplies the bits as integers.
-
-    Each launch patches ``triton.language``. The interpreter patches it again whenever one function of a kernel calls
-    another. Only the first call into a module needs that: Triton's own functions find the language under other names.
-    """
-    with suppress(ImportError):
-        from triton.language import core, semantic
-        from triton.runtime import interpreter
-
-        make_block, make_tensor, np_dtype = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
-        implementation = semantic.TritonSemantic
-        broadcast, constant = implementation.broadcast_impl_value, implementation.scalar_constant
-        promote = implementation.binary_op_type_checking_impl
-        patched, blocks, dtypes, constants = set(), {}, {}, {}
-
-        def call(self, *args, **kwargs):
-            if self.fn.__module__ not in patched:
-                patched.add(self.fn.__module__)
-                interpreter._patch_lang(self.fn)
-            return self.rewrite()(*args, **kwargs)
-
-        def block(self, element_ty, shape):
-            key = element_ty.name, *(size.value if isinstance(size, core.constexpr) else size for size in shape)
-            if key not in blocks:
-                make_block(self, element_ty, shape)
-                blocks[key] = {**vars(self), "of_tensor": vars(core.tensor(None, self))}
-            vars(self).update(blocks[key])
-
-        def tensor(self, handle, type):
-            if not hasattr(type, "of_tensor"):
-                make_tensor(self, None, type)
-                type.of_tensor = vars(self).copy()
-            vars(self).update(type.of_tensor, handle=handle, type=type)
-
-        def same_shape(self, lhs, rhs):
-            return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
-
-        def same_type(self, lhs, rhs, lhs_ptr=False, rhs_ptr=False, arithmetic=True, divides=False):
-            if not divides and isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
-                scalar = lhs.type.scalar
-                if scalar is rhs.type.scalar and lhs.shape is rhs.shape and not scalar.is_ptr():
-                    return lhs, rhs
-            return promote(self, lhs, rhs, lhs_ptr, rhs_ptr, arithmetic, divides)
-
-        def scalar(self, value, dtype):
-            key = value, type(value), dtype.name
-            if key not in constants:
-                constants[key] = constant(self, value, dtype).handle
-            return core.tensor(constants[key], dtype)
-
-        def array_dtype(type):
-            name = type.scalar.name
-            if name not in dtypes:
-                dtypes[name] = np_dtype(type)
-            return dtypes[name]
-
-        def float8(src, source, target, rounding, convert=interpreter._convert_float):
-            dtype = getattr(torch, FLOAT8.get(target.name, ""), None)
-            if dtype is None or source.name != "fp32":
-                return convert(src, source, target, rounding)
-            return torch.from_numpy(np.ascontiguousarray(src)).to(dtype).view(torch.uint8).numpy()
-
-        def dot(self, a, b, *rest, multiply=interpreter.InterpreterBuilder.create_dot):
-            a, b = (self.cast_impl(x, core.float32) if x.dtype.scalar == core.bfloat16 else x for x in (a, b))
-            return multiply(self, a, b, *rest)
-
-        interpreter._convert_float = float8
-        interpreter.InterpreterBuilder.create_dot = dot
-        interpreter.InterpretedFunction.__call__ = call
-        core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, array_dtype
-        implementation.broadcast_impl_value, implementation.binary_op_type_checking_impl = same_shape, same_type
-        implementation.scalar_constant = scalar
-        options = interpreter.interpreter_builder.options
-        # What it finds nobody reads without `debug`.
-        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
-
-
-FLOAT8 = {"fp8e4nv": "float8_e4m3fn", "fp8e5": "float8_e5m2"}
-"""Triton's names of the formats -> PyTorch's."""
 
 GROUPS = {"two", "four", "two_with_kernels", "two_gpus", "four_gpus"}
 """Fixtures of tests/parallel: processes of a process group."""

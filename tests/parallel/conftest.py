@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ..conftest import speed_up_the_interpreter
+from ..interpreter import speed_up_the_interpreter
 from ..processes import FORKSERVER, free_port, start_forkserver
 
 SECONDS, GPU_SECONDS = 120, 360

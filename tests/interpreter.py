@@ -1,0 +1,154 @@
+"""Triton's interpreter, sped up: most of its time goes into Python objects around the arrays."""
+
+import dataclasses
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+FLOAT8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+"""Triton's names of the formats -> PyTorch's."""
+WIDER = {"fp32": torch.float32, "fp16": torch.float16}
+"""Formats that hold every number in float8."""
+
+
+def speed_up_the_interpreter() -> None:
+    """Take two thirds of the interpreter's time away: what is equal is made once, and told by its identity.
+
+    Its conversions to float8 and from it are replaced by PyTorch's, because it loses carries. Products of bfloat16 are
+    computed in float32, because it multiplies the bits as integers.
+
+    Each launch patches ``triton.language``. The interpreter patches it again whenever one function of a kernel calls
+    another. Only the first call into a module needs that: Triton's own functions find the language under other names.
+    """
+    with suppress(ImportError):
+        from triton.language import core, semantic
+        from triton.runtime import interpreter
+
+        make_block, make_tensor, np_dtype = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+        implementation = semantic.TritonSemantic
+        broadcast, constant, cast = (
+            getattr(implementation, name) for name in ("broadcast_impl_value", "scalar_constant", "cast")
+        )
+        promote = implementation.binary_op_type_checking_impl
+        unwrap_any, equal = core._unwrap_if_constexpr, core.dtype.__eq__
+        patched, blocks, dtypes, constants = set(), {}, {}, {}
+        shapes, sizes_of, common = {}, {}, {}
+        plain = {int, bool, float, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
+
+        def call(self, *args, **kwargs):
+            if self.fn.__module__ not in patched:
+                patched.add(self.fn.__module__)
+                interpreter._patch_lang(self.fn)
+            return self.rewrite()(*args, **kwargs)
+
+        def patch(obj, name, member, builder, scope):
+            def interpreted(*args, **kwargs):
+                kwargs["_semantic"] = interpreter.interpreter_semantic
+                return member(*args, **kwargs)
+
+            scope.set_attr(obj, name, interpreted)
+
+        def unwrap(value):
+            kind = type(value)
+            if kind is core.constexpr:
+                return value.value
+            return value if kind in plain else unwrap_any(value)
+
+        def same_dtype(self, other):
+            return self is other or equal(self, other)
+
+        def once(shape):
+            """The shape that stands for all that are equal. Its identity tells its sizes."""
+            key = tuple((type(size), unwrap(size)) for size in shape)
+            if key not in shapes:
+                shapes[key] = shape
+                sizes_of[id(shape)] = tuple(size for _, size in key)
+            return shapes[key]
+
+        def block(self, element_ty, shape):
+            sizes = sizes_of.get(id(shape)) or tuple(map(unwrap, shape))
+            key = element_ty.name, sizes
+            if key not in blocks:
+                make_block(self, element_ty, shape)
+                self.shape = once(self.shape)
+                blocks[key] = vars(self)
+            self.__dict__ = blocks[key]
+
+        def tensor(self, handle, type):
+            made = vars(type).get("of_tensor")
+            if made is None:
+                make_tensor(self, None, type)
+                self.shape = once(self.shape)
+                made = type.of_tensor = vars(self).copy()
+            vars(self).update(made, handle=handle, type=type)
+
+        def common_shape(self, lhs, rhs):
+            """The shape that both are broadcast to, or None if the interpreter is to say what is wrong."""
+            sizes = [sizes_of[id(x.shape)] for x in (lhs, rhs)]
+            with suppress(ValueError):
+                return core.block_type(core.int1, list(np.broadcast_shapes(*sizes))).shape
+
+        def spread(x, shape):
+            sizes, handle = sizes_of[id(shape)], x.handle
+            if sizes_of[id(x.shape)] == sizes:
+                return x
+            if x.type.is_block():
+                data = np.broadcast_to(handle.data, sizes)
+            else:
+                data = np.full(sizes, handle.data, array_dtype(handle.dtype))
+            handle = interpreter.TensorHandle(data, handle.dtype.scalar)
+            return core.tensor(handle, core.block_type(x.type.scalar, shape))
+
+        def same_shape(self, lhs, rhs):
+            if lhs.shape is rhs.shape:
+                return lhs, rhs
+            key = id(lhs.shape), id(rhs.shape)
+            if key not in common:
+                common[key] = common_shape(self, lhs, rhs)
+            shape = common[key]
+            return broadcast(self, lhs, rhs) if shape is None else (spread(lhs, shape), spread(rhs, shape))
+
+        def same_type(self, lhs, rhs, lhs_ptr=False, rhs_ptr=False, arithmetic=True, divides=False):
+            if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
+                left, right = lhs.type.scalar, rhs.type.scalar
+                if (left is right and not divides and not left.is_ptr()) or (lhs_ptr and left.is_ptr() and right.is_int()):
+                    return same_shape(self, lhs, rhs)
+            return promote(self, lhs, rhs, lhs_ptr, rhs_ptr, arithmetic, divides)
+
+        def cast_unless_equal(self, value, dtype, rounding=None):
+            return value if value.type.scalar is dtype.scalar else cast(self, value, dtype, rounding)
+
+        def scalar(self, value, dtype):
+            key = value, type(value), dtype.name
+            if key not in constants:
+                constants[key] = constant(self, value, dtype).handle
+            return core.tensor(constants[key], dtype)
+
+        def array_dtype(type):
+            name = type.scalar.name
+            if name not in dtypes:
+                dtypes[name] = np_dtype(type)
+            return dtypes[name]
+
+        def float8(src, source, target, rounding, convert=interpreter._convert_float):
+            if target.name in FLOAT8 and source.name == "fp32":
+                return torch.from_numpy(np.ascontiguousarray(src)).to(FLOAT8[target.name]).view(torch.uint8).numpy()
+            if source.name in FLOAT8 and target.name in WIDER:
+                return torch.from_numpy(np.array(src)).view(FLOAT8[source.name]).to(WIDER[target.name]).numpy()
+            return convert(src, source, target, rounding)
+
+        def dot(self, a, b, *rest, multiply=interpreter.InterpreterBuilder.create_dot):
+            a, b = (self.cast_impl(x, core.float32) if x.dtype.scalar == core.bfloat16 else x for x in (a, b))
+            return multiply(self, a, b, *rest)
+
+        interpreter._convert_float, interpreter._patch_attr, interpreter._get_np_dtype = float8, patch, array_dtype
+        interpreter.InterpreterBuilder.create_dot = dot
+        interpreter.InterpretedFunction.__call__ = call
+        core._unwrap_if_constexpr, core.dtype.__eq__ = unwrap, same_dtype
+        core.block_type.__init__, core.tensor.__init__ = block, tensor
+        implementation.broadcast_impl_value, implementation.binary_op_type_checking_impl = same_shape, same_type
+        implementation.cast, implementation.scalar_constant = cast_unless_equal, scalar
+        options = interpreter.interpreter_builder.options
+        # What it finds nobody reads without `debug`.
+        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
