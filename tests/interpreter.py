@@ -83,7 +83,7 @@ def speed_up_the_interpreter() -> None:
                 made = type.of_tensor = vars(self).copy()
             vars(self).update(made, handle=handle, type=type)
 
-        def common_shape(self, lhs, rhs):
+        def common_shape(lhs, rhs):
             """The shape that both are broadcast to, or None if the interpreter is to say what is wrong."""
             sizes = [sizes_of[id(x.shape)] for x in (lhs, rhs)]
             with suppress(ValueError):
@@ -105,14 +105,15 @@ def speed_up_the_interpreter() -> None:
                 return lhs, rhs
             key = id(lhs.shape), id(rhs.shape)
             if key not in common:
-                common[key] = common_shape(self, lhs, rhs)
+                common[key] = common_shape(lhs, rhs)
             shape = common[key]
             return broadcast(self, lhs, rhs) if shape is None else (spread(lhs, shape), spread(rhs, shape))
 
         def same_type(self, lhs, rhs, lhs_ptr=False, rhs_ptr=False, arithmetic=True, divides=False):
             if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
                 left, right = lhs.type.scalar, rhs.type.scalar
-                if (left is right and not divides and not left.is_ptr()) or (lhs_ptr and left.is_ptr() and right.is_int()):
+                equal_types = left is right and not divides and not left.is_ptr()
+                if equal_types or (lhs_ptr and left.is_ptr() and right.is_int()):
                     return same_shape(self, lhs, rhs)
             return promote(self, lhs, rhs, lhs_ptr, rhs_ptr, arithmetic, divides)
 
