@@ -12,6 +12,7 @@ from liger_models import AutoLigerModel
 from liger_models.adapters import LoRAConfig, apply_lora, load_adapter, merge_lora, save_adapter, unmerge_lora
 from liger_models.adapters.lora_layers import EXPERTS
 from liger_models.convert import get_hf_state_dict, load_hf_tensors
+from liger_models.kernels import float8_blocks
 from liger_models.layers.layer import named_layers, routed_layers
 from liger_models.layers.moe import LigerMoE
 from liger_models.layers.stored import StoredLinear, stored_weights
@@ -26,6 +27,13 @@ from .test_fp8 import CASES, quantised
 BLOCK = 24, 20
 """Blocks end within rows, columns, heads, and the parts of fused tensors."""
 IDS = torch.arange(2, 14).view(2, 6)
+
+
+@pytest.fixture(autouse=True)
+def _tiles_of_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are dequantised in tiles of their size: the interpreter takes as long for elements that are masked."""
+    monkeypatch.setattr(float8_blocks, "ROWS", 32)
+    monkeypatch.setattr(float8_blocks, "COLUMNS", 64)
 
 
 def load(folder: Path, **options: Any) -> Any:

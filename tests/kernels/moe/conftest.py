@@ -22,8 +22,10 @@ def many_blocks(monkeypatch):
 @pytest.fixture(autouse=True)
 def _quick_blocks(monkeypatch):
     """One tile size in the interpreter: its time grows with the number of programs and of masked elements."""
-    from liger_models.kernels import dispatch
+    from liger_models.kernels import dispatch, float8_blocks
     from liger_models.kernels.moe import grouped_mm
 
     if dispatch.INTERPRET:
         monkeypatch.setitem(grouped_mm.PRODUCT_BLOCKS, 2, grouped_mm.PRODUCT_BLOCKS[4])
+        monkeypatch.setattr(float8_blocks, "ROWS", 32)
+        monkeypatch.setattr(float8_blocks, "COLUMNS", 64)
