@@ -66,8 +66,8 @@ def read(folder: Path) -> Rows:
 
     Rows of one run have the same commit, date, versions and device. The last run is the one with the latest row of
     transformers that is not an error. Of ``train`` and ``fsdp`` every mode of this package has a last run, which may
-    measure a few modes beside their peer. Old rows of early failures have no device; they count for the device of the
-    row before them.
+    measure a few modes beside their peer, or without it if no run of the mode has one. Old rows of early failures have
+    no device; they count for the device of the row before them.
     """
     latest: dict[tuple[str, ...], Row] = {}
     for file in sorted(folder.glob("*.jsonl")):
@@ -92,7 +92,8 @@ def read(folder: Path) -> Rows:
         runs = {last}
         if benchmark in ("train", "fsdp"):
             with_peer = {row["run"] for row in peers}
-            modes = {row["mode"]: row for row in group if row["run"] in with_peer and row["mode"].startswith("ours")}
+            ours = [row for row in group if row["mode"].startswith("ours")]
+            modes = {row["mode"]: row for row in sorted(ours, key=lambda row: row["run"] in with_peer)}
             runs |= {row["run"] for row in modes.values()}
             group = [row for row in group if row is modes.get(row["mode"], row)]
         shown += [row for row in group if row["run"] in runs]

@@ -11,7 +11,7 @@ u = dy · a · w::
     dgate = dy · w · n · σ(gate) · (1 + gate · (1 − σ(gate)))
 
 Saved: x, the gate and the weight; r is recomputed from x, which the backward reads anyway. dw is summed in fp32: a
-partial row of each program, then a sum.
+partial row of each program, then `sum_partials`.
 """
 
 import torch
@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check, check_floating
-from .dispatch import LIBRARY, num_programs, on_device_of, register_autograd, tl, triton, use_triton
+from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, register_autograd, tl, triton, use_triton
+from .partial_sums import sum_partials
 
-TILE, WARPS = 2048, 4
-"""Elements of the rows that a program takes at a time."""
+TILE, WARPS, STAGES = 2048, 4, 3
+"""Elements of the rows that a program takes at a time, its warps, and tiles that the backward has in flight."""
 
-WARPS_PER_SM = 32
+WARPS_PER_SM = 16
 """Of the backward, in which each program sums the gradient of the weight over its rows."""
 
 
@@ -66,12 +67,12 @@ def _gated_norm_kernel(
 @triton.jit
 def _gated_norm_backward_kernel(
     dy_ptr, x_ptr, gate_ptr, w_ptr, dx_ptr, d_gate_ptr, dw_ptr, N, H, dy_outer, dy_inner, x_outer, x_inner,
-    gate_outer, gate_inner, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    gate_outer, gate_inner, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     w = tl.load(w_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
-    dw = tl.zeros([BLOCK], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0)):
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         dy = _rows(dy_ptr, rows, H, dy_outer, dy_inner, D, BLOCK, N)
         x = _rows(x_ptr, rows, H, x_outer, x_inner, D, BLOCK, N)
@@ -79,16 +80,16 @@ def _gated_norm_backward_kernel(
         rstd = (1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps))[:, None]
         n = x * rstd
         s = tl.sigmoid(gate)
-        d_scaled = dy * (gate * s)
-        dw += tl.sum(d_scaled * n, 0)
-        u = d_scaled * w
+        d_scaled = dy * s
+        dw += d_scaled * gate * n
+        u = d_scaled * w * gate
         dx = rstd * (u - n * (tl.sum(u * n, 1) / D)[:, None])
-        d_gate = dy * w * n * s * (1.0 + gate * (1.0 - s))
+        d_gate = d_scaled * w * n * (1.0 + gate * (1.0 - s))
         at = rows[:, None] * D + columns[None, :]
         mask = (rows < N)[:, None] & (columns < D)[None, :]
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         tl.store(d_gate_ptr + at, d_gate.to(d_gate_ptr.dtype.element_ty), mask=mask)
-    tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * D + columns, dw, mask=columns < D)
+    tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * D + columns, tl.sum(dw, 0), mask=columns < D)
 
 
 LIBRARY.define("gated_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor")
@@ -97,10 +98,12 @@ LIBRARY.define(
 )
 
 
-def _as_rows(x: Tensor) -> Tensor:
-    """[..., D] as [outer, H, D] with contiguous rows; a view if the strides allow it."""
-    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-    return x.reshape(-1, x.shape[-2] if x.dim() > 1 else 1, x.shape[-1])
+def _as_rows(*tensors: Tensor) -> list[Tensor]:
+    """[..., D] as [outer, H, D] with contiguous rows, H = 1 if all are contiguous; views if the strides allow it."""
+    tensors = tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
+    shape = tensors[0].shape
+    H = 1 if len(shape) == 1 or all(x.is_contiguous() for x in tensors) else shape[-2]
+    return [x.reshape(-1, H, shape[-1]) for x in tensors]
 
 
 def _constants(D: int) -> dict[str, int]:
@@ -113,7 +116,7 @@ def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = x.new_empty(x.shape)
     if x.numel():
         constants = _constants(x.shape[-1])
-        x, gate = _as_rows(x), _as_rows(gate)
+        x, gate = _as_rows(x, gate)
         N = x.shape[0] * x.shape[1]
         with on_device_of(x):
             _gated_norm_kernel[(triton.cdiv(N, constants["ROWS"]),)](
@@ -131,16 +134,20 @@ def _gated_norm_backward(
     if not x.numel():
         return dx, d_gate, torch.zeros_like(weight)
     constants = _constants(x.shape[-1])
-    dy, x, gate = _as_rows(dy), _as_rows(x), _as_rows(gate)
+    dy, x, gate = _as_rows(dy, x, gate)
     N = x.shape[0] * x.shape[1]
     programs = min(triton.cdiv(N, constants["ROWS"]), num_programs(x, max(WARPS_PER_SM // constants["num_warps"], 1)))
+    in_flight = constants["ROWS"] * constants["BLOCK"] * sum(each.element_size() for each in (dy, x, gate))
+    stages = fitting_stages(x, STAGES, in_flight)
     partial = torch.empty(programs, x.shape[2], dtype=torch.float32, device=x.device)
     with on_device_of(x):
         _gated_norm_backward_kernel[(programs,)](
             dy, x, gate, weight.contiguous(), dx, d_gate, partial, N, x.shape[1], *dy.stride()[:2], *x.stride()[:2],
-            *gate.stride()[:2], eps, **constants,
+            *gate.stride()[:2], eps, STAGES=stages, **constants,
         )  # fmt: skip
-    return dx, d_gate, partial.sum(0).to(weight.dtype)
+    dw = torch.empty_like(weight)
+    sum_partials(partial, dw)
+    return dx, d_gate, dw
 
 
 @torch.library.register_fake("liger_models::gated_norm", lib=LIBRARY)

@@ -12,7 +12,7 @@ Backward, with g = dy · w and dh the gradient of the new residual stream::
 
 Saved: h in its own dtype, and each row's statistics [μ, r] in fp32. The forward normalises by the rounded μ that it
 saves, so that rows recomputed from the statistics have the same bits. The gradients of w and b are summed in fp32: each
-program writes a partial row of both, and the rows are then summed.
+program writes a partial row of both, and `sum_partials` adds the rows.
 
 Source: https://arxiv.org/abs/1607.06450.
 """
@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from .checks import check, check_floating
-from .dispatch import LIBRARY, num_programs, on_device_of, register_autograd, tl, triton, use_triton
-from .rms_norm import ELEMENTWISE_BLOCK, LEAST_TILE
+from .dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
+from .partial_sums import sum_partials
+from .rms_norm import ELEMENTWISE_BLOCK, LEAST_TILE, backward_launch
 
 MAX_WIDTH = 65536
 """Widest row: a program holds a row in registers."""
-
-BACKWARD_PROGRAMS_PER_SM = 2
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -98,40 +97,42 @@ def _layer_normed_kernel(
 
 @triton.jit
 def _layer_norm_backward_kernel(
-    dy_ptr, dh_ptr, h_ptr, w_ptr, b_ptr, statistics_ptr, dx_ptr, dw_ptr, db_ptr, y_ptr, N, C,
+    dy_ptr, dh_ptr, h_ptr, w_ptr, b_ptr, statistics_ptr, dx_ptr, partial_ptr, y_ptr, N, C,
     ADD: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_DW: tl.constexpr, STORE_DB: tl.constexpr, STORE_Y: tl.constexpr,
-    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < C
-    w = tl.load(w_ptr + columns, mask=inside, other=0.0)
-    b = tl.load(b_ptr + columns, mask=inside, other=0.0)
+    w = tl.load(w_ptr + columns, mask=inside, other=0.0)[None, :]
+    b = tl.load(b_ptr + columns, mask=inside, other=0.0)[None, :]
     dw = tl.zeros([BLOCK], tl.float32)
     db = tl.zeros([BLOCK], tl.float32)
-    for index in range(tl.program_id(0), N, tl.num_programs(0)):
-        row = index * tl.cast(C, tl.int64)
-        statistics = statistics_ptr + 2 * tl.cast(index, tl.int64)
-        h = tl.load(h_ptr + row + columns, mask=inside, other=0.0)
-        dy = tl.load(dy_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(statistics + 1)
-        n = tl.where(inside, (h.to(tl.float32) - tl.load(statistics)) * rstd, 0.0)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        at = rows[:, None] * C + columns[None, :]
+        mask = (rows < N)[:, None] & inside[None, :]
+        h = tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(statistics_ptr + 2 * rows, mask=rows < N, other=0.0)[:, None]
+        rstd = tl.load(statistics_ptr + 2 * rows + 1, mask=rows < N, other=0.0)[:, None]
+        n = tl.where(mask, (h - mean) * rstd, 0.0)
         g = dy * w.to(tl.float32)
-        dx = rstd * (g - tl.sum(g, 0) / C - n * (tl.sum(g * n, 0) / C))
+        dx = rstd * (g - (tl.sum(g, 1) / C)[:, None] - n * (tl.sum(g * n, 1) / C)[:, None])
         if ADD:
-            dx += tl.load(dh_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+            dx += tl.load(dh_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if STORE_DW:
-            dw += dy * n
+            dw += tl.sum(dy * n, 0)
         if STORE_DB:
-            db += dy
+            db += tl.sum(dy, 0)
         if STORE_Y:
             y = _scaled(n, w, b, HAS_BIAS)
-            tl.store(y_ptr + row + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
-    partial = tl.program_id(0).to(tl.int64) * C
+            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    partial_ptr += tl.program_id(0).to(tl.int64) * (C * (STORE_DW + STORE_DB)) + columns
     if STORE_DW:
-        tl.store(dw_ptr + partial + columns, dw, mask=inside)
+        tl.store(partial_ptr, dw, mask=inside)
     if STORE_DB:
-        tl.store(db_ptr + partial + columns, db, mask=inside)
+        tl.store(partial_ptr + C * STORE_DW, db, mask=inside)
 
 
 def _num_warps(block: int) -> int:
@@ -200,24 +201,25 @@ def layer_norm_backward(
     N = h.numel() // C
     dx = torch.empty_like(h)
     y = torch.empty_like(h, dtype=y_dtype) if need_y else None
-    programs = min(N, num_programs(h, BACKWARD_PROGRAMS_PER_SM))
-    dw, db = (
-        torch.empty(programs, C, dtype=torch.float32, device=h.device) if need else None for need in (need_dw, need_db)
-    )
     block = triton.next_power_of_2(C)
-    if N:
-        # A pointer argument that the constants switch off still has to be a tensor.
-        dh_arg, bias_arg, dw_arg, db_arg, y_arg = (
-            h if t is None else t for t in (dh, None if bias is None else bias.contiguous(), dw, db, y)
-        )
-        with on_device_of(h):
+    programs, launch = backward_launch(N, _num_warps(block), block, h, dy, dh)
+    dw, db = (torch.empty_like(weight, dtype=sum_dtype) if need else None for need in (need_dw, need_db))
+    sums = [t for t in (dw, db) if t is not None]
+    partial = torch.empty(programs, len(sums) * C, dtype=torch.float32, device=h.device)
+    with on_device_of(h):
+        if N:
+            # A pointer argument that the constants switch off still has to be a tensor.
+            dh_arg, bias_arg, y_arg = (
+                h if t is None else t for t in (dh, None if bias is None else bias.contiguous(), y)
+            )
             _layer_norm_backward_kernel[(programs,)](
-                dy, dh_arg, h, weight, bias_arg, statistics, dx, dw_arg, db_arg, y_arg, N, C,
+                dy, dh_arg, h, weight, bias_arg, statistics, dx, partial, y_arg, N, C,
                 ADD=dh is not None, HAS_BIAS=bias is not None, STORE_DW=need_dw, STORE_DB=need_db, STORE_Y=need_y,
-                BLOCK=block, num_warps=_num_warps(block),
+                **launch,
             )  # fmt: skip
-    total_dw, total_db = (None if t is None else t.sum(0).to(sum_dtype or weight.dtype) for t in (dw, db))
-    return dx, total_dw, total_db, y
+    if sums:
+        sum_partials(partial, *sums)
+    return dx, dw, db, y
 
 
 LIBRARY.define("layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor, Tensor)")

@@ -27,6 +27,7 @@ from torch import Tensor
 from .checks import check_floating
 from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, register_autograd, tl, triton, use_triton
 from .overlap import await_previous, overlap
+from .partial_sums import sum_partials
 from .rms_norm import _scaled, rms_norm_reference
 from .rope import (
     ELEMENTS_PER_WARP,
@@ -292,9 +293,8 @@ def _qk_norm_rope_backward(
             )  # fmt: skip
     if not need_dw:
         return dqkv, q_norm_weight.new_empty(0), k_norm_weight.new_empty(0)
-    total = partial.sum(0)
-    # Copied even from fp32 to fp32: outputs of an op must not share memory.
-    dwq, dwk = (part.flatten().to(q_norm_weight.dtype, copy=True) for part in (total[:q_rows], total[q_rows:]))
+    dwq, dwk = (q_norm_weight.new_empty(count * head_dim) for count in (q_rows, rows - q_rows))
+    sum_partials(partial, dwq, dwk)
     return dqkv, dwq, dwk
 
 

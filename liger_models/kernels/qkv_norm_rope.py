@@ -24,6 +24,7 @@ from torch import Tensor
 from .checks import check, check_floating
 from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, register_autograd, tl, triton, use_triton
 from .overlap import await_previous, overlap
+from .partial_sums import sum_partials
 from .qk_norm_rope import HEAD_STAGES, HEAD_WARPS_PER_SM
 from .rms_norm import rms_norm_reference
 from .rope import (
@@ -247,10 +248,8 @@ def _qkv_norm_rope_backward(
             )  # fmt: skip
     if not need_dw:
         return d_packed, weights[0].new_empty(0), weights[1].new_empty(0)
-    # Copied even from fp32 to fp32: outputs of an op must not share memory.
-    dwq, dwk = (
-        total.to(weight.dtype, copy=True) for total, weight in zip(partial.sum(0).unbind(), weights, strict=True)
-    )
+    dwq, dwk = (weight.new_empty(head_dim) for weight in weights)
+    sum_partials(partial, dwq, dwk)
     return d_packed, dwq, dwk
 
 

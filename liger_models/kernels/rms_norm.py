@@ -11,7 +11,8 @@ Backward, with g = dy · (weight_offset + w) and dh the gradient of the new resi
 
     dx = r · (g − n · mean(g · n)) + dh,   dw = Σ_rows dy · n
 
-Saved: h in its own dtype and r in fp32. The weight gradient is summed in fp32: a partial row per program, then a sum.
+Saved: h in its own dtype and r in fp32. The weight gradient is summed in fp32: a partial row per program, then
+`sum_partials`.
 
 Source: https://arxiv.org/abs/1910.07467.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 from .checks import check, check_floating
 from .dispatch import LIBRARY, fitting_stages, num_programs, on_device_of, register_autograd, tl, triton, use_triton
 from .overlap import await_previous, overlap
+from .partial_sums import sum_partials
 
 MAX_TILE = 16384
 """Widest row that a program holds in registers; wider rows are walked in tiles."""
@@ -32,8 +34,10 @@ the square of a thread's own number into its first sum with another thread's squ
 rounding, and so does the r that each thread norms by. Only one r is saved, so the rows could not be recomputed."""
 
 STAGES = 3
-"""Rows that a program of the backward has in flight, as far as shared memory holds them: on an H200, bf16, widths 2048,
-4096 and 8192, 0.76, 0.88 and 0.93 of copy bandwidth, and without 0.52, 0.74 and 0.71."""
+"""Tiles of rows that a program of the backward has in flight, as far as shared memory holds them."""
+
+BACKWARD_TILE = 4096
+"""Least size of such a tile: narrow rows are taken several at a time."""
 
 WIDE_ROW_SPLITS = 64
 
@@ -129,28 +133,30 @@ def _rms_norm_kernel(
 def _rms_norm_backward_kernel(
     dy_ptr, dh_ptr, h_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, y_ptr, N, C, weight_offset,
     ADD: tl.constexpr, SCALE_IN_FP32: tl.constexpr, STORE_DW: tl.constexpr, STORE_Y: tl.constexpr,
-    STAGES: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < C
-    w = tl.load(w_ptr + columns, mask=inside, other=0.0)
+    w = tl.load(w_ptr + columns, mask=inside, other=0.0)[None, :]
     dw = tl.zeros([BLOCK], tl.float32)
-    for index in tl.range(tl.program_id(0), N, tl.num_programs(0), num_stages=STAGES):
-        row = index * tl.cast(C, tl.int64)
-        h = tl.load(h_ptr + row + columns, mask=inside, other=0.0)
-        dy = tl.load(dy_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + index)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        at = rows[:, None] * C + columns[None, :]
+        mask = (rows < N)[:, None] & inside[None, :]
+        h = tl.load(h_ptr + at, mask=mask, other=0.0)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < N, other=0.0)[:, None]
         n = h.to(tl.float32) * rstd
         g = dy * (w.to(tl.float32) + weight_offset)
-        dx = rstd * (g - n * (tl.sum(g * n, 0) / C))
+        dx = rstd * (g - n * (tl.sum(g * n, 1) / C)[:, None])
         if ADD:
-            dx += tl.load(dh_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+            dx += tl.load(dh_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if STORE_DW:
-            dw += dy * (n if SCALE_IN_FP32 else n.to(h.dtype).to(tl.float32))
+            dw += tl.sum(dy * (n if SCALE_IN_FP32 else n.to(h.dtype).to(tl.float32)), 0)
         if STORE_Y:
             y = _scaled(n, w, weight_offset, SCALE_IN_FP32, h.dtype)
-            tl.store(y_ptr + row + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     if STORE_DW:
         tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * C + columns, dw, mask=inside)
 
@@ -221,6 +227,15 @@ def _num_warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
+def backward_launch(N: int, warps: int, block: int, h: Tensor, *gradients: Tensor | None) -> tuple[int, dict[str, int]]:
+    """Programs and constants of a norm's backward over N rows of h and of gradients, with ``warps`` for a row."""
+    rows = max(BACKWARD_TILE // block, 1)
+    in_flight = rows * block * sum(x.element_size() for x in (h, *gradients) if x is not None)
+    programs = min(triton.cdiv(N, rows), num_programs(h, max(2 * BACKWARD_TILE // block // rows, 1)))
+    stages = fitting_stages(h, STAGES, in_flight)
+    return programs, {"ROWS": rows, "BLOCK": block, "STAGES": stages, "num_warps": max(warps, 4)}
+
+
 def rms_norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float, scale_in_fp32: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -287,33 +302,35 @@ def rms_norm_backward(
     if N == 0:
         return dx, torch.zeros_like(weight, dtype=dw_dtype) if need_dw else None, y
     block = min(triton.next_power_of_2(C), MAX_TILE)
-    constants = {"ADD": dh is not None, "SCALE_IN_FP32": scale_in_fp32, "STORE_Y": need_y, "BLOCK": block}
+    constants = {"ADD": dh is not None, "SCALE_IN_FP32": scale_in_fp32, "STORE_Y": need_y}
     # A pointer argument that the constants switch off still has to be a tensor.
     dh_arg, y_arg = h if dh is None else dh, h if y is None else y
     partial = None
     with on_device_of(h):
         if block >= C:
-            in_flight = block * (h.element_size() + dy.element_size() + (0 if dh is None else dh.element_size()))
-            stages = fitting_stages(h, STAGES, in_flight)
-            per_sm = min(max(8192 // block, 1), 3)
-            programs = min(N, num_programs(h, per_sm))
+            programs, launch = backward_launch(N, _num_warps(block), block, h, dy, dh)
             if need_dw:
                 partial = torch.empty(programs, C, dtype=torch.float32, device=h.device)
             _rms_norm_backward_kernel[(programs,)](
                 dy, dh_arg, h, weight, rstd, dx, h if partial is None else partial, y_arg, N, C, weight_offset,
-                STORE_DW=need_dw, STAGES=stages, num_warps=_num_warps(block), **constants,
+                STORE_DW=need_dw, **constants, **launch,
             )  # fmt: skip
         else:
             _rms_norm_backward_wide_kernel[(N,)](
-                dy, dh_arg, h, weight, rstd, dx, y_arg, C, weight_offset, num_warps=_num_warps(block), **constants
-            )
+                dy, dh_arg, h, weight, rstd, dx, y_arg, C, weight_offset, BLOCK=block, num_warps=_num_warps(block),
+                **constants,
+            )  # fmt: skip
             if need_dw:
                 splits = min(N, WIDE_ROW_SPLITS)
                 partial = torch.empty(splits, C, dtype=torch.float32, device=h.device)
                 _rms_norm_weight_gradient_kernel[(triton.cdiv(C, 1024), splits)](
                     dy, h, rstd, partial, N, C, SCALE_IN_FP32=scale_in_fp32, BLOCK=1024, num_warps=4
                 )
-    return dx, None if partial is None else partial.sum(0).to(dw_dtype or weight.dtype), y
+    if partial is None:
+        return dx, None, y
+    dw = torch.empty_like(weight, dtype=dw_dtype)
+    sum_partials(partial, dw)
+    return dx, dw, y
 
 
 LIBRARY.define(

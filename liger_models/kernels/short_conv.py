@@ -10,7 +10,7 @@ Backward, with p recomputed and dp = dy · σ(p) · (1 + p · (1 − σ(p)))::
 
 The sums do not leave the document. Saved: x, the weight, the bias and the state. A program goes through consecutive
 tokens of some channels with the last inputs in registers, so each is read once. The gradients of weight and bias are
-summed in fp32: a partial result of each program, then a sum.
+summed in fp32: a partial result of each program, then `sum_partials`.
 """
 
 import torch
@@ -20,12 +20,14 @@ from torch import Tensor
 from .checks import check, check_documents, check_floating
 from .dispatch import LIBRARY, on_device_of, register_autograd, tl, triton, use_triton
 from .documents import bounds, flat, locate, slots
+from .partial_sums import sum_partials
 
 MAX_WIDTH = 4
 """Most weights of a channel; the kernels hold one input less in registers."""
 
-TOKENS, CHANNELS, WARPS, STAGES = 256, 512, 4, 4
-"""Tokens and channels of a program, and how many tokens it has in flight."""
+TOKENS, CHANNELS, WARPS, UNROLL, STAGES = 128, 512, 2, 4, 3
+"""Tokens and channels of a program, its warps, tokens of a step, and steps that it has in flight. Triton keeps none in
+flight if a step is one token: what it loads is then handed from step to step."""
 
 
 def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_state: Tensor | None, K: int) -> Tensor:
@@ -98,7 +100,7 @@ def _weight(weight_ptr, channels, J: tl.constexpr, inside, K: tl.constexpr):
 def _conv_kernel(
     x_ptr, weight_ptr, bias_ptr, initial_ptr, cu_ptr, out_ptr, C, documents, x_t, K: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     n, start, _, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
     if first == last:
@@ -115,22 +117,25 @@ def _conv_kernel(
     x3 = _before(x_ptr, initial_ptr, first - 3, start, x_t, at_initial, inside, K, HAS_INITIAL)
     x2 = _before(x_ptr, initial_ptr, first - 2, start, x_t, at_initial, inside, K, HAS_INITIAL)
     x1 = _before(x_ptr, initial_ptr, first - 1, start, x_t, at_initial, inside, K, HAS_INITIAL)
-    for t in tl.range(first, last, num_stages=STAGES):
-        x0 = tl.load(x_ptr + t * x_t, mask=inside, other=0.0).to(tl.float32)
-        p = bias + w0 * x3 + w1 * x2 + w2 * x1 + w3 * x0
-        if SILU:
-            p = p * tl.sigmoid(p)
-        tl.store(out_ptr + t * C + channels, p.to(out_ptr.dtype.element_ty), mask=inside)
-        x3, x2, x1 = x2, x1, x0
+    for step in tl.range(0, last - first, UNROLL, num_stages=STAGES):
+        for i in tl.static_range(UNROLL):
+            t = first + step + i
+            mask = inside & (t < last)
+            x0 = tl.load(x_ptr + t * x_t, mask=mask, other=0.0).to(tl.float32)
+            p = bias + w0 * x3 + w1 * x2 + w2 * x1 + w3 * x0
+            if SILU:
+                p = p * tl.sigmoid(p)
+            tl.store(out_ptr + t * C + channels, p.to(out_ptr.dtype.element_ty), mask=mask)
+            x3, x2, x1 = x2, x1, x0
 
 
 @triton.jit
 def _conv_backward_kernel(
-    d_out_ptr, x_ptr, weight_ptr, bias_ptr, initial_ptr, cu_ptr, dx_ptr, d_weight_ptr, d_initial_ptr, C, documents,
+    d_out_ptr, x_ptr, weight_ptr, bias_ptr, initial_ptr, cu_ptr, dx_ptr, partial_ptr, d_initial_ptr, C, documents,
     d_out_t, x_t, K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """dx, that of the initial state, and a partial [5, C] of the gradients of the four weights and the bias."""
+    """dx, the gradient of the initial state, and partial sums of those of weight [C, K] and bias [C]."""
     n, start, end, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channels < C
@@ -150,33 +155,39 @@ def _conv_backward_kernel(
         # drop values that a loop only hands from one variable to the next if they start from the same constant.
         dx1, dx2, dx3 = none, none, none
         # The gradient of token t − 3 needs that of p up to token t, so three more tokens of the document are visited.
-        for t in tl.range(first, last + 3, num_stages=STAGES):
-            x0 = tl.load(x_at + t * x_t, mask=inside & (t < end), other=0.0).to(tl.float32)
-            d0 = tl.load(d_out_at + t * d_out_t, mask=inside & (t < end), other=0.0).to(tl.float32)
-            if SILU:
-                p = bias + w0 * x3 + w1 * x2 + w2 * x1 + w3 * x0
-                s = tl.sigmoid(p)
-                d0 = d0 * s * (1.0 + p * (1.0 - s))
-            own = tl.where(t < last, d0, 0.0)
-            dw0 += own * x3
-            dw1 += own * x2
-            dw2 += own * x1
-            dw3 += own * x0
-            d_bias += own
-            dx = dx3 + w0 * d0
-            tl.store(dx_ptr + (t - 3) * C + channels, dx.to(dx_ptr.dtype.element_ty), mask=inside & (t - 3 >= first))
-            if HAS_INITIAL:
-                place = K - 1 + t - 3 - start
-                mask = inside & (t - 3 < start) & (first == start) & (place >= 0)
-                tl.store(d_initial_ptr + at_initial + place, dx.to(d_initial_ptr.dtype.element_ty), mask=mask)
-            x3, x2, x1 = x2, x1, x0
-            dx3, dx2, dx1 = dx2 + w1 * d0, dx1 + w2 * d0, w3 * d0
-    d_weight_ptr += tl.program_id(0).to(tl.int64) * 5 * C + channels
-    tl.store(d_weight_ptr, dw0, mask=inside)
-    tl.store(d_weight_ptr + C, dw1, mask=inside)
-    tl.store(d_weight_ptr + 2 * C, dw2, mask=inside)
-    tl.store(d_weight_ptr + 3 * C, dw3, mask=inside)
-    tl.store(d_weight_ptr + 4 * C, d_bias, mask=inside)
+        for step in tl.range(0, last - first + 3, UNROLL, num_stages=STAGES):
+            for i in tl.static_range(UNROLL):
+                t = first + step + i
+                x0 = tl.load(x_at + t * x_t, mask=inside & (t < end), other=0.0).to(tl.float32)
+                d0 = tl.load(d_out_at + t * d_out_t, mask=inside & (t < end), other=0.0).to(tl.float32)
+                if SILU:
+                    p = bias + w0 * x3 + w1 * x2 + w2 * x1 + w3 * x0
+                    s = tl.sigmoid(p)
+                    d0 = d0 * s * (1.0 + p * (1.0 - s))
+                own = tl.where(t < last, d0, 0.0)
+                dw0 += own * x3
+                dw1 += own * x2
+                dw2 += own * x1
+                dw3 += own * x0
+                if HAS_BIAS:
+                    d_bias += own
+                dx = dx3 + w0 * d0
+                mask = inside & (t - 3 >= first) & (t - 3 < last)
+                tl.store(dx_ptr + (t - 3) * C + channels, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+                if HAS_INITIAL:
+                    place = K - 1 + t - 3 - start
+                    mask = inside & (t - 3 < start) & (first == start) & (place >= 0)
+                    tl.store(d_initial_ptr + at_initial + place, dx.to(d_initial_ptr.dtype.element_ty), mask=mask)
+                x3, x2, x1 = x2, x1, x0
+                dx3, dx2, dx1 = dx2 + w1 * d0, dx1 + w2 * d0, w3 * d0
+    partial_ptr += tl.program_id(0).to(tl.int64) * (C * (K + HAS_BIAS))
+    at_weight = partial_ptr + channels * K + K - 4
+    tl.store(at_weight, dw0, mask=inside & (K == 4))
+    tl.store(at_weight + 1, dw1, mask=inside & (K >= 3))
+    tl.store(at_weight + 2, dw2, mask=inside)
+    tl.store(at_weight + 3, dw3, mask=inside)
+    if HAS_BIAS:
+        tl.store(partial_ptr + K * C + channels, d_bias, mask=inside)
 
 
 LIBRARY.define(
@@ -192,9 +203,9 @@ def _launch(x: Tensor, weight: Tensor, cu: Tensor) -> tuple[tuple[int, int], dic
     """Grid and constants of both kernels."""
     C, documents = x.shape[2], len(cu) - 1
     channels = min(triton.next_power_of_2(C), CHANNELS)
-    constants = {"K": weight.shape[1], "TOKENS": TOKENS, "CHANNELS": channels, "STAGES": STAGES, "num_warps": WARPS}
     grid = slots(x.shape[0] * x.shape[1], documents, TOKENS), triton.cdiv(C, channels)
-    return grid, constants | {"DOCUMENTS": triton.next_power_of_2(documents)}
+    constants = {"K": weight.shape[1], "TOKENS": TOKENS, "CHANNELS": channels, "UNROLL": UNROLL, "STAGES": STAGES}
+    return grid, constants | {"DOCUMENTS": triton.next_power_of_2(documents), "num_warps": WARPS}
 
 
 @torch.library.impl(LIBRARY, "short_conv", "CompositeExplicitAutograd")
@@ -222,24 +233,23 @@ def _short_conv_backward(
     d_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    (C, K), dx = weight.shape, x.new_empty(x.shape)
+    (C, K), dx, has_bias = weight.shape, x.new_empty(x.shape), bias is not None
     d_initial = x.new_zeros(0) if initial_state is None else initial_state.new_zeros(initial_state.shape)
     if not x.numel():
-        return dx, weight.new_zeros(C, K), weight.new_zeros(C), d_initial
+        return dx, weight.new_zeros(C, K), weight.new_zeros(has_bias * C), d_initial
     cu = bounds(x, cu_seqlens)
     grid, constants = _launch(x, weight, cu)
-    partial = torch.empty(grid[0], 5, C, dtype=torch.float32, device=x.device)
+    partial = torch.empty(grid[0], C * (K + has_bias), dtype=torch.float32, device=x.device)
     weight, rows, d_rows = weight.contiguous(), flat(x), flat(d_out)
+    d_weight, d_bias = torch.empty_like(weight), weight.new_empty(has_bias * C)
     with on_device_of(x):
         _conv_backward_kernel[grid](
             d_rows, rows, weight, weight if bias is None else bias.contiguous(),
             weight if initial_state is None else initial_state.contiguous(), cu, dx, partial, d_initial, C,
-            len(cu) - 1, d_rows.stride(0), rows.stride(0), HAS_BIAS=bias is not None,
+            len(cu) - 1, d_rows.stride(0), rows.stride(0), HAS_BIAS=has_bias,
             HAS_INITIAL=initial_state is not None, SILU=silu, **constants,
         )  # fmt: skip
-    total = partial.sum(0)
-    # Copied even from fp32 to fp32: outputs of an op must not share memory.
-    d_weight, d_bias = (part.to(weight.dtype, copy=True) for part in (total[4 - K : 4].t().contiguous(), total[4]))
+    sum_partials(partial, d_weight, d_bias)
     return dx, d_weight, d_bias, d_initial
 
 
@@ -251,7 +261,8 @@ def _short_conv_fake(x, *_):
 @torch.library.register_fake("liger_models::short_conv_backward", lib=LIBRARY)
 def _short_conv_backward_fake(d_out, x, weight, bias, initial_state, *_):
     d_initial = x.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape)
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[:1]), d_initial
+    d_bias = weight.new_empty(0 if bias is None else weight.shape[0])
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), d_bias, d_initial
 
 
 def _setup(ctx, inputs, output):

@@ -59,9 +59,10 @@ def apply_fsdp(
     head, which stays gathered until its backward. If embedding and head are tied they form one group, which stays
     gathered from its first to its last use. The final norm and a tower's parameters outside its blocks form the group
     of the model itself. Experts sharded by `apply_ep` form one group per layer, sharded over the ranks that hold the
-    same experts. Parameters keep their dtype (fp32 for master weights); the computation uses ``param_dtype``. Weights
-    that `quantize_base` has quantised or that `from_pretrained` has kept in float8 are sharded and gathered as they are
-    stored; of routed experts each rank has some, whole.
+    same experts; if that is one rank and they have ``param_dtype`` already, they stay as they are. Parameters keep
+    their dtype (fp32 for master weights); the computation uses ``param_dtype``. Weights that `quantize_base` has
+    quantised or that `from_pretrained` has kept in float8 are sharded and gathered as they are stored; of routed
+    experts each rank has some, whole.
 
     Create the optimizer afterwards, because it must hold the sharded parameters.
 
@@ -135,14 +136,20 @@ def apply_fsdp(
     passes, options = BackwardPasses(), _options(mesh, param_dtype, reduce_dtype, cpu_offload)
     # Quantised experts that apply_ep or apply_tp has distributed stay on their ranks. They are frozen.
     matrices = [getattr(layer, name) for layer in mixtures for name in layer.quantized_weights]
-    options["ignored_params"] = {each for each in matrices if is_sharded(each)} or None
+    ignored = {each for each in matrices if is_sharded(each)}
+    if experts_mesh is not None and experts_mesh.size() == 1 and not cpu_offload:
+        # No other rank has these experts. Where FSDP2 would not cast them either, it would only copy them.
+        mine = [each for layer in layers_of(model) if layer.groups.expert for each in layer.parameters()]
+        ignored |= {each for each in mine if is_sharded(each) and each.dtype == (param_dtype or each.dtype)}
+    options["ignored_params"] = ignored or None
     tied = model.lm_head.weight is model.embed_tokens.weight
     if tied:
         _shard([model.embed_tokens, model.lm_head], passes, reshard_after_forward=False, **options)
     else:
         _shard(model.embed_tokens, passes, reshard_after_forward=reshard_after_forward, **options)
     for block in model.blocks:
-        sharded = [layer for layer in layers_of(block) if layer.groups.expert is not None]
+        routed = [layer for layer in layers_of(block) if layer.groups.expert is not None]
+        sharded = [layer for layer in routed if any(is_sharded(p) and p not in ignored for p in layer.parameters())]
         # FSDP2 warns because in-place writes to a view would be lost. No layer writes in place.
         names = f"FSDP({'|'.join({type(each).__name__ for each in [block, *sharded]})})"
         message = rf"FSDP2-wrapped module \({names}\) returned a view tensor"
@@ -216,7 +223,7 @@ def _options(
 
 
 def _shard(modules: nn.Module | list[nn.Module], passes: BackwardPasses, **options: Any) -> None:
-    """``fully_shard``, with `ReduceScatter` where that sends fewer bytes: if all ranks are on one host.
+    """``fully_shard``, with `ReduceScatter` if all ranks are on one host: it copies faster and may send fewer bytes.
 
     Between hosts PyTorch's own reduce-scatter sends less, because it sums the gradients within each host first.
     """
@@ -229,11 +236,12 @@ def _shard(modules: nn.Module | list[nn.Module], passes: BackwardPasses, **optio
     for parameter in parameters.fsdp_params if parameters else ():
         if not parameter.sharded_param.dtype.is_floating_point:  # PyTorch before 2.13 would cast it to param_dtype
             parameter.init_dtype_attrs = partial(_keep_dtype, parameter.init_dtype_attrs)
-    # Without param_dtype the gradients may have several dtypes. For other reductions FSDP2 divides before it sends.
-    narrow = dtype in (torch.bfloat16, torch.float16) and policy.reduce_dtype == torch.float32
-    if narrow and passes.on_one_host(mesh.get_group(mesh.ndim - 1)):
-        group.set_custom_reduce_scatter(ReduceScatter(passes, dtype))  # type: ignore[arg-type]  # no public name to inherit
-        for module in each:
+    ranks = mesh.get_group(mesh.ndim - 1)
+    if passes.on_one_host(ranks):
+        # Without param_dtype the gradients may have several dtypes. For other reductions FSDP2 divides before it sends.
+        narrow = ranks.size() > 1 and dtype in (torch.bfloat16, torch.float16) and policy.reduce_dtype == torch.float32
+        group.set_custom_reduce_scatter(ReduceScatter(passes, dtype if narrow else None))  # type: ignore[arg-type]  # no public name to inherit
+        for module in each if narrow else ():
             module.register_forward_hook(passes.watch)
 
 

@@ -153,14 +153,16 @@ def test_steps_are_those_of_the_last_run_with_transformers(tmp_path, benchmark):
         train_row("hf+liger", 100.0, **later),
         train_row("ours", 120.0, **later),
         train_row("ours", 300.0, commit="ghi", date="2026-01-03"),
+        train_row("ours+adamw", 2.0, commit="ghi"),
+        train_row("ours+adamw", 3.0, commit="jkl"),  # no run of this mode has a peer
     ]
     lines = [json.dumps(row | {"benchmark": benchmark}) + "\n" for row in rows]
     (tmp_path / "a.jsonl").write_text("".join(lines))
     shown = read(tmp_path)
-    assert {row["tokens_per_s"] for row in shown} == {1.0, 50.0, 130.0, 100.0, 120.0}
+    assert {row["tokens_per_s"] for row in shown} == {1.0, 50.0, 130.0, 100.0, 120.0, 3.0}
     table = {"train": train.table, "fsdp": fsdp.table}[benchmark](shown)
     found = [line[-3 if benchmark == "train" else -2] for line in cells(table)]
-    assert found == ["1.000", "2.600", "1.000", "1.200", ""]
+    assert sorted(found) == ["", "", "1.000", "1.000", "1.200", "2.600"]
 
 
 def test_each_mode_is_compared_within_its_last_run(tmp_path):

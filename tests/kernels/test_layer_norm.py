@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from liger_models.kernels import rms_norm
 from liger_models.kernels.layer_norm import (
     MAX_WIDTH,
     add_layer_norm,
@@ -11,7 +12,7 @@ from liger_models.kernels.layer_norm import (
 
 from .oracle import assert_close_to_truth, opcheck, run
 
-SHAPES = [(1, 3), (3, 7), (2, 3, 64), (5, 200), (4, 1, 129)]
+SHAPES = [(1, 3), (3, 7), (15, 16), (2, 3, 64), (5, 200), (4, 1, 129)]
 GPU_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -38,7 +39,8 @@ def test_the_reference_is_torchs():
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_matches_fp64(backend, shape, with_bias, eps, poisoned_empty):
+def test_matches_fp64(backend, shape, with_bias, eps, poisoned_empty, monkeypatch):
+    monkeypatch.setattr(rms_norm, "BACKWARD_TILE", 64)  # several programs, and several tiles of rows for each
     for dtype in dtypes(backend):
         x, residual, weight, bias, upstream = make(shape, dtype, backend)
         weights = [weight, bias] if with_bias else [weight]

@@ -229,6 +229,31 @@ def test_bf16_gradients_of_several_passes_add_up_in_fp32(two, kind):
         torch.testing.assert_close(got, gradients(master), rtol=0, atol=0)
 
 
+def what_torch_copies() -> list[list[torch.Size]]:
+    model = apply_fsdp(tiny())
+    with mock.patch.object(torch, "_chunk_cat", wraps=torch._chunk_cat) as copy_in:
+        model(**share(batch(0), dist.get_rank(), 2)).loss.backward()
+    return [[gradient.shape for gradient in call.args[0]] for call in copy_in.call_args_list]
+
+
+def test_torch_copies_only_the_gradient_of_the_last_norm(two):
+    assert two(what_torch_copies) == [[[(32,)]]] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_chunks_lie_as_fsdp_wants_them(ranks, dtype):
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape, dtype=torch.bfloat16) for shape in ((8, 3, 2), (5, 4), (1,), (9, 1), (24,))]
+    tensors.append(torch.randn(6, 8, dtype=torch.bfloat16).T)
+    size = sum(-(-len(tensor) // ranks) * tensor[0].numel() for tensor in tensors)
+    memory = ReduceScatter(BackwardPasses(), dtype).allocate((ranks * size,), dtype=torch.float32, device="cpu")
+    torch.ops.fsdp.chunk_cat(tensors, dim=0, num_chunks=ranks, out=memory.view(ranks, -1))
+    expected = torch.empty(ranks, size, dtype=dtype)
+    torch._chunk_cat(tensors, 0, ranks, out=expected)
+    assert torch.equal(memory.as_subclass(torch.Tensor).view(ranks, -1), expected)
+
+
 def two_passes(case: str, plain: bool) -> dict[str, torch.Tensor]:
     """Gradients of two batches that are brought together with the second."""
     with mock.patch.object(FSDPModule, "set_custom_reduce_scatter") if plain else nullcontext():
