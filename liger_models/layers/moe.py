@@ -251,9 +251,9 @@ class LigerMoE(Layer):
             rows = x.reshape(-1, x.shape[-1])
             weights, experts, logits = self._of_all_tokens(weights, experts, logits, x.shape[:-1], group)
         if expert is not None:
-            # FSDP averages gradients over the ranks, but the experts' gradients are already summed over them.
-            matrices = [None if each is None else divide_gradient(each, expert.size) for each in matrices]
-            low_ranks = [each and tuple(divide_gradient(one, expert.size) for one in each) for each in low_ranks]
+            # FSDP averages gradients over the ranks, but the experts' gradients are already summed over them. The rows
+            # have fewer bytes than the weights: that of the result is divided, and what comes back is multiplied.
+            rows, weights = (divide_gradient(each, 1 / expert.size) for each in (rows, weights))
         gate_up_weight, down_weight, *biases = matrices
         assert gate_up_weight is not None
         assert down_weight is not None
@@ -263,6 +263,7 @@ class LigerMoE(Layer):
         others = *biases, *low_ranks
         if expert is not None:
             y = moe_mlp_over(*inputs, expert, *others, recompute=self.recompute, **options)
+            y = divide_gradient(y, expert.size)
         elif fused:
             y = moe_mlp(*inputs, *others, recompute=self.recompute, **options)
         elif self.recompute and torch.is_grad_enabled():

@@ -357,7 +357,7 @@ def test_master_weights_are_counted_as_they_are():
 
 
 ROWS = ("8b-8x2048", "8b-1x8192", "8b-4x2048", "1b-8x2048", "1b-1x512")
-UNLIKE = ("float8", "fp8", "graph", "peft", "nf4", "plan")
+UNLIKE = ("float8", "fp8", "graph", "medusa", "peft", "nf4", "plan")
 """Words of modes whose memory differs for other reasons."""
 
 
