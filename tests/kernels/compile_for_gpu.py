@@ -150,8 +150,7 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
     for act in ("silu", "gelu_tanh", "gelu"):
         differentiate(gated_act(draw_(3, 2 * F), act))
         differentiate(gated_mlp(x, residual, norm, draw_(2 * F, C), draw_(C, F), act=act, recompute=act == "gelu"))
-    shapes = (32, 8, 128, 128), (8, 4, 256, 256), (32, 2, 128, 64)
-    for heads, kv_heads, D, R in shapes if dtype == torch.bfloat16 else shapes[1:2]:
+    for heads, kv_heads, D, R in ((32, 8, 128, 128), (8, 4, 256, 256), (32, 2, 128, 64)):
         cos, sin = torch.randn(2, 1, 3, R // 2)
         packed = draw_(1, 3, (heads + 2 * kv_heads) * D)
         for interleaved in (False, True):
@@ -186,8 +185,7 @@ def run_delta_rule(dtype: torch.dtype) -> None:
         draw_(1, 70, 4),
     )
     state, bounds = draw(3, 4, 128, 128, dtype=torch.float32), torch.tensor([0, 3, 60, 70])
-    if dtype == torch.bfloat16:
-        differentiate(gated_delta_rule(q, k, v, g, beta))
+    differentiate(gated_delta_rule(q, k, v, g, beta))
     packed = {"initial_state": state, "return_state": True, "cu_seqlens": bounds}
     differentiate(gated_delta_rule(q, k, v, g, beta, **packed))
     with torch.no_grad():
@@ -242,11 +240,11 @@ def run_sinks() -> None:
 def run_decoding(dtype: torch.dtype) -> None:
     table, lengths = torch.zeros(2, 40, dtype=torch.int32), torch.tensor([3, 2000], dtype=torch.int32)
     heads = ((24, 8, 128), (64, 8, 64), (8, 1, 256), (8, 2, 512), (71, 1, 64), (16, 16, 80))
-    for number, (H, G, D) in enumerate(heads if dtype == torch.bfloat16 else heads[1::2]):
+    for H, G, D in heads if dtype == torch.bfloat16 else heads[1::2]:
         q, keys = draw(2, H, D, dtype=dtype).detach(), draw(3, 64, G, D, dtype=dtype).detach()
-        options = ({}, {"window": 300, "softcap": 30.0}, {"sinks": q[0, :, 0].contiguous()})[number % 3]
-        decode_attention(q, keys, keys, table, lengths, scale=0.1, **options)
-        invariant_attention(q, keys, keys, lengths, lengths, scale=0.1, table=table, **options)
+        for options in ({}, {"window": 300, "softcap": 30.0}, {"sinks": q[0, :, 0].contiguous()}):
+            decode_attention(q, keys, keys, table, lengths, scale=0.1, **options)
+            invariant_attention(q, keys, keys, lengths, lengths, scale=0.1, table=table, **options)
         invariant_attention(q, keys[0], keys[0], lengths, lengths, scale=0.1)
         write_pages(keys, keys, keys[0, :2], keys[0, :2], torch.tensor([1, -1]))
     seeded_scores(torch.zeros(2, 128256), torch.tensor([3, 4]), 5)
