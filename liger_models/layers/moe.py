@@ -251,8 +251,9 @@ class LigerMoE(Layer):
             rows = x.reshape(-1, x.shape[-1])
             weights, experts, logits = self._of_all_tokens(weights, experts, logits, x.shape[:-1], group)
         if expert is not None:
-            # FSDP averages gradients over the ranks, but the experts' gradients are already summed over them. The rows
-            # have fewer bytes than the weights: that of the result is divided, and what comes back is multiplied.
+            # FSDP averages gradients over the ranks, but the experts' gradients are already summed over them. To divide
+            # them, the gradient of the result is divided, and those of rows and routing weights are multiplied again:
+            # these have fewer bytes than the experts' weights.
             rows, weights = (divide_gradient(each, 1 / expert.size) for each in (rows, weights))
         gate_up_weight, down_weight, *biases = matrices
         assert gate_up_weight is not None
