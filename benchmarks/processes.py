@@ -24,6 +24,8 @@ ERRORS_AT_ONCE = 3
 
 REASON = re.compile(r"(?P<rank>\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\b")
 """The last line of a traceback, which is not always the last line of the output."""
+LAUNCHER = "torch.distributed.elastic."
+"""Where errors of torchrun itself come from, which say only that a rank failed."""
 
 PACKAGES = (
     "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "quack-kernels",
@@ -148,7 +150,9 @@ def reason_of(err: str, status: int) -> str:
     """
     lines = err.strip().splitlines()
     reasons = [reason for line in lines if (reason := REASON.match(line))]
-    found = [reason.string for reason in reasons if reason["rank"]][:1] or [reason.string for reason in reasons]
+    found = [reason.string for reason in reasons if reason["rank"]][:1]
+    found = found or [reason.string for reason in reasons if not reason.string.startswith(LAUNCHER)]
+    found = found or [reason.string for reason in reasons]
     if not found and status > 0:  # a negative status is a signal: the last line says nothing about it
         found = lines
     return (found or [f"exit status {status}"])[-1]

@@ -26,6 +26,8 @@ def test_processes_run_in_turn_and_their_rows_are_kept(tmp_path, monkeypatch):
     (tmp_path / "killed_process.py").write_text(code + "import os\nos.kill(os.getpid(), 9)\n")
     of_ranks = "[rank1]: MemoryError: on one\n[rank0]: ConnectionError: to the other\nChildFailedError: \n"
     (tmp_path / "ranks_process.py").write_text(code + f"sys.stderr.write({of_ranks!r})\nraise SystemExit(1)\n")
+    before_ranks = "ModuleNotFoundError: no peer\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    (tmp_path / "import_process.py").write_text(code + f"sys.stderr.write({before_ranks!r})\nraise SystemExit(1)\n")
     (tmp_path / "ended_process.py").write_text(code + "raise SystemExit('out of memory')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("COMMIT", "abc")
@@ -39,13 +41,14 @@ def test_processes_run_in_turn_and_their_rows_are_kept(tmp_path, monkeypatch):
             ("swiglu", "killed_process"),
             ("geglu", "ended_process"),
             ("rope", "ranks_process"),
+            ("layer_norm", "import_process"),
         )
     ]
     rows = processes.measure_all(planned, with_fractions())
     assert [json.loads(line) for line in file.read_text().splitlines()] == rows
     assert rows[1]["fraction"] == {"total": 0.5}
     reasons = ["MemoryError: none left", "exit status -9", "out of memory", "[rank1]: MemoryError: on one"]
-    assert [row["error"] for row in rows[2:]] == reasons
+    assert [row["error"] for row in rows[2:]] == [*reasons, "ModuleNotFoundError: no peer"]
     assert all(row["commit"] == "abc" and row["versions"]["torch"] and row["date"] for row in rows)
     # Rows of failures have a device, too: a failure on one GPU must not replace the row of another.
     assert {row["device"] for row in rows} == {"X"}
