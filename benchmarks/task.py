@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .options import add_batch, add_model, add_modes, add_steps
 from .processes import measure_all, plan_batch
@@ -28,14 +28,16 @@ FIRST = 10
 
 EVALUATED = 2048
 WARMUP, SETTLE = 50, 5
-"""Steps in which the learning rate rises, and steps before the timed ones."""
+"""Steps in which the learning rate rises, before it falls to 0, and steps before the timed ones."""
+MAX_NORM = 1.0
+"""Of the gradients: one bad step near the end would undo a run."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "llama")
     add_modes(parser, "hf,hf+liger,ours+adamw")
     add_batch(parser, f"512x{2 * LENGTH + 1}", f"lists x {2 * LENGTH + 1} tokens")
-    add_steps(parser, 600, "steps of the run")
+    add_steps(parser, 500, "steps of the run")
 
 
 def run(options: argparse.Namespace) -> Rows:
@@ -56,7 +58,15 @@ def draw_lists(count: int, generator: torch.Generator) -> dict[str, Tensor]:
 def train_on_lists(train: Step, rows: int, steps: int, device: str) -> tuple[float, list[float]]:
     """Seconds of the steps after the first `SETTLE`, and the losses."""
     generator = torch.Generator(device).manual_seed(1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(train.optimizer, lambda done: min((done + 1) / WARMUP, 1.0))
+    parameters = list(train.model.parameters())
+
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+
+    train.optimizer.register_step_pre_hook(clip)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        train.optimizer, lambda done: min((done + 1) / WARMUP, 1.0 - done / steps)
+    )
     losses, begun = [], 0.0
     for index in range(steps):
         if index == SETTLE:
