@@ -12,13 +12,18 @@ Backward, with p_ij = exp(s_ij − lse_i) and δ_i = do_i · o_i; dk and dv sum 
     ds_ij = scale · p_ij · (do_i · v_j − δ_i)
     dq_i = Σ_j ds_ij · k_j,   dk_j = Σ_i ds_ij · q_i
 
-Saved: q, k, v, o and lse. p and ds are rounded to the dtype of q, like the probabilities of the forward.
+Saved: q, k, v, o and lse. p and ds are rounded to the dtype of q, like the weights of the forward.
 
-The forward is one kernel with an online softmax. The backward is not: a program that kept dk and dv of 64 keys, heads
-of 512, in registers would need all registers of a Hopper multiprocessor, and one that keeps only one of them computes
-8 products instead of 5. At this width p and ds are small beside the products that they take part in, so a kernel
-writes the tiles of both that are visible to a workspace, for some queries and heads at a time, and three plain matrix
-products read them.
+Neither direction is a single kernel. A program that kept o of 128 queries, heads of 512, in registers would need all
+registers of a Hopper multiprocessor, and so would one that kept dk and dv of 64 keys; with fewer queries or keys more
+bytes are loaded than the multiprocessors take. At this width weights and scores are small beside the products that
+they take part in. So a kernel writes the tiles of them that are visible to a workspace, for some queries and heads at a
+time, and plain matrix products read them: 2 products in the forward and 5 in the backward.
+
+The forward writes exp2(s'_ij − m), s' = s · log2 e, with m and the sum of each row of a tile in fp32. m is 0 where the
+largest s' of the row is within ±64, which bf16 and fp32 hold as well as numbers near 1, and otherwise the largest s',
+rounded up. Where all m of the queries of a program are 0, the values are a plain product, divided by a sum at its
+end. Otherwise tiles of weights are multiplied by a power of 2, which rounds nothing.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135.
 """
@@ -49,18 +54,23 @@ MOST_HEAD_DIM = 512
 LARGE, SMALL = 2, 4
 """Keys of the tables below: half precision with 200 KB of shared memory (Hopper, Blackwell), and everything else."""
 
-FORWARD_TILE = {LARGE: (128, 256, 64), SMALL: (64, 64, 32)}
-FORWARD_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 4}, SMALL: {"num_warps": 4, "num_stages": 2}}
-"""Forward: queries and keys of a tile of weights, and columns of the heads of a step."""
-
 TILE = {LARGE: (128, 128, 64), SMALL: (64, 64, 32)}
+WEIGHTS_LAUNCH = {LARGE: {"num_warps": 4, "num_stages": 3}, SMALL: {"num_warps": 8, "num_stages": 2}}
 SCORES_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 3}, SMALL: {"num_warps": 4, "num_stages": 2}}
-"""Backward: queries and keys of a tile of p and ds, and columns of the heads of a step."""
+"""Queries and keys of a tile of weights, or of p and ds, and columns of the heads of a step; launches of the forward
+and the backward. In the forward two programs take 208 KB of a Hopper multiprocessor's 227 KB of shared memory: one
+computes exponentials while the other multiplies."""
 
 PRODUCT_COLUMNS = {LARGE: 256, SMALL: 64}
 PRODUCT_STEP = {LARGE: 64, SMALL: 32}
+VALUES_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 4}, SMALL: {"num_warps": 4, "num_stages": 2}}
 PRODUCT_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 3}, SMALL: {"num_warps": 4, "num_stages": 2}}
-"""Backward: columns of a tile of dq, dk and dv, and queries or keys of a step."""
+"""Columns of a tile of o, dq, dk and dv, and queries or keys of a step; launches of the forward and the backward."""
+
+FAR = {torch.float32: 64.0, torch.bfloat16: 64.0, torch.float16: -1.0}
+"""Scores, times log2 e, whose weights need no factor if they are the largest of a row of a tile."""
+MOST_PARTS = 64
+"""Tiles of keys whose sums are loaded at a time."""
 
 PAIRS = 2**26
 MOST_ROWS, LEAST_ROWS = 4096, 2048
@@ -134,7 +144,7 @@ def _key_tiles(tile, first, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=FORWARD_PLACE)
 def _weights_kernel(
-    q, k, weights, most_ptr, sum_ptr, documents_ptr, low_ptr, T, S, window, scale, first_head, first_row, heads, tiles,
+    q, k, weights_ptr, most_ptr, sum_ptr, documents_ptr, low_ptr, T, S, window, scale, first_head, first_row, heads, tiles,
     width, H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -182,7 +192,8 @@ def _weights_kernel(
             p = tl.exp2(scores - most[:, None])
             tl.store(most_ptr + place * BLOCK_M + row, tl.where(largest == float("-inf"), largest, most))
             tl.store(sum_ptr + place * BLOCK_M + row, tl.sum(p, 1))
-            weights.store([place * BLOCK_M, 0], p.to(weights.dtype))
+            out = (place * BLOCK_M + row).to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            tl.store(weights_ptr + out, p.to(weights_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=FORWARD_PLACE)
@@ -462,35 +473,35 @@ def _causal_attention(
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if not out.numel():
         return out, lse
-    tier, dtype = _tier(q), q.dtype
+    tier, step = _tier(q), PRODUCT_STEP[_tier(q)]
     numbers, low, _ = _bounds(documents, window, B, S, q)
-    block_m, block_n, block_d = FORWARD_TILE[tier]
+    block_m, block_n, block_d = TILE[tier]
     columns = min(PRODUCT_COLUMNS[tier], max(triton.next_power_of_2(D), 16))
     tile = {"BLOCK_M": block_m, "BLOCK_N": block_n}
     shared: dict[str, Any] = {"H": H, "QUERIES": H // G, "D": D, "PRECISION": _precision(q), **tile}
     masks = {"HAS_DOCUMENTS": documents is not None, "HAS_WINDOW": window is not None}
+    bounded = documents is not None or window is not None
     with on_device_of(q):
-        queries, keys = _heads(q, block_m, block_d), _heads(k, block_n, block_d)
-        values = _heads(v, PRODUCT_STEP[tier], columns)
+        queries, keys, values = _heads(q, block_m, block_d), _heads(k, block_n, block_d), _heads(v, step, columns)
         for row, tiles, heads in _parts(B * H, T, S, block_m, block_n):
             seen = [triton.cdiv(min(row + (i + 1) * block_m + S - T, S), block_n) for i in range(tiles)]
             folded = [0] * (tiles % 2) + seen
             width = max(a + b for a, b in zip(folded, reversed(folded), strict=True))
-            parts = heads * (len(folded) // 2) * width
-            weights = torch.empty(parts * block_m, block_n, dtype=dtype, device=q.device)
-            most, sums = torch.empty(2, parts, block_m, dtype=torch.float32, device=q.device)
-            whole, strip = ([block_m, size] for size in (block_n, PRODUCT_STEP[tier]))
+            each = (tiles + 1) // 2 * width  # tiles of a head
+            weights = torch.empty(heads * each * block_m, block_n, dtype=q.dtype, device=q.device)
+            most, sums = torch.empty(2, heads * each, block_m, dtype=torch.float32, device=q.device)
+            strips = TensorDescriptor(weights, list(weights.shape), list(weights.stride()), [block_m, step])
             for head in range(0, B * H, heads):
                 count = min(heads, B * H - head)
-                _weights_kernel[(min(count * (len(folded) // 2) * width, num_programs(q, 1)),)](
-                    queries, keys, TensorDescriptor(weights, weights.shape, weights.stride(), whole), most, sums,
-                    numbers, low, T, S, window or 0, scale, head, row, count, tiles, width, BLOCK_D=block_d,
-                    FAR=-1.0 if dtype == torch.float16 else 64.0, **shared, **masks, **FORWARD_LAUNCH[tier],
+                # With bounds programs differ in time, so that the multiprocessors must take them one by one.
+                programs = count * each if bounded else min(count * each, num_programs(q, 2))
+                _weights_kernel[(programs,)](
+                    queries, keys, weights, most, sums, numbers, low, T, S, window or 0, scale, head, row, count,
+                    tiles, width, FAR=FAR[q.dtype], BLOCK_D=block_d, **shared, **masks, **WEIGHTS_LAUNCH[tier],
                 )  # fmt: skip
                 _values_kernel[(triton.cdiv(D, columns), count, tiles)](
-                    TensorDescriptor(weights, weights.shape, weights.stride(), strip), values, out, lse, most, sums,
-                    low, T, S, head, row, tiles, width, BLOCK_D=columns, STEP=PRODUCT_STEP[tier], PARTS=32,
-                    BOUNDED=any(masks.values()), **shared, **PRODUCT_LAUNCH[tier],
+                    strips, values, out, lse, most, sums, low, T, S, head, row, tiles, width, BLOCK_D=columns,
+                    STEP=step, PARTS=MOST_PARTS, BOUNDED=bounded, **shared, **VALUES_LAUNCH[tier],
                 )  # fmt: skip
     return out, lse
 
