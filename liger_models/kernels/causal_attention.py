@@ -12,25 +12,41 @@ Backward, with p_ij = exp(s_ij − lse_i) and δ_i = do_i · o_i; dk and dv sum 
     ds_ij = scale · p_ij · (do_i · v_j − δ_i)
     dq_i = Σ_j ds_ij · k_j,   dk_j = Σ_i ds_ij · q_i
 
-Saved: q, k, v, o and lse. p and ds are rounded to the dtype of q, like the probabilities of the forward.
+Saved: q, k, v, o and lse. p and ds are rounded to the dtype of q, like the weights of the forward.
 
-The forward is one kernel with an online softmax. The backward is not: a program that kept dk and dv of 64 keys, heads
-of 512, in registers would need all registers of a Hopper multiprocessor, and one that keeps only one of them computes
-8 products instead of 5. At this width p and ds are small beside the products that they take part in, so a kernel
-writes the tiles of both that are visible to a workspace, for some queries and heads at a time, and three plain matrix
-products read them.
+Neither direction is a single kernel. A program that kept o of 128 queries, heads of 512, in registers would need all
+registers of a Hopper multiprocessor, and so would one that kept dk and dv of 64 keys; with fewer queries or keys more
+bytes are loaded than the multiprocessors take. At this width weights and scores are small beside the products that
+they take part in. So a kernel writes the tiles of them that are visible to a workspace, for some queries and heads at a
+time, and plain matrix products read them: 2 products in the forward and 5 in the backward.
+
+The forward writes exp2(s'_ij − m), s' = s · log2 e, with m and the sum of each row of a tile in fp32. m is 0 where the
+largest s' of the row is within ±64, which bf16 and fp32 hold as well as numbers near 1, and otherwise the largest s',
+rounded up. Where all m of the queries of a program are 0, the values are a plain product, divided by a sum at its
+end. Otherwise tiles of weights are multiplied by a power of 2, which rounds nothing.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135.
 """
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .checks import check, check_floating
-from .dispatch import LIBRARY, fitting_stages, on_device_of, register_autograd, tl, triton, use_triton
+from .dispatch import (
+    LIBRARY,
+    TensorDescriptor,
+    fitting_stages,
+    num_programs,
+    on_device_of,
+    register_autograd,
+    tl,
+    triton,
+    use_triton,
+)
 from .rope import contiguous_rows
 
 MOST_HEAD_DIM = 512
@@ -38,19 +54,23 @@ MOST_HEAD_DIM = 512
 LARGE, SMALL = 2, 4
 """Keys of the tables below: half precision with 200 KB of shared memory (Hopper, Blackwell), and everything else."""
 
-FORWARD_TILE = {LARGE: (64, 32), SMALL: (32, 16)}
-FORWARD_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 2}, SMALL: {"num_warps": 8, "num_stages": 1}}
-"""Queries and keys of a step, and the launch. Two warp groups hold o of 64 queries in half of their
-registers. Queries and two steps of keys and values take 192 KB of Hopper's 227 KB of shared memory."""
-
 TILE = {LARGE: (128, 128, 64), SMALL: (64, 64, 32)}
+WEIGHTS_LAUNCH = {LARGE: {"num_warps": 4, "num_stages": 3}, SMALL: {"num_warps": 8, "num_stages": 2}}
 SCORES_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 3}, SMALL: {"num_warps": 4, "num_stages": 2}}
-"""Backward: queries and keys of a tile of p and ds, and columns of the heads of a step."""
+"""Queries and keys of a tile of weights, or of p and ds, and columns of the heads of a step; launches of the forward
+and the backward. In the forward two programs take 208 KB of a Hopper multiprocessor's 227 KB of shared memory: one
+computes exponentials while the other multiplies."""
 
 PRODUCT_COLUMNS = {LARGE: 256, SMALL: 64}
 PRODUCT_STEP = {LARGE: 64, SMALL: 32}
+VALUES_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 4}, SMALL: {"num_warps": 4, "num_stages": 2}}
 PRODUCT_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 3}, SMALL: {"num_warps": 4, "num_stages": 2}}
-"""Backward: columns of a tile of dq, dk and dv, and queries or keys of a step."""
+"""Columns of a tile of o, dq, dk and dv, and queries or keys of a step; launches of the forward and the backward."""
+
+FAR = {torch.float32: 64.0, torch.bfloat16: 64.0, torch.float16: -1.0}
+"""Scores, times log2 e, whose weights need no factor if they are the largest of a row of a tile."""
+MOST_PARTS = 64
+"""Tiles of keys whose sums are loaded at a time."""
 
 PAIRS = 2**26
 MOST_ROWS, LEAST_ROWS = 4096, 2048
@@ -59,7 +79,8 @@ heads of a group, that are taken at a time. dk and dv are summed over these in f
 sums takes about 4% of the time of the products. Beyond 32768 keys the workspace grows, to hold `LEAST_ROWS`."""
 
 PLACE = ["first_unit", "first_row"]
-"""Arguments that differ between the launches of one backward, which all run the same compiled kernel."""
+FORWARD_PLACE = ["first_head", "first_row", "heads", "tiles", "width"]
+"""Arguments that differ between the launches of one op, which all run the same compiled kernel."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -110,79 +131,132 @@ def _load_rows(
 
 
 @triton.jit
-def _attend(
-    total, most, weight, q, position, document, k_ptr, v_ptr, documents, begin, end, S, window, k_t, v_t, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The online softmax over the keys from ``begin`` to ``end``, a multiple of BLOCK_N apart."""
-    column = tl.arange(0, BLOCK_D)
-    for start in range(begin, end, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        k = _load_rows(k_ptr, key, S, k_t, column, D, not MASKED, D == BLOCK_D)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if MASKED:
-            visible = _visible(position, key, S, window, documents, document, HAS_DOCUMENTS, HAS_WINDOW)
-            scores = tl.where(visible, scores, float("-inf"))
-        v = _load_rows(v_ptr, key, S, v_t, column, D, not MASKED, D == BLOCK_D)
-        larger = tl.maximum(most, tl.max(scores, 1))
-        finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query that has seen no key yet
-        p = tl.exp2(scores - finite[:, None])
-        shrink = tl.exp2(most - finite)
-        weight = weight * shrink + tl.sum(p, 1)
-        total = tl.dot(p.to(v.dtype), v, total * shrink[:, None], input_precision=PRECISION)
-        most = larger
-    return total, most, weight
+def _tile(x, batch, head, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows and columns of a head, of a descriptor of [B, heads, rows, D]; 0 outside."""
+    return x.load([batch, head, row, column]).reshape(ROWS, COLUMNS)
 
 
 @triton.jit
-def _causal_attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, documents_ptr, low_ptr, T, S, window, scale,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
-    H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+def _key_tiles(tile, first, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many tiles of keys a tile of queries sees, of those that begin at position ``first``."""
+    return tl.cdiv(tl.minimum(first + (tile + 1) * BLOCK_M, S), BLOCK_N)
+
+
+@triton.jit(do_not_specialize=FORWARD_PLACE)
+def _weights_kernel(
+    q, k, weights_ptr, most_ptr, sum_ptr, documents_ptr, low_ptr, T, S, window, scale, first_head, first_row, heads, tiles,
+    width, H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the queries with the most keys first
-    head = (tl.program_id(0) % H).to(tl.int64)
-    batch = (tl.program_id(0) // H).to(tl.int64)
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = tile * BLOCK_M + S - T
-    position = row + S - T
-    column = tl.arange(0, BLOCK_D)
-    q = _load_rows(q_ptr + batch * q_b + head * q_h, row, T, q_t, column, D, False, D == BLOCK_D)
-    k_ptr += batch * k_b + head // QUERIES * k_h
-    v_ptr += batch * v_b + head // QUERIES * v_h
-    documents = documents_ptr + batch * S
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    weight = tl.zeros([BLOCK_M], tl.float32)
-    scale = scale * LOG2_E
-    end = tl.minimum(first + BLOCK_M, S)
-    if HAS_DOCUMENTS or HAS_WINDOW:
-        document = position
-        if HAS_DOCUMENTS:
-            document = tl.load(documents + position, mask=position < S, other=-3)
-        begin = tl.load(low_ptr + batch * S + first) // BLOCK_N * BLOCK_N
-        total, most, weight = _attend(
-            total, most, weight, q, position, document, k_ptr, v_ptr, documents, begin, end, S, window, k_t, v_t,
-            scale, D, BLOCK_D, BLOCK_N, True, HAS_DOCUMENTS, HAS_WINDOW, PRECISION,
-        )  # fmt: skip
+    """Tiles of exp(s − m) of the queries from ``first_row`` on, with m and the sum of each row of a tile."""
+    BOUNDED: tl.constexpr = HAS_DOCUMENTS or HAS_WINDOW
+    pairs = (tiles + 1) // 2
+    row = tl.arange(0, BLOCK_M)
+    for place in tl.range(tl.program_id(0), heads * pairs * width, tl.num_programs(0), flatten=not BOUNDED):
+        pair = place // width % pairs
+        head = first_head + place // width // pairs
+        batch = head // H
+        head = head % H
+        tile = tiles - 1 - pair
+        key_tile = place % width
+        count = _key_tiles(tile, first_row + S - T, S, BLOCK_M, BLOCK_N)
+        if key_tile >= count:  # the other tile of queries of the pair
+            key_tile -= count
+            tile = pair - tiles % 2
+        top = first_row + tile * BLOCK_M
+        first = top + S - T
+        start = key_tile * BLOCK_N
+        lowest = 0
+        if BOUNDED:
+            lowest = tl.load(low_ptr + batch * S + first, mask=tile >= 0, other=0)
+        if not BOUNDED or (tile >= 0) & (start < first + BLOCK_M) & (start + BLOCK_N > lowest):
+            scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for column in range(0, D, BLOCK_D):
+                queries = _tile(q, batch, head, top, column, BLOCK_M, BLOCK_D)
+                keys = _tile(k, batch, head // QUERIES, start, column, BLOCK_N, BLOCK_D)
+                scores = tl.dot(queries, tl.trans(keys), scores, input_precision=PRECISION)
+            scores *= scale * LOG2_E
+            if BOUNDED or start + BLOCK_N > first:
+                position = first + row
+                documents = documents_ptr + batch * S
+                document = position
+                if HAS_DOCUMENTS:
+                    document = tl.load(documents + position, mask=position < S, other=-3)
+                key = start + tl.arange(0, BLOCK_N)
+                visible = _visible(position, key, S, window, documents, document, HAS_DOCUMENTS, HAS_WINDOW)
+                scores = tl.where(visible, scores, float("-inf"))
+            largest = tl.max(scores, 1)
+            near = (tl.abs(largest) <= FAR) | (largest == float("-inf"))
+            most = tl.where(near, 0.0, tl.ceil(largest))
+            p = tl.exp2(scores - most[:, None])
+            tl.store(most_ptr + place * BLOCK_M + row, tl.where(largest == float("-inf"), largest, most))
+            tl.store(sum_ptr + place * BLOCK_M + row, tl.sum(p, 1))
+            out = (place * BLOCK_M + row).to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            tl.store(weights_ptr + out, p.to(weights_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=FORWARD_PLACE)
+def _values_kernel(
+    weights, v, out_ptr, lse_ptr, most_ptr, sum_ptr, low_ptr, T, S, first_head, first_row, tiles, width,
+    H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """o [B, T, H, D] and lse [B, H, T] of weights and v."""
+    tile = tiles - 1 - tl.program_id(2)  # the queries with the most keys first
+    head = first_head + tl.program_id(1)
+    batch = (head // H).to(tl.int64)
+    head = head % H
+    place = tl.program_id(1) * ((tiles + 1) // 2)
+    if tile >= tiles // 2:
+        place = (place + tiles - 1 - tile) * width
     else:
-        whole = (first + 1) // BLOCK_N * BLOCK_N  # up to here every query sees every key
-        total, most, weight = _attend(
-            total, most, weight, q, position, position, k_ptr, v_ptr, documents, 0, whole, S, window, k_t, v_t,
-            scale, D, BLOCK_D, BLOCK_N, False, False, False, PRECISION,
-        )  # fmt: skip
-        total, most, weight = _attend(
-            total, most, weight, q, position, position, k_ptr, v_ptr, documents, whole, end, S, window, k_t, v_t,
-            scale, D, BLOCK_D, BLOCK_N, True, False, False, PRECISION,
-        )  # fmt: skip
-    weight = tl.where(weight == 0.0, 1.0, weight)  # rows past the last query
-    out = out_ptr + ((batch * T + row.to(tl.int64)) * H + head)[:, None] * D + column[None, :]
-    inside = (row < T)[:, None] & (column < D)[None, :]
-    tl.store(out, (total / weight[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(lse_ptr + (batch * H + head) * T + row, (most + tl.log2(weight)) / LOG2_E, mask=row < T)
+        place = (place + tile + tiles % 2) * width
+        place += _key_tiles(tiles - 1 - tile - tiles % 2, first_row + S - T, S, BLOCK_M, BLOCK_N)
+    first = first_row + tile * BLOCK_M + S - T
+    begin = 0
+    if BOUNDED:
+        begin = tl.load(low_ptr + batch * S + first) // BLOCK_N * BLOCK_N
+    end = tl.minimum(first + BLOCK_M, S)
+    row = tl.arange(0, BLOCK_M)
+    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    far = tl.zeros([BLOCK_M], tl.float32)
+    for part in range(begin // BLOCK_N, tl.cdiv(end, BLOCK_N), PARTS):
+        parts = part + tl.arange(0, PARTS)[:, None]
+        rows = (place + parts) * BLOCK_M + row[None, :]
+        each = tl.load(most_ptr + rows, mask=parts * BLOCK_N < end, other=float("-inf"))
+        sums = tl.load(sum_ptr + rows, mask=parts * BLOCK_N < end, other=0.0)
+        far = tl.maximum(far, tl.max(tl.where(each == float("-inf"), 0.0, tl.abs(each)), 0))
+        larger = tl.maximum(most, tl.max(each, 0))
+        finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query that has seen no key yet
+        total = total * tl.exp2(most - finite) + tl.sum(sums * tl.exp2(each - finite[None, :]), 0)
+        most = larger
+    total = tl.where(total == 0.0, 1.0, total)  # rows past the last query
+    column = tl.program_id(0) * BLOCK_D
+    values = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if tl.max(far) == 0.0:
+        for start in range(begin, end, STEP):
+            p = weights.load([(place + start // BLOCK_N) * BLOCK_M, start % BLOCK_N])
+            values = tl.dot(
+                p, _tile(v, batch.to(tl.int32), head // QUERIES, start, column, STEP, BLOCK_D), values,
+                input_precision=PRECISION,
+            )  # fmt: skip
+    else:
+        for start in range(begin, end, STEP):
+            each = tl.load(most_ptr + (place + start // BLOCK_N) * BLOCK_M + row)
+            p = weights.load([(place + start // BLOCK_N) * BLOCK_M, start % BLOCK_N])
+            p = (p * tl.exp2(each - most)[:, None]).to(p.dtype)
+            values = tl.dot(
+                p, _tile(v, batch.to(tl.int32), head // QUERIES, start, column, STEP, BLOCK_D), values,
+                input_precision=PRECISION,
+            )  # fmt: skip
+    row += first_row + tile * BLOCK_M
+    columns = column + tl.arange(0, BLOCK_D)
+    out = out_ptr + ((batch * T + row) * H + head)[:, None] * D + columns[None, :]
+    inside = (row < T)[:, None] & (columns < D)[None, :]
+    tl.store(out, (values / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(lse_ptr + (batch * H + head) * T + row, (most + tl.log2(total)) / LOG2_E, mask=row < T)
 
 
 @triton.jit
@@ -362,6 +436,25 @@ def _bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: 
     return documents.int().contiguous(), low.int().contiguous(), last.int().contiguous()
 
 
+def _heads(x: Tensor, rows: int, columns: int) -> Any:
+    """A descriptor of x [B, T, H, D] as [B, H, T, D], of which programs load ``rows`` x ``columns`` at a time."""
+    if x.stride(3) != 1 or x.data_ptr() % 16 or any(not size or size * x.itemsize % 16 for size in x.stride()[:3]):
+        x = torch.nn.functional.pad(x, (0, -x.shape[3] % 8)).contiguous()
+    x = x.transpose(1, 2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
+
+
+def _parts(heads: int, T: int, S: int, block_m: int, block_n: int) -> list[tuple[int, int, int]]:
+    """Parts of the queries for one launch: first row, tiles, heads. All parts have about as many pairs."""
+    rows, keys = triton.cdiv(T, block_m) * block_m, triton.cdiv(S, block_n) * block_n
+    before = keys - rows
+    seen = keys**2 - before**2  # twice the pairs of a head
+    parts = triton.cdiv(seen, 4 * max(PAIRS, LEAST_ROWS * keys))
+    edges = sorted({(math.isqrt(before**2 + seen * part // parts) - before) // block_m for part in range(parts + 1)})
+    count = min(max(4 * PAIRS // seen, 1), heads, 2**15)
+    return [(top * block_m, bottom - top, count) for top, bottom in pairwise(edges)]
+
+
 LIBRARY.define(
     "causal_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, float scale, int? window) -> (Tensor, Tensor)"
 )
@@ -375,21 +468,41 @@ LIBRARY.define(
 def _causal_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     (B, T, H, D), (_, S, G, _) = q.shape, k.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    if out.numel():
-        numbers, low, _ = _bounds(documents, window, B, S, q)
-        block_m, block_n = FORWARD_TILE[_tier(q)]
-        with on_device_of(q):
-            _causal_attention_kernel[(B * H, triton.cdiv(T, block_m))](
-                q, k, v, out, lse, numbers, low, T, S, window or 0, scale,
-                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-                H=H, QUERIES=H // G, D=D, BLOCK_D=max(triton.next_power_of_2(D), 16),
-                HAS_DOCUMENTS=documents is not None, HAS_WINDOW=window is not None, PRECISION=_precision(q),
-                BLOCK_M=block_m, BLOCK_N=block_n, **FORWARD_LAUNCH[_tier(q)],
-            )  # fmt: skip
+    if not out.numel():
+        return out, lse
+    tier, step = _tier(q), PRODUCT_STEP[_tier(q)]
+    numbers, low, _ = _bounds(documents, window, B, S, q)
+    block_m, block_n, block_d = TILE[tier]
+    columns = min(PRODUCT_COLUMNS[tier], max(triton.next_power_of_2(D), 16))
+    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    shared: dict[str, Any] = {"H": H, "QUERIES": H // G, "D": D, "PRECISION": _precision(q), **tile}
+    masks = {"HAS_DOCUMENTS": documents is not None, "HAS_WINDOW": window is not None}
+    bounded = documents is not None or window is not None
+    with on_device_of(q):
+        queries, keys, values = _heads(q, block_m, block_d), _heads(k, block_n, block_d), _heads(v, step, columns)
+        for row, tiles, heads in _parts(B * H, T, S, block_m, block_n):
+            seen = [triton.cdiv(min(row + (i + 1) * block_m + S - T, S), block_n) for i in range(tiles)]
+            folded = [0] * (tiles % 2) + seen
+            width = max(a + b for a, b in zip(folded, reversed(folded), strict=True))
+            each = (tiles + 1) // 2 * width  # tiles of a head
+            weights = torch.empty(heads * each * block_m, block_n, dtype=q.dtype, device=q.device)
+            most, sums = torch.empty(2, heads * each, block_m, dtype=torch.float32, device=q.device)
+            strips = TensorDescriptor(weights, list(weights.shape), list(weights.stride()), [block_m, step])
+            for head in range(0, B * H, heads):
+                count = min(heads, B * H - head)
+                # With bounds programs differ in time, so that the multiprocessors must take them one by one.
+                programs = count * each if bounded else min(count * each, num_programs(q, 2))
+                _weights_kernel[(programs,)](
+                    queries, keys, weights, most, sums, numbers, low, T, S, window or 0, scale, head, row, count,
+                    tiles, width, FAR=FAR[q.dtype], BLOCK_D=block_d, **shared, **masks, **WEIGHTS_LAUNCH[tier],
+                )  # fmt: skip
+                _values_kernel[(triton.cdiv(D, columns), count, tiles)](
+                    strips, values, out, lse, most, sums, low, T, S, head, row, tiles, width, BLOCK_D=columns,
+                    STEP=step, PARTS=MOST_PARTS, BOUNDED=bounded, **shared, **VALUES_LAUNCH[tier],
+                )  # fmt: skip
     return out, lse
 
 
