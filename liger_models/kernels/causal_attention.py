@@ -12,13 +12,20 @@ Backward, with p_ij = exp(s_ij − lse_i) and δ_i = do_i · o_i; dk and dv sum 
     ds_ij = scale · p_ij · (do_i · v_j − δ_i)
     dq_i = Σ_j ds_ij · k_j,   dk_j = Σ_i ds_ij · q_i
 
-Saved: q, k, v, o and lse. p and ds are rounded to the dtype of q, like the probabilities of the forward.
+Saved: q, k, v, o and lse. p and ds are rounded to the dtype of q, like the weights of the forward.
 
-The forward is one kernel with an online softmax. The backward is not: a program that kept dk and dv of 64 keys, heads
-of 512, in registers would need all registers of a Hopper multiprocessor, and one that keeps only one of them computes
-8 products instead of 5. At this width p and ds are small beside the products that they take part in, so a kernel
-writes the tiles of both that are visible to a workspace, for some queries and heads at a time, and three plain matrix
-products read them.
+Neither direction is a single kernel. A program that kept o of 128 queries, heads of 512, in registers would need all
+registers of a Hopper multiprocessor, and so would one that kept dk and dv of 64 keys; with fewer queries or keys more
+bytes are loaded than the multiprocessors take. At this width weights and scores are small beside the products that
+they take part in. So a kernel writes the tiles of them that are visible to a workspace, for some queries and heads at a
+time, and plain matrix products read them: 2 products in the forward and 5 in the backward.
+
+The forward writes exp2(s'_ij − m), s' = s · log2 e, with m and the sum of each row of a tile in fp32. m is 0 where the
+largest s' of the row is within ±64, and otherwise that number, rounded up: bf16 and fp32 hold weights around 2^64 as
+well as those around 1. A second kernel finds lse, and where the m of a query differ, multiplies its weights in the
+workspace by a power of 2, which rounds nothing but what is tiny. The product with v is then a plain one. It could not
+multiply the weights itself: with Triton 3.6 a loop that does so overwrites registers that asynchronous products of the
+step before still read.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135.
 """
@@ -49,18 +56,25 @@ MOST_HEAD_DIM = 512
 LARGE, SMALL = 2, 4
 """Keys of the tables below: half precision with 200 KB of shared memory (Hopper, Blackwell), and everything else."""
 
-FORWARD_TILE = {LARGE: (128, 256, 64), SMALL: (64, 64, 32)}
-FORWARD_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 4}, SMALL: {"num_warps": 4, "num_stages": 2}}
-"""Forward: queries and keys of a tile of weights, and columns of the heads of a step."""
-
 TILE = {LARGE: (128, 128, 64), SMALL: (64, 64, 32)}
+WEIGHTS_LAUNCH = {LARGE: {"num_warps": 4, "num_stages": 3}, SMALL: {"num_warps": 8, "num_stages": 2}}
 SCORES_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 3}, SMALL: {"num_warps": 4, "num_stages": 2}}
-"""Backward: queries and keys of a tile of p and ds, and columns of the heads of a step."""
+"""Queries and keys of a tile of weights, or of p and ds, and columns of the heads of a step; launches of the forward
+and the backward. In the forward two programs take 208 KB of a Hopper multiprocessor's 227 KB of shared memory: one
+computes exponentials while the other multiplies."""
 
 PRODUCT_COLUMNS = {LARGE: 256, SMALL: 64}
 PRODUCT_STEP = {LARGE: 64, SMALL: 32}
+VALUES_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 4}, SMALL: {"num_warps": 4, "num_stages": 2}}
 PRODUCT_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 3}, SMALL: {"num_warps": 4, "num_stages": 2}}
-"""Backward: columns of a tile of dq, dk and dv, and queries or keys of a step."""
+"""Columns of a tile of o, dq, dk and dv, and queries or keys of a step; launches of the forward and the backward."""
+
+FAR = {torch.float32: 64.0, torch.bfloat16: 64.0, torch.float16: -1.0}
+"""Scores, times log2 e, whose weights need no factor if they are the largest of a row of a tile; none in float16."""
+
+PARTS = 64
+SCALES_PROGRAMS = 4
+"""Tiles of keys whose sums are loaded at a time, and programs that the tiles of weights of a tile of queries have."""
 
 PAIRS = 2**26
 MOST_ROWS, LEAST_ROWS = 4096, 2048
@@ -134,7 +148,7 @@ def _key_tiles(tile, first, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=FORWARD_PLACE)
 def _weights_kernel(
-    q, k, weights, most_ptr, sum_ptr, documents_ptr, low_ptr, T, S, window, scale, first_head, first_row, heads, tiles,
+    q, k, weights_ptr, most_ptr, sum_ptr, documents_ptr, low_ptr, T, S, window, scale, first_head, first_row, heads, tiles,
     width, H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -182,70 +196,96 @@ def _weights_kernel(
             p = tl.exp2(scores - most[:, None])
             tl.store(most_ptr + place * BLOCK_M + row, tl.where(largest == float("-inf"), largest, most))
             tl.store(sum_ptr + place * BLOCK_M + row, tl.sum(p, 1))
-            weights.store([place * BLOCK_M, 0], p.to(weights.dtype))
+            out = (place * BLOCK_M + row).to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            tl.store(weights_ptr + out, p.to(weights_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=FORWARD_PLACE)
-def _values_kernel(
-    weights, v, out_ptr, lse_ptr, most_ptr, sum_ptr, low_ptr, T, S, first_head, first_row, tiles, width,
-    H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """o [B, T, H, D] and lse [B, H, T] of weights and v."""
-    tile = tiles - 1 - tl.program_id(2)  # the queries with the most keys first
-    head = first_head + tl.program_id(1)
-    batch = (head // H).to(tl.int64)
-    head = head % H
-    place = tl.program_id(1) * ((tiles + 1) // 2)
+@triton.jit
+def _place(slot, tile, first, S, tiles, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the tiles of weights of a tile of queries begin."""
+    place = slot * ((tiles + 1) // 2)
     if tile >= tiles // 2:
         place = (place + tiles - 1 - tile) * width
     else:
         place = (place + tile + tiles % 2) * width
-        place += _key_tiles(tiles - 1 - tile - tiles % 2, first_row + S - T, S, BLOCK_M, BLOCK_N)
+        place += _key_tiles(tiles - 1 - tile - tiles % 2, first, S, BLOCK_M, BLOCK_N)
+    return place
+
+
+@triton.jit(do_not_specialize=FORWARD_PLACE)
+def _scales_kernel(
+    weights_ptr, most_ptr, sum_ptr, scale_ptr, lse_ptr, low_ptr, T, S, first_head, first_row, tiles, width,
+    H: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One m for all weights of a query, the inverse of their sum [heads, tiles · BLOCK_M], and lse [B, H, T]."""
+    slot = tl.program_id(1)
+    tile = tl.program_id(2)
+    head = first_head + slot
+    place = _place(slot, tile, first_row + S - T, S, tiles, width, BLOCK_M, BLOCK_N)
     first = first_row + tile * BLOCK_M + S - T
     begin = 0
     if BOUNDED:
-        begin = tl.load(low_ptr + batch * S + first) // BLOCK_N * BLOCK_N
-    end = tl.minimum(first + BLOCK_M, S)
+        begin = tl.load(low_ptr + head // H * S + first) // BLOCK_N
+    end = tl.cdiv(tl.minimum(first + BLOCK_M, S), BLOCK_N)
     row = tl.arange(0, BLOCK_M)
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     far = tl.zeros([BLOCK_M], tl.float32)
-    for part in range(begin // BLOCK_N, tl.cdiv(end, BLOCK_N), PARTS):
-        parts = part + tl.arange(0, PARTS)[:, None]
-        rows = (place + parts) * BLOCK_M + row[None, :]
-        each = tl.load(most_ptr + rows, mask=parts * BLOCK_N < end, other=float("-inf"))
-        sums = tl.load(sum_ptr + rows, mask=parts * BLOCK_N < end, other=0.0)
+    for start in range(begin, end, PARTS):
+        part = start + tl.arange(0, PARTS)[:, None]
+        at = (place + part) * BLOCK_M + row[None, :]
+        each = tl.load(most_ptr + at, mask=part < end, other=float("-inf"))
+        sums = tl.load(sum_ptr + at, mask=part < end, other=0.0)
         far = tl.maximum(far, tl.max(tl.where(each == float("-inf"), 0.0, tl.abs(each)), 0))
         larger = tl.maximum(most, tl.max(each, 0))
         finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query that has seen no key yet
         total = total * tl.exp2(most - finite) + tl.sum(sums * tl.exp2(each - finite[None, :]), 0)
         most = larger
-    total = tl.where(total == 0.0, 1.0, total)  # rows past the last query
+    most = tl.where(total == 0.0, 0.0, most)  # rows past the last query
+    total = tl.where(total == 0.0, 1.0, total)
+    if tl.program_id(0) == 0:
+        query = first_row + tile * BLOCK_M + row
+        tl.store(scale_ptr + (slot * tiles + tile) * BLOCK_M + row, 1.0 / total)
+        tl.store(lse_ptr + head.to(tl.int64) * T + query, (most + tl.log2(total)) / LOG2_E, mask=query < T)
+    if tl.max(far) > 0.0:
+        for part in range(begin + tl.program_id(0), end, tl.num_programs(0)):
+            at = (place + part) * BLOCK_M + row
+            each = tl.load(most_ptr + at)
+            factor = tl.where(each == float("-inf"), 1.0, tl.exp2(each - most))
+            if tl.min(factor) < 1.0:
+                pointers = weights_ptr + at.to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                p = tl.load(pointers)
+                tl.store(pointers, (p * factor[:, None]).to(p.dtype))
+
+
+@triton.jit(do_not_specialize=FORWARD_PLACE)
+def _values_kernel(
+    weights, v, out_ptr, scale_ptr, low_ptr, T, S, first_head, first_row, tiles, width,
+    H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """o [B, T, H, D] = weights · v, scaled."""
+    slot = tl.program_id(1)
+    tile = tiles - 1 - tl.program_id(2)  # the queries with the most keys first
+    batch = (first_head + slot) // H
+    head = (first_head + slot) % H
+    place = _place(slot, tile, first_row + S - T, S, tiles, width, BLOCK_M, BLOCK_N)
+    first = first_row + tile * BLOCK_M + S - T
+    begin = 0
+    if BOUNDED:
+        begin = tl.load(low_ptr + batch * S + first) // BLOCK_N * BLOCK_N
     column = tl.program_id(0) * BLOCK_D
-    values = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if tl.max(far) == 0.0:
-        for start in range(begin, end, STEP):
-            p = weights.load([(place + start // BLOCK_N) * BLOCK_M, start % BLOCK_N])
-            values = tl.dot(
-                p, _tile(v, batch.to(tl.int32), head // QUERIES, start, column, STEP, BLOCK_D), values,
-                input_precision=PRECISION,
-            )  # fmt: skip
-    else:
-        for start in range(begin, end, STEP):
-            each = tl.load(most_ptr + (place + start // BLOCK_N) * BLOCK_M + row)
-            p = weights.load([(place + start // BLOCK_N) * BLOCK_M, start % BLOCK_N])
-            p = (p * tl.exp2(each - most)[:, None]).to(p.dtype)
-            values = tl.dot(
-                p, _tile(v, batch.to(tl.int32), head // QUERIES, start, column, STEP, BLOCK_D), values,
-                input_precision=PRECISION,
-            )  # fmt: skip
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(begin, tl.minimum(first + BLOCK_M, S), STEP):
+        p = weights.load([(place + start // BLOCK_N) * BLOCK_M, start % BLOCK_N])
+        values = _tile(v, batch, head // QUERIES, start, column, STEP, BLOCK_D)
+        total = tl.dot(p, values, total, input_precision=PRECISION)
+    row = tl.arange(0, BLOCK_M)
+    total *= tl.load(scale_ptr + (slot * tiles + tile) * BLOCK_M + row)[:, None]
     row += first_row + tile * BLOCK_M
     columns = column + tl.arange(0, BLOCK_D)
-    out = out_ptr + ((batch * T + row) * H + head)[:, None] * D + columns[None, :]
-    inside = (row < T)[:, None] & (columns < D)[None, :]
-    tl.store(out, (values / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(lse_ptr + (batch * H + head) * T + row, (most + tl.log2(total)) / LOG2_E, mask=row < T)
+    out = out_ptr + ((batch.to(tl.int64) * T + row) * H + head)[:, None] * D + columns[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(row < T)[:, None] & (columns < D)[None, :])
 
 
 @triton.jit
@@ -462,35 +502,41 @@ def _causal_attention(
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if not out.numel():
         return out, lse
-    tier, dtype = _tier(q), q.dtype
+    tier, step = _tier(q), PRODUCT_STEP[_tier(q)]
     numbers, low, _ = _bounds(documents, window, B, S, q)
-    block_m, block_n, block_d = FORWARD_TILE[tier]
+    block_m, block_n, block_d = TILE[tier]
     columns = min(PRODUCT_COLUMNS[tier], max(triton.next_power_of_2(D), 16))
     tile = {"BLOCK_M": block_m, "BLOCK_N": block_n}
     shared: dict[str, Any] = {"H": H, "QUERIES": H // G, "D": D, "PRECISION": _precision(q), **tile}
     masks = {"HAS_DOCUMENTS": documents is not None, "HAS_WINDOW": window is not None}
+    bounded = documents is not None or window is not None
     with on_device_of(q):
-        queries, keys = _heads(q, block_m, block_d), _heads(k, block_n, block_d)
-        values = _heads(v, PRODUCT_STEP[tier], columns)
+        queries, keys, values = _heads(q, block_m, block_d), _heads(k, block_n, block_d), _heads(v, step, columns)
         for row, tiles, heads in _parts(B * H, T, S, block_m, block_n):
             seen = [triton.cdiv(min(row + (i + 1) * block_m + S - T, S), block_n) for i in range(tiles)]
             folded = [0] * (tiles % 2) + seen
             width = max(a + b for a, b in zip(folded, reversed(folded), strict=True))
-            parts = heads * (len(folded) // 2) * width
-            weights = torch.empty(parts * block_m, block_n, dtype=dtype, device=q.device)
-            most, sums = torch.empty(2, parts, block_m, dtype=torch.float32, device=q.device)
-            whole, strip = ([block_m, size] for size in (block_n, PRODUCT_STEP[tier]))
+            each = (tiles + 1) // 2 * width  # tiles of a head
+            weights = torch.empty(heads * each * block_m, block_n, dtype=q.dtype, device=q.device)
+            most, sums = torch.empty(2, heads * each, block_m, dtype=torch.float32, device=q.device)
+            scales = torch.empty(heads, tiles, block_m, dtype=torch.float32, device=q.device)
+            strips = TensorDescriptor(weights, list(weights.shape), list(weights.stride()), [block_m, step])
             for head in range(0, B * H, heads):
                 count = min(heads, B * H - head)
-                _weights_kernel[(min(count * (len(folded) // 2) * width, num_programs(q, 1)),)](
-                    queries, keys, TensorDescriptor(weights, weights.shape, weights.stride(), whole), most, sums,
-                    numbers, low, T, S, window or 0, scale, head, row, count, tiles, width, BLOCK_D=block_d,
-                    FAR=-1.0 if dtype == torch.float16 else 64.0, **shared, **masks, **FORWARD_LAUNCH[tier],
+                # With bounds programs differ in time, so that the multiprocessors must take them one by one.
+                programs = count * each if bounded else min(count * each, num_programs(q, 2))
+                _weights_kernel[(programs,)](
+                    queries, keys, weights, most, sums, numbers, low, T, S, window or 0, scale, head, row, count,
+                    tiles, width, FAR=FAR[q.dtype], BLOCK_D=block_d, **shared, **masks, **WEIGHTS_LAUNCH[tier],
+                )  # fmt: skip
+                place = T, S, head, row, tiles, width
+                _scales_kernel[(SCALES_PROGRAMS, count, tiles)](
+                    weights, most, sums, scales, lse, low, *place, H=H, BOUNDED=bounded, PARTS=PARTS, num_warps=8,
+                    **tile,
                 )  # fmt: skip
                 _values_kernel[(triton.cdiv(D, columns), count, tiles)](
-                    TensorDescriptor(weights, weights.shape, weights.stride(), strip), values, out, lse, most, sums,
-                    low, T, S, head, row, tiles, width, BLOCK_D=columns, STEP=PRODUCT_STEP[tier], PARTS=32,
-                    BOUNDED=any(masks.values()), **shared, **PRODUCT_LAUNCH[tier],
+                    strips, values, out, scales, low, *place, BLOCK_D=columns, STEP=step, BOUNDED=bounded, **shared,
+                    **VALUES_LAUNCH[tier],
                 )  # fmt: skip
     return out, lse
 

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ GPU_SHAPES = [
 def small_tiles(monkeypatch):
     """Many tiles, and several launches of the backward, for few tokens."""
     for name, value in {
-        "FORWARD_TILE": (16, 32, 16), "TILE": (16, 32, 16), "PRODUCT_COLUMNS": 16, "PRODUCT_STEP": 16,
+        "TILE": (16, 32, 16), "PRODUCT_COLUMNS": 16, "PRODUCT_STEP": 16,
     }.items():  # fmt: skip
         monkeypatch.setattr(module, name, {2: value, 4: value})
     for name, value in {"PAIRS": 2048, "LEAST_ROWS": 16, "MOST_ROWS": 32}.items():
@@ -124,6 +126,21 @@ def test_large_scores(backend, small_tiles):
     (q, k, v), _ = make(SHAPES[1], torch.float32, backend)
     out = causal_attention(100 * q, 100 * k, v)
     torch.testing.assert_close(out, causal_attention_reference(100 * q, 100 * k, v, scale=24**-0.5))
+
+
+@pytest.mark.parametrize("sizes", [
+    (-60, -90, 62, -62, 66, 1, -200, 90), (-62, -66, -300, -90, -66, -70), (0, -170, 62, -170, 62, -66), (150, 62, -62, 30),
+], ids=str)  # fmt: skip
+def test_scores_of_very_different_tiles(backend, sizes, small_tiles, poisoned_empty):
+    """The logarithms to base 2 of the largest weights of tiles of keys, below and above what needs a factor."""
+    block = 32 if backend != "cuda" else 128
+    q, k, v = make((1, 20, block * len(sizes), 1, 1, 16), torch.float32, backend)[0]
+    largest = torch.tensor(sizes, device=backend).repeat_interleave(block)[None, :, None, None] * math.log(2)
+    q[..., :1], k[..., :1] = 1, largest - k[..., :1].abs()
+    for dtype in dtypes(backend):
+        inputs, upstream = [x.to(dtype) for x in (q, k, v)], [v[:, :20].to(dtype)]
+        functions = (on(function, scale=1.0) for function in (causal_attention, causal_attention_reference))
+        assert_close_to_truth(*functions, inputs, upstream, factor=2)
 
 
 @pytest.mark.gpu
