@@ -70,7 +70,7 @@ PRODUCT_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 3}, SMALL: {"num_warps":
 """Columns of a tile of o, dq, dk and dv, and queries or keys of a step; launches of the forward and the backward."""
 
 FAR = {torch.float32: 64.0, torch.bfloat16: 64.0, torch.float16: -1.0}
-"""Scores, times log2 e, whose weights need no factor if they are the largest of a row of a tile; none in float16."""
+"""Where m is 0: the largest of a row's scores in a tile, times log2 e, is within ± this. float16 doesn't hold 2^64."""
 
 PARTS = 64
 SCALES_PROGRAMS = 4
@@ -80,7 +80,8 @@ PAIRS = 2**26
 MOST_ROWS, LEAST_ROWS = 4096, 2048
 """Pairs of a query and a key whose p and ds the workspace holds (4 bytes each in half precision), and queries, over all
 heads of a group, that are taken at a time. dk and dv are summed over these in fp32; at 4096 reading and writing the
-sums takes about 4% of the time of the products. Beyond 32768 keys the workspace grows, to hold `LEAST_ROWS`."""
+sums takes about 4% of the time of the products. Beyond 32768 keys the workspace grows, to hold `LEAST_ROWS`. The
+forward, which writes weights alone, holds twice as many pairs, and twice `LEAST_ROWS`."""
 
 PLACE = ["first_unit", "first_row"]
 FORWARD_PLACE = ["first_head", "first_row", "heads", "tiles", "width"]
@@ -148,8 +149,8 @@ def _key_tiles(tile, first, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=FORWARD_PLACE)
 def _weights_kernel(
-    q, k, weights_ptr, most_ptr, sum_ptr, documents_ptr, low_ptr, T, S, window, scale, first_head, first_row, heads, tiles,
-    width, H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr,
+    q, k, weights_ptr, most_ptr, sum_ptr, documents_ptr, low_ptr, T, S, window, scale, first_head, first_row, heads,
+    tiles, width, H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -473,15 +474,21 @@ def _heads(x: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
 
 
-def _parts(heads: int, T: int, S: int, block_m: int, block_n: int) -> list[tuple[int, int, int]]:
-    """Parts of the queries for one launch: first row, tiles, heads. All parts have about as many pairs."""
+def _parts(heads: int, T: int, S: int, block_m: int, block_n: int) -> tuple[int, list[tuple[int, int, int]]]:
+    """How many of the heads a launch of the forward takes, and parts of the queries with about as many keys each: the
+    first row, how many tiles of queries, and how many tiles of keys a pair of those sees. A pair is the last and the
+    first, the last but one and the second, and so on: all see about as many. Of an odd number the last is alone."""
     rows, keys = triton.cdiv(T, block_m) * block_m, triton.cdiv(S, block_n) * block_n
     before = keys - rows
     seen = keys**2 - before**2  # twice the pairs of a head
-    parts = triton.cdiv(seen, 4 * max(PAIRS, LEAST_ROWS * keys))
-    edges = sorted({(math.isqrt(before**2 + seen * part // parts) - before) // block_m for part in range(parts + 1)})
-    count = min(max(4 * PAIRS // seen, 1), heads, 2**15)
-    return [(top * block_m, bottom - top, count) for top, bottom in pairwise(edges)]
+    count = triton.cdiv(seen, 4 * max(PAIRS, LEAST_ROWS * keys))
+    edges = sorted({(math.isqrt(before**2 + seen * part // count) - before) // block_m for part in range(count + 1)})
+    parts = []
+    for top, bottom in pairwise(edges):
+        tiles = [triton.cdiv(min((tile + 1) * block_m + S - T, S), block_n) for tile in range(top, bottom)]
+        folded = [0] * (len(tiles) % 2) + tiles
+        parts.append((top * block_m, len(tiles), max(a + b for a, b in zip(folded, reversed(folded), strict=True))))
+    return min(max(4 * PAIRS // seen, 1), heads, 2**15), parts
 
 
 LIBRARY.define(
@@ -502,7 +509,8 @@ def _causal_attention(
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if not out.numel():
         return out, lse
-    tier, step = _tier(q), PRODUCT_STEP[_tier(q)]
+    tier = _tier(q)
+    step = PRODUCT_STEP[tier]
     numbers, low, _ = _bounds(documents, window, B, S, q)
     block_m, block_n, block_d = TILE[tier]
     columns = min(PRODUCT_COLUMNS[tier], max(triton.next_power_of_2(D), 16))
@@ -512,19 +520,18 @@ def _causal_attention(
     bounded = documents is not None or window is not None
     with on_device_of(q):
         queries, keys, values = _heads(q, block_m, block_d), _heads(k, block_n, block_d), _heads(v, step, columns)
-        for row, tiles, heads in _parts(B * H, T, S, block_m, block_n):
-            seen = [triton.cdiv(min(row + (i + 1) * block_m + S - T, S), block_n) for i in range(tiles)]
-            folded = [0] * (tiles % 2) + seen
-            width = max(a + b for a, b in zip(folded, reversed(folded), strict=True))
-            each = (tiles + 1) // 2 * width  # tiles of a head
-            weights = torch.empty(heads * each * block_m, block_n, dtype=q.dtype, device=q.device)
-            most, sums = torch.empty(2, heads * each, block_m, dtype=torch.float32, device=q.device)
-            scales = torch.empty(heads, tiles, block_m, dtype=torch.float32, device=q.device)
-            strips = TensorDescriptor(weights, list(weights.shape), list(weights.stride()), [block_m, step])
+        heads, parts = _parts(B * H, T, S, block_m, block_n)
+        room = heads * max((tiles + 1) // 2 * width for _, tiles, width in parts)
+        weights = torch.empty(room * block_m, block_n, dtype=q.dtype, device=q.device)
+        most, sums = torch.empty(2, room, block_m, dtype=torch.float32, device=q.device)
+        scales = torch.empty(heads * max(part[1] for part in parts) * block_m, dtype=torch.float32, device=q.device)
+        strips = TensorDescriptor(weights, list(weights.shape), list(weights.stride()), [block_m, step])
+        for row, tiles, width in parts:
             for head in range(0, B * H, heads):
                 count = min(heads, B * H - head)
                 # With bounds programs differ in time, so that the multiprocessors must take them one by one.
-                programs = count * each if bounded else min(count * each, num_programs(q, 2))
+                programs = count * ((tiles + 1) // 2) * width
+                programs = programs if bounded else min(programs, num_programs(q, 2))
                 _weights_kernel[(programs,)](
                     queries, keys, weights, most, sums, numbers, low, T, S, window or 0, scale, head, row, count,
                     tiles, width, FAR=FAR[q.dtype], BLOCK_D=block_d, **shared, **masks, **WEIGHTS_LAUNCH[tier],
