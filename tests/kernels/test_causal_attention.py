@@ -111,7 +111,7 @@ def test_several_launches_and_heads_of_any_width(backend, shape, small_tiles, po
     assert sum(tiles for _, tiles, _ in parts) == -(-T // 16)
     for dtype in dtypes(backend):
         check(shape, dtype, backend)
-    check(shape, torch.float32, backend, documents=documents_of("packed", B, S), window=25)
+        check(shape, dtype, backend, documents=documents_of("packed", B, S), window=25)
 
 
 def test_no_tokens(backend):
