@@ -21,9 +21,11 @@ they take part in. So a kernel writes the tiles of them that are visible to a wo
 time, and plain matrix products read them: 2 products in the forward and 5 in the backward.
 
 The forward writes exp2(s'_ij − m), s' = s · log2 e, with m and the sum of each row of a tile in fp32. m is 0 where the
-largest s' of the row is within ±64, which bf16 and fp32 hold as well as numbers near 1, and otherwise the largest s',
-rounded up. Where all m of the queries of a program are 0, the values are a plain product, divided by a sum at its
-end. Otherwise tiles of weights are multiplied by a power of 2, which rounds nothing.
+largest s' of the row is within ±64, and otherwise that number, rounded up: bf16 and fp32 hold weights around 2^64 as
+well as those around 1. A second kernel finds lse, and where the m of a query differ, multiplies its weights in the
+workspace by a power of 2, which rounds nothing but what is tiny. The product with v is then a plain one. It could not
+multiply the weights itself: with Triton 3.6 a loop that does so overwrites registers that asynchronous products of the
+step before still read.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135.
 """
@@ -68,15 +70,18 @@ PRODUCT_LAUNCH = {LARGE: {"num_warps": 8, "num_stages": 3}, SMALL: {"num_warps":
 """Columns of a tile of o, dq, dk and dv, and queries or keys of a step; launches of the forward and the backward."""
 
 FAR = {torch.float32: 64.0, torch.bfloat16: 64.0, torch.float16: -1.0}
-"""Scores, times log2 e, whose weights need no factor if they are the largest of a row of a tile."""
-MOST_PARTS = 64
-"""Tiles of keys whose sums are loaded at a time."""
+"""Where m is 0: the largest of a row's scores in a tile, times log2 e, is within ± this. float16 doesn't hold 2^64."""
+
+PARTS = 64
+SCALES_PROGRAMS = 4
+"""Tiles of keys whose sums are loaded at a time, and programs that the tiles of weights of a tile of queries have."""
 
 PAIRS = 2**26
 MOST_ROWS, LEAST_ROWS = 4096, 2048
 """Pairs of a query and a key whose p and ds the workspace holds (4 bytes each in half precision), and queries, over all
 heads of a group, that are taken at a time. dk and dv are summed over these in fp32; at 4096 reading and writing the
-sums takes about 4% of the time of the products. Beyond 32768 keys the workspace grows, to hold `LEAST_ROWS`."""
+sums takes about 4% of the time of the products. Beyond 32768 keys the workspace grows, to hold `LEAST_ROWS`. The
+forward, which writes weights alone, holds twice as many pairs, and twice `LEAST_ROWS`."""
 
 PLACE = ["first_unit", "first_row"]
 FORWARD_PLACE = ["first_head", "first_row", "heads", "tiles", "width"]
@@ -144,8 +149,8 @@ def _key_tiles(tile, first, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=FORWARD_PLACE)
 def _weights_kernel(
-    q, k, weights_ptr, most_ptr, sum_ptr, documents_ptr, low_ptr, T, S, window, scale, first_head, first_row, heads, tiles,
-    width, H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr,
+    q, k, weights_ptr, most_ptr, sum_ptr, documents_ptr, low_ptr, T, S, window, scale, first_head, first_row, heads,
+    tiles, width, H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -196,67 +201,92 @@ def _weights_kernel(
             tl.store(weights_ptr + out, p.to(weights_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=FORWARD_PLACE)
-def _values_kernel(
-    weights, v, out_ptr, lse_ptr, most_ptr, sum_ptr, low_ptr, T, S, first_head, first_row, tiles, width,
-    H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """o [B, T, H, D] and lse [B, H, T] of weights and v."""
-    tile = tiles - 1 - tl.program_id(2)  # the queries with the most keys first
-    head = first_head + tl.program_id(1)
-    batch = (head // H).to(tl.int64)
-    head = head % H
-    place = tl.program_id(1) * ((tiles + 1) // 2)
+@triton.jit
+def _place(slot, tile, first, S, tiles, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the tiles of weights of a tile of queries begin."""
+    place = slot * ((tiles + 1) // 2)
     if tile >= tiles // 2:
         place = (place + tiles - 1 - tile) * width
     else:
         place = (place + tile + tiles % 2) * width
-        place += _key_tiles(tiles - 1 - tile - tiles % 2, first_row + S - T, S, BLOCK_M, BLOCK_N)
+        place += _key_tiles(tiles - 1 - tile - tiles % 2, first, S, BLOCK_M, BLOCK_N)
+    return place
+
+
+@triton.jit(do_not_specialize=FORWARD_PLACE)
+def _scales_kernel(
+    weights_ptr, most_ptr, sum_ptr, scale_ptr, lse_ptr, low_ptr, T, S, first_head, first_row, tiles, width,
+    H: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One m for all weights of a query, the inverse of their sum [heads, tiles · BLOCK_M], and lse [B, H, T]."""
+    slot = tl.program_id(1)
+    tile = tl.program_id(2)
+    head = first_head + slot
+    place = _place(slot, tile, first_row + S - T, S, tiles, width, BLOCK_M, BLOCK_N)
     first = first_row + tile * BLOCK_M + S - T
     begin = 0
     if BOUNDED:
-        begin = tl.load(low_ptr + batch * S + first) // BLOCK_N * BLOCK_N
-    end = tl.minimum(first + BLOCK_M, S)
+        begin = tl.load(low_ptr + head // H * S + first) // BLOCK_N
+    end = tl.cdiv(tl.minimum(first + BLOCK_M, S), BLOCK_N)
     row = tl.arange(0, BLOCK_M)
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     far = tl.zeros([BLOCK_M], tl.float32)
-    for part in range(begin // BLOCK_N, tl.cdiv(end, BLOCK_N), PARTS):
-        parts = part + tl.arange(0, PARTS)[:, None]
-        rows = (place + parts) * BLOCK_M + row[None, :]
-        each = tl.load(most_ptr + rows, mask=parts * BLOCK_N < end, other=float("-inf"))
-        sums = tl.load(sum_ptr + rows, mask=parts * BLOCK_N < end, other=0.0)
+    for start in range(begin, end, PARTS):
+        part = start + tl.arange(0, PARTS)[:, None]
+        at = (place + part) * BLOCK_M + row[None, :]
+        each = tl.load(most_ptr + at, mask=part < end, other=float("-inf"))
+        sums = tl.load(sum_ptr + at, mask=part < end, other=0.0)
         far = tl.maximum(far, tl.max(tl.where(each == float("-inf"), 0.0, tl.abs(each)), 0))
         larger = tl.maximum(most, tl.max(each, 0))
         finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query that has seen no key yet
         total = total * tl.exp2(most - finite) + tl.sum(sums * tl.exp2(each - finite[None, :]), 0)
         most = larger
-    total = tl.where(total == 0.0, 1.0, total)  # rows past the last query
+    most = tl.where(total == 0.0, 0.0, most)  # rows past the last query
+    total = tl.where(total == 0.0, 1.0, total)
+    if tl.program_id(0) == 0:
+        query = first_row + tile * BLOCK_M + row
+        tl.store(scale_ptr + (slot * tiles + tile) * BLOCK_M + row, 1.0 / total)
+        tl.store(lse_ptr + head.to(tl.int64) * T + query, (most + tl.log2(total)) / LOG2_E, mask=query < T)
+    if tl.max(far) > 0.0:
+        for part in range(begin + tl.program_id(0), end, tl.num_programs(0)):
+            at = (place + part) * BLOCK_M + row
+            each = tl.load(most_ptr + at)
+            factor = tl.where(each == float("-inf"), 1.0, tl.exp2(each - most))
+            if tl.min(factor) < 1.0:
+                pointers = weights_ptr + at.to(tl.int64)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                p = tl.load(pointers)
+                tl.store(pointers, (p * factor[:, None]).to(p.dtype))
+
+
+@triton.jit(do_not_specialize=FORWARD_PLACE)
+def _values_kernel(
+    weights, v, out_ptr, scale_ptr, low_ptr, T, S, first_head, first_row, tiles, width,
+    H: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """o [B, T, H, D] = weights · v, scaled."""
+    slot = tl.program_id(1)
+    tile = tiles - 1 - tl.program_id(2)  # the queries with the most keys first
+    batch = (first_head + slot) // H
+    head = (first_head + slot) % H
+    place = _place(slot, tile, first_row + S - T, S, tiles, width, BLOCK_M, BLOCK_N)
+    first = first_row + tile * BLOCK_M + S - T
+    begin = 0
+    if BOUNDED:
+        begin = tl.load(low_ptr + batch * S + first) // BLOCK_N * BLOCK_N
     column = tl.program_id(0) * BLOCK_D
-    values = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if tl.max(far) == 0.0:
-        for start in range(begin, end, STEP):
-            p = weights.load([(place + start // BLOCK_N) * BLOCK_M, start % BLOCK_N])
-            values = tl.dot(
-                p, _tile(v, batch.to(tl.int32), head // QUERIES, start, column, STEP, BLOCK_D), values,
-                input_precision=PRECISION,
-            )  # fmt: skip
-    else:
-        for start in range(begin, end, STEP):
-            each = tl.load(most_ptr + (place + start // BLOCK_N) * BLOCK_M + row)
-            p = weights.load([(place + start // BLOCK_N) * BLOCK_M, start % BLOCK_N])
-            p = (p * tl.exp2(each - most)[:, None]).to(p.dtype)
-            values = tl.dot(
-                p, _tile(v, batch.to(tl.int32), head // QUERIES, start, column, STEP, BLOCK_D), values,
-                input_precision=PRECISION,
-            )  # fmt: skip
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(begin, tl.minimum(first + BLOCK_M, S), STEP):
+        p = weights.load([(place + start // BLOCK_N) * BLOCK_M, start % BLOCK_N])
+        values = _tile(v, batch, head // QUERIES, start, column, STEP, BLOCK_D)
+        total = tl.dot(p, values, total, input_precision=PRECISION)
+    row = tl.arange(0, BLOCK_M)
+    total *= tl.load(scale_ptr + (slot * tiles + tile) * BLOCK_M + row)[:, None]
     row += first_row + tile * BLOCK_M
     columns = column + tl.arange(0, BLOCK_D)
-    out = out_ptr + ((batch * T + row) * H + head)[:, None] * D + columns[None, :]
-    inside = (row < T)[:, None] & (columns < D)[None, :]
-    tl.store(out, (values / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(lse_ptr + (batch * H + head) * T + row, (most + tl.log2(total)) / LOG2_E, mask=row < T)
+    out = out_ptr + ((batch.to(tl.int64) * T + row) * H + head)[:, None] * D + columns[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(row < T)[:, None] & (columns < D)[None, :])
 
 
 @triton.jit
@@ -444,15 +474,21 @@ def _heads(x: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
 
 
-def _parts(heads: int, T: int, S: int, block_m: int, block_n: int) -> list[tuple[int, int, int]]:
-    """Parts of the queries for one launch: first row, tiles, heads. All parts have about as many pairs."""
+def _parts(heads: int, T: int, S: int, block_m: int, block_n: int) -> tuple[int, list[tuple[int, int, int]]]:
+    """How many of the heads a launch of the forward takes, and parts of the queries with about as many keys each: the
+    first row, how many tiles of queries, and how many tiles of keys a pair of those sees. A pair is the last and the
+    first, the last but one and the second, and so on: all see about as many. Of an odd number the last is alone."""
     rows, keys = triton.cdiv(T, block_m) * block_m, triton.cdiv(S, block_n) * block_n
     before = keys - rows
     seen = keys**2 - before**2  # twice the pairs of a head
-    parts = triton.cdiv(seen, 4 * max(PAIRS, LEAST_ROWS * keys))
-    edges = sorted({(math.isqrt(before**2 + seen * part // parts) - before) // block_m for part in range(parts + 1)})
-    count = min(max(4 * PAIRS // seen, 1), heads, 2**15)
-    return [(top * block_m, bottom - top, count) for top, bottom in pairwise(edges)]
+    count = triton.cdiv(seen, 4 * max(PAIRS, LEAST_ROWS * keys))
+    edges = sorted({(math.isqrt(before**2 + seen * part // count) - before) // block_m for part in range(count + 1)})
+    parts = []
+    for top, bottom in pairwise(edges):
+        tiles = [triton.cdiv(min((tile + 1) * block_m + S - T, S), block_n) for tile in range(top, bottom)]
+        folded = [0] * (len(tiles) % 2) + tiles
+        parts.append((top * block_m, len(tiles), max(a + b for a, b in zip(folded, reversed(folded), strict=True))))
+    return min(max(4 * PAIRS // seen, 1), heads, 2**15), parts
 
 
 LIBRARY.define(
@@ -473,7 +509,8 @@ def _causal_attention(
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if not out.numel():
         return out, lse
-    tier, step = _tier(q), PRODUCT_STEP[_tier(q)]
+    tier = _tier(q)
+    step = PRODUCT_STEP[tier]
     numbers, low, _ = _bounds(documents, window, B, S, q)
     block_m, block_n, block_d = TILE[tier]
     columns = min(PRODUCT_COLUMNS[tier], max(triton.next_power_of_2(D), 16))
@@ -483,25 +520,30 @@ def _causal_attention(
     bounded = documents is not None or window is not None
     with on_device_of(q):
         queries, keys, values = _heads(q, block_m, block_d), _heads(k, block_n, block_d), _heads(v, step, columns)
-        for row, tiles, heads in _parts(B * H, T, S, block_m, block_n):
-            seen = [triton.cdiv(min(row + (i + 1) * block_m + S - T, S), block_n) for i in range(tiles)]
-            folded = [0] * (tiles % 2) + seen
-            width = max(a + b for a, b in zip(folded, reversed(folded), strict=True))
-            each = (tiles + 1) // 2 * width  # tiles of a head
-            weights = torch.empty(heads * each * block_m, block_n, dtype=q.dtype, device=q.device)
-            most, sums = torch.empty(2, heads * each, block_m, dtype=torch.float32, device=q.device)
-            strips = TensorDescriptor(weights, list(weights.shape), list(weights.stride()), [block_m, step])
+        heads, parts = _parts(B * H, T, S, block_m, block_n)
+        room = heads * max((tiles + 1) // 2 * width for _, tiles, width in parts)
+        weights = torch.empty(room * block_m, block_n, dtype=q.dtype, device=q.device)
+        most, sums = torch.empty(2, room, block_m, dtype=torch.float32, device=q.device)
+        scales = torch.empty(heads * max(part[1] for part in parts) * block_m, dtype=torch.float32, device=q.device)
+        strips = TensorDescriptor(weights, list(weights.shape), list(weights.stride()), [block_m, step])
+        for row, tiles, width in parts:
             for head in range(0, B * H, heads):
                 count = min(heads, B * H - head)
                 # With bounds programs differ in time, so that the multiprocessors must take them one by one.
-                programs = count * each if bounded else min(count * each, num_programs(q, 2))
+                programs = count * ((tiles + 1) // 2) * width
+                programs = programs if bounded else min(programs, num_programs(q, 2))
                 _weights_kernel[(programs,)](
                     queries, keys, weights, most, sums, numbers, low, T, S, window or 0, scale, head, row, count,
                     tiles, width, FAR=FAR[q.dtype], BLOCK_D=block_d, **shared, **masks, **WEIGHTS_LAUNCH[tier],
                 )  # fmt: skip
+                place = T, S, head, row, tiles, width
+                _scales_kernel[(SCALES_PROGRAMS, count, tiles)](
+                    weights, most, sums, scales, lse, low, *place, H=H, BOUNDED=bounded, PARTS=PARTS, num_warps=8,
+                    **tile,
+                )  # fmt: skip
                 _values_kernel[(triton.cdiv(D, columns), count, tiles)](
-                    strips, values, out, lse, most, sums, low, T, S, head, row, tiles, width, BLOCK_D=columns,
-                    STEP=step, PARTS=MOST_PARTS, BOUNDED=bounded, **shared, **VALUES_LAUNCH[tier],
+                    strips, values, out, scales, low, *place, BLOCK_D=columns, STEP=step, BOUNDED=bounded, **shared,
+                    **VALUES_LAUNCH[tier],
                 )  # fmt: skip
     return out, lse
 

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -20,12 +22,12 @@ GPU_SHAPES = [
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Many tiles, and several launches of the backward, for few tokens."""
+    """Many tiles, and several launches, for few tokens."""
     for name, value in {
-        "FORWARD_TILE": (16, 32, 16), "TILE": (16, 32, 16), "PRODUCT_COLUMNS": 16, "PRODUCT_STEP": 16,
+        "TILE": (16, 32, 16), "PRODUCT_COLUMNS": 16, "PRODUCT_STEP": 16,
     }.items():  # fmt: skip
         monkeypatch.setattr(module, name, {2: value, 4: value})
-    for name, value in {"PAIRS": 2048, "LEAST_ROWS": 16, "MOST_ROWS": 32}.items():
+    for name, value in {"PAIRS": 2048, "LEAST_ROWS": 16, "MOST_ROWS": 32, "PARTS": 2, "SCALES_PROGRAMS": 3}.items():
         monkeypatch.setattr(module, name, value)
 
 
@@ -104,12 +106,12 @@ def test_several_launches_and_heads_of_any_width(backend, shape, small_tiles, po
     monkeypatch.setattr(module, "PAIRS", 256)
     monkeypatch.setattr(module, "LEAST_ROWS", 1)
     B, T, S, H, *_ = shape
-    parts = module._parts(B * H, T, S, 16, 32)
+    _, parts = module._parts(B * H, T, S, 16, 32)
     assert len(parts) > 1
     assert sum(tiles for _, tiles, _ in parts) == -(-T // 16)
     for dtype in dtypes(backend):
         check(shape, dtype, backend)
-    check(shape, torch.float32, backend, documents=documents_of("packed", B, S), window=25)
+        check(shape, dtype, backend, documents=documents_of("packed", B, S), window=25)
 
 
 def test_no_tokens(backend):
@@ -124,6 +126,22 @@ def test_large_scores(backend, small_tiles):
     (q, k, v), _ = make(SHAPES[1], torch.float32, backend)
     out = causal_attention(100 * q, 100 * k, v)
     torch.testing.assert_close(out, causal_attention_reference(100 * q, 100 * k, v, scale=24**-0.5))
+
+
+@pytest.mark.parametrize("sizes", [
+    (-60, -90, 62, -62, 66, 1, -200, 90), (-62, -66, -300, -90, -66, -70), (0, -170, 62, -170, 62, -66),
+    (150, 62, -62, 30),
+], ids=str)  # fmt: skip
+def test_scores_of_very_different_tiles(backend, sizes, small_tiles, poisoned_empty):
+    """``sizes`` are the largest scores of tiles of keys, times log2 e, on both sides of what needs a factor."""
+    block = 32 if backend != "cuda" else 128
+    q, k, v = make((1, 20, block * len(sizes), 1, 1, 16), torch.float32, backend)[0]
+    largest = torch.tensor(sizes, device=backend).repeat_interleave(block)[None, :, None, None] * math.log(2)
+    q[..., :1], k[..., :1] = 1, largest - k[..., :1].abs()
+    for dtype in dtypes(backend):
+        inputs, upstream = [x.to(dtype) for x in (q, k, v)], [v[:, :20].to(dtype)]
+        functions = (on(function, scale=1.0) for function in (causal_attention, causal_attention_reference))
+        assert_close_to_truth(*functions, inputs, upstream, factor=2)
 
 
 @pytest.mark.gpu
