@@ -35,6 +35,10 @@ def of_transformers(row: Row) -> bool:
     return bool(row["mode"].startswith("hf"))
 
 
+def of_ours(row: Row) -> bool:
+    return bool(row["mode"].startswith("ours"))
+
+
 def of_a_run(row: Row) -> bool:
     """Whether the row is compared only within its run; one of errors is a comparison by itself."""
     return row["benchmark"] in RUNS and row["mode"] != "error"
@@ -65,9 +69,9 @@ def read(folder: Path) -> Rows:
     """The latest row of each measurement; of `RUNS` only the rows of the last run.
 
     Rows of one run have the same commit, date, versions and device. The last run is the one with the latest row of
-    transformers that is not an error. Of ``train`` and ``fsdp`` every mode of this package has a last run, which may
-    measure a few modes beside their peer, or without it if no run of the mode has one. Old rows of early failures have
-    no device; they count for the device of the row before them.
+    transformers that is not an error. Of ``train`` and ``fsdp`` every mode has a last run, which may measure a few
+    modes beside their peer, or without it if no run of the mode has one; that of a peer's mode is shown whole. Old rows
+    of early failures have no device; they count for the device of the row before them.
     """
     latest: dict[tuple[str, ...], Row] = {}
     for file in sorted(folder.glob("*.jsonl")):
@@ -92,9 +96,10 @@ def read(folder: Path) -> Rows:
         runs = {last}
         if benchmark in ("train", "fsdp"):
             with_peer = {row["run"] for row in peers}
-            ours = [row for row in group if row["mode"].startswith("ours")]
-            modes = {row["mode"]: row for row in sorted(ours, key=lambda row: row["run"] in with_peer)}
-            runs |= {row["run"] for row in modes.values()}
-            group = [row for row in group if row is modes.get(row["mode"], row)]
+            in_order = sorted(group, key=lambda row: (row["run"] in with_peer, row["date"]))
+            modes = {row["mode"]: row for row in in_order}
+            of_peers = {row["run"] for row in modes.values() if not (of_ours(row) or "error" in row)}
+            runs |= of_peers | {row["run"] for row in modes.values() if of_ours(row)}
+            group = [row for row in group if not of_ours(row) or row["run"] in of_peers or row is modes[row["mode"]]]
         shown += [row for row in group if row["run"] in runs]
     return shown

@@ -53,11 +53,12 @@ def start_forkserver() -> None:
 
 
 def run(
-    script: str | Path, *arguments: str, cwd: Path, ranks: int = 0, check: bool = True, **variables: str
-) -> "subprocess.CompletedProcess[str]":
+    script: str | Path, *arguments: str, cwd: Path, ranks: int = 0, check: bool = True, seconds: float = 300,
+    **variables: str,
+) -> "subprocess.CompletedProcess[str]":  # fmt: skip
     """Run a script as Python does, or as torchrun does on so many ranks; ``check`` that all ranks succeed.
 
-    ``variables`` are put into their environment.
+    Ranks that wait for each other for ever end after ``seconds``. ``variables`` are put into their environment.
     """
     start_forkserver()
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -70,7 +71,7 @@ def run(
             options = (str(script), arguments, cwd, environment(**place, **variables), out, err)
             processes.append(FORKSERVER.Process(target=_run, args=options))
             processes[-1].start()
-        end = time.monotonic() + 300
+        end = time.monotonic() + seconds
         codes: list[int | None] = [None] * len(processes)
         while None in codes and not any(codes) and time.monotonic() < end:  # as torchrun does: if one fails, all end
             running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]

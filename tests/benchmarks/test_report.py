@@ -94,6 +94,23 @@ def test_the_headline():
     assert report.part("headline", rows).startswith("| one X |")
 
 
+def test_the_last_run_of_a_peer_stays_whole(tmp_path):
+    """Its ratios would be lost with the rows that they compare."""
+    rows = [
+        train_row("hf", 1.0, commit="one"),
+        train_row("titan", 2.0, commit="one"),
+        train_row("ours", 3.0, commit="one"),
+    ]
+    rows += [train_row("ours+adamw", 4.0, commit="old"), train_row("hf", 1.0, commit="old")]
+    later = {"date": "2026-01-02", "commit": "two"}
+    rows += [train_row(mode, 5.0, **later) for mode in ("hf", "ours", "ours+adamw")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = {(row["commit"], row["mode"]) for row in read(tmp_path)}
+    assert shown == {("one", mode) for mode in ("hf", "titan", "ours")} | {
+        ("two", mode) for mode in ("hf", "ours", "ours+adamw")
+    }
+
+
 @pytest.mark.parametrize("benchmark", ["train", "fsdp"])
 def test_a_run_in_which_transformers_only_fail_is_not_the_last(tmp_path, benchmark):
     rows = [train_row("hf", 1.0), train_row("ours", 2.0)]
