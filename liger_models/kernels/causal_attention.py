@@ -485,7 +485,7 @@ def _parts(heads: int, T: int, S: int, block_m: int, block_n: int) -> tuple[int,
     edges = sorted({(math.isqrt(before**2 + seen * part // count) - before) // block_m for part in range(count + 1)})
     parts = []
     for top, bottom in pairwise(edges):
-        tiles = [triton.cdiv(min((tile + 1) * block_m + S - T, S), block_n) for tile in range(top, bottom)]
+        tiles = [-(-min((tile + 1) * block_m + S - T, S) // block_n) for tile in range(top, bottom)]
         folded = [0] * (len(tiles) % 2) + tiles
         parts.append((top * block_m, len(tiles), max(a + b for a, b in zip(folded, reversed(folded), strict=True))))
     return min(max(4 * PAIRS // seen, 1), heads, 2**15), parts
