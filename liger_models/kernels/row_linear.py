@@ -172,18 +172,6 @@ def _row_linear_kernel(
 
 
 @triton.jit
-def _finish_rows(
-    y, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """`store_rows` of whole sums [ROWS, COLUMNS], times the scales of their rows."""
-    if HAS_SCALE:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        y *= tl.load(scale_ptr + row, mask=row < N, other=0.0)[:, None]
-    store_rows(y, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, COLUMNS)
-
-
-@triton.jit
 def _rows_linear_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, sums_ptr, M, N, K, R, weight_n, share,
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -198,19 +186,22 @@ def _rows_linear_kernel(
     weights = weight_ptr + row.to(tl.int64)[:, None] * weight_n + lane[None, :]
     rows = x_ptr + column[None, :] * K + lane[:, None]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr + row, mask=row < N, other=0.0)[:, None]
     for start in range(first, end, BLOCK):
         inside = start + lane < end
         mask = (row < N)[:, None] & inside[None, :]
         weight = tl.load(weights + start, mask=mask, other=0.0, eviction_policy="evict_first")
         x = tl.load(rows + start, mask=inside[:, None] & (column < M)[None, :], other=0.0)
-        if HAS_SCALE:  # by way of float32: without it the conversion takes instructions of a sixteenth of the rate
-            weight = weight.to(tl.float32).to(x.dtype)
-        total = tl.dot(weight, x, total)
+        if HAS_SCALE:
+            # By way of float32: without it the conversion takes instructions of a sixteenth of the rate. A product that
+            # is scaled ends within its step. Otherwise Triton 3.6 and 3.7 let it go on on Hopper, where it still reads
+            # registers that the conversion of the next step writes.
+            total += tl.dot(weight.to(tl.float32).to(x.dtype), x) * scale
+        else:
+            total = tl.dot(weight, x, total)
     if PARTS == 1:
-        _finish_rows(
-            total, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_SCALE, HAS_BIAS, ACT, RANKS,
-            ROWS, COLUMNS,
-        )  # fmt: skip
+        store_rows(total, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, COLUMNS)
     else:
         at = (tl.program_id(1) * N + row)[:, None] * COLUMNS + column[None, :]
         tl.store(sums_ptr + at, total, mask=(row < N)[:, None])
@@ -218,9 +209,8 @@ def _rows_linear_kernel(
 
 @triton.jit
 def _add_rows_kernel(
-    sums_ptr, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R,
-    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    sums_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
+    RANKS: tl.constexpr, OVERLAPS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The results of sums in parts, added in order."""
     await_previous(OVERLAPS)
@@ -229,10 +219,7 @@ def _add_rows_kernel(
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(sums_ptr + part * N * COLUMNS + at, mask=(row < N)[:, None], other=0.0)
-    _finish_rows(
-        total, scale_ptr, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_SCALE, HAS_BIAS, ACT, RANKS, ROWS,
-        COLUMNS,
-    )  # fmt: skip
+    store_rows(total, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, COLUMNS)
 
 
 def are_few(x: Tensor, most: int) -> bool:
@@ -305,14 +292,14 @@ def row_linear_forward(
     product = x.new_empty(*x.shape[:-1], N // 2) if act else x.new_empty(0)
     bias = None if bias is None else bias.contiguous()
     (low, B, R), constants = low_rank_arguments(x, low_rank)
-    constants |= {"HAS_SCALE": scales is not None, "HAS_BIAS": bias is not None, "ACT": act}
-    ends = scales, bias, y, product, low, B
+    constants |= {"HAS_BIAS": bias is not None, "ACT": act}
+    ends = bias, y, product, low, B
     with on_device_of(x):
         if M == 1:
             columns = min(max(triton.next_power_of_2(K), 32), COLUMNS)
             _row_linear_kernel[(triton.cdiv(N, ROWS),)](
-                x, weight, *ends, N, K, R, weight.stride(0), ROWS=ROWS, COLUMNS=columns,
-                STAGES=STAGES, **constants, num_warps=NUM_WARPS,
+                x, weight, scales, *ends, N, K, R, weight.stride(0), HAS_SCALE=scales is not None, ROWS=ROWS,
+                COLUMNS=columns, STAGES=STAGES, **constants, num_warps=NUM_WARPS,
             )  # fmt: skip
             return y, product
         tiles, columns = triton.cdiv(N, TILE_ROWS), max(triton.next_power_of_2(M), 8)
@@ -322,8 +309,9 @@ def row_linear_forward(
         constants |= {"PARTS": parts, "COLUMNS": columns}
         stage = TILE_COLUMNS * (TILE_ROWS * weight.itemsize + columns * x.itemsize)
         _rows_linear_kernel[(tiles, parts)](
-            x, weight, *ends, sums, M, N, K, R, weight.stride(0), share, ROWS=TILE_ROWS, BLOCK=TILE_COLUMNS,
-            **constants, num_warps=TILE_WARPS, num_stages=fitting_stages(x, TILE_STAGES, stage),
+            x, weight, scales, *ends, sums, M, N, K, R, weight.stride(0), share, HAS_SCALE=scales is not None,
+            ROWS=TILE_ROWS, BLOCK=TILE_COLUMNS, **constants, num_warps=TILE_WARPS,
+            num_stages=fitting_stages(x, TILE_STAGES, stage),
         )  # fmt: skip
         if parts > 1:
             constants |= overlap(x)
