@@ -204,7 +204,7 @@ def step_on_float8(folder: Path, shape: tuple[int, ...], targets: Any, saved: Pa
     model = read(lambda model: on_ranks(apply_lora(model, config), shape), "float32")
     with torch.no_grad():
         for parameter in trained(model):
-            parameter.fill_(0.125)
+            parameter.fill_(0.0625)  # larger ones saturate the attention, whose gradients then cancel
     assert all(each.has_blocks for each in stored_weights(model).values())
     ids = torch.arange(2, 14).view(2, 6)
     loss = model(ids, labels=ids).loss
