@@ -30,7 +30,7 @@ EVALUATED = 2048
 WARMUP, SETTLE = 50, 5
 """Steps in which the learning rate rises, before it falls to 0, and steps before the timed ones."""
 MAX_NORM = 1.0
-"""Of the gradients: one bad step near the end would undo a run."""
+"""Larger gradients are scaled down to this norm: one bad step near the end would undo a run."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
