@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .options import add_batch, add_model, add_modes, add_steps
 from .processes import measure_all, plan_batch
-from .rows import Row, Rows, grouped
+from .rows import Row, Rows, grouped, of_transformers
 from .tables import markdown, ratio, smallest
 from .training.job import Job
 from .training.models import read_config
@@ -110,7 +110,7 @@ def table(rows: Rows) -> str:
     """One line per mode; ratios are to the fastest mode of transformers."""
     lines = []
     for (model, _), group in sorted(grouped(rows, "model", "batch").items()):
-        best = smallest([row for row in group if row["mode"].startswith("hf")], lambda row: row.get("seconds"))
+        best = smallest([row for row in group if of_transformers(row)], lambda row: row.get("seconds"))
         for row in group:
             if "error" in row:
                 lines.append((model, title(row["mode"]), row["error"], "", "", "", "", ""))

@@ -121,18 +121,13 @@ def _visible(
 
 
 @triton.jit
-def _load_rows(
-    rows_ptr, row, end, stride, column, D: tl.constexpr, EVERY_ROW: tl.constexpr, EVERY_COLUMN: tl.constexpr
-):
+def _load_rows(rows_ptr, row, end, stride, column, D: tl.constexpr, EVERY_COLUMN: tl.constexpr):
     """Rows [N] up to ``end``, columns [C] up to D; 0 elsewhere."""
     pointers = rows_ptr + row.to(tl.int64)[:, None] * stride + column[None, :]
-    if EVERY_ROW and EVERY_COLUMN:
-        x = tl.load(pointers)
-    elif EVERY_COLUMN:
-        x = tl.load(pointers, mask=(row < end)[:, None], other=0.0)
-    else:
-        x = tl.load(pointers, mask=(row < end)[:, None] & (column < D)[None, :], other=0.0)
-    return x
+    mask = (row < end)[:, None]
+    if not EVERY_COLUMN:
+        mask = mask & (column < D)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -341,11 +336,11 @@ def _score_gradients_kernel(
         d_weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for left in range(0, D, BLOCK_D):
             column = left + tl.arange(0, BLOCK_D)
-            q = _load_rows(q_ptr, row, T, q_t, column, D, False, D % BLOCK_D == 0)
-            k = _load_rows(k_ptr, key, S, k_t, column, D, False, D % BLOCK_D == 0)
+            q = _load_rows(q_ptr, row, T, q_t, column, D, D % BLOCK_D == 0)
+            k = _load_rows(k_ptr, key, S, k_t, column, D, D % BLOCK_D == 0)
             scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
-            d_out = _load_rows(d_out_ptr, row, T, d_t, column, D, False, D % BLOCK_D == 0)
-            v = _load_rows(v_ptr, key, S, v_t, column, D, False, D % BLOCK_D == 0)
+            d_out = _load_rows(d_out_ptr, row, T, d_t, column, D, D % BLOCK_D == 0)
+            v = _load_rows(v_ptr, key, S, v_t, column, D, D % BLOCK_D == 0)
             d_weights = tl.dot(d_out, tl.trans(v), d_weights, input_precision=PRECISION)
         lse = tl.load(lse_ptr + (batch * G * QUERIES + head) * T + row, mask=row < T, other=0.0)
         delta = tl.load(delta_ptr + (batch * G * QUERIES + head) * T + row, mask=row < T, other=0.0)
@@ -388,7 +383,7 @@ def _d_queries_kernel(
     for start in range(begin, end, STEP):
         key = start + tl.arange(0, STEP)
         ds = tl.load(ds_ptr + key[None, :])
-        k = _load_rows(k_ptr, key, S, k_t, column, D, False, D % BLOCK_D == 0)
+        k = _load_rows(k_ptr, key, S, k_t, column, D, D % BLOCK_D == 0)
         total = tl.dot(ds, k, total, input_precision=PRECISION)
     head = group * QUERIES + slot % QUERIES
     place = ((batch * T + row.to(tl.int64)) * (G * QUERIES) + head)[:, None] * D + column[None, :]
@@ -424,7 +419,7 @@ def _d_keys_kernel(
         row = begin + i % steps * STEP + tl.arange(0, STEP)
         weights = tl.load(weights_ptr + (query.to(tl.int64) * height + row)[:, None] * width)
         rows = _load_rows(
-            rows_ptr + query.to(tl.int64) * rows_h, first_row + row, T, rows_t, column, D, False, D % BLOCK_D == 0
+            rows_ptr + query.to(tl.int64) * rows_h, first_row + row, T, rows_t, column, D, D % BLOCK_D == 0
         )
         total = tl.dot(tl.trans(weights), rows, total, input_precision=PRECISION)
     place = sum_ptr + ((batch * S + key.to(tl.int64)) * G + group)[:, None] * D + column[None, :]
