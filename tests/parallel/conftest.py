@@ -66,6 +66,8 @@ def work(rank: int, ranks: int, port: int, pipe: Connection, gpus: bool, stack: 
                 warnings.filterwarnings("ignore", ".torch.jit.script", DeprecationWarning)
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
                 warnings.filterwarnings("ignore", ".*autograd.function.Function.*should not be instantiated")
+                # torchao's sources, when Python compiles them
+                warnings.filterwarnings("ignore", ".*invalid escape sequence")
                 result, failed = function(*arguments), False
         except BaseException:
             result, failed = traceback.format_exc(), True
