@@ -27,7 +27,7 @@ def small_tiles(monkeypatch):
         "TILE": (16, 32, 16), "PRODUCT_COLUMNS": 16, "PRODUCT_STEP": 16,
     }.items():  # fmt: skip
         monkeypatch.setattr(module, name, {2: value, 4: value})
-    for name, value in {"PAIRS": 2048, "LEAST_ROWS": 16, "MOST_ROWS": 32, "PARTS": 2, "SCALES_PROGRAMS": 3}.items():
+    for name, value in {"PAIRS": 2048, "LEAST_ROWS": 16, "PARTS": 2, "SUMS_PROGRAMS": 3}.items():
         monkeypatch.setattr(module, name, value)
 
 
@@ -100,18 +100,28 @@ def test_strided_inputs_and_gradients(backend, small_tiles):
     torch.testing.assert_close(causal_attention(q, *shared), causal_attention(q, *(x.contiguous() for x in shared)))
 
 
-@pytest.mark.parametrize("shape", [(1, 40, 40, 2, 1, 10), (2, 19, 50, 1, 1, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 40, 40, 2, 1, 10), (2, 19, 50, 1, 1, 7), (1, 90, 90, 6, 2, 16)], ids=str)
 def test_several_launches_and_heads_of_any_width(backend, shape, small_tiles, poisoned_empty, monkeypatch):
     """Rows of such heads don't begin at a multiple of 16 bytes, which loads of whole tiles need."""
     monkeypatch.setattr(module, "PAIRS", 256)
     monkeypatch.setattr(module, "LEAST_ROWS", 1)
-    B, T, S, H, *_ = shape
-    _, parts = module._parts(B * H, T, S, 16, 32)
-    assert len(parts) > 1
-    assert sum(tiles for _, tiles, _ in parts) == -(-T // 16)
+    B, T, S, *_ = shape
+    for matrices in (1, 2):
+        _, parts = module._parts(T, S, 16, 32, matrices)
+        assert len(parts) > 1
+        assert sum(tiles for _, tiles, _ in parts) == -(-T // 16)
     for dtype in dtypes(backend):
         check(shape, dtype, backend)
         check(shape, dtype, backend, documents=documents_of("packed", B, S), window=25)
+
+
+def test_launches_of_some_heads_of_a_key(backend, small_tiles, poisoned_empty, monkeypatch):
+    """Of 3 query heads of each key, 2 and then 1."""
+    monkeypatch.setattr(module, "PAIRS", 20000)
+    assert module._parts(90, 90, 16, 32, 2)[0] == 4
+    for dtype in dtypes(backend):
+        check((1, 90, 90, 6, 2, 16), dtype, backend)
+        check((1, 90, 90, 6, 2, 16), dtype, backend, documents=documents_of("left", 1, 90))
 
 
 def test_no_tokens(backend):
@@ -134,7 +144,7 @@ def test_large_scores(backend, small_tiles):
 ], ids=str)  # fmt: skip
 def test_scores_of_very_different_tiles(backend, sizes, small_tiles, poisoned_empty):
     """``sizes`` are the largest scores of tiles of keys, times log2 e, on both sides of what needs a factor."""
-    block = 32 if backend != "cuda" else 128
+    block = 128
     q, k, v = make((1, 20, block * len(sizes), 1, 1, 16), torch.float32, backend)[0]
     largest = torch.tensor(sizes, device=backend).repeat_interleave(block)[None, :, None, None] * math.log(2)
     q[..., :1], k[..., :1] = 1, largest - k[..., :1].abs()

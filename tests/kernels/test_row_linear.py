@@ -45,6 +45,27 @@ def test_real_sizes(size):
         check(*size, dtype, "cuda")
 
 
+def check_float8(N, K, device):
+    for dtype, rows in ((dtype, rows) for dtype in dtypes(device) if dtype != torch.float32 for rows in ROWS):
+        x, weight, scales = (draw(*size, dtype=dtype, device=device) for size in ((rows, 1, K), (N, K), (N,)))
+        codes, scales = weight.to(torch.float8_e4m3fn), scales.float().abs()
+        got, _ = row_linear_forward(x, codes, None, scales=scales)
+        exact = F.linear(wide(x), wide(codes.double()) * wide(scales)[:, None])
+        assert error(got, exact) <= torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_float8_weights(kernel_device, size):
+    check_float8(*size, kernel_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", GPU_SIZES, ids=str)
+def test_float8_weights_of_real_sizes(size):
+    """With more tiles than the GPU has multiprocessors, one program takes all columns of a tile."""
+    check_float8(*size, "cuda")
+
+
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_activation(kernel_device, act):
     for dtype, rows in ((dtype, rows) for dtype in dtypes(kernel_device) for rows in (1, 5)):
