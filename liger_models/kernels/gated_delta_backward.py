@@ -226,14 +226,13 @@ def _store_gradient(
 
 
 @triton.jit
-def state_kernel(
-    d, d_out, dx, states, d_states, queries, keys, q_ptr, k_ptr, cu_ptr, total_ptr, factor_ptr, q_norm_ptr, k_norm_ptr,
-    for_q_ptr, for_k_ptr, d_total_ptr, d_beta_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, tokens, documents, q_t, q_h, k_t,
-    k_h, scale, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
-    DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr,
-    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+def query_gradients_kernel(
+    d_out, states, queries, k_ptr, cu_ptr, total_ptr, q_norm_ptr, for_q_ptr, d_total_ptr, dq_ptr, tokens, documents,
+    k_t, k_h, scale, Hv: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
+    DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dβ and dg of one chunk and key head: what goes through the states, and what `pair_kernel` has left.
+    """dq of one chunk and key head, and what goes through the states of the gradients of the running sums of g.
 
     Where rows of q and k are multiplied with those of a product, element by element, they are loaded by descriptors:
     for loads by pointers, Triton changed the layout of the whole product before its sums.
@@ -243,31 +242,50 @@ def state_kernel(
         return
     key_head, rows, at = tl.program_id(1).to(tl.int64), tl.arange(0, C), first.to(tl.int32)
     slot, count = tl.program_id(0) * Hv, end.to(tl.int32) - at
-    inside, once, row_size = rows < count, tl.minimum(count, 1), Hv // GROUP * DK
+    inside, once = rows < count, tl.minimum(count, 1)
     square, both = rows[:, None] * C + rows[None, :], inside[:, None] & inside[None, :]
-    at_x, at_rows, key_matrix = first * row_size + key_head * DK, key_head * tokens + first, key_head.to(tl.int32)
-    q_ptr += key_head * q_h + first * q_t
-    k_ptr += key_head * k_h + first * k_t
-    if HAS_OUT:
-        q_norm = tl.load(q_norm_ptr + at_rows + rows, mask=inside, other=0.0)
-        dq = tl.zeros([C, BLOCK_K], tl.float32)
-        for n in range(GROUP):
-            head = key_head * GROUP + n
-            at_head = head * tokens + first
-            total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
-            read, along = _through_state(
-                d_out, states, head.to(tl.int32), at, slot + head.to(tl.int32), tl.exp(total) * q_norm * scale, queries,
-                key_matrix, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,
-            )  # fmt: skip
-            dq += read
-            along += tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
-            tl.store(d_total_ptr + at_head + rows, along, mask=inside)
-        pairs = tl.load(for_q_ptr + at_rows * C + square, mask=both, other=0.0)
-        k = load_rows(k_ptr, rows, k_t, count, DK, BLOCK_K)
-        dq = _add_pairs(dq, pairs, k, once, PRECISION)
-        q = _tile(queries, key_matrix, at, 0, C, BLOCK_K)
-        _store_gradient(dq_ptr + at_x, dq, q, q_norm, inside, Hv // GROUP * DK, DK, C, BLOCK_K, NORMALIZE)
-        tl.debug_barrier()  # the sums are read again below, by other threads
+    at_rows, key_matrix = key_head * tokens + first, key_head.to(tl.int32)
+    q_norm = tl.load(q_norm_ptr + at_rows + rows, mask=inside, other=0.0)
+    dq = tl.zeros([C, BLOCK_K], tl.float32)
+    for n in range(GROUP):
+        head = key_head * GROUP + n
+        at_head = head * tokens + first
+        total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
+        read, along = _through_state(
+            d_out, states, head.to(tl.int32), at, slot + head.to(tl.int32), tl.exp(total) * q_norm * scale, queries,
+            key_matrix, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,
+        )  # fmt: skip
+        dq += read
+        along += tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
+        tl.store(d_total_ptr + at_head + rows, along, mask=inside)
+    pairs = tl.load(for_q_ptr + at_rows * C + square, mask=both, other=0.0)
+    k = load_rows(k_ptr + key_head * k_h + first * k_t, rows, k_t, count, DK, BLOCK_K)
+    dq = _add_pairs(dq, pairs, k, once, PRECISION)
+    q = _tile(queries, key_matrix, at, 0, C, BLOCK_K)
+    at_x = first * (Hv // GROUP * DK) + key_head * DK
+    _store_gradient(dq_ptr + at_x, dq, q, q_norm, inside, Hv // GROUP * DK, DK, C, BLOCK_K, NORMALIZE)
+
+
+@triton.jit
+def key_gradients_kernel(
+    d, dx, states, d_states, keys, q_ptr, k_ptr, cu_ptr, total_ptr, factor_ptr, k_norm_ptr, for_q_ptr, for_k_ptr,
+    d_total_ptr, d_beta_ptr, dk_ptr, dg_ptr, dbeta_ptr, tokens, documents, q_t, q_h, k_t, k_h, Hv: tl.constexpr,
+    GROUP: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr,
+    BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr, NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dk, dβ and dg of one chunk and key head: what goes through the states, and what the kernels before have left.
+
+    S ∘ dS is summed in a loop of its own: with an accumulator beside it, registers were spilled.
+    """
+    _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
+    if first == end:
+        return
+    key_head, rows, at = tl.program_id(1).to(tl.int64), tl.arange(0, C), first.to(tl.int32)
+    slot, count = tl.program_id(0) * Hv, end.to(tl.int32) - at
+    inside, once = rows < count, tl.minimum(count, 1)
+    square, both = rows[:, None] * C + rows[None, :], inside[:, None] & inside[None, :]
+    at_rows, key_matrix = key_head * tokens + first, key_head.to(tl.int32)
     k_norm = tl.load(k_norm_ptr + at_rows + rows, mask=inside, other=0.0)
     dk = tl.zeros([C, BLOCK_K], tl.float32)
     for n in range(GROUP):
@@ -276,6 +294,12 @@ def state_kernel(
         total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
         beta = tl.load(factor_ptr + 3 * head * tokens + at_head + rows, mask=inside, other=0.0)
         whole = tl.load(total_ptr + at_head + count - 1)
+        product = tl.zeros([BLOCK_K], tl.float32)
+        for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
+            d_state = _tile(d_states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
+            state = _tile(states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
+            product += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
+        carried = tl.sum(product, 0) * tl.exp(whole)
         read, along = _through_state(
             dx, states, head.to(tl.int32), at, slot + head.to(tl.int32), tl.exp(total) * k_norm, keys,
             key_matrix, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,
@@ -284,19 +308,16 @@ def state_kernel(
         d_beta = tl.load(d_beta_ptr + at_head + rows, mask=inside, other=0.0) - along
         tl.store(dbeta_ptr + at_out, d_beta, mask=inside)
         d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0) - along * beta
-        written, product = tl.zeros([C, BLOCK_K], tl.float32), tl.zeros([BLOCK_K], tl.float32)
-        for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
-            d_state = _tile(d_states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
-            state = _tile(states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
-            x = _tile(d, head.to(tl.int32), at, start, C, BLOCK_V)
-            written = tl.dot(x, tl.trans(d_state), written, input_precision=PRECISION)
-            product += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
-        written *= (tl.exp(tl.where(inside, whole - total, float("-inf"))) * k_norm)[:, None]
+        factor = tl.exp(tl.where(inside, whole - total, float("-inf"))) * k_norm
+        written, along = _through_state(
+            d, d_states, head.to(tl.int32), at, slot + head.to(tl.int32), factor, keys, key_matrix, inside, C, BLOCK_K,
+            DV, BLOCK_V, PRECISION, STAGES,
+        )  # fmt: skip
         dk += written
-        y = _tile(keys, key_matrix, at, 0, C, BLOCK_K)
-        along = tl.where(inside, tl.sum(written * y.to(tl.float32), 1), 0.0)
-        dg = tl.cumsum(d_total - along, 0, reverse=True) + (tl.sum(product, 0) * tl.exp(whole) + tl.sum(along, 0))
+        dg = tl.cumsum(d_total - along, 0, reverse=True) + (carried + tl.sum(along, 0))
         tl.store(dg_ptr + at_out, dg, mask=inside)
+    q_ptr += key_head * q_h + first * q_t
+    k_ptr += key_head * k_h + first * k_t
     if HAS_OUT:
         pairs = tl.load(for_q_ptr + at_rows * C + square, mask=both, other=0.0)
         q = load_rows(q_ptr, rows, q_t, count, DK, BLOCK_K)
@@ -306,4 +327,5 @@ def state_kernel(
     dk = _add_pairs(dk, pairs, k, once, PRECISION)
     dk = _add_pairs(dk, tl.trans(pairs), k, once, PRECISION)
     k = _tile(keys, key_matrix, at, 0, C, BLOCK_K)
+    at_x = first * (Hv // GROUP * DK) + key_head * DK
     _store_gradient(dk_ptr + at_x, dk, k, k_norm, inside, Hv // GROUP * DK, DK, C, BLOCK_K, NORMALIZE)

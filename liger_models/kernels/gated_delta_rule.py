@@ -25,7 +25,7 @@ queries and keys read, and what its keys write, ∘ for element by element::
     W = e^{G − G_i} · D dSᵀ − (E ∘ dV Dᵀ)ᵀ K̂    (i > j),   dK̂ = W − β · R + scale · (E ∘ dO Dᵀ)ᵀ Q̂
 
 Where a key head serves several value heads, one program adds up what they give: a first kernel E ∘ dO Dᵀ and
-β · E ∘ dX Dᵀ, a second one what goes through S and dS, to which it adds the products with those sums. Products are in
+β · E ∘ dX Dᵀ, two others what goes through S and dS, to which they add the products with those sums. Products are in
 the dtype of q, k and v and are summed in fp32; the state and the decay are in fp32, and products within the inverse
 have errors of at most 2⁻¹⁶. Saved: the inputs, and A in their dtype. The backward recomputes P, S and D.
 
@@ -51,7 +51,7 @@ from .dispatch import (
     use_triton,
 )
 from .documents import bounds, flat, slots
-from .gated_delta_backward import pair_kernel, scans_kernel, state_kernel
+from .gated_delta_backward import key_gradients_kernel, pair_kernel, query_gradients_kernel, scans_kernel
 from .gated_delta_forward import inverse_kernel, scan_kernel, similarity_kernel, step_kernel
 
 CHUNK = 64
@@ -288,22 +288,27 @@ def _gated_delta_rule_backward(
         block_v = max(min(sizes.block_v // 2, GRADIENT_COLUMNS), 16)
         stage = (2 * sizes.shape["BLOCK_K"] + CHUNK) * block_v * k.element_size()  # S, dS and D
         common = sizes.shape | sizes.chunked | sizes.precision | {
-            "Hv": sizes.Hv, "DV": sizes.Dv, "BLOCK_V": block_v, "HAS_OUT": has_out, "num_warps": GRADIENT_WARPS,
-            "STAGES": fitting_stages(k, GRADIENT_STAGES, stage),
+            "Hv": sizes.Hv, "DV": sizes.Dv, "BLOCK_V": block_v, "STAGES": fitting_stages(k, GRADIENT_STAGES, stage),
+            "num_warps": GRADIENT_WARPS,
         }  # fmt: skip
-        grid, inputs = (sizes.slots, sizes.Hk), (q, k, sizes.cu, total, factors, q_norm, k_norm)
-        by_chunk = [_matrices(x, CHUNK, block_v) for x in (d, d_out.transpose(0, 1), dx)]
+        grid = sizes.slots, sizes.Hk
+        written, d_outputs, read = (_matrices(x, CHUNK, block_v) for x in (d, d_out.transpose(0, 1), dx))
         by_state = [_matrices(x, sizes.shape["BLOCK_K"], block_v) for x in (states, d_states)]
+        queries, keys = (_matrices(x.transpose(0, 1), CHUNK, sizes.shape["BLOCK_K"]) for x in (q, k))
         for_q, for_k = (k.new_empty(sizes.Hk, sizes.tokens, CHUNK) for _ in range(2))
         d_total, d_beta = (torch.empty_like(total) for _ in range(2))
         pair_kernel[grid](
-            *by_chunk, _matrices(v.transpose(0, 1), CHUNK, block_v), *inputs, dv, for_q, for_k, d_total, d_beta,
-            *counts, *strides, scale, **common,
+            written, d_outputs, read, _matrices(v.transpose(0, 1), CHUNK, block_v), q, k, sizes.cu, total, factors,
+            q_norm, k_norm, dv, for_q, for_k, d_total, d_beta, *counts, *strides, scale, HAS_OUT=has_out, **common,
         )  # fmt: skip
-        by_key = [_matrices(x.transpose(0, 1), CHUNK, sizes.shape["BLOCK_K"]) for x in (q, k)]
-        state_kernel[grid](
-            *by_chunk, *by_state, *by_key, *inputs, for_q, for_k, d_total, d_beta, dq, dk, dg, dbeta, *counts, *strides,
-            scale, NORMALIZE=normalize, **common,
+        if has_out:
+            query_gradients_kernel[grid](
+                d_outputs, by_state[0], queries, k, sizes.cu, total, q_norm, for_q, d_total, dq, *counts,
+                *k.stride()[:2], scale, NORMALIZE=normalize, **common,
+            )  # fmt: skip
+        key_gradients_kernel[grid](
+            written, read, *by_state, keys, q, k, sizes.cu, total, factors, k_norm, for_q, for_k, d_total, d_beta, dk,
+            dg, dbeta, *counts, *strides, HAS_OUT=has_out, NORMALIZE=normalize, **common,
         )  # fmt: skip
     return grads
 
