@@ -70,11 +70,9 @@ SCAN_WARPS, SCAN_STAGES, SCAN_COLUMNS = 4, 3, 32
 BACK_STAGES = 2
 """Stages in the scans of the backward: with more, the shared memory of Hopper would not hold two programs."""
 
-GRADIENT_STAGES, GRADIENT_COLUMNS = 2, 64
-PAIR_LAUNCH: dict[str, int] = {"num_warps": 4}
-QUERIES_LAUNCH: dict[str, int] = {"num_warps": 4}
-KEYS_LAUNCH: dict[str, int] = {"num_warps": 4}
-"""The kernels with the other gradients take this many columns of v at a time, and at most half of them."""
+GRADIENT_WARPS, GRADIENT_STAGES, GRADIENT_COLUMNS = 4, 2, 64
+"""The kernels with the other gradients take this many columns of v at a time, and at most half of them. Four warps took
+less time on Hopper than eight, with as many registers as they ask for or with 128."""
 
 KEY_COLUMNS = 64
 """Kernels take this many columns of q and k, or twice as many. Other numbers gave wrong results on Hopper with
@@ -291,6 +289,7 @@ def _gated_delta_rule_backward(
         stage = (2 * sizes.shape["BLOCK_K"] + CHUNK) * block_v * k.element_size()  # S, dS and D
         common = sizes.shape | sizes.chunked | sizes.precision | {
             "Hv": sizes.Hv, "DV": sizes.Dv, "BLOCK_V": block_v, "STAGES": fitting_stages(k, GRADIENT_STAGES, stage),
+            "num_warps": GRADIENT_WARPS,
         }  # fmt: skip
         grid = sizes.slots, sizes.Hk
         written, d_outputs, read = (_matrices(x, CHUNK, block_v) for x in (d, d_out.transpose(0, 1), dx))
@@ -301,16 +300,15 @@ def _gated_delta_rule_backward(
         pair_kernel[grid](
             written, d_outputs, read, _matrices(v.transpose(0, 1), CHUNK, block_v), q, k, sizes.cu, total, factors,
             q_norm, k_norm, dv, for_q, for_k, d_total, d_beta, *counts, *strides, scale, HAS_OUT=has_out, **common,
-            **PAIR_LAUNCH,
         )  # fmt: skip
         if has_out:
             query_gradients_kernel[grid](
                 d_outputs, by_state[0], queries, k, sizes.cu, total, q_norm, for_q, d_total, dq, *counts,
-                *k.stride()[:2], scale, NORMALIZE=normalize, **common, **QUERIES_LAUNCH,
+                *k.stride()[:2], scale, NORMALIZE=normalize, **common,
             )  # fmt: skip
         key_gradients_kernel[grid](
             written, read, *by_state, keys, q, k, sizes.cu, total, factors, k_norm, for_q, for_k, d_total, d_beta, dk,
-            dg, dbeta, *counts, *strides, HAS_OUT=has_out, NORMALIZE=normalize, **common, **KEYS_LAUNCH,
+            dg, dbeta, *counts, *strides, HAS_OUT=has_out, NORMALIZE=normalize, **common,
         )  # fmt: skip
     return grads
 
