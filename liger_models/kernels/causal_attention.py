@@ -145,23 +145,36 @@ def _place(slot, tile, first, S, tiles, width, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 
 @triton.jit
-def _at(place, first, S, tiles, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Slot, tile of queries (-1: none) and tile of keys at a place of the workspace."""
-    pairs = (tiles + 1) // 2
-    pair = place // width % pairs
-    tile = tiles - 1 - pair
-    key_tile = place % width
-    count = _key_tiles(tile, first, S, BLOCK_M, BLOCK_N)
-    other = key_tile >= count
-    tile = tl.where(other, pair - tiles % 2, tile)
-    return place // width // pairs, tile, tl.where(other, key_tile - count, key_tile)
-
-
-@triton.jit
 def _head(slot, first_unit, first_query, queries, H: tl.constexpr, QUERIES: tl.constexpr):
     """Row of the batch and query head of a slot: of each KV head of a launch there are ``queries`` query heads."""
     unit = first_unit + slot // queries
     return unit // (H // QUERIES), unit % (H // QUERIES) * QUERIES + first_query + slot % queries
+
+
+@triton.jit
+def _at(
+    place, low_ptr, T, S, first_unit, first_query, queries, first_row, tiles, width,
+    H: tl.constexpr, QUERIES: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Row of the batch, query head, first query and first key of the tile at a place of the workspace, and with bounds
+    whether one of its queries may see one of its keys."""
+    pairs = (tiles + 1) // 2
+    pair = place // width % pairs
+    tile = tiles - 1 - pair
+    key_tile = place % width
+    count = _key_tiles(tile, first_row + S - T, S, BLOCK_M, BLOCK_N)
+    other = key_tile >= count
+    tile = tl.where(other, pair - tiles % 2, tile)  # -1: none
+    key_tile = tl.where(other, key_tile - count, key_tile)
+    batch, head = _head(place // width // pairs, first_unit, first_query, queries, H, QUERIES)
+    top = first_row + tile * BLOCK_M
+    start = key_tile * BLOCK_N
+    seen = tile >= 0
+    if BOUNDED:
+        first = top + S - T
+        lowest = tl.load(low_ptr + batch * S + first, mask=tile >= 0, other=0)
+        seen = seen & (start < first + BLOCK_M) & (start + BLOCK_N > lowest)
+    return batch, head, top, start, seen
 
 
 @triton.jit(do_not_specialize=PLACE)
@@ -177,15 +190,12 @@ def _weights_kernel(
     places = slots * ((tiles + 1) // 2) * width
     row = tl.arange(0, BLOCK_M)
     for place in tl.range(tl.program_id(0), places, tl.num_programs(0), flatten=not BOUNDED):
-        slot, tile, key_tile = _at(place, first_row + S - T, S, tiles, width, BLOCK_M, BLOCK_N)
-        batch, head = _head(slot, first_unit, first_query, queries, H, QUERIES)
-        top = first_row + tile * BLOCK_M
+        batch, head, top, start, seen = _at(
+            place, low_ptr, T, S, first_unit, first_query, queries, first_row, tiles, width, H, QUERIES, BOUNDED,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         first = top + S - T
-        start = key_tile * BLOCK_N
-        lowest = 0
-        if BOUNDED:
-            lowest = tl.load(low_ptr + batch * S + first, mask=tile >= 0, other=0)
-        if not BOUNDED or (tile >= 0) & (start < first + BLOCK_M) & (start + BLOCK_N > lowest):
+        if not BOUNDED or seen:
             scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for column in range(0, D, BLOCK_D):
                 rows = _tile(q, batch, head, top, column, BLOCK_M, BLOCK_D)
@@ -326,15 +336,12 @@ def _score_gradients_kernel(
     places = slots * ((tiles + 1) // 2) * width
     row = tl.arange(0, BLOCK_M)
     for place in tl.range(tl.program_id(0), places, tl.num_programs(0), flatten=not BOUNDED):
-        slot, tile, key_tile = _at(place, first_row + S - T, S, tiles, width, BLOCK_M, BLOCK_N)
-        batch, head = _head(slot, first_unit, first_query, queries, H, QUERIES)
-        top = first_row + tile * BLOCK_M
+        batch, head, top, start, seen = _at(
+            place, low_ptr, T, S, first_unit, first_query, queries, first_row, tiles, width, H, QUERIES, BOUNDED,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         first = top + S - T
-        start = key_tile * BLOCK_N
-        lowest = 0
-        if BOUNDED:
-            lowest = tl.load(low_ptr + batch * S + first, mask=tile >= 0, other=0)
-        if not BOUNDED or (tile >= 0) & (start < first + BLOCK_M) & (start + BLOCK_N > lowest):
+        if not BOUNDED or seen:
             scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             d_weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for column in range(0, D, BLOCK_D):
@@ -475,7 +482,7 @@ def _parts(T: int, S: int, block_m: int, block_n: int, matrices: int) -> tuple[i
 
 
 class Launch(NamedTuple):
-    """What the workspace holds at a time.
+    """A part of the heads and queries whose weights the workspace holds together.
 
     Attributes:
         unit, units: KV heads, of the B · G of all rows.

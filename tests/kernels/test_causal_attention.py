@@ -116,7 +116,7 @@ def test_several_launches_and_heads_of_any_width(backend, shape, small_tiles, po
 
 
 def test_launches_of_some_heads_of_a_key(backend, small_tiles, poisoned_empty, monkeypatch):
-    """Of 3 query heads of each key, 2 and then 1."""
+    """The backward takes two of the three query heads of each KV head, and then the third."""
     monkeypatch.setattr(module, "PAIRS", 20000)
     assert module._parts(90, 90, 16, 32, 2)[0] == 4
     for dtype in dtypes(backend):
