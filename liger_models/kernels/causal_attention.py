@@ -51,7 +51,6 @@ from .dispatch import (
     triton,
     use_triton,
 )
-from .rope import contiguous_rows
 
 MOST_HEAD_DIM = 512
 
@@ -442,9 +441,8 @@ def _bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: 
 
 def _constants(
     q: Tensor, k: Tensor, documents: Tensor | None, window: int | None
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], bool]:
-    """Constants of all kernels, of those that mask scores, constants and options of products with the workspace, and
-    whether documents or a window bound what a query sees."""
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Constants of all kernels, of those that mask scores, and constants and options of products with the workspace."""
     tier, D = _tier(q), q.shape[3]
     block_m, block_n, _ = TILE[tier]
     shared = {"H": q.shape[2], "QUERIES": q.shape[2] // k.shape[2], "D": D, "PRECISION": _precision(q)}
@@ -452,13 +450,18 @@ def _constants(
     masks = {"HAS_DOCUMENTS": documents is not None, "HAS_WINDOW": window is not None}
     columns = min(PRODUCT_COLUMNS[tier], max(triton.next_power_of_2(D), 16))
     product = {"BOUNDED": any(masks.values()), "BLOCK_D": columns, "STEP": PRODUCT_STEP[tier], **shared}
-    return shared, masks, product | PRODUCT_LAUNCH[tier], any(masks.values())
+    return shared, masks, product | PRODUCT_LAUNCH[tier]
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x [B, T, H, D], copied and padded unless its rows begin at multiples of 16 bytes, as loads of tiles need."""
+    if x.stride(3) != 1 or x.data_ptr() % 16 or any(not size or size * x.itemsize % 16 for size in x.stride()[:3]):
+        x = torch.nn.functional.pad(x, (0, -x.shape[3] % 8)).contiguous()
+    return x
 
 
 def _heads(x: Tensor, rows: int, columns: int) -> Any:
-    """A descriptor of x [B, T, H, D] as [B, H, T, D], of which programs load ``rows`` x ``columns`` at a time."""
-    if x.stride(3) != 1 or x.data_ptr() % 16 or any(not size or size * x.itemsize % 16 for size in x.stride()[:3]):
-        x = torch.nn.functional.pad(x, (0, -x.shape[3] % 8)).contiguous()
+    """A descriptor of an aligned x [B, T, H, D] as [B, H, T, D], to load ``rows`` x ``columns`` of a head at a time."""
     x = x.transpose(1, 2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
 
@@ -503,6 +506,10 @@ class Launch(NamedTuple):
     keys: int
     later: bool
     finished: int
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        return self.unit, self.query, self.queries, self.row, self.tiles, self.width
 
     @property
     def slots(self) -> int:
@@ -569,17 +576,19 @@ def _causal_attention(
     tier = _tier(q)
     block_m, block_n, block_d = TILE[tier]
     numbers, low, _ = _bounds(documents, window, B, S, q)
-    shared, masks, product, bounded = _constants(q, k, documents, window)
+    shared, masks, product = _constants(q, k, documents, window)
+    step, columns, bounded = product["STEP"], product["BLOCK_D"], product["BOUNDED"]
     with on_device_of(q):
         launches = _launches(q, k, block_m, block_n, backward=False)
+        q, k, v = map(_aligned, (q, k, v))
         queries, keys = _heads(q, block_m, block_d), _heads(k, block_n, block_d)
-        values = _heads(v, product["STEP"], product["BLOCK_D"])
+        values = _heads(v, step, columns)
         room = max(launch.places for launch in launches)
         weights = torch.empty(room * block_m, block_n, dtype=q.dtype, device=q.device)
         mosts, sums = torch.empty(2, room, block_m, dtype=torch.float32, device=q.device)
-        strips = TensorDescriptor(weights, list(weights.shape), list(weights.stride()), [block_m, product["STEP"]])
+        strips = TensorDescriptor(weights, list(weights.shape), list(weights.stride()), [block_m, step])
         for each in launches:
-            place = T, S, each.unit, each.query, each.queries, each.row, each.tiles, each.width
+            place = T, S, *each.place
             _weights_kernel[(_programs(q, 2, each, bounded),)](
                 queries, keys, weights, mosts, sums, numbers, low, window or 0, scale, *place, each.slots,
                 FAR=FAR[q.dtype], BLOCK_D=block_d, **shared, **masks, **WEIGHTS_LAUNCH[tier],
@@ -588,7 +597,7 @@ def _causal_attention(
                 weights, mosts, sums, most, inverse, low, *place, H=H, QUERIES=H // G, BOUNDED=bounded,
                 BLOCK_M=block_m, BLOCK_N=block_n, PARTS=PARTS, num_warps=8,
             )  # fmt: skip
-            _sum_over_keys_kernel[(triton.cdiv(D, product["BLOCK_D"]), each.slots, each.tiles)](
+            _sum_over_keys_kernel[(triton.cdiv(D, columns), each.slots, each.tiles)](
                 strips, values, out, inverse, low, *place, HAS_INVERSE=True, **product
             )
     return out, most, inverse
@@ -599,7 +608,7 @@ def _causal_attention_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, most: Tensor, inverse: Tensor,
     documents: Tensor | None, scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    d_out = contiguous_rows(d_out)
+    out = out.contiguous()
     (B, T, H, D), S = q.shape, k.shape[1]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not out.numel():
@@ -607,18 +616,17 @@ def _causal_attention_backward(
     tier = _tier(q)
     block_m, block_n, block_d = TILE[tier]
     numbers, low, last = _bounds(documents, window, B, S, q)
-    shared, masks, product, bounded = _constants(q, k, documents, window)
-    step, columns = product["STEP"], product["BLOCK_D"]
+    shared, masks, product = _constants(q, k, documents, window)
+    step, columns, bounded = product["STEP"], product["BLOCK_D"], product["BOUNDED"]
     across = triton.cdiv(D, columns)
     with on_device_of(q):
         launches = _launches(q, k, block_m, block_n, backward=True)
+        q, k, v, d_out = map(_aligned, (q, k, v, d_out))
         room = max(launch.places for launch in launches) * block_m
         p, ds = (torch.empty(room, block_n, dtype=q.dtype, device=q.device) for _ in range(2))
         delta = torch.empty_like(most)
-        sums = [
-            torch.empty(x.shape if any(each.later for each in launches) else 0, dtype=torch.float32, device=x.device)
-            for x in (k, v)
-        ]
+        later = any(each.later for each in launches)
+        sums = [torch.empty(x.shape if later else 0, dtype=torch.float32, device=x.device) for x in (dk, dv)]
         queries, d_queries = (_heads(x, block_m, block_d) for x in (q, d_out))
         keys, values = (_heads(x, block_n, block_d) for x in (k, v))
         strips = TensorDescriptor(ds, list(ds.shape), list(ds.stride()), [block_m, step])
@@ -629,7 +637,7 @@ def _causal_attention_backward(
             out, d_out, delta, vectors, T, *d_out.stride()[:3], H=H, D=D, BLOCK_D=block, ROWS=4
         )
         for each in launches:
-            place = T, S, each.unit, each.query, each.queries, each.row, each.tiles, each.width
+            place = T, S, *each.place
             _score_gradients_kernel[(_programs(q, 1, each, bounded),)](
                 queries, keys, values, d_queries, p, ds, most, inverse, delta, numbers, low, window or 0, scale, *place,
                 each.slots, BLOCK_D=block_d, **shared, **masks, **SCORES_LAUNCH[tier],
