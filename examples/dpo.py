@@ -27,7 +27,7 @@ PAIRS, LEARNING_RATE = 8, 1e-3
 
 def start() -> torch.device:
     """Return this process's device. Under torchrun, also initialise the process group."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if "RANK" in os.environ:
         if device.type != "cpu":
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))

@@ -30,7 +30,7 @@ PROMPTS, GROUP, UPDATES = 8, 16, 2
 
 def start() -> torch.device:
     """Return this process's device. Under torchrun, also initialise the process group."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if "RANK" in os.environ:
         if device.type != "cpu":
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))

@@ -25,7 +25,7 @@ def no_group_is_left():
 def on_the_cpu(tmp_path, monkeypatch):
     """On the CPU, in a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
 
 
 def save_llama(folder: Path, tokenizer: str, *, seed: int = 0, **sizes: int) -> None:

@@ -355,6 +355,26 @@ def test_train(folder):
     assert "--export-dtype" in shown
 
 
+@pytest.fixture
+def cuda_build_without_gpu(monkeypatch):
+    """What a CUDA build of PyTorch answers on a machine without a GPU, which is what pip installs on Linux."""
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: None if check_available else torch.device("cuda"),
+    )
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("cuda_build_without_gpu")
+def test_a_cuda_build_without_a_gpu_runs_on_the_cpu(folder):
+    (folder.parent / "train.jsonl").write_text("\n".join(json.dumps({"text": f"Text {i}."}) for i in range(40)))
+    run("train", "--model", "model", "--data", "train.jsonl", "--output", "run", "--length", "32", "--steps", "2")
+    assert LigerLlama.from_pretrained("run/model", device_map="auto", progress=False).device.type == "cpu"
+    assert run("generate", "run/model", "Hi", "--max-new-tokens", "2")
+    assert read("bench", "model", "--length", "16", "--steps", "1")["device"] == "cpu"
+
+
 def test_bench(folder):
     found = read("bench", "model", "--length", "16", "--steps", "2", "--device", "cpu", "--dtype", "float32")
     assert found["tokens_per_second"] == pytest.approx(16 / found["seconds_per_step"])

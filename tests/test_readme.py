@@ -42,6 +42,13 @@ def name_of(page: Path) -> str:
 every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
+def test_an_accelerator_is_asked_for_only_where_it_is_available():
+    """Without ``check_available`` a CUDA build of PyTorch names CUDA on a machine that has no GPU."""
+    sources = [*PAGES, *NOTEBOOKS, *ROOT.glob("liger_models/**/*.py"), *ROOT.glob("examples/*.py")]
+    calls = [call for each in sources for call in re.findall(r"current_accelerator\(.*?\)", each.read_text("utf-8"))]
+    assert set(calls) == {"current_accelerator(check_available=True)"}
+
+
 def serve(monkeypatch, folder: Path) -> None:
     """Make every name on the hub this folder."""
     monkeypatch.setattr(causal_lm, "download", lambda repo_id, *_, **options: folder)

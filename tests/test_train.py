@@ -158,7 +158,7 @@ def test_two_ranks_train_die_and_go_on(folder, whole, monkeypatch):
 def test_a_single_process(folder, tmp_path, monkeypatch, capfd, device):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if device == "cpu":
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
     options = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "steps": 3}
     train(TrainOptions(**options, output=str(tmp_path / "run"), workers=0, log_every=1, dtype="bfloat16"))
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
@@ -569,7 +569,7 @@ def test_options_of_now_hold_when_a_run_goes_on(folder, tmp_path):
 def planned(folder, tmp_path, monkeypatch):
     """A function that trains two steps, and then two more, each with a budget of memory; it returns log and plan."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
 
     def run(name: str, budgets: tuple[str | None, str | None], **options) -> tuple[list[Any], dict[str, bytes], Any]:
         given = {"model": str(folder / "checkpoint"), "data": [str(folder / "train.jsonl")], "length": 64, "workers": 0}

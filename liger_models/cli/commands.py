@@ -332,7 +332,7 @@ def recipe(
             raise typer.BadParameter("give --memory, such as 24GB: this machine has no GPU")
         size = int(torch.get_device_module().get_device_properties().total_memory)
     else:
-        size = parse_memory("recipe: memory", memory, torch.accelerator.current_accelerator())
+        size = parse_memory("recipe: memory", memory, torch.accelerator.current_accelerator(check_available=True))
     found = Planner(_empty_model(model, revision).config).plan(size, method, length)
     name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2]
     text = found.yaml(model, f"{name.lower()}-{found.method}")
@@ -607,7 +607,7 @@ def _dtype(name: str) -> Any:
 def _device(name: str | None) -> str:
     import torch
 
-    place = name or str(torch.accelerator.current_accelerator() or "cpu")
+    place = name or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     try:
         torch.empty(0, device=place)
     except (AssertionError, RuntimeError) as error:

@@ -295,11 +295,11 @@ def _device(device_map: Any) -> torch.device:
     if place is None:
         return torch.device("cpu")
     if place == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        found = torch.accelerator.current_accelerator(check_available=True)
         return (
             torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
         )
     if isinstance(place, int):
-        found = torch.accelerator.current_accelerator()
+        found = torch.accelerator.current_accelerator(check_available=True)
         return torch.device("cuda" if found is None else found.type, place)
     return torch.device(place)

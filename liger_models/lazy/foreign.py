@@ -34,7 +34,7 @@ def _device(value: Any) -> Any:
     if isinstance(value, Mapping):
         value = value[""] if value.keys() == {""} else "several"
     if value == "auto":
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         return torch.device(value)
     except (RuntimeError, TypeError):

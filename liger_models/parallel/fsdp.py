@@ -196,7 +196,7 @@ def _parameter(values: Tensor, requires_grad: bool = True) -> nn.Parameter:
 
 
 def _all_ranks() -> DeviceMesh:
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh("cpu" if device is None else device.type, (dist.get_world_size(),))
 
 

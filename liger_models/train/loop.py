@@ -301,7 +301,7 @@ def train(options: TrainOptions) -> None:
     except FileExistsError:
         message = f"train: output must be a folder, or not exist, got the file {output}. Name another."
         raise ValueError(message) from None
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
     budget = None if options.memory is None else parse_memory("train: memory", options.memory, device)
